@@ -238,7 +238,7 @@ def test_a_dry_run_lists_the_files(hub: Hub, folder, capsys):
     assert hub.requests == []
     (folder / "config.json").unlink()
     assert main(["push", str(folder), "me/new", "--dry-run"]) == 2
-    assert "is no complete checkpoint" in capsys.readouterr().err
+    assert "is not a complete checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.slow

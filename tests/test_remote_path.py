@@ -105,7 +105,7 @@ def test_bounded_readers_read_remote_files(root):
 )
 def test_local_functions_refuse_a_remote_path(use):
     """Else they would make or read a local folder named `memory:`."""
-    with pytest.raises(TypeError, match="is no file of this machine"):
+    with pytest.raises(TypeError, match="is not a file of this machine"):
         use(RemotePath("memory://bucket/file"))
 
 

@@ -1,6 +1,6 @@
 """moefold trains Mixture-of-Experts language models with MoE Parallel Folding (arXiv:2504.14960).
 
-The names of the Python interface are imported when they are first used; docs/api.md describes them.
+The names of the Python interface are imported at their first use; docs/api.md describes them.
 """
 
 import importlib
@@ -49,7 +49,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a name of the Python interface when it is first used (PEP 562)."""
+    """Import a name of the Python interface at its first use (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -57,5 +57,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, those that have not been imported yet included."""
+    """Return the names of the module, including names that have not been imported yet."""
     return sorted({*globals(), *_MODULES})

@@ -1,6 +1,6 @@
-"""Python interface: plan, build, train, evaluate and generate from a program. Torch-free at import.
+"""Python interface: plan, build, train, evaluate and generate from a program. Importing it does not import torch.
 
-`import moefold` offers these names; docs/api.md describes them. The commands take the same steps.
+`import moefold` offers these names; docs/api.md describes them. The commands execute the same steps.
 """
 
 import re
@@ -62,8 +62,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     """Read a recipe and apply the overrides.
 
     Args:
-        path: a TOML file; None starts from the defaults.
-        overrides: words of the form `section.key=value`, as on the command line.
+        path: a TOML file; None: the defaults.
+        overrides: strings `section.key=value`, as on the command line.
 
     Returns:
         The config (`.cfg`), the keys that were set (`.explicit_keys`) and notices (`.messages`).
@@ -84,23 +84,23 @@ def plan(
     fix: Mapping[str, Any] | None = None,
     options: "PlanOptions | None" = None,
 ) -> "Planner":
-    """Create the planner that ranks all legal mappings of a model on some GPUs, as `moefold plan` does.
+    """Create the planner that ranks all legal mappings of a model on some GPUs, like `moefold plan`.
 
     Args:
         model: a preset, a recipe (.toml), or the config.json (or folder) of a Hugging Face model.
         gpu: name of a device such as "h100", or a .toml file.
-        num_gpus: GPUs in all; None takes the recipe's, like `seq_len` and `global_batch_size`.
+        num_gpus: total number of GPUs; None: the recipe's, like `seq_len` and `global_batch_size`.
         seq_len: tokens per sample.
         global_batch_size: samples per step.
         fix: values of axes; only mappings with them are searched, such as {"tp": 2, "ep": 8}.
-        options: further settings.
+        options: other settings.
 
     Returns:
         The planner: `.best()` is the fastest mapping that fits, `.top_plans(count)` the best few, `.config_for(plan)`
         the recipe under a mapping. `result_as_dict(planner, count)` is the output of `moefold plan --json`.
 
     Raises:
-        ConfigError: the model, the device or a setting is wrong or missing, or the recipe runs under no mapping. The
+        ConfigError: the model, the device or a setting is wrong or missing, or the recipe supports no mapping. The
             methods raise it if no mapping is legal or fits.
     """
     from moefold.planner.planner import Planner
@@ -153,19 +153,19 @@ def train_model(
     data: "ProgramData | None" = None,
     callbacks: "Sequence[Callback]" = (),
 ) -> "TrainOutcome":
-    """Train from a recipe, as `moefold train` does: in a new run folder, or from the last checkpoint of the run.
+    """Train from a recipe like `moefold train`: in a new run folder, or from the last checkpoint of the run.
 
-    A job of one rank runs in this process. Further ranks are started on this machine; under a launcher such as
-    torchrun this process is one rank. Call it from the main thread, which receives Ctrl-C.
+    A job of one rank runs in this process. Several ranks are started on this machine; under a launcher such as torchrun
+    this process is one rank. Call it from the main thread, which receives Ctrl-C.
 
     Args:
-        recipe: a TOML file, or what `load_recipe` or `load_config` returned.
-        overrides: words of the form `section.key=value`, for a file.
-        loss: the loss to minimise; None: what the recipe asks for. With reinforcement learning it has an attribute
-            `columns`, the columns of a batch that it reads.
+        recipe: a TOML file, or the result of `load_recipe` or `load_config`.
+        overrides: strings `section.key=value`, for a file.
+        loss: the loss to minimise; None: the recipe's loss. With reinforcement learning it has an attribute `columns`,
+            the columns of a batch that it reads.
         data: the samples of a recipe with `data.kind="program"`.
-        callbacks: hooks of the training loop. Ranks that are started work on copies of all three, which must be
-            picklable for GPU ranks; `if __name__ == "__main__"` must then guard the call.
+        callbacks: hooks of the training loop. Started ranks work on copies of all three, which must be picklable for
+            GPU ranks; `if __name__ == "__main__"` must then guard the call.
 
     Returns:
         Exit status, run folder, metrics of the last step, and newest checkpoint. The status is not 0 if a signal has
@@ -173,7 +173,7 @@ def train_model(
 
     Raises:
         ConfigError: the recipe cannot be trained here.
-        RunError: the run failed, or a rank that was started did; the rank's message is on stderr.
+        RunError: the run or a started rank failed; the rank's message is on stderr.
     """
     loaded = _loaded(recipe, overrides)
     _check_loss(loaded, loss)
@@ -208,27 +208,29 @@ def train_in_process(
 ) -> "TrainOutcome":
     """Train with the processes of this program as ranks, and return to it: in Ray Train, accelerate or a notebook.
 
-    Starts no process. The ranks are the members of the default process group; without one, the ranks of the launcher
-    whose variables are set (torchrun, srun), or this process alone. Collective: every rank calls it, with equal
-    arguments. The run has process groups of its own and destroys them; the program's groups must not be used meanwhile,
-    and are unchanged afterwards. It can be called again, also with another mapping, and from any thread.
+    No process is started. The ranks are the members of the default process group; without one, the ranks of the
+    launcher whose variables are set (torchrun, srun), or this process alone. Collective: every rank calls it, with
+    equal arguments. The run creates and destroys its own process groups; the program's groups must not be used during
+    the run, and are unchanged afterwards. The function can be called again, also with another mapping, and from any
+    thread.
 
     Args:
         recipe: see `train_model`; `parallel.world_size` must be the number of ranks.
-        overrides: words of the form `section.key=value`, for a file.
+        overrides: strings `section.key=value`, for a file.
         loss: see `train_model`, like `data` and `callbacks`. Nothing is pickled.
         data: the samples of a recipe with `data.kind="program"`.
         callbacks: hooks of the training loop.
-        on_step: called on each rank after each step, when it is saved and evaluated, with the record of metrics.jsonl.
+        on_step: called on each rank after each step, including its save and evaluation, with the record of
+            metrics.jsonl.
 
     Returns:
         Exit status, run folder, metrics of the last step, and newest checkpoint. The status is not 0 if a signal has
-        stopped the run, which in the main thread Ctrl-C and SIGTERM do after the step, as in `moefold train`.
+        stopped the run. In the main thread, Ctrl-C and SIGTERM stop it after the step, as in `moefold train`.
 
     Raises:
         ConfigError: the recipe cannot be trained by these ranks; raised on all of them.
-        RunError: the run failed. An exception of a callback is raised as it is; the other ranks then raise RunError,
-            or, if a rank hangs for `faults.timeout_s` or its process is gone, print the diagnosis and end.
+        RunError: the run failed. An exception of a callback is raised unchanged; the other ranks then raise RunError,
+            or, if a rank hangs for `faults.timeout_s` or its process has ended, print the diagnosis and end.
     """
     loaded = _loaded(recipe, overrides)
     _check_loss(loaded, loss)
@@ -248,23 +250,23 @@ def evaluate(
     part: str | Sequence[str] = (),
     options: "EvalOptions | None" = None,
 ) -> "Evaluation":
-    """Compute the mean cross-entropy of a model over token ids or a text file, as `moefold eval` does.
+    """Compute the mean cross-entropy of a model over token ids or a text file, like `moefold eval`.
 
     Args:
         model: a checkpoint, a folder of checkpoints, a run folder or a Hugging Face folder.
-        tokens: row of ids, or the .npy file that holds it.
+        tokens: row of ids, or a .npy file of ids.
         text: file of UTF-8 text for the model's tokenizer; either tokens or text.
-        logits: .npy file to write the logits to, float32 [sequences, S, V].
+        logits: .npy file for the logits, float32 [sequences, S, V].
         overrides: the mapping, such as `parallel.tp=2`.
-        part: FILE.py:CLASS of each part from a file with which the model was trained; the files are imported.
-        options: further settings.
+        part: FILE.py:CLASS of each part in the model's training that is from a file; the files are imported.
+        options: other settings.
 
     Returns:
         The loss in nats per token, the perplexity and the number of predicted tokens.
 
     Raises:
         ConfigError: the model, the data, a setting or the mapping cannot work.
-        RunError: a rank that was started has failed; its message is on stderr.
+        RunError: a started rank has failed; its message is on stderr.
     """
     from moefold.inference.jobs import EvalOptions, EvalRequest, prepare_evaluation
 
@@ -300,23 +302,23 @@ def generate(
     part: str | Sequence[str] = (),
     options: "GenerateOptions | None" = None,
 ) -> "list[Generation]":
-    """Continue prompts with a model, as `moefold generate` does.
+    """Continue prompts with a model, like `moefold generate`.
 
     Args:
         model: a checkpoint, a folder of checkpoints, a run folder or a Hugging Face folder.
         prompts: texts, or messages with `GenerateOptions(chat=True)`; all are continued together.
-        max_tokens: most new tokens of each.
+        max_tokens: maximum new tokens of each prompt.
         sampling: temperature, top_k, top_p, min_p and seed.
         overrides: the mapping, such as `parallel.tp=2`.
-        part: FILE.py:CLASS of each part from a file with which the model was trained; the files are imported.
-        options: further settings.
+        part: FILE.py:CLASS of each part in the model's training that is from a file; the files are imported.
+        options: other settings.
 
     Returns:
         One generation per prompt: `.text`, `.tokens` and `.finish_reason`.
 
     Raises:
         ConfigError: the model, a prompt, a setting or the mapping cannot work.
-        RunError: a rank that was started has failed; its message is on stderr.
+        RunError: a started rank has failed; its message is on stderr.
     """
     from moefold.inference.jobs import GenerateOptions, GenerationRequest, prepare_generation
     from moefold.inference.sampling import SamplingParams
@@ -345,10 +347,10 @@ def generate(
 
 
 def _check_loss(loaded: LoadedRecipe, loss: "LossFunction | None") -> None:
-    """Check that a loss of the program can train on the rollouts of the recipe, and that nothing else names a loss.
+    """Check that a loss of the program can train on the recipe's rollouts, and that the recipe sets no loss.
 
     Raises:
-        ConfigError: it cannot, or the recipe sets a key of the loss that it replaces.
+        ConfigError: it cannot, or the recipe sets a key of the replaced loss.
     """
     if loss is None:
         return
@@ -388,7 +390,7 @@ def _report_notices(rank_env: RankEnv | None) -> Callable[[Sequence[str]], None]
 
 @contextmanager
 def _errors_without_options() -> Iterator[None]:
-    """Reword a ConfigError raised inside: arguments of Python instead of options of a command.
+    """Reword a ConfigError raised inside: replace options of a command by Python arguments.
 
     Raises:
         ConfigError: the original error, reworded.

@@ -1,7 +1,7 @@
-"""Bounded readers of untrusted files: limits on bytes, nesting depth and number of values. Torch-free.
+"""Bounded readers of untrusted files: limits on bytes, nesting depth and number of values.
 
-A path of a user may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader rejects
-anything but a regular file before opening it, compares the size with a limit before reading, and never reads more than
+A user's path may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader rejects
+everything except regular files before opening, compares the size with a limit before reading, and never reads more than
 the limit, even if the reported size is wrong (/proc) or grows. A rejected file is an `OSError` whose `strerror` is the
 reason, so that it is reported like an unreadable file; rejected content is a `ValueError`.
 """
@@ -23,7 +23,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 MAX_RECIPE_BYTES = MIB
-"""Recipe or device: the longest shipped one has 4 KiB, and a list of 10,000 data files fits."""
+"""Recipe or device: the longest shipped file has 4 KiB, and a list of 10,000 data files fits."""
 MAX_SCHEDULE_BYTES = 64 * MIB
 """Schedule as CSV, 8 bytes per cell: 64 ranks with 4 stages each and 4,096 micro-batches have 17 MB."""
 MAX_TABLE_BYTES = 16 * MIB
@@ -37,19 +37,18 @@ MAX_TOKENIZER_BYTES = 256 * MIB
 MAX_INDEX_BYTES = 128 * MIB
 """Index or manifest of a folder of tensors, 200 bytes per tensor: 100,000 tensors are 20 MB."""
 MAX_DESCRIPTION_BYTES = 64 * MIB
-"""Description or manifest of a checkpoint: 150 bytes per data file or rank, of which there may be 100,000."""
+"""Description or manifest of a checkpoint: 150 bytes per data file or rank, with up to 100,000 of these."""
 MAX_LINE_BYTES = 64 * MIB
 """Line of JSON: a document, a conversation, or the metrics of a step. A book has 1 MB."""
 MAX_TEXT_BYTES = 1 << 30
-"""Text that is tokenised as a whole; `moefold tokenize` takes larger ones."""
+"""Text that is tokenised as a whole; `moefold tokenize` accepts larger texts."""
 MAX_JSON_DEPTH = 100
-"""Nesting depth of a JSON or TOML document; code that walks it may need a few calls per level, and Python allows
-1,000."""
+"""Nesting depth of a JSON or TOML document; recursive code may need a few calls per level, and Python allows 1,000."""
 MAX_JSON_VALUES = 8_000_000
 """Values of a JSON document: an empty list takes 2 bytes in the file and 64 in memory. 8 million values are an index of
 a million tensors."""
 MAX_KEY_PARTS = 32
-"""Parts of a dotted TOML key, whose parsing time is quadratic in them; settings have two."""
+"""Parts of a dotted TOML key, whose parsing time is quadratic in their number; settings have two."""
 
 _BLOCK_BYTES = MIB
 _IRREGULAR_KINDS = (
@@ -79,7 +78,7 @@ def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading, without waiting for a writer if the path is a pipe.
 
     Raises:
-        IsADirectoryError: it is a folder.
+        IsADirectoryError: the path is a folder.
         OSError: it is a pipe, a device or a socket, or cannot be opened.
     """
     check_regular_file(path)
@@ -101,7 +100,7 @@ def check_regular_file(path: Path) -> None:
     """Check that a path is a regular file, before a library opens it by name.
 
     Raises:
-        IsADirectoryError: it is a folder.
+        IsADirectoryError: the path is a folder.
         OSError: it is a pipe, a device or a socket, or does not exist.
     """
     if "\0" in str(path):
@@ -113,7 +112,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: the file cannot be read, is not regular, or is larger.
     """
     if isinstance(path, RemotePath):
         check_regular_file(path)
@@ -131,7 +130,7 @@ def read_text(path: Path, limit: int) -> str:
 
     Raises:
         OSError: see `read_bytes`.
-        UnicodeDecodeError: it is not UTF-8.
+        UnicodeDecodeError: the content is not UTF-8.
     """
     text = read_bytes(path, limit).decode("utf-8-sig")
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
@@ -142,7 +141,7 @@ def read_json(path: Path, limit: int) -> Any:
 
     Raises:
         OSError: see `read_bytes`.
-        ValueError: it is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
+        ValueError: the content is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
     """
     return parse_json(read_bytes(path, limit))
 
@@ -151,27 +150,27 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON of bounded depth and number of values; a byte order mark is ignored.
 
     Raises:
-        ValueError: it is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
+        ValueError: the content is not UTF-8 or not JSON, or exceeds `MAX_JSON_DEPTH` or `MAX_JSON_VALUES`.
     """
     decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    # Each value but the first follows a comma or a bracket; strings are removed only if the first count is too high.
+    # Each value except the first follows a comma or a bracket; strings are removed only if the first count is too high.
     if _num_values(decoded) > MAX_JSON_VALUES and _num_values(_JSON_STRING.sub("", decoded)) > MAX_JSON_VALUES:
         raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
         document = json.loads(decoded)
     except RecursionError:
         raise _depth_error() from None
-    # A document has at most as many levels as opening brackets: most lines of JSON need no walk.
+    # The number of levels is at most the number of opening brackets: most lines of JSON need no traversal.
     if decoded.count("[") + decoded.count("{") > MAX_JSON_DEPTH:
         _reject_too_deep(document)
     return document
 
 
 def format_json(document: Any, limit: int) -> str:
-    """Return the text of a JSON file that `read_json` reads with the same limit; indented if the limit allows it.
+    """Return JSON text that `read_json` accepts with the same limit; indented if the limit allows it.
 
     Raises:
-        ValueError: there is none: it would be too large or too deep, or a value is none of JSON.
+        ValueError: the text would be too large or too deep, or a value has no form in JSON.
     """
     try:
         text = json.dumps(document, indent=2) + "\n"
@@ -179,7 +178,7 @@ def format_json(document: Any, limit: int) -> str:
             text = json.dumps(document, separators=(",", ":")) + "\n"
     except RecursionError:
         raise _depth_error() from None
-    # ASCII alone: as many bytes as characters.
+    # Only ASCII: the number of bytes is the number of characters.
     if len(text) > limit:
         raise ValueError(f"it has {len(text):,} bytes, and {limit:,} can be read")
     parse_json(text)
@@ -190,7 +189,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML of bounded depth.
 
     Raises:
-        tomllib.TOMLDecodeError: it is not TOML, is nested too deep, or has a number that Python cannot parse.
+        tomllib.TOMLDecodeError: the text is not TOML, is nested too deep, or has a number that Python cannot parse.
     """
     if _LONG_KEY.search(text) or _LONG_KEY.search(_TOML_STRING.sub("_", text)):
         raise tomllib.TOMLDecodeError(f"a key has more than {MAX_KEY_PARTS} parts")
@@ -202,7 +201,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise tomllib.TOMLDecodeError(str(_depth_error())) from None
     except ValueError:
-        # Python parses no decimal number of more than 4,300 digits.
+        # Python does not parse decimal numbers of more than 4,300 digits.
         raise tomllib.TOMLDecodeError("a number has thousands of digits") from None
     return document
 
@@ -211,7 +210,7 @@ def bounded_lines(file: BinaryIO, limit: int = MAX_LINE_BYTES) -> Iterator[bytes
     """Yield the lines of an open file, each with its line end.
 
     Raises:
-        LongLineError: a line is longer than `limit` bytes; no more than that is read.
+        LongLineError: a line is longer than `limit` bytes; reading stops there.
     """
     number = 0
     while line := file.readline(limit + 1):
@@ -232,7 +231,7 @@ def have_same_content(one: Path, other: Path) -> bool:
     """Return whether two regular files have equal content, reading one block of each at a time.
 
     Raises:
-        OSError: one cannot be read or is no regular file.
+        OSError: a file cannot be read or is not regular.
     """
     with open_regular(one) as one_file, open_regular(other) as other_file:
         if one.stat().st_size != other.stat().st_size:
@@ -286,7 +285,7 @@ T = TypeVar("T")
 
 
 def batch_by_size(items: Iterable[T], size: Callable[[T], int], max_size: int) -> Iterator[list[T]]:
-    """Split a sequence into batches of consecutive items of total size at most `max_size`, or one larger item."""
+    """Split a sequence into batches of consecutive items, each of at most `max_size` in total or of one larger item."""
     batch: list[T] = []
     total = 0
     for item in items:

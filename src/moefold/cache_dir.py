@@ -1,4 +1,4 @@
-"""Cache folders: the named or default one, and a temporary fallback; entries of JSON."""
+"""Cache folders: a named or default folder, and a temporary fallback; entries of JSON."""
 
 import hashlib
 import json
@@ -22,9 +22,9 @@ def default_cache_dir() -> Path:
 
 
 def cache_folders(cache_dir: Path | None) -> tuple[Path, ...]:
-    """Return the folders to search for cache entries and to create them in, in order.
+    """Return the folders for cache entries in the order of search and creation.
 
-    The named or default folder comes first, then this user's temporary one, unless another user created that.
+    The named or default folder is first, then this user's temporary folder, unless another user created it.
     """
     named = cache_dir if cache_dir is not None else default_cache_dir()
     temporary = _temporary_cache_dir()
@@ -57,7 +57,7 @@ def _temporary_cache_dir() -> Path:
 
 
 def _is_untrusted_dir(folder: Path) -> bool:
-    """Return whether the temporary cache folder, which anybody can create, is not exclusively this user's."""
+    """Return whether the temporary cache folder, which any user can create, is not exclusively this user's."""
     if folder != _temporary_cache_dir():
         return False
     status = folder.lstat()

@@ -1,4 +1,4 @@
-"""A rich console that escapes control characters of names and messages."""
+"""Rich console that escapes control characters of names and messages."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from moefold.terminal import MULTILINE_CHARS, printable
 class PrintableConsole(Console):
     """Rich console that escapes control characters of strings, including those in table cells.
 
-    A `Text` is printed as it is: its creator escapes text from files, recipes or the command line.
+    A `Text` is printed unchanged: its creator escapes text from files, recipes or the command line.
     """
 
     def render_str(self, text: str, **options: Any) -> Text:

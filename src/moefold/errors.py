@@ -1,4 +1,4 @@
-"""Exceptions whose text is the message to the user, and the pip commands that it names for missing extras."""
+"""Exceptions whose text is the message to the user, and pip commands for missing extras."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from moefold.terminal import MULTILINE_CHARS, printable
 EXIT_FAILED = 1
 """Exit status of a command that ran with a negative result, or of a failed rank."""
 EXIT_USER_ERROR = 2
-"""Exit status for settings that cannot work; a message has been printed."""
+"""Exit status for invalid settings; a message has been printed."""
 SIGNAL_STATUS = 128
 """Base of the exit status after a signal: 128 + its number, as in shells; 130 for Ctrl-C."""
 
@@ -19,7 +19,7 @@ class ConfigError(ValueError):
     """Invalid setting, file or combination. The command line prints it as one message and exits 2."""
 
     faults: tuple[str, ...] = ()
-    """Messages of the settings that cannot work, one for each."""
+    """Messages, one for each invalid setting."""
 
     def __str__(self) -> str:
         """Return the message with control characters escaped."""
@@ -37,7 +37,7 @@ def format_list(items: Sequence[str]) -> str:
 
 
 class RunError(Exception):
-    """Run-time error that the message explains and that no setting caused: exit status 1."""
+    """Run-time error with an explanation, not caused by a setting: exit status 1."""
 
     def __str__(self) -> str:
         """Return the message with control characters escaped."""
@@ -53,10 +53,10 @@ class NoFormulaError(Exception):
 
 
 def raise_all(messages: Iterable[object]) -> None:
-    """Raise the collected messages and the faults of collected errors, if any: one as it is, several one per line.
+    """Raise the collected messages and the faults of collected errors, if any, with one line for each.
 
     Raises:
-        ConfigError: there is at least one.
+        ConfigError: there is at least one message or fault.
     """
     lines = [line for message in messages for line in getattr(message, "faults", ()) or (str(message),)]
     if lines:
@@ -70,9 +70,9 @@ DEVICE_OPTION = (
     (r"parallel\.world_size=(\d+) needs a GPU", r"--device cuda needs a GPU"),
     (r"run\.device=", "--device "),
 )
-"""Replacements for callers that take the device as an option."""
+"""Replacements for callers whose device is an option."""
 TOKENIZER_OPTION = ((r"data\.tokenizer=", "--tokenizer "),)
-"""Replacements for callers that take the tokenizer as an option."""
+"""Replacements for callers whose tokenizer is an option."""
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
 
     Raises:
         ConfigError: the original error, reworded.
-        RunError: likewise.
+        RunError: the original error, reworded.
     """
     try:
         yield
@@ -100,9 +100,9 @@ def reword(text: str, *replacements: tuple[str, str]) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs an extra, for the way in which moefold itself is installed.
+    """Return the pip command that installs an extra, depending on the installation of moefold.
 
-    A checkout is installed in editable mode again, from its folder; an installed wheel is extended by name.
+    A checkout is installed again in editable mode, from its folder; an installed wheel is extended by name.
 
     Args:
         extra: name in `[project.optional-dependencies]` of pyproject.toml.

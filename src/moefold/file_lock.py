@@ -1,7 +1,7 @@
-"""Lock of an open file (flock): the one lock of this package, for folders, caches and temporary files. Torch-free.
+"""Lock of an open file (flock): the only kind of lock in this package, for folders, caches and temporary files.
 
 A lock of `fcntl` or `lockf` belongs to the process: closing any other descriptor of the same file drops it. A flock
-belongs to the open file, and on NFS other machines see it too.
+belongs to the open file, and on NFS other machines also see it.
 """
 
 import fcntl
@@ -14,10 +14,10 @@ from typing import Self
 
 
 class FileLock:
-    """Exclusive lock of an open file, held by this process alone until `close` or the end of the process.
+    """Exclusive lock of an open file, held only by this process until `close` or the end of the process.
 
-    A process that is forked closes its copy of the descriptor at once, and a program that is executed inherits none, so
-    that no child keeps the lock of a process that is gone.
+    A forked process closes its copy of the descriptor immediately, and an executed program does not inherit it, so that
+    no child keeps the lock of an ended process.
 
     Args:
         descriptor: the open file; `close` closes it. On NFS it must be writable.
@@ -60,7 +60,7 @@ class FileLock:
             self.drop()
 
     def drop(self) -> None:
-        """Close the descriptor without unlocking, as in a forked child, whose parent keeps the lock."""
+        """Close the descriptor without unlocking, such as in a forked child, whose parent keeps the lock."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -73,7 +73,7 @@ class FileLock:
 
 
 def _dropper(lock: "weakref.ref[FileLock]") -> Callable[[], None]:
-    """Return a hook that drops a lock in a forked child; it holds no reference, as it can never be unregistered."""
+    """Return a hook that drops a lock in a forked child; it has no reference, because it can never be unregistered."""
 
     def drop() -> None:
         if (found := lock()) is not None:
@@ -100,9 +100,9 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a file is locked, also by this process; False if it is absent, or cannot be locked.
+    """Return whether a file is locked, even by this process; False if it is absent, or cannot be locked.
 
-    The question takes a shared lock for an instant, so a job that starts at this moment has to try again.
+    The check briefly takes a shared lock, so a job that starts at the same time has to try again.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)

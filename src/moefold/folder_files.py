@@ -1,6 +1,6 @@
-"""Files of a folder that may be sent or copied: plain ones, whose links do not lead out of it. Torch-free.
+"""Files of a folder that may be sent or copied: plain files, and links that do not lead out of the folder.
 
-A folder of a stranger may hold a link to a private key of the user who publishes a copy of it.
+An untrusted folder may contain a link to a private key of the user who publishes a copy of the folder.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ def list_files(folder: Path, *, hidden: bool = True) -> dict[str, Path]:
         hidden: include files and folders whose names begin with a dot.
 
     Raises:
-        ConfigError: an entry is a link that leads out or to a folder, a device or a pipe.
+        ConfigError: an entry is a link out of the folder or to a folder, a device or a pipe.
     """
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -33,12 +33,12 @@ def list_files(folder: Path, *, hidden: bool = True) -> dict[str, Path]:
 
 
 def unsendable_reason(folder: Path, file: Path) -> str:
-    """Return why a file of a folder may not be sent or copied, with the way out; empty if it may.
+    """Return the reason why a file of a folder must not be sent or copied, with the way out; else empty.
 
     Links are followed within the folder, and from a snapshot of the Hugging Face hub's cache to its blobs.
     """
     if not file.is_file():
-        kind = "is a link to no file" if file.is_symlink() else "is no plain file"
+        kind = "is a link to no file" if file.is_symlink() else "is not a plain file"
         return f"{kind}; remove it, or put the file itself there"
     target = file.resolve()
     roots = [folder.resolve()]

@@ -1,7 +1,7 @@
-"""Names on the Hugging Face hub: `hf://ORG/NAME[@REVISION][/PATH]` is a snapshot on this machine. Torch-free.
+"""Names on the Hugging Face hub: `hf://ORG/NAME[@REVISION][/PATH]` is a snapshot on this machine.
 
-Snapshots stand in the hub's own cache (HF_HOME), are shared with transformers, and are complete after an interrupted
-download that is started again. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE work as in every program that uses the hub.
+Snapshots are in the hub's own cache (HF_HOME), shared with transformers. An interrupted download can be resumed.
+HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE work as in every program that uses the hub.
 """
 
 import importlib.util
@@ -24,27 +24,27 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _NAME = re.compile(rf"(?:(datasets)/)?({_PART}/{_PART}|{_PART})(?:@([^/]+))?(?:/+([^/].*))?")
 _REPO = re.compile(rf"{_PART}/{_PART}")
 CARD_FILE = "README.md"
-"""The model card."""
+"""File name of the model card."""
 UNUSED_FILES = (
     *("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmodel"),
     *("original/*", "metal/*", "consolidated*.safetensors", "*.png", "*.jpg", "*.gif", "*.pdf", "*.mp4"),
 )
 """Files of a model repository that are not downloaded: other formats of the same weights, and pictures."""
 CONFIG_PATTERNS = ("config.json", "*.safetensors.index.json")
-"""Files that are downloaded where only the sizes of a model are read."""
+"""Files that are downloaded if only the sizes of a model are read."""
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A parsed name on the hub."""
+    """Parsed name on the hub."""
 
     repo: str
-    """ORG/NAME, or NAME alone as some old repositories have it."""
+    """ORG/NAME, or only NAME for some old repositories."""
     kind: HubKind
     revision: str | None
     """Branch, tag or commit; None: the default branch."""
     path: str
-    """File or folder inside the repository; empty: all of it."""
+    """File or folder inside the repository; empty: the whole repository."""
 
 
 def is_hub_url(name: object) -> bool:
@@ -56,7 +56,7 @@ def parse_hub_url(url: str, kind: HubKind) -> HubName:
     """Parse hf://[datasets/]ORG/NAME[@REVISION][/PATH]; a slash in a revision is written %2F.
 
     Args:
-        kind: what a name without "datasets/" means.
+        kind: kind of a name without "datasets/".
 
     Raises:
         ConfigError: the name has another form.
@@ -68,16 +68,16 @@ def parse_hub_url(url: str, kind: HubKind) -> HubName:
 
 
 def repo_of_snapshot(path: str) -> str:
-    """Return ORG/NAME of the model whose snapshot in the hub's cache a path is; empty for another path."""
+    """Return ORG/NAME of the model of a snapshot in the hub's cache; empty for another path."""
     found = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+", path)
     return found[1].replace("--", "/", 1) if found else ""
 
 
 def check_repo_name(name: str) -> str:
-    """Return ORG/NAME of a repository to write to; hf:// before it is accepted.
+    """Return ORG/NAME of a repository for an upload; a prefix hf:// is accepted.
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: the name has another form.
     """
     repo = name.removeprefix(HUB_SCHEME)
     if not _REPO.fullmatch(repo):
@@ -89,14 +89,14 @@ def check_repo_name(name: str) -> str:
 
 @cache
 def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path:
-    """Download what a name on the hub means, unless the cache has it; return the local file or folder.
+    """Download the file or folder of a name on the hub, unless it is cached; return the local path.
 
-    A process asks the hub once for each name. Without network, or with HF_HUB_OFFLINE=1, the cached snapshot is used.
+    A process queries the hub once for each name. Without network, or with HF_HUB_OFFLINE=1, the cache is used.
 
     Args:
         url: the name, see `parse_hub_url`.
-        kind: what a name without "datasets/" means.
-        patterns: files to download; empty: all but `UNUSED_FILES` of a model, all of a data set.
+        kind: kind of a name without "datasets/".
+        patterns: files to download; empty: all except `UNUSED_FILES` for a model, all for a data set.
 
     Raises:
         ConfigError: the package is missing; the repository, revision or path does not exist, needs permission, or
@@ -131,10 +131,10 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
 
 
 def files_to_push(folder: Path) -> dict[str, int]:
-    """Return the size of each file of a folder in bytes, by relative name; hidden files are left out.
+    """Return the size of each file of a folder in bytes, by relative name, without hidden files.
 
     Raises:
-        ConfigError: there is none, or one is a link that leads out of the folder.
+        ConfigError: there is no file, or a file is a link out of the folder.
     """
     files = {name: path.stat().st_size for name, path in list_files(folder, hidden=False).items()}
     if not files:
@@ -147,25 +147,25 @@ class Pushed:
     """Result of an upload."""
 
     url: str
-    """Of the commit."""
+    """URL of the commit."""
     keeps_card: bool
-    """Whether a README.md of the repository stayed in place of the folder's."""
+    """Whether the README.md of the repository was kept instead of the folder's."""
 
 
 def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message: str, overwrites_card: bool) -> Pushed:
     """Upload the files of a folder to a model repository by one commit.
 
-    The repository is created if it does not exist. Large files that an interrupted upload has sent are not sent again.
+    The repository is created if it does not exist. Large files from an interrupted upload are not sent again.
 
     Args:
         repo: ORG/NAME.
         public: whether everyone may read the repository.
         revision: branch to commit to, created if it does not exist; empty: the default branch.
-        overwrites_card: replace a README.md of the repository that differs, which somebody may have edited.
+        overwrites_card: replace a different README.md of the repository, which a user may have edited.
 
     Raises:
-        ConfigError: the folder has no file or a link that leads out, the hub denies access, the repository is public
-            and `public` is not set, or a transfer fails.
+        ConfigError: the folder has no file or a link out of it, the hub denies access, the repository is public and
+            `public` is not set, or a transfer fails.
     """
     check_hub_package(repo)
     names = [escape(name) for name in files_to_push(folder)]

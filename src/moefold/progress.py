@@ -17,7 +17,7 @@ def ignore_progress(text: str) -> None:
 
 
 SHOW_AFTER_S = 2.0
-"""Shorter work is not shown."""
+"""Minimum duration of work that is shown."""
 LINE_EVERY_S = 5.0
 """Minimum interval of plain lines."""
 REPEAT_EVERY_S = 60.0
@@ -32,7 +32,7 @@ class WorkProgress:
     `line_every_s` of another is still printed. Do not fork inside: a child could inherit the lock of stderr.
 
     Args:
-        is_shown: whether this process prints: one rank of many does.
+        is_shown: whether this process prints; only one of many ranks does.
         line_every_s: minimum seconds between two plain lines.
     """
 
@@ -115,7 +115,7 @@ class WorkProgress:
 
 
 class ReadProgress(WorkProgress):
-    """Context manager that shows how many bytes of how many are read, after a second.
+    """Context manager that shows the number of read bytes and the total, after a second.
 
     Args:
         total_bytes: size of the work; None if it is unknown.

@@ -31,13 +31,13 @@ STEP_COUNT_KEYS = ("train.warmup_steps", "train.lr_schedule.decay_steps")
 
 
 def shorten_lr_schedule(tree: Mapping[str, Any], recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Shrink warm-up and decay in proportion if the command line sets run.steps too low for the recipe's.
+    """Shrink warm-up and decay in proportion if the command line sets run.steps below their sum.
 
-    They are unchanged if they fit, or if the command line sets one of them, which is refused if it does not fit.
+    They are unchanged if they fit, or if the command line sets one of them; a value that does not fit is then refused.
 
     Args:
         tree: the sections of the recipe with overrides applied; its [train] is changed in place.
-        recipe: the sections of the recipe alone.
+        recipe: the sections of the recipe without overrides.
         overrides: the overrides.
 
     Returns:
@@ -83,24 +83,24 @@ def _is_count(value: Any) -> bool:
 
 
 def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Keep one of run.steps and run.epochs: the key of the command line, if the recipe has the other one.
+    """Keep one of run.steps and run.epochs: the key of the command line if the recipe has the other key.
 
     With epochs, run.steps is the largest legal number until the length of the data is known.
 
     Args:
         tree: the sections of the recipe with overrides applied; its [run] is changed in place.
-        recipe: the sections of the recipe alone.
+        recipe: the sections of the recipe without overrides.
         overrides: the overrides.
 
     Returns:
-        A message on what is replaced.
+        A message on the replaced key.
 
     Raises:
-        ConfigError: the recipe has both, or the command line has.
+        ConfigError: the recipe has both keys, or the command line does.
     """
     run = tree.get("run")
     if not isinstance(run, dict) or not _is_count(run.get("epochs")) or not _is_count(run.get("steps", 1)):
-        # Values that are none are refused by name later.
+        # Values that are not counts are refused by name later.
         return []
     overridden = {override.partition("=")[0].strip() for override in overrides}
     given = [key for key in ("epochs", "steps") if f"run.{key}" in overridden]
@@ -118,15 +118,14 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
 
 
 VOCAB_MULTIPLE = 64
-"""Multiple to which the vocabulary is rounded up: efficient for kernels, and the same under every mapping."""
+"""The vocabulary is rounded up to a multiple of this: efficient for kernels, and equal under every mapping."""
 
 
 def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozenset[str]) -> tuple[ModelConfig, str]:
     """Take model.vocab_size from data.tokenizer if no recipe or override sets it.
 
-    The size is the tokenizer's or the default, whichever is larger, rounded up to a multiple of 64; a
-    preset's size stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text
-    keep the default.
+    The size is the tokenizer's or the default, whichever is larger, rounded up to a multiple of 64; a preset's size
+    stays if it holds the tokenizer's ids. The tokenizer "bytes" and data without text keep the default.
 
     Args:
         model, data: sections of a valid recipe.
@@ -149,7 +148,7 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
         num_ids = JsonTokenizer(existing_path("data.tokenizer", data.tokenizer)).vocab_size
     except ConfigError as error:
         if preset_size is not None:
-            # The size does not depend on the tokenizer, which may be on another machine; training reports it.
+            # The size does not depend on the tokenizer, which may be on another machine; training reports this.
             return model, ""
         raise ConfigError(f"{error}; model.vocab_size is not set, so its size is read from the tokenizer") from error
     if preset_size is not None and num_ids <= preset_size:
@@ -165,7 +164,7 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
 
 
 NEAR_WORLD_SIZES = 8
-"""Messages name fitting world sizes up to this many times the number of ranks that there are."""
+"""Limit of the world sizes in messages, as a multiple of the available ranks."""
 
 
 def with_world_size(cfg: Config, world_size: int) -> Config:
@@ -193,12 +192,12 @@ def with_world_size(cfg: Config, world_size: int) -> Config:
 def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     """Return the world sizes that the recipe fits, ascending.
 
-    The degrees other than dp and edp stay, so that a world size is a multiple of tp*cp*pp and of ep*etp*pp. The number
+    All degrees except dp and edp are fixed, so that a world size is a multiple of tp*cp*pp and of ep*etp*pp. The number
     of micro-batches of the global batch must be a multiple of dp, unless `ParallelConfig.may_pad_batch`.
 
     Args:
         cfg: the recipe.
-        largest: largest world size to look at; None: no limit.
+        largest: largest world size to consider; None: no limit.
     """
     p = cfg.parallel
     count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)
@@ -214,7 +213,7 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
 
 
 def after_loss(cfg: Config, world_size: int) -> Config:
-    """Return the recipe of the ranks that are left after a loss: the last of them may have padding, as in elastic jobs.
+    """Return the recipe for the remaining ranks after a loss; the last ranks may have padding, as in elastic jobs.
 
     The rules on `faults.on_loss` apply to the start of a job, so its keys have their defaults.
     """
@@ -227,7 +226,7 @@ def after_loss(cfg: Config, world_size: int) -> Config:
 
 
 def fitting_after_loss(cfg: Config) -> list[int]:
-    """Return the numbers of ranks with which a job can go on after a loss, ascending; see faults.on_loss."""
+    """Return the numbers of ranks that can continue a job after a loss, ascending; see faults.on_loss."""
     most = cfg.parallel.world_size - 1
     sizes = fitting_world_sizes(after_loss(cfg, cfg.parallel.world_size), largest=most)
     return [size for size in sizes if size >= cfg.faults.min_ranks]
@@ -252,7 +251,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     config does not record which keys were set explicitly.
 
     Args:
-        path: a TOML file; None starts from the defaults.
+        path: a TOML file; None: the defaults.
         overrides: strings `section.key=value`. The value is TOML, and text needs no quotes.
 
     Raises:
@@ -264,7 +263,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 RESOLVED_KEYS = frozenset({LR_KEY, "train.loss_chunk"})
-"""Keys whose defaults depend on other keys or on the version: a run keeps what it has resolved."""
+"""Keys whose defaults depend on other keys or on the version: a run keeps the resolved values."""
 
 
 class LoadedRecipe(NamedTuple):
@@ -274,13 +273,13 @@ class LoadedRecipe(NamedTuple):
     explicit_keys: frozenset[str]
     """Keys that the recipe and the overrides set, as "section.key"."""
     messages: tuple[str, ...]
-    """Messages on settings that were adapted."""
+    """Messages on adapted settings."""
     left_out: frozenset[str] = frozenset()
-    """Keys of RESOLVED_KEYS that neither the recipe nor an override sets."""
+    """Keys of RESOLVED_KEYS that are not set by the recipe or an override."""
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe as `load_config` does, and return also its explicit keys and adaptation messages.
+    """Read a recipe like `load_config`, and also return its explicit keys and adaptation messages.
 
     Raises:
         ConfigError: see `load_config`.
@@ -319,7 +318,7 @@ def read_recipe(path: Path) -> Tree:
     """Parse a TOML file.
 
     Returns:
-        Its sections.
+        The sections of the recipe.
 
     Raises:
         ConfigError: the file is missing, unreadable, not text or not TOML, or its format is newer.

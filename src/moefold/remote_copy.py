@@ -1,6 +1,6 @@
-"""Copies of remote files in this machine's cache, for what is mapped into memory or read by name. Torch-free.
+"""Copies of remote files in this machine's cache, for files that are memory-mapped or read by name.
 
-A copy has the size and the time of its original, and is fetched again if either differs. It stands under
+A copy has the size and the time of its original, and is fetched again if either differs. Its path is
 `CACHE/remote/SCHEME/BUCKET/KEY`, so a folder and the files below it share their copies.
 """
 
@@ -25,9 +25,9 @@ CACHE_SUBFOLDER = "remote"
 def local_copy(url: str, patterns: tuple[str, ...] = ()) -> Path:
     """Copy a remote file or folder into the cache; return its path there.
 
-    With patterns, only files of the folder whose names match one are copied. A process looks at the remote side once:
-    later calls return the same copy. Files that are gone there are deleted from the copy. Processes of this machine
-    wait for each other.
+    With patterns, only files of the folder with matching names are copied. A process queries the remote side once;
+    later calls return the same copy. Files that no longer exist there are deleted from the copy. Processes of this
+    machine wait for each other.
 
     Raises:
         ConfigError: there is nothing at this URL, it cannot be read, or the cache cannot be written.
@@ -42,7 +42,7 @@ def local_copy(url: str, patterns: tuple[str, ...] = ()) -> Path:
     if not files:
         raise ConfigError(f"{url!r} does not exist, or is an empty folder; name a file or a folder with files")
     for name in files:
-        # Keys of a store are any text: "folder//etc/x" would be an absolute path here.
+        # Keys of a store are arbitrary text: "folder//etc/x" would be an absolute path here.
         if name.startswith("/") or ".." in Path(name).parts:
             raise ConfigError(f"{url!r} has a file {name!r}, whose name leads out of the folder; rename it")
     try:
@@ -62,11 +62,11 @@ def local_copy(url: str, patterns: tuple[str, ...] = ()) -> Path:
 
 
 def upload_folder(source: Path, target: RemotePath, *, last: Sequence[str]) -> None:
-    """Send the files of a folder, those named in `last` after all others.
+    """Send the files of a folder, the files named in `last` after all others.
 
     Raises:
-        ConfigError: a file is a link that leads out of the folder; nothing is sent.
-        RemoteError: a file cannot be sent; those that were sent stay, without the last ones.
+        ConfigError: a file is a link out of the folder; nothing is sent.
+        RemoteError: a file cannot be sent; sent files stay, without the files in `last`.
     """
     files = list_files(source)
     for name in sorted(files, key=lambda name: name in last):
@@ -79,7 +79,7 @@ def _file_entry(remote: RemotePath) -> RemoteEntry:
 
 
 def _copy_path(remote: RemotePath) -> Path:
-    """Return where the copy of a remote path stands, in the first cache folder that can be created."""
+    """Return the path of the copy of a remote path, in the first cache folder that can be created."""
     parts = [part for part in remote.parts[1:] if part not in ("", ".")]
     if ".." in parts:
         raise ConfigError(f"{str(remote)!r} has '..' in its path; name it without")
@@ -96,14 +96,14 @@ def _copy_path(remote: RemotePath) -> Path:
 
 @contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Hold the lock of a copy; it stands in the folder of its scheme, since the copy of a parent covers this one."""
+    """Hold the lock of a copy; its file is in the scheme's folder, because the copy of a parent covers this copy."""
     root = next(parent for parent in target.parents if parent.name == CACHE_SUBFOLDER)
     with hold_lock(root / ".lock"):
         yield
 
 
 def _delete_others(target: Path, files: Collection[str]) -> None:
-    """Delete the copies of files that are gone."""
+    """Delete the copies of files that no longer exist."""
     wanted = {target / name for name in files if name}
     for path in target.rglob("*") if target.is_dir() else ():
         if path.is_file() and path not in wanted:

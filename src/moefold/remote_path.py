@@ -1,4 +1,4 @@
-"""Paths of remote files, of one of `PROTOCOLS` such as `s3://`, with the methods of `pathlib.Path`. Torch-free.
+"""Paths of remote files with one of the `PROTOCOLS`, such as `s3://`, and the methods of `pathlib.Path`.
 
 A `RemotePath` is a `Path` whose operations go through fsspec. Functions that need a local file (`open`, `os.*`,
 `shutil.*`, memory mapping) raise TypeError for it, so that no local folder of that name is created by mistake.
@@ -28,12 +28,12 @@ OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl
 _ABSOLUTE_SCHEMES = frozenset({"file", "local"})
 _HOSTLESS_SCHEMES = _ABSOLUTE_SCHEMES | {"memory"}
 PROTOCOLS = OBJECT_STORES | _ABSOLUTE_SCHEMES | {"memory", "hdfs", "webhdfs", "sftp", "http", "https"}
-"""Protocols that may be used. fsspec has others that read an archive, a cache or a program's output, start a shell, or
-fill templates of a file, and it chains several by `::`, which is plain text here."""
+"""Protocols that may be used. fsspec has other protocols that read an archive, a cache or a program's output, start a
+shell, or fill in templates. It chains protocols by `::`, which is plain text here."""
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _MAX_REASON_CHARS = 300
 _READ_BUFFER_BYTES = 1 << 17
-"""Size of a request for a small part of a file; larger parts are read by one request of their own size."""
+"""Size of a request for a small part of a file; a larger part is read by one request of its own size."""
 _S3_ADVICE = (
     "check the name of the bucket, the credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) and, "
     "for another store than Amazon's, AWS_ENDPOINT_URL"
@@ -51,7 +51,7 @@ def to_path(name: str) -> Path:
     """Return the path of a local or remote name.
 
     Raises:
-        ConfigError: it is a name on the Hugging Face hub, where files cannot be written or listed as in a folder.
+        ConfigError: the name is on the Hugging Face hub, where files cannot be written or listed like in a folder.
     """
     if name.startswith(HUB_SCHEME):
         raise ConfigError(f"{name!r} is a model or a data set on the Hugging Face hub; name a folder here")
@@ -59,7 +59,7 @@ def to_path(name: str) -> Path:
 
 
 class RemoteError(OSError, ConfigError):
-    """Failed request to a remote file system: an I/O error, and a message to the user with the way out."""
+    """Failed request to a remote file system: an I/O error whose message to the user has the way out."""
 
     def __str__(self) -> str:
         """Return the message in one line."""
@@ -75,14 +75,13 @@ class RemoteEntry:
     is_dir: bool
     size_bytes: int
     modified_s: float
-    """Time of the last change, seconds since 1970; 0 if the store has none."""
+    """Time of the last change, seconds since 1970; 0 if the store has no times."""
 
 
 class RemotePath(PosixPath):
     """Path of a file or a folder of a remote file system.
 
-    `str()` is the URL. Every operation is a request, answered from no cache, and may be called from any thread or
-    process.
+    `str()` is the URL. Every operation is a request without a cache, and may be called from any thread or process.
     """
 
     def __str__(self) -> str:
@@ -91,7 +90,7 @@ class RemotePath(PosixPath):
         return f"{scheme}://{root}{'/'.join(self.parts[1:])}"
 
     def __fspath__(self) -> NoReturn:
-        raise TypeError(f"{str(self)!r} is no file of this machine")
+        raise TypeError(f"{str(self)!r} is not a file of this machine")
 
     @property
     def scheme(self) -> str:
@@ -101,10 +100,10 @@ class RemotePath(PosixPath):
     def _open_filesystem(self) -> tuple[Any, str]:
         """Return the file system, with an empty cache of listings, and the key of this path.
 
-        The whole name is the key: "::" chains no file systems.
+        The whole name is the key: "::" does not chain file systems.
 
         Raises:
-            ConfigError: the protocol is none of `PROTOCOLS`, its package is not installed, or it cannot connect.
+            ConfigError: the protocol is not in `PROTOCOLS`, its package is not installed, or it cannot connect.
         """
         if self.scheme not in PROTOCOLS:
             raise ConfigError(
@@ -116,7 +115,7 @@ class RemotePath(PosixPath):
         try:
             from fsspec.core import strip_protocol, url_to_fs
 
-            # `url_to_fs` would take a key with `::` apart, so it gets the address of the server alone.
+            # `url_to_fs` would split a key with `::`, so it only gets the address of the server.
             host = "" if self.scheme in _HOSTLESS_SCHEMES else "".join(self.parts[1:2])
             filesystem = url_to_fs(f"{self.scheme}://{host}/")[0]
             key = str(strip_protocol(str(self)))
@@ -125,7 +124,7 @@ class RemotePath(PosixPath):
             way_out = f"pip install {package}, or the extra: {install_command('remote')}" if package else str(error)
             raise ConfigError(f"{str(self)!r} needs a package that is not installed: {way_out}") from None
         except Exception as error:
-            # Some file systems connect here, each with error classes of its own.
+            # Some file systems connect here, each with its own error classes.
             raise RemoteError(errno.EIO, _reason(error), str(self)) from error
         filesystem.invalidate_cache()
         return filesystem, key
@@ -149,8 +148,8 @@ class RemotePath(PosixPath):
         """List a folder, by name.
 
         Raises:
-            FileNotFoundError: nothing begins with this path.
-            OSError: it cannot be listed.
+            FileNotFoundError: no key begins with this path.
+            OSError: the folder cannot be listed.
         """
         with self._requests() as (filesystem, key):
             found = filesystem.ls(key, detail=True)
@@ -167,7 +166,7 @@ class RemotePath(PosixPath):
         """Return all files below a folder by their relative names; the file itself under its own name.
 
         Raises:
-            OSError: they cannot be listed.
+            OSError: the files cannot be listed.
         """
         with self._requests() as (filesystem, key):
             found = filesystem.find(key, detail=True)
@@ -184,8 +183,8 @@ class RemotePath(PosixPath):
         """Return kind, size and time of the last change; folders have no time.
 
         Raises:
-            FileNotFoundError: it does not exist.
-            OSError: it cannot be reached.
+            FileNotFoundError: the path does not exist.
+            OSError: the server cannot be reached.
         """
         with self._requests() as (filesystem, key):
             entry = _entry(self.name, filesystem.info(key))
@@ -194,10 +193,10 @@ class RemotePath(PosixPath):
         return os.stat_result((mode, 0, 0, 1, 0, 0, entry.size_bytes, modified_s, modified_s, modified_s))
 
     def exists(self, **_: Any) -> bool:
-        """Return whether there is such a file, or a file below this path.
+        """Return whether a file exists at this path or below it.
 
         Raises:
-            OSError: the server cannot be asked.
+            OSError: the server cannot be reached.
         """
         try:
             self.stat()
@@ -206,14 +205,14 @@ class RemotePath(PosixPath):
         return True
 
     def is_dir(self, **_: Any) -> bool:
-        """Return whether files are below this path."""
+        """Return whether there are files below this path."""
         try:
             return stat.S_ISDIR(self.stat().st_mode)
         except FileNotFoundError:
             return False
 
     def is_file(self, **_: Any) -> bool:
-        """Return whether there is such a file."""
+        """Return whether a file exists at this path."""
         try:
             return stat.S_ISREG(self.stat().st_mode)
         except FileNotFoundError:
@@ -241,7 +240,7 @@ class RemotePath(PosixPath):
             yield self / entry.name
 
     def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
-        """Yield the entries of the folder whose names match a pattern without a slash; none if it does not exist."""
+        """Yield the entries of the folder whose names match a pattern without a slash; none if there is no folder."""
         assert "/" not in pattern
         try:
             entries = self.entries()
@@ -252,14 +251,14 @@ class RemotePath(PosixPath):
                 yield self / entry.name
 
     def open(self, mode: str = "r", *_: Any, **__: Any) -> Any:
-        """Open the file to be read from any place ("rb") or written once from its start ("wb").
+        """Open the file for random reads ("rb") or for writing once from its start ("wb").
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         assert mode in ("rb", "wb"), mode
         with self._requests() as (filesystem, key):
-            # Reads go to the server as they come: read-ahead would fetch megabytes around each small part of a file.
+            # Reads are sent to the server unchanged: read-ahead would fetch megabytes around each small part of a file.
             opened = filesystem.open(key, mode, cache_type="none") if mode == "rb" else filesystem.open(key, mode)
         raw = _TranslatedFile(opened, self, is_read=mode == "rb")
         return BufferedReader(raw, _READ_BUFFER_BYTES) if mode == "rb" else raw
@@ -275,7 +274,7 @@ class RemotePath(PosixPath):
             return bytes(filesystem.cat_file(key))
 
     def write_bytes(self, data: Any) -> int:
-        """Write the file by one request: it then has its content, or is not there."""
+        """Write the file by one request: it then has its content, or does not exist."""
         with self._requests() as (filesystem, key):
             self._make_parents(filesystem, key)
             filesystem.pipe_file(key, bytes(data))
@@ -292,13 +291,13 @@ class RemotePath(PosixPath):
         return self.write_bytes(data.encode(encoding or "utf-8", errors or "strict"))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Create the folder where the file system has folders; a bucket is never created."""
+        """Create the folder if the file system has folders; a bucket is never created."""
         if self.scheme not in OBJECT_STORES:
             with self._requests() as (filesystem, key):
                 filesystem.makedirs(key, exist_ok=True)
 
     def _make_parents(self, filesystem: Any, key: str) -> None:
-        """Create the folders above a file, where the file system has folders."""
+        """Create the folders above a file, if the file system has folders."""
         above = key.rstrip("/").rpartition("/")[0]
         if self.scheme not in OBJECT_STORES and above:
             filesystem.makedirs(above, exist_ok=True)
@@ -336,7 +335,7 @@ class RemotePath(PosixPath):
             return
 
     def _delete_each(self, filesystem: Any, key: str) -> None:
-        """Delete all files below a key one by one, then the folders where the file system has some."""
+        """Delete all files below a key one by one, then the folders if the file system has folders."""
         has_folders = self.scheme not in OBJECT_STORES
         found = filesystem.find(key, withdirs=has_folders, detail=True)
         for name in sorted(found, reverse=True):
@@ -356,7 +355,7 @@ class RemotePath(PosixPath):
 
 
 def check_protocol(name: str, key: str) -> None:
-    """Check that the protocol of a URL is known and its package installed; sends no request.
+    """Check that the protocol of a URL is known and its package installed, without a request.
 
     Raises:
         ConfigError: the protocol cannot be used.
@@ -370,7 +369,7 @@ def check_protocol(name: str, key: str) -> None:
 
 
 def check_remote_writable(folder: RemotePath) -> None:
-    """Write a small file to a folder, read it back and delete it; raise RemoteError if one of these requests fails."""
+    """Write a small file to a folder, read it back and delete it; raise RemoteError if a request fails."""
     probe = folder / f".moefold-{uuid.uuid4().hex}"
     try:
         probe.write_bytes(b"moefold")
@@ -382,7 +381,7 @@ def check_remote_writable(folder: RemotePath) -> None:
 
 
 class _TranslatedFile(RawIOBase):
-    """Raw file of fsspec that is read from any place, or written once, with errors of the library as OSError."""
+    """Raw file of fsspec for random reads or writing once, with errors of the library as OSError."""
 
     def __init__(self, opened: Any, path: RemotePath, *, is_read: bool) -> None:
         self._opened = opened
@@ -390,15 +389,15 @@ class _TranslatedFile(RawIOBase):
         self._is_read = is_read
 
     def readable(self) -> bool:
-        """Return whether the file is open to be read."""
+        """Return whether the file is open for reading."""
         return self._is_read
 
     def seekable(self) -> bool:
-        """Return whether the file is open to be read."""
+        """Return whether the file is open for reading."""
         return self._is_read
 
     def writable(self) -> bool:
-        """Return whether the file is open to be written."""
+        """Return whether the file is open for writing."""
         return not self._is_read
 
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
@@ -421,7 +420,7 @@ class _TranslatedFile(RawIOBase):
         return int(self._call("write", data))
 
     def close(self) -> None:
-        """Close the file; of a written one, send what is left, and complete it."""
+        """Close the file; after writing, send the remaining bytes and complete the file."""
         if not self.closed:
             super().close()
             self._call("close")
@@ -434,7 +433,7 @@ class _TranslatedFile(RawIOBase):
 
 
 def _is_pattern(key: str) -> bool:
-    """Return whether fsspec takes a key for a pattern where a request is for several files (`rm`, `mv`)."""
+    """Return whether fsspec interprets a key as a pattern in requests for several files (`rm`, `mv`)."""
     return any(character in key for character in "*?[")
 
 
@@ -444,7 +443,7 @@ def _entry(name: str, info: dict[str, Any]) -> RemoteEntry:
 
 
 def _modified_s(info: dict[str, Any]) -> float:
-    """Return the time of the last change from the fields of an entry, which each file system names in its own way."""
+    """Return the time of the last change from the fields of an entry, whose names depend on the file system."""
     for key in ("LastModified", "mtime", "last_modified", "updated", "modified", "created"):
         value = info.get(key)
         if isinstance(value, str):
@@ -460,7 +459,7 @@ def _modified_s(info: dict[str, Any]) -> float:
 
 
 def _translated(error: Exception, path: RemotePath) -> RemoteError:
-    """Return an error of a library, each of which has classes of its own for network, credentials and answers."""
+    """Translate an error of a library; each library has its own classes for network, credentials and answers."""
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     return RemoteError(number, _reason(error), str(path))
 

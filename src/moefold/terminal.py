@@ -1,4 +1,4 @@
-"""Terminal output: escape control sequences of untrusted text, colour labels, format bytes and counts. Torch-free."""
+"""Terminal output: escape control sequences of untrusted text, colour labels, format bytes and counts."""
 
 import logging
 import os
@@ -15,13 +15,13 @@ MULTILINE_CHARS = "\n\t"
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Control and format characters (which may change the text direction), surrogates, and line separators."""
 _JOINERS = "\u200c\u200d"
-"""Format characters that occur in words and emoji and hide nothing."""
+"""Format characters that occur in words and emoji and do not hide text."""
 
 
 def printable(text: object, allowed: str = "") -> str:
     """Escape every character that a terminal would interpret, or that cannot be encoded, as in Python literals.
 
-    All other characters are unchanged, backslashes included, so that a second call changes nothing.
+    All other characters, including backslashes, are unchanged, so that a second call changes nothing.
 
     Args:
         text: object whose `str` is printed.
@@ -72,7 +72,7 @@ def color_labels(text: str, environment: Mapping[str, str]) -> str:
 
 
 def wrap_error(text: str, width: int) -> str:
-    """Wrap the first line of an error message between words; other text, such as a command to copy, is not wrapped."""
+    """Wrap the first line of an error message between words; other text, such as a command to copy, stays unwrapped."""
     first, newline, rest = text.partition("\n")
     if not _ERROR.match(first) or len(first) <= width:
         return text

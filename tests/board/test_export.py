@@ -69,7 +69,7 @@ def test_other_folders_are_not_replaced(tmp_path):
     (board / "index.html").write_text("earlier page")
     export_board(runs, board, force=True)
     assert "earlier page" not in (board / "index.html").read_text()
-    with pytest.raises(ConfigError, match=r"exists and is no export of a board; name another folder"):
+    with pytest.raises(ConfigError, match=r"exists and is not an export of a board; name another folder"):
         export_board(runs, tmp_path / "run", force=True)
     assert (tmp_path / "run/metrics.jsonl").exists()
     (tmp_path / "file").write_text("")

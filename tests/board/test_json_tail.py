@@ -35,10 +35,10 @@ def test_invalid_lines_are_named_and_left_out(tmp_path):
     tail = JsonTail(path)
     assert steps(tail) == [1, 3]
     assert tail.problems[:2] == [
-        "metrics.jsonl: line 2 is no JSON object; it is left out",
-        "metrics.jsonl: line 3 is no JSON object; it is left out",
+        "metrics.jsonl: line 2 is not a JSON object; left out",
+        "metrics.jsonl: line 3 is not a JSON object; left out",
     ]
-    assert tail.problems[-1] == "metrics.jsonl: 6 more lines are no JSON objects"
+    assert tail.problems[-1] == "metrics.jsonl: 6 more lines are not JSON objects"
 
 
 def test_bytes_that_are_no_text_are_an_invalid_line(tmp_path):

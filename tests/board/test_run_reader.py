@@ -163,12 +163,12 @@ def test_a_large_file_of_counts_is_sampled(tmp_path, monkeypatch):
         (lambda run: (run / "metrics.jsonl").unlink(), "no step yet"),
         (lambda run: (run / "config.json").unlink(), "config.json is missing"),
         (lambda run: (run / "config.json").write_text("{"), "config.json cannot be read: Expecting property name"),
-        (lambda run: (run / "config.json").write_text("[]"), "config.json cannot be read: it is no object of sections"),
-        (lambda run: (run / "config.json").write_text('{"run": 3}'), "config.json cannot be read: it is no object of"),
+        (lambda run: (run / "config.json").write_text("[]"), "config.json cannot be read: it is not an object"),
+        (lambda run: (run / "config.json").write_text('{"run": 3}'), "config.json cannot be read: it is not an object"),
         (lambda run: (run / "expert_counts.bin").write_bytes(b"x\n"), "expert_counts.bin is not a file of expert"),
         (lambda run: (run / "metrics.jsonl").write_text('{"step": "a"}\n'), "metrics.jsonl: 1 lines have no step"),
-        (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\nx\n'), "metrics.jsonl: line 2 is no JSON"),
-        (lambda run: (run / "faults.jsonl").write_text("x\n"), "faults.jsonl: line 1 is no JSON object"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\nx\n'), "metrics.jsonl: line 2 is not a JSON"),
+        (lambda run: (run / "faults.jsonl").write_text("x\n"), "faults.jsonl: line 1 is not a JSON object"),
     ],
 )
 def test_a_half_written_or_damaged_run_is_shown_with_its_problem(tmp_path, damage, problem):

@@ -88,8 +88,8 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path, name):
     ("content", "fault"),
     [
         ("[" * 100_000, "it is nested deeper than 100 levels"),
-        ('{"files": {"a": {"size_bytes": 1e400, "sha256": ""}}}', "it is no manifest"),
-        ("[]", "it is no manifest"),
+        ('{"files": {"a": {"size_bytes": 1e400, "sha256": ""}}}', "it is not a manifest"),
+        ("[]", "it is not a manifest"),
     ],
 )
 def test_a_strange_manifest_is_a_fault(tmp_path, content, fault):

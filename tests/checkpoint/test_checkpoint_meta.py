@@ -16,15 +16,15 @@ def test_meta_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, f"is no moefold checkpoint: it has no {META_FILE}"),
+        (None, f"is not a moefold checkpoint: it has no {META_FILE}"),
         ("{", f"has a broken {META_FILE}"),
         ('{"format": 1}', f"has a broken {META_FILE}"),
         ("[]", f"has a broken {META_FILE}"),
         ("[" * 100_000, f"has a broken {META_FILE}"),
         (json.dumps(asdict(meta(1)) | {"states": {"position": {"step": "1"}}}), f"broken {META_FILE}: step is '1'"),
         (json.dumps(asdict(meta(1)) | {"states": {}}), f"broken {META_FILE}: step is None"),
-        (json.dumps(asdict(meta(1)) | {"states": []}), f"broken {META_FILE}: states is no object"),
-        (json.dumps(asdict(meta(1)) | {"states": {"data": 3}}), f"broken {META_FILE}: data is no object"),
+        (json.dumps(asdict(meta(1)) | {"states": []}), f"broken {META_FILE}: states is not an object"),
+        (json.dumps(asdict(meta(1)) | {"states": {"data": 3}}), f"broken {META_FILE}: data is not an object"),
         (
             json.dumps(asdict(meta(1)) | {"states": counted() | {"weights": {"moment_updates": "1"}}}),
             f"broken {META_FILE}: moment_updates is '1'",
@@ -33,10 +33,10 @@ def test_meta_comes_back(tmp_path):
             json.dumps(asdict(meta(1)) | {"states": counted() | {"weights": {"moment_updates": 2**63}}}),
             f"broken {META_FILE}: moment_updates is {2**63}",
         ),
-        (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is no object"),
+        (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is not an object"),
         (json.dumps(asdict(meta(1)) | {"order": {"seq_len": "x"}}), f"broken {META_FILE}: order.seq_len is 'x'"),
         (json.dumps(asdict(meta(1)) | {"parallel": {"tp": 0}}), f"broken {META_FILE}: parallel.tp is 0"),
-        (json.dumps(asdict(meta(1)) | {"dtype": 3}), f"broken {META_FILE}: dtype is no text"),
+        (json.dumps(asdict(meta(1)) | {"dtype": 3}), f"broken {META_FILE}: dtype is not a text"),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -163,7 +163,7 @@ def test_the_sparse_stage_does_not_resume_the_warm_up_of_its_indexers(pool, tmp_
     cfg = replace(cfg, model=edit_model(cfg.model, {"attention.indexer.top_k": 4}))
     pool.run(1, _save_broken, replace(cfg, train=replace(cfg.train, indexer_stage="warmup")), "", "")
     (error,) = pool.run(1, _load, cfg)
-    assert "is of a run with train.indexer_stage='warmup', which trained the indexers alone; begin the sparse" in error
+    assert "is of a run with train.indexer_stage='warmup', which trained only the indexers; begin the sparse" in error
     assert f"checkpoint.init_from='{tmp_path}" in error
 
 
@@ -279,7 +279,7 @@ def test_a_strange_index_runs_nothing_and_is_one_message(pool, tmp_path, kind):
     (path / ".metadata").write_bytes(content[kind])
     _seal(path)
     (error,) = pool.run(1, _load, recipe(tmp_path))
-    assert "cannot be read: .metadata is no index of a checkpoint" in error
+    assert "cannot be read: .metadata is not an index of a checkpoint" in error
     assert "\n" not in error
     assert not trace.exists()
 

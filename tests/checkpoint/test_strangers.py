@@ -308,7 +308,7 @@ def test_verify_opens_what_it_vouches_for(folder, capsys, what):
     else:
         blank_tensors(checkpoint)
     assert main(["checkpoint", "verify", str(checkpoint)]) == 1
-    words = "is no index of a checkpoint" if what == "index" else "holds something else where"
+    words = "is not an index of a checkpoint" if what == "index" else "holds something else where"
     assert words in capsys.readouterr().out
 
 

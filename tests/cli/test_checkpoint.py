@@ -226,7 +226,7 @@ def test_rm_does_not_leave_a_damaged_one_alone(copy, capsys):
 def test_wrong_folders_are_one_message(run, tmp_path, capsys):
     for words, message in (
         (("list", tmp_path / "nope"), "does not exist; name a run, or a folder of checkpoints"),
-        (("show", tmp_path), "is no complete checkpoint and holds none"),
+        (("show", tmp_path), "is not a complete checkpoint and holds none"),
         (("verify", tmp_path), "holds no complete checkpoint"),
         (("rm", run), "is not named like a checkpoint, step-000100"),
     ):

@@ -46,7 +46,7 @@ def test_a_word_is_printed_in_its_new_form(tmp_path, capsys):
     assert capsys.readouterr().out == "train.lr_schedule.min_lr=1e-4\n"
     for words, message in (
         (["--word", "train.decay_steps=4", str(tmp_path / "a.toml")], "a key of 'wsd', and not of 'cosine'"),
-        (["--word", "nonsense"], "'nonsense' is no setting"),
+        (["--word", "nonsense"], "'nonsense' is not a setting"),
         (["--word", "train.lr=1", "a.toml", "b.toml"], "--word takes one recipe"),
         ([], "needs a FILE, or --word KEY=VALUE"),
     ):

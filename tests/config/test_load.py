@@ -113,7 +113,7 @@ def test_wrong_types_name_key_value_and_expected_type(word, message):
         ("zzz=2", "override 'zzz=2' names no section; overrides are section.key=value"),
         ("run.=2", "names no section"),
         (f"run.{'x' * 90_000}=2", "xxx... names no key; overrides are section.key=value"),
-        ("--steps", "'--steps' is no override; overrides are section.key=value"),
+        ("--steps", "'--steps' is not an override; overrides are section.key=value"),
         ("model.preset=mixtral-8x7", "model.preset='mixtral-8x7' is unknown; did you mean 'mixtral-8x7b'? The"),
         (
             "model.preset=zzz",

@@ -373,7 +373,7 @@ def test_all_moved_keys_of_a_command_line_are_refused_at_once():
     for line in (
         "train.beta1 is train.optimizer.beta1 now",
         "model.num_layers is model.layers now",
-        "'train' is no override",
+        "'train' is not an override",
     ):
         assert line in str(caught.value)
 

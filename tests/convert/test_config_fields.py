@@ -357,7 +357,7 @@ def test_a_folder_of_the_wrong_family_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ConfigError, match="is of model_type 'gpt2', which moefold does not know; it knows llama, "):
         read_model_config(tmp_path)
-    with pytest.raises(ConfigError, match="does not exist or is no folder"):
+    with pytest.raises(ConfigError, match="does not exist or is not a folder"):
         read_model_config(Path(tmp_path / "gone"))
 
 

@@ -73,7 +73,7 @@ def _pickled(folder: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated data": (lambda f: _cut(f, (f / WEIGHTS).stat().st_size - 10), "lacks 10 bytes at its end"),
     "truncated header": (lambda f: _cut(f, 100), "was cut off in its header"),
-    "empty file": (lambda f: _cut(f, 0), "is no safetensors file"),
+    "empty file": (lambda f: _cut(f, 0), "is not a safetensors file"),
     "bytes too many": (
         lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes() + b"123"),
         "has 3 bytes at its end that no tensor owns",
@@ -98,7 +98,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "header with a name of two lines": (
         lambda f: _edit_tensors(f, lambda t: t.update({"a\nb": torch.zeros(1)})),
-        "holds a tensor of the name 'a\\nb', which is no printable text",
+        "holds a tensor of the name 'a\\nb', which is not a printable text",
     ),
     "config without end": (lambda f: (f / "config.json").write_text("[" * 200_000), "is not JSON"),
     "config of sizes that cannot be": (
@@ -376,7 +376,7 @@ def test_float16_that_would_lose_a_value_is_refused(tmp_path, capsys):
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
 
 
-@pytest.mark.parametrize(("out", "message"), [("/", "exists"), (".", "exists"), ("gone/..", "is no name of a new")])
+@pytest.mark.parametrize(("out", "message"), [("/", "exists"), (".", "exists"), ("gone/..", "is not a name of a new")])
 def test_a_name_that_is_no_new_folder(sound, tmp_path, monkeypatch, capsys, out, message):
     monkeypatch.chdir(tmp_path)
     assert main(["import", str(sound), out]) == 2

@@ -63,7 +63,7 @@ def test_the_command_line_imports_trains_resumes_and_exports(tmp_path, monkeypat
     assert (config["model_type"], config["dtype"]) == ("qwen3_moe", "float32")
     assert read_meta(tmp_path / "runs" / "ckpt" / "checkpoints" / "step-000004").origin == ""
     assert main(["train", "ckpt/recipe.toml", *words, "run.steps=4", "checkpoint.resume=ckpt", "run.dir=runs/b"]) == 2
-    assert "holds weights alone" in capsys.readouterr().err
+    assert "holds only weights" in capsys.readouterr().err
     _assert_a_run_stands_for_its_newest_checkpoint(words, capsys)
 
 
@@ -133,7 +133,7 @@ def test_weights_without_their_layers_of_multi_token_prediction(tmp_path, monkey
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["checkpoint.init_from=gone"], "checkpoint.init_from='gone': it does not exist or is no folder"),
+        (["checkpoint.init_from=gone"], "checkpoint.init_from='gone': it does not exist or is not a folder"),
         (["checkpoint.init_from=hf", "model.attention.qk_norm={}"], "it is of another model: "),
         (["checkpoint.init_from=hf", "checkpoint.upcycle.dense=hf"], "both give the first weights"),
         (["checkpoint.upcycle.noise=0.1"], "checkpoint.upcycle.dense is missing, and has no default; write "),

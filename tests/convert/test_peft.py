@@ -235,7 +235,7 @@ def _spoil(folder: Path, target: Path, **keys: object) -> None:
         ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern={'q_proj': 4}, which moefold does not compute"),
         ({"rank_pattern": {"mlp.experts.gate_up_proj": 4}}, "gives some modules another scale than lora_alpha / r, by"),
         ({"peft_type": "IA3"}, "has peft_type='IA3'; moefold reads low-rank adapters, LORA"),
-        ({"r": 0}, "has r=0 and lora_alpha=3, which are no sizes of adapters"),
+        ({"r": 0}, "has r=0 and lora_alpha=3, which are not sizes of adapters"),
         ({"r": 3}, "has adapters of another model: base_model.model.model.layers.0"),
         *(
             (
@@ -273,7 +273,7 @@ def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, ca
     kept = {name: values for name, values in tensors.items() if ".layers.2." not in name}
     save_file(kept, tmp_path / "part" / "adapter_model.safetensors")
     assert main(["import", "part", "out", "--base", str(folder / "hf")]) == 2
-    assert "as it adapts some layers alone" in capsys.readouterr().err
+    assert "as it only adapts some layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,9 @@ def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, ca
         (["export", "base", "out", "--merge"], "--merge has no effect: 'base' has all weights; leave it out"),
         (["export", "run", "out", "--quantize", "fp8"], "--quantize has no effect on adapters"),
         (["import", "moe", "out", "--base", "base"], "--base names the base weights of adapters, and 'moe' has none"),
-        (["import", "gone", "out", "--base", "base"], "'gone' does not exist or is no folder"),
-        (["merge", "run", "run", "--out", "out"], "has adapters alone, whose products are not averaged with them"),
-        (["train", "base/recipe.toml", *TRAIN, *RESUME], "has adapters of rank 4 alone, and lora.rank=0 trains all"),
+        (["import", "gone", "out", "--base", "base"], "'gone' does not exist or is not a folder"),
+        (["merge", "run", "run", "--out", "out"], "only has adapters, whose products are not averaged with them"),
+        (["train", "base/recipe.toml", *TRAIN, *RESUME], "only has adapters of rank 4, and lora.rank=0 trains all"),
         (
             ["train", "base/recipe.toml", *TRAIN, "lora.rank=2", *RESUME],
             "has other adapters: lora.rank 4 there, 2 here; set [lora] as it was, or another run.dir",

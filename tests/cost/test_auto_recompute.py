@@ -108,7 +108,7 @@ def test_a_budget_that_holds_nothing_is_refused_with_what_would_have_to_change()
     [
         (("auto",), 0.0, "needs train.memory_budget_gib with run.device='cpu'"),
         (("auto", "norms"), 1.0, "names parts with 'auto'"),
-        (("norms",), 1.0, "is read with train.recompute=\\['auto'\\] alone"),
+        (("norms",), 1.0, "is only read with train.recompute=\\['auto'\\]"),
         (("auto",), 0.001, "is too small, whatever is recomputed"),
         (("auto",), -1.0, "must be at least 0"),
     ],

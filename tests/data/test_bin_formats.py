@@ -95,7 +95,7 @@ def _float_ids(path: Path) -> None:
     [
         (_truncate, "is the index of a file with 9684; copy both again"),
         (_cut_index, "bytes; copy it again"),
-        (_other_index, r"is no index of Megatron \(MMIDIDX\).*move it away"),
+        (_other_index, r"is not an index of Megatron \(MMIDIDX\).*move it away"),
         (_float_ids, "has version 1 and ids of type 6"),
     ],
 )

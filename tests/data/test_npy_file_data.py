@@ -99,7 +99,7 @@ def test_a_plain_array_is_mapped(tmp_path):
 @pytest.mark.parametrize("ends", [[-1, 20], [2**62, 20], [10], [20, 10, 20]])
 def test_a_strange_index_of_documents_is_one_message(tmp_path, ends):
     np.array(ends, dtype="<i8").tofile(tmp_path / "ids.ends")
-    with pytest.raises(ConfigError, match="is no index of the 20 tokens"):
+    with pytest.raises(ConfigError, match="is not an index of the 20 tokens"):
         open_document_ends(tmp_path / "ids.npy", 20)
 
 

@@ -66,7 +66,7 @@ def test_formats_of_a_labelled_completion():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": "p", "choosen": "a", "rejected": "b"}, "is no pair: no column 'chosen'; did you mean 'choosen'?"),
+        ({"prompt": "p", "choosen": "a", "rejected": "b"}, "is not a pair: no column 'chosen'; did you mean 'choosen'"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, '"chosen" and "rejected" are equal'),
         ({"prompt": "p", "chosen": "a", "rejected": [_answer("b")]}, "is a text, and the other a list"),
         ({"chosen": "a", "rejected": "b"}, '"chosen" and "rejected" share no prompt'),

@@ -109,7 +109,7 @@ def test_probe_looks_at_all_of_data_that_is_not_huge(tmp_path: Path):
 def test_bin_of_a_wrong_length_is_refused(tmp_path: Path):
     (tmp_path / "x.bin").write_bytes(b"12345")
     with pytest.raises(
-        ConfigError, match="x.bin has 5 bytes, which is no multiple of the 2 bytes of data.token_dtype=uint16"
+        ConfigError, match="x.bin has 5 bytes, which is not a multiple of the 2 bytes of data.token_dtype=uint16"
     ):
         token_files(config(tmp_path / "x.bin"))
 

@@ -325,7 +325,7 @@ def test_an_index_of_other_tokens_is_refused(tmp_path: Path, ends: list[int]):
     path = tmp_path / "a.npy"
     np.save(path, np.zeros(100, np.uint8))
     np.array(ends, "<i8").tofile(path.with_suffix(".ends"))
-    with pytest.raises(ConfigError, match="a.ends is no index of the 100 tokens of a.npy"):
+    with pytest.raises(ConfigError, match="a.ends is not an index of the 100 tokens of a.npy"):
         open_document_ends(path, 100)
 
 

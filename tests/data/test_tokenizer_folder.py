@@ -278,7 +278,7 @@ def test_what_cannot_be_followed_is_noted(tmp_path: Path, sources: dict[str, str
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>"}
     write_folder(tmp_path, {"tokenizer.json": words.to_str(), "tokenizer_config.json": settings})
     (note,) = JsonTokenizer(tmp_path).notes
-    assert "is no byte-pair encoder, which transformers' class Qwen2Tokenizer would take it for" in note
+    assert "is not a byte-pair encoder, which transformers' class Qwen2Tokenizer would take it for" in note
     settings["tokenizer_class"] = "BertTokenizerFast"
     write_folder(tmp_path, {"tokenizer.json": sources["bytes"], "tokenizer_config.json": settings})
     (note,) = JsonTokenizer(tmp_path).notes

@@ -35,7 +35,7 @@ def test_a_newer_checkpoint_that_lacks_its_description_is_passed_over_by_name(tm
     assert [one[: len(f"{start}step-000030: ")] for one in source.notices] == [start + word for word in words]
     assert all("moefold.json" in one or "manifest.json" in one for one in source.notices)
     (tmp_path / "checkpoints" / "step-000020" / "moefold.json").unlink()
-    with pytest.raises(ConfigError, match="no complete checkpoint and holds none .step-000009: .*step-000030: "):
+    with pytest.raises(ConfigError, match="not a complete checkpoint and holds none .step-000009: .*step-000030: "):
         locate_checkpoint(tmp_path)
 
 

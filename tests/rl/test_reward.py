@@ -187,10 +187,10 @@ def test_a_conversation_gets_messages(module):
         ("hangs", ["slow", "y"], "took longer than 0.5 s"),
         ("dies", ["die", "y"], "ended its process with status 3"),
         ("short", ["x", "y"], "returned 1 rewards for 2 completions"),
-        ("text", ["x", "y"], "returned 'high', which is no finite number"),
-        ("nan", ["x", "y"], "returned nan, which is no finite number"),
+        ("text", ["x", "y"], "returned 'high', which is not a finite number"),
+        ("nan", ["x", "y"], "returned nan, which is not a finite number"),
         ("number", ["x", "y"], "raised TypeError: 'float' object is not iterable"),
-        ("huge", ["x", "y"], "returned 100000000000000000...0000000000000000000, which is no finite number"),
+        ("huge", ["x", "y"], "returned 100000000000000000...0000000000000000000, which is not a finite number"),
         ("large", ["x", "y"], "returned 1e+308, and rewards are at most 1e+15"),
     ],
 )

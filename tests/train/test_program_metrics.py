@@ -76,7 +76,7 @@ def test_a_name_that_is_not_declared_is_refused(tmp_path: Path):
         (moefold.Metric("rl.reward", "", "mine"), "the metric 'rl.reward' of a callback must have a name of letters"),
         (
             {"loss": 1.0},
-            "holds {'loss': 1.0}, which is no moefold.Metric; .* another kind another name",
+            "holds {'loss': 1.0}, which is not a moefold.Metric; .* another kind another name",
         ),
         (moefold.Metric("mine", "", "", reduce="median"), "reduce='median', which must be one of '', 'sum', 'mean'"),
     ],

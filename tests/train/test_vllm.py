@@ -179,7 +179,7 @@ def test_a_server_of_another_dtype_is_refused(tmp_path, served, dtype, served_dt
         server.answers["/server_info?config_format=json"] = {"vllm_config": info}
         with pytest.raises(ConfigError, match=f"computes in {served_dtype}, and training in .*{dtype}.*{way_out}"):
             check_vllm(by_vllm(cfg, server), None, max_tokens=33)
-        message = "run.dtype='float64' is no dtype of vLLM .*; set run.dtype to 'bfloat16' or 'float32'"
+        message = "run.dtype='float64' is not a dtype of vLLM .*; set run.dtype to 'bfloat16' or 'float32'"
         with pytest.raises(ConfigError, match=message):
             check_vllm(by_vllm(recipe(tmp_path), server), None, max_tokens=33)
 

@@ -183,10 +183,10 @@ SIZES = {
         "less"
     ),
     "model.attention.indexer.top_k=8 train.indexer_stage=warmup train.indexer_loss=0": (
-        "train.indexer_stage='warmup' trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
+        "train.indexer_stage='warmup' trains only the indexers, and train.indexer_loss=0.0 trains nothing; choose 1.0"
     ),
     "model.preset=deepseek-v3.2 model.layers=4x(linear) train.indexer_stage=warmup train.seq_len=2048": (
-        "train.indexer_stage='warmup' trains the indexers alone, and linear attention, all layers of "
+        "train.indexer_stage='warmup' trains only the indexers, and linear attention, all layers of "
         "model.layers='4x(linear)', has none; name 'full' in it, or leave indexer_stage out"
     ),
     "model.attention.indexer.top_k=8 train.indexer_stage=warmup data.kind=task rl.group_size=4": (

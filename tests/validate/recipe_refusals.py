@@ -132,7 +132,7 @@ ADAPTERS = {
         "run.cuda_graphs='attention' does not record adapters; set run.cuda_graphs='none'"
     ),
     f"{_LORA} model.attention.indexer.top_k=64 train.indexer_stage=warmup": (
-        "train.indexer_stage='warmup' trains the indexers alone, and lora.rank=4 adapters alone; choose one of them"
+        "train.indexer_stage='warmup' trains only the indexers, and lora.rank=4 only adapters; choose one of them"
     ),
     f"{_LORA} checkpoint.upcycle.dense=runs/a": (
         'checkpoint.upcycle={ dense = "runs/a" } makes weights that no folder has, and lora.rank=4 needs a base; run '
@@ -362,7 +362,7 @@ MEMORY = {
         "train.offload_limit_gib=-1.0 must be at least 0 (0: no limit)"
     ),
     'train.recompute=["attention"]': (
-        "train.recompute has 'attention', which is no part of a layer; choose from 'norms', ..."
+        "train.recompute has 'attention', which is not a part of a layer; choose from 'norms', ..."
     ),
     'train.recompute=["moe","moe"]': ("train.recompute names 'moe' 2 times; name it once"),
     'train.recompute=["mla_up"]': ("train.recompute has 'mla_up', and model.attention is not 'mla'; leave it out"),

@@ -1,1 +1,1 @@
-"""The board: files of runs read while they grow, an HTTP server that shows them, and a static export."""
+"""The board: incremental readers of the files of runs, an HTTP server that shows them, and a static export."""

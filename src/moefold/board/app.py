@@ -1,7 +1,7 @@
 """HTTP application of the board: the page, its static files, and read-only JSON. Needs starlette, not torch.
 
-Every answer but the static files is made from files that strangers may have written: it is JSON, or data that the page
-puts into text nodes. No address names a path.
+All answers except the static files come from untrusted files: they are JSON, or data that the page puts into text
+nodes. No address names a path.
 """
 
 import hmac
@@ -43,7 +43,7 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-store"),
 )
-"""Headers of every answer: nothing from elsewhere runs or is requested, and texts are never taken for a page."""
+"""Headers of every answer: external content is not run or requested, and texts are never interpreted as a page."""
 
 
 def make_app(runs: RunList, *, token: str = "", is_loopback: bool = True) -> Starlette:
@@ -51,9 +51,9 @@ def make_app(runs: RunList, *, token: str = "", is_loopback: bool = True) -> Sta
 
     Args:
         runs: the runs to show.
-        token: requests must have it; empty for none.
-        is_loopback: take requests for the names of the loopback interface only, so that a web page of another name that
-            resolves to it gets nothing.
+        token: required token of requests; empty: none.
+        is_loopback: only accept requests for names of the loopback interface, so that a web page with another name that
+            resolves to it gets no data.
     """
     routes = [Route("/", _index), *(Route(f"/static/{name}", partial(_static, name)) for name in STATIC_FILES)]
     routes.append(Route("/api/runs", partial(_runs, runs)))
@@ -102,7 +102,7 @@ class _Headers:
 class _TokenCheck:
     """ASGI middleware that refuses requests without the token.
 
-    A browser brings it once in the address, and then in a cookie that scripts cannot read; programs send the header
+    A browser sends it once in the address, then in a cookie that scripts cannot read; programs send the header
     `Authorization: Bearer TOKEN`.
     """
 
@@ -118,7 +118,7 @@ class _TokenCheck:
         cookie = COOKIE.format(port=request.url.port)
         response: Response
         if self._is_token(request.query_params.get("token", "")):
-            # The address of the page then holds no token, which a bookmark or a picture would show.
+            # Then the address of the page contains no token, which a bookmark or a picture would show.
             response = RedirectResponse("./" if scope["path"] == "/" else scope["path"], status_code=303)
             response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             await response(scope, receive, send)

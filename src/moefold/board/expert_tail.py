@@ -1,4 +1,4 @@
-"""Incremental readers of expert_counts.bin and routing traces, which sum over ranges of steps. Torch-free."""
+"""Incremental readers of expert_counts.bin and routing traces with sums over ranges of steps."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from moefold.metrics.expert_balance import COUNTS_FILE, Array, CountsHeader, rea
 class StepRanges:
     """Sums and counts of arrays of one shape over at most `max_ranges` ranges of consecutive records.
 
-    When all ranges are full, neighbours are merged and each range takes twice as many records.
+    When all ranges are full, neighbours are merged, and each range then has twice as many records.
 
     Args:
         max_ranges: even.
@@ -48,7 +48,7 @@ class StepRanges:
     def append(self, step: int, record: Array) -> None:
         """Add the record of a step, NaN for values that were not recorded.
 
-        Ranges that contain this or a later step are dropped.
+        Ranges with this or a later step are dropped.
         """
         while self._num_ranges and self.last_step >= step:
             self._num_ranges -= 1
@@ -87,15 +87,15 @@ class StepRanges:
 
 
 MAX_CELLS = 1 << 20
-"""Limit of ranges * layers * experts: what a picture shows, and what one answer sends as bytes."""
+"""Limit of ranges * layers * experts for a picture, and for the bytes of an answer."""
 MAX_RANGES = 128
 MAX_READ_BYTES = 64 * MIB
-"""Bytes that one call reads. If the file has gained more, records are read at equal distances."""
+"""Maximum bytes per call. If the file has grown by more, records are read at equal distances."""
 _FINGERPRINT_BYTES = 64
 
 
 class ExpertCountsTail:
-    """Reads the records that expert_counts.bin gained since the last call; a file started over is read again."""
+    """Reader of the new records of expert_counts.bin since the last call; a restarted file is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / COUNTS_FILE
@@ -106,7 +106,7 @@ class ExpertCountsTail:
         self.header: CountsHeader | None = None
         self.problem = ""
         self.is_sampled = False
-        """Records were left out, as the file had gained more than `MAX_READ_BYTES` at once."""
+        """Whether records were skipped because the file grew by more than `MAX_READ_BYTES` at once."""
         self._identity: tuple[int, int] | None = None
         self._num_read = 0
         self._fingerprint = b""
@@ -114,7 +114,7 @@ class ExpertCountsTail:
 
     @property
     def ranges(self) -> StepRanges | None:
-        """Mean counts over ranges of steps, [ranges, L, E]; None as long as there is no record."""
+        """Mean counts over ranges of steps, [ranges, L, E]; None without records."""
         return self._ranges if self._ranges is not None and len(self._ranges) else None
 
     def read(self) -> None:
@@ -139,7 +139,7 @@ class ExpertCountsTail:
         start = file.tell()
         if header is None:
             self._restart()
-            # A run that just began has not written the whole first line.
+            # A new run may not have written the whole first line.
             if status.st_size:
                 self.problem = f"{COUNTS_FILE} is not a file of expert counts"
             return
@@ -158,7 +158,7 @@ class ExpertCountsTail:
             file.seek(start + i * record.itemsize)
             content = file.read(record.itemsize)
             if len(content) < record.itemsize:
-                # Truncated since the size was read: the next call starts over.
+                # Truncated after the size was read: the next call starts again.
                 return
             row = np.frombuffer(content, record)
             self._ranges.append(int(row["step"][0]), row["counts"][0].astype(np.float64))
@@ -169,7 +169,7 @@ class ExpertCountsTail:
     def _continues(
         self, file: BinaryIO, header: CountsHeader, start: int, identity: tuple[int, int], num_records: int
     ) -> bool:
-        """Return whether the file still has the record that was read last, at the same place."""
+        """Return whether the file still has the last record that was read, at the same position."""
         if not self._num_read:
             return True
         if header != self.header or identity != self._identity or num_records < self._num_read:
@@ -194,11 +194,11 @@ def shares_of(means: Array) -> Array:
 
 
 MAX_READ_CHOICES = 1 << 24
-"""Expert choices that one call reads: a tenth of a second. Of a larger step, the first samples are read."""
+"""Maximum expert choices per call, a tenth of a second. For a larger step, only the first samples are read."""
 
 
 class TraceTail:
-    """Counts the choices of the steps that a trace gained since the last call; a trace cut short is read again."""
+    """Counter of the choices in the new steps of a trace since the last call; a truncated trace is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -209,21 +209,21 @@ class TraceTail:
         self.shape: TraceShape | None = None
         self.problem = ""
         self.is_sampled = False
-        """Of some step only the first samples of its batch were read."""
+        """Whether only the first samples of some step were read."""
         self.has_more = False
-        """The last call stopped at its limit."""
+        """Whether the last call stopped at its limit."""
         self._last_read: tuple[Path, int] | None = None
         self._last_step = -1
         self._ranges: StepRanges | None = None
 
     @property
     def ranges(self) -> StepRanges | None:
-        """Mean counts over ranges of steps, [ranges, L, E]; None as long as no step was read."""
+        """Mean counts over ranges of steps, [ranges, L, E]; None without steps."""
         return self._ranges if self._ranges is not None and len(self._ranges) else None
 
     @property
     def last_step(self) -> int:
-        """Last step that was read; -1 for none."""
+        """Last step that was read; -1: none."""
         return self._last_step
 
     def read(self) -> None:
@@ -268,7 +268,7 @@ class TraceTail:
             self._last_read = (path, path.stat().st_mtime_ns)
 
     def _count(self, traced: TracedStep, shape: TraceShape, step: int) -> tuple[Array, int]:
-        """Return the counts of a step, float64 [L, E], and how many choices were read."""
+        """Return the counts of a step, float64 [L, E], and the number of choices that were read."""
         per_sample = len(shape.layers) * shape.seq_len * shape.top_k
         num_samples = max(1, min(shape.global_batch_size, MAX_READ_CHOICES // per_sample))
         self.is_sampled |= num_samples < shape.global_batch_size
@@ -282,7 +282,7 @@ class TraceTail:
         return np.array(counts, dtype=np.float64), num_samples * per_sample
 
     def _continues(self, shape: TraceShape) -> bool:
-        """Return whether the step that was read last is still there, unchanged."""
+        """Return whether the last step that was read still exists unchanged."""
         if self._last_read is None:
             return True
         path, modified_ns = self._last_read

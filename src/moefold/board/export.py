@@ -1,4 +1,4 @@
-"""Static export of the board: a folder that a browser opens without a server. Torch-free."""
+"""Static export of the board: a folder that a browser opens without a server."""
 
 import json
 import shutil
@@ -18,9 +18,9 @@ from moefold.board.run_reader import RunReader
 from moefold.errors import ConfigError, format_list
 
 MAX_POINTS = 3000
-"""Points of a metric: its minima and maxima stay at any length of a run."""
+"""Maximum points of a metric; its minima and maxima are kept for any length of a run."""
 MAX_ROLLOUTS = 1000
-"""Newest rollouts of a run with their texts."""
+"""Number of newest rollouts of a run that are exported with their texts."""
 
 
 def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[str]:
@@ -30,7 +30,7 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
         Names of the exported runs.
 
     Raises:
-        ConfigError: there is no run, or the folder exists and may not be replaced, or cannot be written.
+        ConfigError: there is no run, or the folder exists and must not be replaced, or cannot be written.
     """
     if not runs.readers:
         raise ConfigError(
@@ -42,7 +42,7 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
             raise ConfigError(
                 f"--export {str(folder)!r} exists already; add --force to replace it, or name another folder"
             )
-        raise ConfigError(f"--export {str(folder)!r} exists and is no export of a board; name another folder")
+        raise ConfigError(f"--export {str(folder)!r} exists and is not an export of a board; name another folder")
     summaries: list[dict[str, Any]] = []
     answers: dict[str, dict[str, Any]] = {}
     for reader in runs.readers:
@@ -72,7 +72,7 @@ def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[st
 
 
 def _answers(reader: RunReader) -> dict[str, Any]:
-    """Return every answer that the page asks for, curves with all means, as these need every step."""
+    """Return every answer that the page requests; curves have all means, which need every step."""
     reader.read()
     while reader.summary()["has_more"]:
         reader.read()
@@ -93,7 +93,7 @@ def _is_export(folder: Path) -> bool:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder in a draft that takes its name at the end, so that an interrupted export leaves nothing."""
+    """Create a folder as a draft that is renamed at the end, so that an interrupted export leaves nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:

@@ -1,4 +1,4 @@
-"""Readers of JSON lines that another process appends to, truncates or replaces: all of them, or the newest values."""
+"""Readers of all JSON lines, or the newest values, of a file that another process extends, truncates or replaces."""
 
 import os
 import re
@@ -13,28 +13,28 @@ from moefold.bounded_read import KIB, MAX_LINE_BYTES, MIB, open_regular, parse_j
 from moefold.metrics.reader import nonfinite_of, parse_step, value_of
 
 MAX_READ_BYTES = 16 * MIB
-"""Bytes that one call reads, unless a single line is longer: about half a second of parsing."""
+"""Maximum bytes per call, unless a single line is longer: about half a second of parsing."""
 MAX_PROBLEMS = 5
-"""Invalid lines that are named; the others are counted."""
+"""Maximum number of reported invalid lines; the others are only counted."""
 _FINGERPRINT_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLine:
-    """One complete line with a JSON object."""
+    """Complete line with a JSON object."""
 
     offset: int
-    """Position of its first byte in the file."""
+    """Position of the line's first byte in the file."""
     length: int
-    """Bytes, line end included."""
+    """Bytes, including the line end."""
     record: dict[str, Any]
 
 
 class JsonTail:
-    """Reads the complete lines that a file gained since the last call.
+    """Reader of the new complete lines of a file since the last call.
 
-    An unfinished last line stays in the file until its line end is written. A file that was truncated or replaced, as a
-    resumed run does, is read from its start again.
+    An unfinished last line stays in the file until its line end is written. If a file was truncated or replaced, such
+    as by a resumed run, it is read again from its start.
 
     Args:
         path: the file; it may not exist yet.
@@ -43,7 +43,7 @@ class JsonTail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
-        """How often the file was started over; a change means that all earlier lines are void."""
+        """Number of restarts of the file; after a change all earlier lines are void."""
         self._clear()
 
     def _clear(self) -> None:
@@ -59,9 +59,9 @@ class JsonTail:
 
     @property
     def problems(self) -> list[str]:
-        """Messages about the file: lines that are no JSON objects, or a reason why it cannot be read."""
+        """Messages about the file: lines that are not JSON objects, or the reason why it cannot be read."""
         unnamed = self._num_invalid - MAX_PROBLEMS
-        more = [f"{self.path.name}: {unnamed} more lines are no JSON objects"] if unnamed > 0 else []
+        more = [f"{self.path.name}: {unnamed} more lines are not JSON objects"] if unnamed > 0 else []
         return self._problems + more
 
     @property
@@ -77,7 +77,7 @@ class JsonTail:
     _is_cut = False
 
     def read(self, max_bytes: int = MAX_READ_BYTES) -> list[JsonLine]:
-        """Return the new lines, at most about `max_bytes` of them."""
+        """Return the new lines, at most about `max_bytes` bytes."""
         self._is_cut = False
         try:
             with open_regular(self.path) as file:
@@ -90,7 +90,7 @@ class JsonTail:
         return []
 
     def read_line(self, offset: int, length: int) -> dict[str, Any] | None:
-        """Return the record at a position that `read` returned; None if the file has changed since."""
+        """Return the record at a position from `read`; None if the file has changed since."""
         try:
             with open_regular(self.path) as file:
                 file.seek(offset)
@@ -133,7 +133,7 @@ class JsonTail:
         return lines
 
     def _continues(self, file: BinaryIO, identity: tuple[int, int], size: int) -> bool:
-        """Return whether the file still has the bytes that were read last, at the same place."""
+        """Return whether the file still has the last bytes that were read, at the same position."""
         if not self.offset:
             return True
         if identity != self._identity or size < self.offset:
@@ -154,7 +154,7 @@ class JsonTail:
             else:
                 self._num_invalid += 1
                 if self._num_invalid <= MAX_PROBLEMS:
-                    self._problems.append(f"{self.path.name}: line {self._num_lines} is no JSON object; it is left out")
+                    self._problems.append(f"{self.path.name}: line {self._num_lines} is not a JSON object; left out")
             offset += len(line)
 
 
@@ -164,12 +164,12 @@ def _split(complete: bytes) -> list[bytes]:
 
 
 LAST_BYTES = 256 * KIB
-"""Bytes at the end of the file in which the last line is looked for."""
+"""Bytes at the end of the file that are searched for the last line."""
 MAX_SEARCH_BYTES = 4 * MIB
-"""Bytes before the end in which the newest evaluation is looked for, once a file."""
+"""Bytes before the end that are searched for the newest evaluation, once per file."""
 NAMES = ("loss", "eval_loss", "rl.reward", "tokens_per_s")
 SPARSE = "eval_loss"
-"""Metric that only some steps have: its newest value stays until a later one, or until the run goes back."""
+"""Metric that only some steps have: its newest value is kept until a later value, or until the run goes back."""
 _EVALUATION = re.compile(rb'"eval_loss": ?(?:[-\d]|null.*"nonfinite".*"eval_loss")')
 
 
@@ -183,9 +183,9 @@ class NewestValue:
 
 
 class NewestValues:
-    """Reads the end of a metrics file again whenever the file has changed, however long it is.
+    """Reader of the end of a metrics file, again after each change of the file, whatever its length.
 
-    Every row of the table of runs comes from here, whether or not the rest of the file was ever read.
+    Every row of the table of runs comes from this class, even if the rest of the file was never read.
 
     Args:
         path: the file; it may not exist yet.
@@ -197,15 +197,15 @@ class NewestValues:
 
     def _clear(self) -> None:
         self.step = 0
-        """Last step; 0 without one."""
+        """Last step; 0 without steps."""
         self.is_cut = False
-        """The file ends within a line."""
+        """Whether the file ends within a line."""
         self._stamp: tuple[int, int, int] | None = None
         self._values: dict[str, NewestValue] = {}
         self._was_searched = False
 
     def value(self, name: str) -> NewestValue | None:
-        """Return the newest value of one of `NAMES`; None if there is none."""
+        """Return the newest value of a metric of `NAMES`; None if there is none."""
         return self._values.get(name)
 
     def read(self) -> None:
@@ -245,7 +245,7 @@ class NewestValues:
 
 
 def _last_lines(file: BinaryIO, size: int, max_bytes: int) -> bytes:
-    """Return the end of a file from the first line start among its last bytes."""
+    """Return the end of a file from the first start of a line among its last bytes."""
     start = max(0, size - max_bytes)
     file.seek(start)
     block = file.read(size - start)
@@ -253,7 +253,7 @@ def _last_lines(file: BinaryIO, size: int, max_bytes: int) -> bytes:
 
 
 def _values_of(record: dict[str, Any]) -> dict[str, NewestValue]:
-    """Return the values of a line; one that was not finite, or that `nonfinite` names, is NaN."""
+    """Return the values of a line; NaN for a value that is not finite, or that `nonfinite` names."""
     broken = nonfinite_of(record)
     found = {}
     for name in NAMES:

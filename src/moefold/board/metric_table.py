@@ -1,4 +1,4 @@
-"""Columns of metrics.jsonl: each metric with the steps at which it was recorded, and exponential means. Torch-free."""
+"""Columns of metrics.jsonl: each metric with its recorded steps, and exponential means."""
 
 import math
 from array import array
@@ -14,25 +14,25 @@ from moefold.metrics.reader import MAX_VALUE, NONFINITE, finite_number, nonfinit
 from moefold.metrics.table import COUNTS, STEP
 
 WEIGHTS = ("0.6", "0.9", "0.97", "0.99", "0.999")
-"""Weights of the previous step that a page may ask for."""
+"""Weights of the previous step that a page may request."""
 _NEGLIGIBLE = 1e-17
 
 
 def reach(weight: float) -> int:
-    """Return the steps after which the weight of a point no longer shows in float64."""
+    """Return the number of steps after which the weight of a point is below the precision of float64."""
     return math.ceil(math.log(_NEGLIGIBLE) / math.log(weight))
 
 
 def exponential_mean(steps: Array, values: Array, weight: float) -> Array:
-    """Return the mean of all points up to each one, weighted by `weight ** (step - step of the point)`.
+    """Return the mean of all points up to each point, weighted by `weight ** (step - step of the point)`.
 
-    This is the exponential moving average without bias at the start, in steps: points that are far apart weigh less on
-    each other. A value that is not finite counts nowhere, and its mean is NaN.
+    This is the exponential moving average without bias at the start, in steps: distant points have less weight. A value
+    that is not finite has no weight, and its own mean is NaN.
 
     Args:
         steps: ascending, [N].
         values: float64 [..., N], NaN where a value is not finite.
-        weight: of the previous step, in (0, 1).
+        weight: weight of the previous step, in (0, 1).
     """
     known = np.isfinite(values)
     sums = np.where(known, values, 0.0)
@@ -50,17 +50,17 @@ def exponential_mean(steps: Array, values: Array, weight: float) -> Array:
 
 
 MAX_METRICS = 1000
-"""Limit of the columns: the names in loss_metrics are free, and each takes 12 bytes a step."""
+"""Limit of the columns: names in loss_metrics are arbitrary, and each metric takes 12 bytes per step."""
 DIGITS = 7
 """Significant digits of the points of a curve; all 17 would double the bytes of an answer."""
 LOAD = "expert_load"
-"""List of a line, and column of the largest of all layers."""
+"""Key of the list of a line, and name of the column with the maximum over all layers."""
 NOT_SCALAR = ("step", LOAD, "moe_layers", "memory_by_part", NONFINITE)
-"""Keys of a line that other readers take."""
+"""Keys of a line for other readers."""
 MEASURED = frozenset(metric.name for metric in STEP if metric.unit not in COUNTS)
-"""Metrics that are no counts, even if all their values are integers."""
+"""Metrics that are not counts, even if all their values are integers."""
 MAX_MEAN_POINTS = 300
-"""Most points that a smoothed curve adds to the points of its values, so that its own extremes are kept."""
+"""Maximum points that a smoothed curve adds to the points of its values, to keep its own extremes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ class ShownCurve:
 
     steps: list[int]
     values: list[float | None]
-    """None where a value is not finite."""
+    """Values; None if a value is not finite."""
     smoothed: dict[str, list[float | None]]
-    """By weight, the exponential mean by step over all points of the run; empty if the metric is not smoothed."""
+    """Exponential means by step over all points of the run, by weight; empty if the metric is not smoothed."""
     num_points: int
-    """Recorded points in the range, of which `steps` has some."""
+    """Number of recorded points in the range, some of which are in `steps`."""
     num_nonfinite: int
     is_zero: bool
-    """All values of the run are 0."""
+    """Whether all values of the run are 0."""
 
 
 class _Column:
-    """One metric: rows of the table and values, NaN where the value was not finite."""
+    """Metric: rows of the table and values; NaN if the value was not finite."""
 
     __slots__ = ("is_count", "rows", "values")
 
@@ -88,7 +88,7 @@ class _Column:
         self.rows = array("I")
         self.values = array("d")
         self.is_count = True
-        """All values were integers in the file."""
+        """Whether all values were integers in the file."""
 
     def append(self, row: int, value: float) -> None:
         self.rows.append(row)
@@ -96,7 +96,7 @@ class _Column:
 
 
 class MetricTable:
-    """The scalar metrics of a run, in memory at full resolution."""
+    """Scalar metrics of a run, in memory at full resolution."""
 
     def __init__(self) -> None:
         self._steps = array("q")
@@ -113,7 +113,7 @@ class MetricTable:
         return list(self._columns)
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append the metrics of a step; rows of this or a later step are dropped, as by a run that starts over."""
+        """Append the metrics of a step; rows of this or a later step are dropped, as for a restarted run."""
         if self._steps and step <= self._steps[-1]:
             self._rewind(step)
         row = len(self._steps)
@@ -139,25 +139,25 @@ class MetricTable:
         return self._steps[column.rows[-1]], column.values[-1]
 
     def column(self, name: str) -> tuple[Array, Array]:
-        """Return copies of the steps and values of a metric, [N] each; NaN where the value was not finite."""
+        """Return copies of the steps and values of a metric, [N] each; NaN if the value was not finite."""
         column = self._columns[name]
         return np.array(self._steps)[np.array(column.rows)], np.array(column.values)
 
     def is_smoothed(self, name: str) -> bool:
-        """Return whether a metric is noisy: no schedule, no held-out mean (of steps that are far apart), no count."""
+        """Return whether a metric is noisy: not a schedule, a held-out mean (of distant steps) or a count."""
         is_held_out = name.rpartition(".")[2].startswith("eval_")
         return not (name == "lr" or is_held_out or (self._columns[name].is_count and name not in MEASURED))
 
     def curve(self, name: str, first: int, last: int, max_points: int, weights: Sequence[str] = ()) -> ShownCurve:
-        """Return a metric between two steps, at most about `max_points` points that keep minima and maxima.
+        """Return a metric between two steps, with about `max_points` points at most, including minima and maxima.
 
         Values have `DIGITS` digits. One point outside of the range is kept on each side, so that lines reach the edge
-        of a picture. Smoothed curves keep their extremes, too, and the same value at a step for every range and number
-        of points.
+        of a picture. Smoothed curves also keep their extremes; their value at a step does not depend on range and
+        number of points.
 
         Args:
-            max_points: of the values; each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
-            weights: of exponential means by step.
+            max_points: maximum points of the values; each smoothed curve may add as many, up to `MAX_MEAN_POINTS`.
+            weights: weights of exponential means by step.
         """
         steps, values = self.column(name)
         inside = slice(int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, side="right")))
@@ -187,7 +187,7 @@ class MetricTable:
             self._add(name, value, row)
 
     def _add(self, name: str, value: Any, row: int) -> None:
-        # Most of the time of reading a long run is spent here: a float needs no conversion.
+        # Reading a long run spends most of its time here: a float needs no conversion.
         number = value if type(value) is float and -MAX_VALUE <= value <= MAX_VALUE else finite_number(value)
         if number == number:  # not NaN
             column = self._columns.get(name) or self._column(name)
@@ -216,7 +216,7 @@ class MetricTable:
 
 
 def _smoothed(steps: Array, values: Array, shown: slice, weight: float) -> Array:
-    """Return the exponential mean of some rows, from all earlier points that have a weight on them."""
+    """Return the exponential mean of some rows, from all earlier points with a significant weight."""
     start = int(np.searchsorted(steps, steps[shown.start] - reach(weight))) if shown.start < len(steps) else shown.start
     mean = exponential_mean(steps[start : shown.stop], values[start : shown.stop], weight)
     return mean[shown.start - start :]
@@ -227,11 +227,11 @@ def _rounded(values: Array) -> list[float | None]:
 
 
 POINTS_OF_RANGE = 3
-"""A range gives its minimum, its maximum, and its first value that is not finite."""
+"""Number of points for a range: its minimum, its maximum, and its first value that is not finite."""
 
 
 def downsample(values: Array, max_points: int) -> Array:
-    """Return the indices of at most about `max_points` values, ascending; the first and the last are among them.
+    """Return the indices of at most about `max_points` values, ascending, including the first and the last.
 
     The values are split into ranges of equal length, and each range keeps its smallest, its largest and its first
     non-finite value.

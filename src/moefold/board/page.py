@@ -1,4 +1,4 @@
-"""The page of the board and its static files, served or exported. Torch-free."""
+"""The page of the board and its static files, served or exported."""
 
 from importlib.resources import files
 
@@ -23,9 +23,9 @@ STATIC_FILES = {
     "recipes.js": SCRIPT,
     "board.js": SCRIPT,
 }
-"""Files in `static/` with their media types, scripts in the order in which the page loads them."""
+"""Files in `static/` with their media types, scripts in the loading order of the page."""
 DATA_SCRIPT = "data.js"
-"""Script of an export that holds the data; the page of a server loads none."""
+"""Script of an export with the data; the page of a server does not load it."""
 
 
 def page(*, is_export: bool = False) -> str:

@@ -1,6 +1,6 @@
-"""Index of rollouts.jsonl: numbers of every rollout in memory, texts read when they are shown. Torch-free.
+"""Index of rollouts.jsonl: the numbers of every rollout are in memory, texts are read when they are shown.
 
-Texts are bytes of prompts and models: they are returned as plain strings, and no reader may interpret them.
+Texts are untrusted bytes of prompts and models: they are returned as plain strings that readers must not interpret.
 """
 
 from array import array
@@ -15,9 +15,9 @@ from moefold.metrics.reader import finite_number
 from moefold.metrics.writer import ROLLOUTS_FILE
 
 MAX_SEARCH_BYTES = 32 * MIB
-"""Bytes of rollouts that one search reads; the answer says where the next one goes on."""
+"""Maximum bytes of rollouts per search; the answer has the start of the next search."""
 MAX_TEXT_CHARS = 20_000
-"""Characters of a text that are returned; the rest is counted."""
+"""Maximum returned characters of a text; the others are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,15 +25,15 @@ class RolloutQuery:
     """Selection of rollouts, newest first."""
 
     text: str = ""
-    """Text that the prompt or the completion contains, whatever the case; empty for all."""
+    """Text that the prompt or the completion contains, ignoring case; empty: any text."""
     step: int | None = None
-    """Step of training; None for all."""
+    """Step of training; None: all steps."""
     min_reward: float | None = None
     max_reward: float | None = None
     before: int | None = None
-    """Number of a rollout: only earlier ones are read; None starts at the newest."""
+    """Number of a rollout: only earlier rollouts are read; None: start at the newest."""
     limit: int = 20
-    """Most rollouts in the answer."""
+    """Maximum rollouts in the answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +42,9 @@ class RolloutPage:
 
     rollouts: list[dict[str, Any]]
     before: int | None
-    """`before` of the query that goes on; None at the oldest rollout."""
+    """`before` of the next query; None at the oldest rollout."""
     total: int
-    """Rollouts in the file."""
+    """Number of rollouts in the file."""
 
 
 class RolloutIndex:
@@ -78,7 +78,7 @@ class RolloutIndex:
             self._rewards.append(finite_number(line.record.get("reward")))
 
     def find(self, query: RolloutQuery) -> RolloutPage:
-        """Return the rollouts of a query, newest first; reads at most `MAX_SEARCH_BYTES`."""
+        """Return the rollouts of a query, newest first; at most `MAX_SEARCH_BYTES` are read."""
         found: list[dict[str, Any]] = []
         num_bytes = 0
         next_before: int | None = None
@@ -103,7 +103,7 @@ class RolloutIndex:
             reward = self._rewards[i]
             if query.step is not None and self._steps[i] != query.step:
                 continue
-            # A rollout without a reward fulfils no limit.
+            # A rollout without a reward satisfies no limit.
             if query.min_reward is not None and not reward >= query.min_reward:
                 continue
             if query.max_reward is not None and not reward <= query.max_reward:
@@ -113,17 +113,17 @@ class RolloutIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownText:
-    """One text of a prompt or a completion."""
+    """Text of a prompt or a completion."""
 
     role: str
     """Role in a conversation; empty for a plain text."""
     text: str
     left_out: int
-    """Characters beyond `MAX_TEXT_CHARS`."""
+    """Number of characters beyond `MAX_TEXT_CHARS`."""
 
 
 def shown_rollout(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a rollout that the board shows; values of unexpected types become texts or None."""
+    """Return the fields of a rollout for the board; values of unexpected types become texts or None."""
     numbers = {
         key: None if (value := finite_number(record.get(key))) != value else value
         for key in ("step", "reward", "adjusted_reward", "prompt_number", "sample_number", "tokens", "log_prob")

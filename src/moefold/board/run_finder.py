@@ -1,4 +1,4 @@
-"""Run folders below the paths that a user names. Torch-free."""
+"""Run folders below the paths that a user names."""
 
 import hashlib
 import os
@@ -12,29 +12,29 @@ from moefold.metrics.reader import METRICS_FILE
 from moefold.train.run_folder import SETTINGS_FILE
 
 MAX_DEPTH = 3
-"""Levels of folders below a named one that are searched."""
+"""Searched levels of folders below a named folder."""
 MAX_FOLDERS = 5000
-"""Folders that one search opens."""
+"""Maximum folders that one search opens."""
 
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A run folder."""
+    """Run folder."""
 
     path: Path
     name: str
-    """Shortest end of its path that no other found run has."""
+    """Shortest end of the path that is unique among the found runs."""
 
     @property
     def key(self) -> str:
-        """Identifier in URLs: it names no path."""
+        """Identifier in URLs, which is not a path."""
         return hashlib.sha256(os.fsencode(self.path)).hexdigest()[:12]
 
 
 def find_runs(paths: Sequence[Path]) -> list[FoundRun]:
     """Return the run folders among and below some folders, sorted by path.
 
-    A folder that cannot be read, or has none yet, adds none.
+    A folder that cannot be read, or has no runs yet, adds no runs.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -51,7 +51,7 @@ def check_folders(paths: Sequence[Path]) -> None:
 
 
 def name_runs(paths: Sequence[Path]) -> list[FoundRun]:
-    """Name run folders by the shortest ends of their paths that are all different."""
+    """Name run folders by the shortest unique ends of their paths."""
     length = 1
     longest = max((len(path.parts) for path in paths), default=1)
     while length < longest and len({path.parts[-length:] for path in paths}) < len(paths):
@@ -60,7 +60,7 @@ def name_runs(paths: Sequence[Path]) -> list[FoundRun]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has readable files of a run; config.json alone must be moefold's."""
+    """Return whether a folder has readable files of a run; a single config.json must be from moefold."""
     path = folder / SETTINGS_FILE
     try:
         if (folder / METRICS_FILE).is_file():

@@ -1,4 +1,4 @@
-"""The runs that a board shows: found again from time to time, as jobs start while the board is open. Torch-free."""
+"""List of the runs on a board; the search is repeated, because jobs start while the board is open."""
 
 import threading
 import time
@@ -15,21 +15,21 @@ NUM_STYLES = NUM_COLORS * NUM_DASHES
 """A style is dash * NUM_COLORS + colour; dash 0 is a solid line."""
 SEARCH_INTERVAL_S = 10.0
 EMPTY_SEARCH_INTERVAL_S = 1.0
-"""Interval as long as there is no run: somebody waits for the first."""
+"""Shorter search interval while there is no run, because a user may wait for the first run."""
 MAX_OPEN = NUM_STYLES // 2
-"""Runs that one request reads in full; of the others it reads the last lines."""
+"""Maximum runs that a request reads in full; only the last lines of the others are read."""
 MAX_READ_S = 1.0
-"""Time after which a request begins no further run: a page that opens long runs shows what there is so far."""
+"""Time after which a request begins to read no other run: a page with long runs shows the data read so far."""
 
 
 class RunList:
-    """Readers of all runs among and below some folders; there may be none yet.
+    """Readers of all runs among and below some folders; there may be no runs yet.
 
     Args:
         clock: seconds of a monotonic clock.
 
     Raises:
-        ConfigError: a path is no folder.
+        ConfigError: a path is not a folder.
     """
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +44,7 @@ class RunList:
 
     @property
     def readers(self) -> list[RunReader]:
-        """Readers of all runs, in the order in which they were found."""
+        """Readers of all runs, in the order of their discovery."""
         return list(self._readers.values())
 
     def reader(self, key: str) -> RunReader | None:
@@ -52,13 +52,13 @@ class RunList:
         return self._readers.get(key)
 
     def summary(self, reader: RunReader) -> dict[str, Any]:
-        """Return the summary of a run with its style, which no choice of runs changes."""
+        """Return the summary of a run with its style, which does not depend on the selected runs."""
         return reader.summary() | {"style": self._styles[reader.run.key]}
 
     def summaries(self, wanted: Sequence[str]) -> list[dict[str, Any]]:
-        """Read what the wanted runs gained, and return the summaries of all runs.
+        """Read the new data of the wanted runs, and return the summaries of all runs.
 
-        A wanted run that has to wait, as others took the time of this request, has `has_more`.
+        `has_more` is set for a wanted run that has to wait because others used the time of this request.
         """
         with self._lock:
             interval_s = SEARCH_INTERVAL_S if self._readers else EMPTY_SEARCH_INTERVAL_S
@@ -67,7 +67,7 @@ class RunList:
         opened = [key for key in dict.fromkeys(wanted) if key in self._readers][:MAX_OPEN]
         start_s = self._clock()
         waiting = set()
-        # Those that were read least often come first, so that each has its turn.
+        # Runs that were read least often are first, so that each run is read.
         for key in sorted(opened, key=lambda key: self._num_reads[key]):
             if self._clock() - start_s > MAX_READ_S:
                 waiting.add(key)
@@ -86,20 +86,20 @@ class RunList:
                 self._styles[run.key] = free_style(run.key, self._styles.values())
                 self._num_reads[run.key] = 0
                 self._readers[run.key] = RunReader(run)
-        # A run that was found later may have the name of an earlier one.
+        # A run that was found later may have the name of an earlier run.
         for run in name_runs([reader.run.path for reader in self.readers]):
             self._readers[run.key].run = run
         self._searched_s = self._clock()
 
 
 _STRIDE = 5
-"""Distance to the next colour that is tried; it has no factor of 16."""
+"""Distance to the next tried colour; it is coprime to 16."""
 
 
 def free_style(key: str, taken: Collection[int]) -> int:
-    """Return the style of a run: the colour of its key, or the next one that no other run has or is close to.
+    """Return the style of a run: the colour of its key, or the next colour that differs enough from all other runs.
 
-    Solid lines are used up first; beyond `NUM_STYLES` runs, styles come again.
+    Solid lines are used first; beyond `NUM_STYLES` runs, styles repeat.
 
     Args:
         taken: styles of the other runs.
@@ -108,7 +108,7 @@ def free_style(key: str, taken: Collection[int]) -> int:
     colors = [(wanted + _STRIDE * i) % NUM_COLORS for i in range(NUM_COLORS)]
     for dash in range(NUM_DASHES):
         ring = [dash * NUM_COLORS + color for color in colors]
-        # Neighbours in the palette are similar.
+        # Neighbouring colours of the palette are similar.
         apart = [style for style in ring if not {_next(style, -1), style, _next(style, 1)} & set(taken)]
         free = [style for style in ring if style not in taken]
         if free:

@@ -1,6 +1,6 @@
-"""Everything that the board shows of one run, read while the run goes on. Torch-free.
+"""Data of one run for the board, read while the run continues.
 
-`RunReader.read` reads what the files have gained; the other methods answer from memory, as objects that JSON can hold.
+`RunReader.read` reads the new contents of the files; the other methods answer from memory, with JSON values.
 """
 
 import base64
@@ -34,23 +34,23 @@ from moefold.train.run_folder import SETTINGS_FILE
 MAX_LAYERS = 4096
 MAX_LAYER_RANGES = 256
 LAYER_FIELDS = ("load", "load_cv", "dead_experts", "dropped_fraction", "router_entropy")
-"""Fields of `moe_layers` that are shown over the steps."""
+"""Fields of `moe_layers` shown over the steps."""
 MAX_FAULTS = 1000
-"""Newest faults that are kept."""
+"""Number of newest faults that are kept."""
 MAX_FAULT_CHARS = 20_000
 RECENT_STEPS = 100
-"""Steps whose slowest ranks are counted."""
+"""Number of last steps whose slowest ranks are counted."""
 SLOWEST_RANK = "rank_times.slowest_rank"
 MAX_RANK = 1 << 24
 MAX_SLOWEST_RANGES = 120
 MAX_SLOWEST_RANKS = 32
 """Ranges of steps and ranks of the map of slowest ranks."""
 MAX_LOG2_SHARE = 2.0
-"""Shares beyond 1/4 and 4 times the mean have the end colours."""
+"""Limit of the colour scale: shares beyond 1/4 and 4 times the mean have the end colours."""
 
 
 class RunReader:
-    """Reads the files of one run; safe to use from several threads.
+    """Thread-safe reader of the files of one run.
 
     Args:
         run: the run folder.
@@ -87,7 +87,7 @@ class RunReader:
         self._num_faults = 0
 
     def read(self) -> None:
-        """Read the lines and records that the files gained since the last call, up to a limit of bytes a file."""
+        """Read the new lines and records of the files since the last call, up to a limit of bytes per file."""
         with self._lock:
             self.peek()
             if self._is_gone:
@@ -101,7 +101,7 @@ class RunReader:
     def peek(self) -> None:
         """Read the settings, the faults and the last lines of the metrics, for the row of the run.
 
-        The row never depends on what else was read. If the folder is gone, all that was read of it stays.
+        The row does not depend on other reads. If the folder is deleted, the data read so far is kept.
         """
         with self._lock:
             self._is_gone = not os.path.isdir(self.run.path)
@@ -112,13 +112,13 @@ class RunReader:
             self._newest.read()
 
     def _row_values(self) -> dict[str, float | None | str]:
-        """Return the newest values for the row of the run: None if there is none, "nan" if it was not finite."""
+        """Return the newest values for the row of the run; None: no value, "nan": not finite."""
         values: dict[str, float | None | str] = {}
         for name in ("loss", "eval_loss", "rl.reward", "tokens_per_s"):
             newest = self._newest.value(name)
             found = None if newest is None else (newest.step, newest.value)
             if found is None and name == "eval_loss":
-                # The newest evaluation may be further from the end than the last lines.
+                # The newest evaluation may precede the last lines.
                 latest = self._table.latest(name)
                 found = latest if latest is not None and latest[0] <= self._newest.step else None
             value = None if found is None else found[1]
@@ -126,9 +126,9 @@ class RunReader:
         return values
 
     def summary(self) -> dict[str, Any]:
-        """Return name, state, progress and newest numbers of the run, and the version of what has been read.
+        """Return name, state, progress and newest numbers of the run, and the version of the read data.
 
-        `version` changes whenever another answer may have changed.
+        `version` changes when any other answer may have changed.
         """
         with self._lock:
             settings = self._settings
@@ -161,8 +161,8 @@ class RunReader:
         """Return every metric between two steps as `metric_table.ShownCurve`, null for a gap.
 
         Args:
-            max_points: of a metric, about.
-            weights: of exponential means by step, for the metrics that are smoothed.
+            max_points: approximate maximum points of a metric.
+            weights: weights of exponential means by step, for smoothed metrics.
         """
         with self._lock:
             series = {}
@@ -173,7 +173,7 @@ class RunReader:
             return {"series": series, "charts": charts_of(series), "axes": self._axes(max_points)}
 
     def experts(self) -> dict[str, Any]:
-        """Return the balance of layers over steps, and of experts if the run counts them.
+        """Return the balance of layers over steps, and of experts if the run counts their tokens.
 
         `shares` has a byte for each range of steps, layer and expert, in base64: 0 for no token, 1 to 255 for the
         logarithm of its tokens over the mean, from 1/4 to 4.
@@ -201,13 +201,13 @@ class RunReader:
             return answer
 
     def memory(self) -> dict[str, Any]:
-        """Return the newest memory of every rank by part; the parts are null if the run measured none."""
+        """Return the newest memory of every rank by part; the parts are null if the run did not measure them."""
         with self._lock:
             every = self._settings.get("metrics.memory_every")
             return {"memory": self._memory, "every": every}
 
     def ranks(self) -> dict[str, Any]:
-        """Return the newest times of ranks, how often each was the slowest, and the stragglers that were reported."""
+        """Return the newest times of ranks, how often each was the slowest, and the reported stragglers."""
         with self._lock:
             steps = ranks = np.array([], dtype=np.int64)
             if SLOWEST_RANK in self._table.names:
@@ -225,7 +225,7 @@ class RunReader:
             }
 
     def faults(self) -> dict[str, Any]:
-        """Return the newest faults, oldest first, and the number of all."""
+        """Return the newest faults, oldest first, and the number of all faults."""
         with self._lock:
             return {"faults": list(self._faults), "total": self._num_faults}
 
@@ -273,7 +273,7 @@ class RunReader:
         return problems
 
     def _state(self) -> str:
-        """Return "running" if a job holds the lock of the folder, else "finished" or "stopped"; or "gone"."""
+        """Return the state: "running" if a job holds the lock of the folder, "finished", "stopped" or "gone"."""
         if self._is_gone:
             return "gone"
         if is_in_use(self.run.path):
@@ -297,7 +297,7 @@ class RunReader:
             self._settings_problem = f"{SETTINGS_FILE} cannot be read: {error}"
             return
         if not isinstance(tree, dict) or not all(isinstance(keys, dict) for keys in tree.values()):
-            self._settings_problem = f"{SETTINGS_FILE} cannot be read: it is no object of sections"
+            self._settings_problem = f"{SETTINGS_FILE} cannot be read: it is not an object of sections"
             return
         tree, _ = upgraded(tree)
         values = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
@@ -330,7 +330,7 @@ class RunReader:
         if not all(type(number) is int for number in numbers):
             return
         try:
-            # None, of a value that was not finite, becomes NaN.
+            # None, for a value that was not finite, becomes NaN.
             values = np.array([[layer.get(field) for layer in layers] for field in LAYER_FIELDS], dtype=np.float64)
         except (TypeError, ValueError, OverflowError):
             return
@@ -383,7 +383,7 @@ def _newest_times(step: int, times: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
-    """Return how often each rank was the slowest in ranges of steps: shares [ranges][ranks] of the steps of a range.
+    """Return the shares [ranges][ranks] of the steps in ranges of steps for which each rank was the slowest.
 
     Args:
         steps: ascending, [N].
@@ -403,7 +403,7 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
 
 
 def _version_problem(settings: Mapping[str, Any]) -> str:
-    """Return how the keys of a run differ from the keys of this version of moefold; empty if they do not."""
+    """Return the differences of a run's keys from the keys of this version of moefold; empty if there are none."""
     known = {f"{section}.{key}" for section in sections() for key in key_types(section)}
     parts = [
         f"{words} {format_list(sorted(keys))}"
@@ -428,7 +428,7 @@ def _nullable(values: Array) -> list[list[float | None]]:
 
 
 def _part_bytes(value: Any) -> dict[str, list[float]]:
-    """Return the bytes of each part and rank, of lists of numbers only."""
+    """Return the bytes of each part and rank, only for lists of numbers."""
     if not isinstance(value, dict):
         return {}
     return {

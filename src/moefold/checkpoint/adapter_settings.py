@@ -1,7 +1,4 @@
-"""Description of adapters in the metadata of a checkpoint: their settings, and the weights that they belong to.
-
-Torch-free.
-"""
+"""Description of adapters in the metadata of a checkpoint: their settings and base weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,7 +10,7 @@ from moefold.config.lora import LoraConfig
 from moefold.errors import ConfigError
 
 SAMPLE_BYTES = 1 << 16
-"""Bytes at either end of a file of weights that the digest of a folder without a manifest reads."""
+"""Bytes at each end of a file of weights that the digest of a folder without a manifest reads."""
 
 
 def adapter_settings(lora: LoraConfig, base: str, base_digest: str) -> dict[str, Any]:
@@ -28,9 +25,9 @@ def adapter_settings(lora: LoraConfig, base: str, base_digest: str) -> dict[str,
 
 
 def check_adapter_settings(settings: Any) -> None:
-    """Raise TypeError for values of other types than `adapter_settings` returns; {} means no adapters."""
+    """Raise TypeError for values whose types `adapter_settings` does not return; {} means no adapters."""
     if not isinstance(settings, dict):
-        raise TypeError("lora is no object")
+        raise TypeError("lora is not an object")
     if not settings:
         return
     rank = settings.get("rank")
@@ -43,11 +40,11 @@ def check_adapter_settings(settings: Any) -> None:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise TypeError(f"lora.targets is {targets!r}")
     if not all(isinstance(settings.get(key), str) for key in ("base", "base_digest")):
-        raise TypeError("lora.base is no text")
+        raise TypeError("lora.base is not a text")
 
 
 def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, path: str) -> str:
-    """Return why a run cannot continue from a checkpoint, given the settings of its adapters; empty if it can.
+    """Return the reason why a checkpoint's adapters prevent a run from continuing; empty if it can continue.
 
     Args:
         stored: `adapter_settings` of the checkpoint; empty if it has all weights.
@@ -57,12 +54,12 @@ def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, pat
         return ""
     if not stored:
         return (
-            f"is of a run that trains all weights, and lora.rank={lora.rank} trains adapters alone; begin a new run "
+            f"is of a run that trains all weights, and lora.rank={lora.rank} trains only adapters; begin a new run "
             f"with its weights, in another run.dir: checkpoint.init_from={path!r}"
         )
     if not lora.rank:
         return (
-            f"has adapters of rank {stored['rank']} alone, and lora.rank=0 trains all weights; set the section [lora] "
+            f"only has adapters of rank {stored['rank']}, and lora.rank=0 trains all weights; set the section [lora] "
             f"as it was, or begin a new run with the merged weights, in another run.dir: checkpoint.init_from={path!r}"
         )
     here = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
@@ -73,7 +70,7 @@ def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, pat
 def folder_digest(folder: Path) -> str:
     """Return a digest of a folder of weights: of its manifest if it is a checkpoint, else of its safetensors files.
 
-    Of these it reads the names, the sizes and both ends, which hold the header and the last values.
+    For safetensors files it reads names, sizes and both ends, which hold the header and the last values.
     """
     digest = hashlib.sha256()
     if (folder / MANIFEST_FILE).is_file():
@@ -98,7 +95,7 @@ def check_base(settings: Mapping[str, Any], base: Path, checkpoint: str) -> None
         checkpoint: the checkpoint, for the message.
 
     Raises:
-        ConfigError: it does not exist, or its files have changed.
+        ConfigError: the folder does not exist, or its files have changed.
     """
     if not base.is_dir():
         raise ConfigError(

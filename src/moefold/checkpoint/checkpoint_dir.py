@@ -1,8 +1,8 @@
-"""List, find and validate the checkpoints of a folder. Torch-free.
+"""List, find and validate the checkpoints of a folder.
 
-A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent. A
-remote folder has no rename of folders: a checkpoint is written under its name, its manifest last, and counts as one
-once it has the manifest.
+A checkpoint is written under a temporary name and renamed once complete, so `step-000100` is complete or absent. Remote
+folders cannot be renamed: a checkpoint is written under its final name, its manifest last, and is complete with the
+manifest.
 """
 
 import re
@@ -40,7 +40,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def unfinished_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders of a local folder to which a save was begun and not ended."""
+    """Return the folders of unfinished saves in a local folder."""
     return list(folder.glob(".step-*.partial"))
 
 
@@ -53,8 +53,8 @@ def step_of(path: Path) -> int:
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return all folders named like a checkpoint, oldest first.
 
-    Each was complete once (see `commit.commit`), so one that lacks a file is damaged. In a remote folder, those
-    without a manifest were never complete, and are left out.
+    Each was complete once (see `commit.commit`), so a checkpoint that lacks a file is damaged. In a remote folder,
+    checkpoints without a manifest were never complete, and are not returned.
     """
     if isinstance(folder, RemotePath):
         return [path for path in remote_step_folders(folder) if (path / MANIFEST_FILE).is_file()]
@@ -62,14 +62,14 @@ def named_checkpoints(folder: Path) -> list[Path]:
 
 
 def has_unfinished_checkpoint(folder: Path) -> bool:
-    """Return whether a save into a folder was begun and not ended."""
+    """Return whether a folder has an unfinished save."""
     if isinstance(folder, RemotePath):
         return len(remote_step_folders(folder)) > len(named_checkpoints(folder))
     return bool(unfinished_checkpoints(folder))
 
 
 def remote_step_folders(folder: RemotePath) -> list[RemotePath]:
-    """Return all folders of a remote folder that are named like a checkpoint, finished or not, oldest first."""
+    """Return all folders named like a checkpoint in a remote folder, finished or not, oldest first."""
     try:
         entries = folder.entries()
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def locate_folder(path: Path) -> Path:
     """Return the folder of checkpoints for a path: the path itself, or the checkpoint folder of a run.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such folder.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -100,17 +100,17 @@ def locate_folder(path: Path) -> Path:
 
 
 BEST_NAME = "best"
-"""Last part of the path RUN/best, which names the checkpoint of a run with the lowest held-out loss."""
+"""Last part of the path RUN/best, the checkpoint of a run with the lowest held-out loss."""
 
 
 def best_of(checkpoints: Sequence[Path]) -> Path | None:
-    """Return the checkpoint with the lowest held-out loss, the first one of equal ones; None if none has a loss."""
+    """Return the first checkpoint with the lowest held-out loss; None if no checkpoint has a loss."""
     losses: dict[Path, float] = {}
     for path in checkpoints:
         try:
             loss = read_meta(path).eval_loss
         except ConfigError:
-            # It is damaged, which its loading reports.
+            # The checkpoint is damaged; loading it reports that.
             continue
         if loss is not None:
             losses[path] = loss
@@ -118,7 +118,7 @@ def best_of(checkpoints: Sequence[Path]) -> Path | None:
 
 
 def names_best(path: Path) -> bool:
-    """Return whether a path is RUN/best or the same of a folder of checkpoints, and not a folder of that name."""
+    """Return whether a path is RUN/best or FOLDER_OF_CHECKPOINTS/best, and not an existing folder."""
     return path.name == BEST_NAME and not path.exists() and path.parent.is_dir()
 
 
@@ -138,9 +138,9 @@ def best_checkpoint(path: Path) -> Path:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint for a path: the path itself, or the newest complete one of a run or checkpoint folder.
+    """Return the checkpoint for a path: itself, or the newest complete checkpoint of a run or checkpoint folder.
 
-    RUN/best is the one with the lowest held-out loss.
+    RUN/best is the checkpoint with the lowest held-out loss.
 
     Raises:
         ConfigError: there is no such folder.
@@ -178,7 +178,7 @@ def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
     if not isinstance(named, str) or not named or named.startswith(HUB_SCHEME):
         return None
     folder = to_path(named)
-    # Whether a remote folder exists is asked when its checkpoints are listed, with an error if it cannot be.
+    # The existence of a remote folder is checked when its checkpoints are listed.
     return folder if is_remote(folder) or folder.is_dir() else None
 
 
@@ -192,7 +192,7 @@ def locate_checkpoint(path: Path) -> Path:
         damaged = [f"{one.name}: {format_list(quick_validate(one))}" for one in named_checkpoints(locate_folder(path))]
         why = f" ({format_list(damaged)})" if damaged else ""
         raise ConfigError(
-            f"{str(path)!r} is no complete checkpoint and holds none{why}; name a checkpoint, or a run that saved one "
+            f"{str(path)!r} is not a complete checkpoint and holds none{why}; name a checkpoint, or a run with one "
             "(checkpoint.at_end=true, the default, or checkpoint.every)"
         )
     return found

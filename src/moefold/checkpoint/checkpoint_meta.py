@@ -1,4 +1,4 @@
-"""Read and write the description of a checkpoint, `moefold.json`, as earlier versions wrote it too. Torch-free."""
+"""Read and write the description of a checkpoint, `moefold.json`, in the formats of this and earlier versions."""
 
 import json
 import math
@@ -30,13 +30,13 @@ States = dict[str, dict[str, Any]]
 
 
 def counted(*, step: int = 0, samples: int = 0, tokens: int = 0) -> States:
-    """Return the states of a run of which only its progress is known."""
+    """Return the states of a run that consist only of its progress."""
     return {"position": {"step": step, "samples": samples, "tokens": tokens, "skipped": []}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """State of a run after a step. The properties are what commands read of it; whoever owns a state loads it."""
+    """State of a run after a step. The properties are for commands; each object loads its own state."""
 
     states: States
 
@@ -56,7 +56,7 @@ class TrainState:
 
     @property
     def tokens(self) -> int:
-        """Tokens of applied updates, padding aside. Without `tokens_consumed`: with padding, and of skipped updates."""
+        """Tokens of applied updates, without padding. Without `tokens_consumed`: with padding and skipped updates."""
         return int(self.state_of("position")["tokens"])
 
     @property
@@ -71,12 +71,12 @@ class TrainState:
 
     @property
     def data_lost(self) -> dict[str, str]:
-        """Token files that the run has dropped since, each with the reason."""
+        """Token files dropped by the run, each with the reason."""
         return self.state_of("data").get("data_lost", {})
 
     @property
     def lora(self) -> dict[str, Any]:
-        """Settings of adapters (`adapter_settings`) trained alone; empty if the checkpoint has all weights."""
+        """Settings of adapters (`adapter_settings`) if only these were trained; empty if all weights are saved."""
         return self.state_of("lora")
 
     @property
@@ -111,7 +111,7 @@ class CheckpointMeta(TrainState):
 
 
 def model_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return the section [model] as JSON reads it, with its layers in the shortest words."""
+    """Return the section [model] as JSON values, with its layers in the shortest form."""
     sizes: dict[str, Any] = json.loads(
         json.dumps({key: without_source(value, "file") for key, value in keys_of(model).items()})
     )
@@ -119,7 +119,7 @@ def model_sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 def method_of_samples(method: Any) -> Any:
-    """Return what samples depend on of a method of alignment, a kind or a table.
+    """Return the settings of a method of alignment, a kind or a table, that determine samples.
 
     The settings of a built-in preference loss may change between the steps of a run.
     """
@@ -130,7 +130,7 @@ def method_of_samples(method: Any) -> Any:
 
 
 def write_meta(path: Path, meta: CheckpointMeta) -> None:
-    """Write `META_FILE` of a checkpoint folder; a ValueError says why `read_meta` could not read it."""
+    """Write `META_FILE` of a checkpoint folder; raise ValueError with the reason if `read_meta` cannot read it."""
     (path / META_FILE).write_text(format_json(asdict(meta), MAX_DESCRIPTION_BYTES), encoding="utf-8")
 
 
@@ -138,7 +138,7 @@ def read_meta(path: Path) -> CheckpointMeta:
     """Read `META_FILE` of a checkpoint folder.
 
     Raises:
-        ConfigError: the folder is no moefold checkpoint, or has a format that this version cannot read.
+        ConfigError: the folder is not a moefold checkpoint, or has a format that this version cannot read.
     """
     try:
         fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
@@ -147,7 +147,7 @@ def read_meta(path: Path) -> CheckpointMeta:
             _check_meta(meta)
             return meta
     except FileNotFoundError:
-        raise ConfigError(f"checkpoint {str(path)!r} is no moefold checkpoint: it has no {META_FILE}") from None
+        raise ConfigError(f"checkpoint {str(path)!r} is not a moefold checkpoint: it has no {META_FILE}") from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"checkpoint {str(path)!r} has a broken {META_FILE}: {error}") from None
     raise ConfigError(
@@ -156,16 +156,16 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def _newer_format(fields: Any) -> int:
-    """Return the format of a `META_FILE` that a later version wrote, whose fields mean nothing here, or 0."""
+    """Return the format of a `META_FILE` if a later version wrote it, with other fields; else 0."""
     found = fields.get("format") if isinstance(fields, dict) else 0
     return found if type(found) is int and found > FORMAT else 0
 
 
 def _of_format(fields: Any) -> dict[str, Any]:
-    """Return the fields of a `META_FILE`, with flat keys of earlier versions in their tables.
+    """Return the fields of a `META_FILE`, with flat keys of earlier versions moved to tables.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the file has other contents.
     """
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
@@ -185,7 +185,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     """Raise TypeError for values of types that a run never writes; the contents of the sections are checked later."""
     for name, state in {"states": meta.states, **(meta.states if isinstance(meta.states, dict) else {})}.items():
         if not isinstance(state, dict):
-            raise TypeError(f"{name} is no object")
+            raise TypeError(f"{name} is not an object")
     if meta.eval_loss is not None and not (type(meta.eval_loss) in (int, float) and math.isfinite(meta.eval_loss)):
         raise TypeError(f"eval_loss is {meta.eval_loss!r}")
     if not all(type(value) is int for value in meta.state_of("sites").values()):
@@ -202,7 +202,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         check_adapter_settings(meta.lora)
     for name in ("order", "model", "parallel", "data_files", "data_tokens", "data_lost"):
         if not isinstance(getattr(meta, name), dict):
-            raise TypeError(f"{name} is no object")
+            raise TypeError(f"{name} is not an object")
     check_schedule_settings(meta.state_of("schedule"))
     sizes = meta.model
     try:
@@ -217,7 +217,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
     except ValueError as error:
         raise TypeError(f"model.layers={layers!r} {error}") from None
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
-        raise TypeError("parallel is no mapping of ranks")
+        raise TypeError("parallel is not a mapping of ranks")
     position = meta.state_of("position")
     counts = {"format": meta.format} | {name: position.get(name) for name in ("step", "samples", "tokens")}
     optional = {"checked_step": "replica_check", "moment_updates": "weights", "tokens_consumed": "position"}
@@ -228,22 +228,22 @@ def _check_meta(meta: CheckpointMeta) -> None:
             if type(value) is not int or not least <= value < 2**63:
                 raise TypeError(f"{name} is {value!r}")
     if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
-        raise TypeError("data_tokens are no counts")
+        raise TypeError("data_tokens are not counts")
     if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):
         raise TypeError("data_files or data_lost hold no text")
     check_data_file_names(meta.order.get("path"), meta.data_files, meta.data_tokens, meta.data_lost)
     for name in ("dtype", "origin"):
         if not isinstance(getattr(meta, name), str):
-            raise TypeError(f"{name} is no text")
+            raise TypeError(f"{name} is not a text")
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
-    """Return a stored model with its layers; parts that are not of this package are as in a recipe without them.
+    """Return a stored model with its layers; parts from outside of this package get their defaults.
 
     Raises:
-        ConfigError: it is no model.
+        ConfigError: the values are not a model.
     """
-    # The loader of recipes is no module of a training process.
+    # A training process does not import the loader of recipes.
     from moefold.config.load import config_from_dict
 
     known = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}

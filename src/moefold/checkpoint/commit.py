@@ -1,4 +1,4 @@
-"""Commit and removal of checkpoints, so that after a kill at any moment each one is complete or absent. Torch-free."""
+"""Commit and removal of checkpoints: after a kill at any moment, each checkpoint is complete or absent."""
 
 import shutil
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from moefold.remote_path import RemotePath
 
 
 def commit(tmp: Path, final: Path) -> None:
-    """Rename a finished temporary folder to its final name; removes an existing checkpoint of that name.
+    """Rename a finished temporary folder to its final name, and remove an existing checkpoint of that name.
 
     Raises:
-        OSError: another job gave that name to a checkpoint of its own at this moment: it stays.
+        OSError: another job gave that name to its own checkpoint at this moment; that checkpoint stays.
     """
     if final.exists():
         remove_checkpoint(final)
@@ -38,15 +38,15 @@ def remove_older(
 ) -> None:
     """Delete checkpoints that retention does not keep, and temporary folders of killed runs.
 
-    Checkpoints of later steps than the newest were skipped as damaged by a resume: they neither count nor are deleted.
-    The same holds for checkpoints without a description. Checkpoints of another job stay.
+    A resume skipped checkpoints of later steps than the newest as damaged: they are not counted and not deleted. The
+    same applies to checkpoints without a description. Checkpoints of another job stay.
 
     Args:
-        newest: the checkpoint that was just written; it stays.
+        newest: the new checkpoint; it stays.
         keep: number of newest complete checkpoints to keep; 0 keeps all.
-        keep_every: checkpoints of steps divisible by this number are always kept; 0 for none.
+        keep_every: checkpoints of steps divisible by this number are always kept; 0: none.
         may_remove: see `FolderWriter.may_replace`.
-        keeps_best: whether the one with the lowest held-out loss is kept as well.
+        keeps_best: whether the checkpoint with the lowest held-out loss is also kept.
     """
     folder = newest.parent
     done = [path for path in complete_checkpoints(folder) if step_of(path) <= step_of(newest)]
@@ -65,12 +65,12 @@ def remove_older(
         if may_remove(path):
             remove_folder(path)
     for path in folder.glob(".step-*.old"):
-        # Another job may be removing it.
+        # Another job may remove it at the same time.
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a local folder that another job may be deleting too."""
+    """Delete a local folder that another job may delete at the same time."""
     with suppress(FileNotFoundError):
         shutil.rmtree(path)
 
@@ -78,7 +78,8 @@ def remove_folder(path: Path) -> None:
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint atomically: after a kill, no partial folder remains under its name.
 
-    The manifest of a remote one goes first: without it, the rest is no checkpoint, and the next save deletes it.
+    The manifest of a remote checkpoint is deleted first: without it the rest is not a checkpoint: the next save deletes
+    it.
     """
     if isinstance(path, RemotePath):
         (path / MANIFEST_FILE).unlink(missing_ok=True)
@@ -89,7 +90,7 @@ def remove_checkpoint(path: Path) -> None:
     try:
         path.rename(doomed)
     except FileNotFoundError:
-        # Another job that found it at its start has just deleted it.
+        # Another job, which found it at its start, has just deleted it.
         return
     if doomed.is_symlink():
         doomed.unlink()

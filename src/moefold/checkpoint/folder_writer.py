@@ -1,9 +1,9 @@
-"""The job that writes a folder of checkpoints, named in each of them: no job replaces another's. Torch-free.
+"""Identity of the job that writes a folder of checkpoints, recorded in each: no job replaces another's checkpoints.
 
-The lock of the folder keeps a second job out. The names hold where there is none: in an object store, on a file system
-without locks, or after the lock of a host that was given up was removed. In a local folder each job also writes to a
-folder of its own, which becomes the checkpoint by a rename that replaces nothing: a job that was suspended in a save
-and goes on later cannot write into the checkpoint of another.
+The lock of the folder keeps a second job out. The recorded names protect folders without a lock: in an object store, on
+a file system without locks, or after a user removed the lock of a lost host. In a local folder each job also writes to
+its own folder, which becomes the checkpoint by a rename that replaces nothing. So a job that is suspended in a save and
+continues later cannot write into the checkpoint of another job.
 """
 
 import json
@@ -27,14 +27,14 @@ from moefold.host.folder_lock import Owner
 from moefold.remote_path import RemotePath
 
 WRITER_FILE = ".writer.json"
-"""Name of the job in a checkpoint; hidden, so that no upload contains the name of a host."""
+"""File with the name of the job in a checkpoint; hidden, so that no upload contains the name of a host."""
 _DRAFT_PATTERN = re.compile(r"\.step-(\d+)\..*")
 
 
 def tmp_checkpoint_path(folder: Path, step: int, job: str) -> Path:
-    """Return the path under which a job writes a checkpoint before `commit.commit`; in a remote folder, the final one.
+    """Return the path where a job writes a checkpoint before `commit.commit`; in a remote folder, the final path.
 
-    No two jobs write into one folder: a job that was suspended in a save may go on at any time.
+    Two jobs never write into one folder, because a job that is suspended in a save may continue at any time.
     """
     if isinstance(folder, RemotePath):
         return step_path(folder, step)
@@ -52,8 +52,8 @@ class _Mark:
 class FolderWriter:
     """Identity of a job that saves into a folder of checkpoints; used on its first rank.
 
-    The job replaces and removes the checkpoints that it wrote itself, and those that it found at its start: unfinished
-    ones only if their process does not run on this machine, and while nothing in them changes, as it may run elsewhere.
+    The job replaces and removes only checkpoints that it wrote or that it found at its start. An unfinished checkpoint
+    must also have no running process on this machine and must not change, because its job may run elsewhere.
 
     Args:
         folder: the folder of checkpoints; need not exist.
@@ -69,17 +69,17 @@ class FolderWriter:
         self._own: set[str] = set()
 
     def create_draft(self, step: int) -> Path:
-        """Create an empty folder to write the checkpoint of a step to; delete what killed jobs left of that step.
+        """Create an empty folder for the checkpoint of a step; delete what killed jobs left of that step.
 
         Raises:
             ConfigError: another job saves into the folder of checkpoints.
-            OSError: it cannot be created.
+            OSError: the folder cannot be created.
         """
         self.check(step_path(self._folder, step))
         newest = max((step_of(Path(name)) for name in self._own), default=-1)
         for path in _drafts(self._folder):
             mark = _read_mark(path)
-            # A job that is slower than this one is refused when it comes to its end.
+            # A slower job is refused at the end of its save.
             if mark is not None and not self.may_replace(path) and _step_of_draft(path) > newest:
                 raise self.taken_error(path)
             if _step_of_draft(path) == step and self.may_replace(path):
@@ -97,7 +97,7 @@ class FolderWriter:
         """Check that no other job saved into the folder since this job started, and that `final` may be replaced.
 
         Raises:
-            ConfigError: another job wrote a checkpoint; in a remote folder, or a part of one.
+            ConfigError: another job wrote a checkpoint, or in a remote folder a part of a checkpoint.
         """
         for path in _step_folders(self._folder):
             if path.name in self._found or path.name in self._own:
@@ -114,10 +114,10 @@ class FolderWriter:
         (draft / WRITER_FILE).write_text(text, encoding="utf-8")
 
     def check_own(self, draft: Path) -> None:
-        """Check that a folder that this job began to write is still its own; delete what it wrote after a removal.
+        """Check that a folder that this job writes is still its own; delete what it wrote after a removal.
 
         Raises:
-            ConfigError: another job replaced it, or it was removed.
+            ConfigError: another job replaced the folder, or it was removed.
         """
         mark = _read_mark(draft)
         if mark is None:
@@ -135,7 +135,7 @@ class FolderWriter:
         self._own.add(final.name)
 
     def may_replace(self, path: Path) -> bool:
-        """Return whether this job may replace or remove a checkpoint, or an unfinished one."""
+        """Return whether this job may replace or remove a complete or unfinished checkpoint."""
         mark = _read_mark(path)
         if mark is not None and mark.job == self._job:
             return True
@@ -144,7 +144,7 @@ class FolderWriter:
         return path.name in self._found and _stamp(path) == self._found[path.name]
 
     def taken_error(self, path: Path) -> ConfigError:
-        """Return the error for a checkpoint, or a part of one, that another job wrote."""
+        """Return the error for a checkpoint that another job wrote, even partly."""
         mark = _read_mark(path)
         owner = "" if mark is None else f" ({mark.owner})"
         return ConfigError(
@@ -155,7 +155,7 @@ class FolderWriter:
 
 
 def _step_folders(folder: Path) -> list[RemotePath] | list[Path]:
-    """Return the folders that are named like a checkpoint: in a remote folder, also those that are not complete."""
+    """Return the folders named like a checkpoint; in a remote folder, also incomplete checkpoints."""
     return remote_step_folders(folder) if isinstance(folder, RemotePath) else named_checkpoints(folder)
 
 
@@ -170,7 +170,7 @@ def _step_of_draft(path: Path) -> int:
 
 
 def _stamp(path: Path) -> tuple[object, ...]:
-    """Return what changes if another job replaces a checkpoint, or goes on to write an unfinished one."""
+    """Return a stamp that changes if another job replaces a checkpoint, or continues to write an unfinished one."""
     mark = _read_mark(path)
     job = "" if mark is None else mark.job
     if isinstance(path, RemotePath):
@@ -182,7 +182,7 @@ def _stamp(path: Path) -> tuple[object, ...]:
     try:
         statuses = sorted((file.name, file.lstat()) for file in path.iterdir())
     except FileNotFoundError:
-        # Its job goes on: it has just given the folder its final name, or removed it.
+        # Its job is still running: it has just renamed the folder to its final name, or removed it.
         return (job, "gone")
     return (job, *((name, status.st_size, status.st_mtime_ns) for name, status in statuses))
 

@@ -1,4 +1,4 @@
-"""SHA-256 of bytes while they are written or read, in a thread that runs while others copy: no file is read again."""
+"""SHA-256 of bytes while they are written or read, in a parallel thread, so that no file is read again."""
 
 import hashlib
 from collections import deque
@@ -17,9 +17,9 @@ from moefold.checkpoint.manifest import FileDigest
 from moefold.remote_path import RemotePath
 
 MAX_WAITING_BYTES = 1 << 24
-"""Bytes that wait for the thread; a larger block waits alone."""
+"""Maximum bytes that wait for the thread, except a single larger block."""
 MIN_BLOCK_BYTES = 1 << 15
-"""Hashing fewer bytes takes less time than handing them to the thread."""
+"""Minimum bytes of a block for the thread: fewer bytes are hashed faster directly."""
 
 
 class HashingThread:
@@ -39,7 +39,7 @@ class HashingThread:
             self.drain()
 
     def update(self, digest: "hashlib._Hash", block: memoryview | bytes) -> None:
-        """Add a block, which nothing may change before `drain`, to a hash; wait while too many bytes wait.
+        """Add a block, which must not change before `drain`, to a hash; wait while too many bytes are queued.
 
         Args:
             digest: not to be read before `drain`.
@@ -66,7 +66,7 @@ class HashingThread:
 
 @dataclass
 class _Progress:
-    """Hash of the first bytes of something."""
+    """Hash of the first bytes of a file or tensor."""
 
     total_bytes: int
     digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
@@ -74,9 +74,9 @@ class _Progress:
 
 
 class OrderedHashes:
-    """SHA-256 of files or tensors whose bytes arrive in order, computed in a thread; use it with `with`.
+    """SHA-256 of files or tensors whose bytes arrive in order, computed in a thread; a context manager.
 
-    Bytes that come again are passed over, and so are bytes that come too early: their file has no hash then.
+    Repeated bytes are ignored. Bytes that arrive too early are also ignored, and their file gets no hash.
     """
 
     def __init__(self) -> None:
@@ -91,12 +91,12 @@ class OrderedHashes:
         self._thread.__exit__(kind, error, trace)
 
     def add(self, name: str, total_bytes: int, offset: int, data: memoryview) -> None:
-        """Add bytes, which nothing changes later.
+        """Add bytes, which must not change later.
 
         Args:
-            name: of the file or tensor.
-            total_bytes: of the whole of it.
-            offset: bytes before the first one of these.
+            name: name of the file or tensor.
+            total_bytes: its whole size.
+            offset: position of the first of these bytes in it.
             data: the bytes.
         """
         found = self._found.setdefault(name, _Progress(total_bytes))
@@ -106,7 +106,7 @@ class OrderedHashes:
             found.num_bytes = end
 
     def complete(self) -> dict[str, str]:
-        """Return the hashes of what was added whole; call it after `with`."""
+        """Return the hashes of the complete files or tensors; call it after `with`."""
         return {name: one.digest.hexdigest() for name, one in self._found.items() if one.num_bytes == one.total_bytes}
 
 
@@ -115,9 +115,9 @@ class HashingWriter(dcp.FileSystemWriter):
 
     Args:
         folder: an existing folder.
-        thread: the thread that hashes; None: the writing one.
+        thread: the thread that hashes; None: the writing thread.
         sync_files: whether a file is on the disk when it is complete.
-        per_thread_copy_ahead: as in the base class, bytes that are copied from a GPU before they are written.
+        per_thread_copy_ahead: bytes that are copied from a GPU before they are written; see base class.
 
     Attributes:
         digests: size and hash of each data file that this process has written.
@@ -137,7 +137,7 @@ class HashingWriter(dcp.FileSystemWriter):
 
 
 class _HashingFileSystem(FileSystem):
-    """Files of DCP, also on a `RemotePath`, which has the methods that it calls; records the digests of data files."""
+    """File system of DCP that records the digests of data files; a `RemotePath` has the methods that it calls."""
 
     def __init__(self, digests: dict[str, FileDigest], thread: HashingThread | None) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file to be written, and record its digest once it is complete."""
+        """Open a file for writing, and record its digest once it is complete."""
         with super().create_stream(path, mode) as stream:
             hashed = _HashedStream(stream, self._thread)
             yield hashed
@@ -155,7 +155,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashedStream:
-    """File that is written once, with the hash and the number of the bytes that passed."""
+    """File that is written once, with the hash and the number of the written bytes."""
 
     def __init__(self, stream: Any, thread: HashingThread | None) -> None:
         self._stream = stream
@@ -172,7 +172,7 @@ class _HashedStream:
             self._thread.update(self.sha256, content)
         self._stream.write(content)
         if self._thread is not None:
-            # The caller may use the memory for something else from here on.
+            # The caller may reuse the memory from here on.
             self._thread.drain()
         self.size += len(content)
         return len(content)
@@ -188,13 +188,13 @@ class _HashedStream:
 class RemoteWriter(HashingWriter):
     """Writer of the data files and the index of a checkpoint in a remote folder.
 
-    Files appear when they are complete; the manifest, which the first rank writes last, commits the checkpoint.
+    Files appear when they are complete. The manifest, which the first rank writes last, commits the checkpoint.
     """
 
     def __init__(self, folder: RemotePath) -> None:
-        # The files of an object store need no fsync: a write that has returned is durable.
+        # Files of an object store need no fsync: a completed write is durable.
         super().__init__(folder, sync_files=False)
 
     def storage_meta(self) -> StorageMeta:
-        """Return the identity of the save, with the folder as text: an index contains no class of moefold."""
+        """Return the identity of the save, with the folder as text, so that the index contains no class of moefold."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)

@@ -1,6 +1,6 @@
-"""Checkpoint manifest: `manifest.json` holds the size and SHA-256 hash of each file. Torch-free.
+"""Checkpoint manifest: `manifest.json` holds the size and SHA-256 hash of each file.
 
-It is written from the files as read back from disk, so a checkpoint that has one was once complete and readable.
+It is written from the files as read back from disk, so a checkpoint with a manifest was once complete and readable.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def digest_file(path: Path) -> FileDigest:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return FileDigest(file.tell(), digest)
         sha256 = hashlib.sha256()
-        # One request a block.
+        # One request for each block.
         while block := file.read(REMOTE_BLOCK_BYTES):
             sha256.update(block)
         return FileDigest(file.tell(), sha256.hexdigest())
@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
 
     Raises:
         OSError: the manifest cannot be read.
-        ValueError: it is not a manifest, or names a file outside the folder.
+        ValueError: the file is not a manifest, or names a file outside the folder.
     """
     tree = read_json(regular_file(folder, MANIFEST_FILE), MAX_DESCRIPTION_BYTES)
     try:
@@ -61,14 +61,14 @@ def read_manifest(folder: Path) -> dict[str, FileDigest]:
             name: FileDigest(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in tree["files"].items()
         }
     except (KeyError, TypeError, AttributeError, OverflowError):
-        raise ValueError("it is no manifest") from None
+        raise ValueError("it is not a manifest") from None
     for name in records:
         check_file_name(folder, name)
     return records
 
 
 def check_file_name(folder: Path, name: str) -> None:
-    """Raise ValueError if a file name leads out of a folder, by itself or through a symbolic link."""
+    """Raise ValueError if a file name leads out of a folder, directly or through a symbolic link."""
     if not name or name != Path(name).name or name == ".." or (folder / name).resolve().parent != folder.resolve():
         raise ValueError(f"file name {name!r} leads out of the folder")
 
@@ -77,13 +77,13 @@ def regular_file(folder: Path, name: str) -> Path:
     """Return the path of a regular file of a folder; reject links out of the folder, devices and pipes.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: it is something else.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a regular file.
     """
     path = folder / name
     check_file_name(folder, name)
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{name} is no plain file")
+        raise ValueError(f"{name} is not a plain file")
     return path
 
 

@@ -1,7 +1,7 @@
 """Read the shards in a checkpoint's data files: zip archives written by `torch.save`.
 
-Each archive must have the size and dtype of the index, must be uncompressed, and its pickle must describe a tensor and
-nothing else; it is not executed. So reading a shard takes no more memory than the tensor.
+Each archive must have the size and dtype of the index, must be uncompressed, and its pickle, which is not executed,
+must describe a tensor and nothing else. Reading a shard therefore takes no more memory than the tensor.
 """
 
 import pickle
@@ -26,7 +26,7 @@ from moefold.remote_path import RemotePath
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _MAX_ENTRIES = 64
 _MAX_DIRECTORY_BYTES = 1 << 17
-"""Largest read of the directory of an archive."""
+"""Maximum read size for the directory of an archive."""
 _MAX_PICKLE_BYTES = 1 << 12
 _BROKEN_ARCHIVE_ERRORS = (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, struct.error)
 _ALLOWED_OPCODES = frozenset(
@@ -45,12 +45,12 @@ _STORAGE_DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-"""Dtypes that have a typed storage class; for other dtypes the tensor's arguments hold the dtype."""
+"""Dtypes with a typed storage class; other dtypes are in the tensor's arguments."""
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """The index entry of a shard."""
+    """Index entry of a shard."""
 
     name: str
     storage_info: StorageInfo
@@ -60,7 +60,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class _StorageRef:
-    """A reference of a pickled tensor to its storage."""
+    """Reference of a pickled tensor to its storage."""
 
     dtype: torch.dtype | None
     key: str
@@ -79,7 +79,7 @@ class _TensorArgs:
 
 
 def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
-    """Check shards of a checkpoint against their index entries; reads a few hundred bytes of each.
+    """Check shards of a checkpoint against their index entries by reading a few hundred bytes of each.
 
     Raises:
         OSError: a file cannot be read.
@@ -97,13 +97,13 @@ OnArchive = Callable[[StorageInfo, memoryview], None]
 
 
 def read_part(folder: Path, part: StoredPart, rows: slice | None = None, on_archive: OnArchive | None = None) -> Tensor:
-    """Read a shard, or some rows (first dimension) of it; of a remote one, a whole shard by one request.
+    """Read a shard, or some rows (first dimension) of it; a remote shard is read whole by one request.
 
     Args:
         folder: the checkpoint.
         part: the index entry.
-        rows: rows to read; nothing else is read of a local file.
-        on_archive: called with the whole archive, which is read at once; not with `rows`.
+        rows: rows to read; a local file is read only there.
+        on_archive: called with the archive, which is then read at once; not allowed with `rows`.
 
     Raises:
         OSError: the file cannot be read.
@@ -121,7 +121,7 @@ def read_part(folder: Path, part: StoredPart, rows: slice | None = None, on_arch
 
 
 def _read_archive(file: BinaryIO, part: StoredPart, on_archive: OnArchive) -> Tensor:
-    """Read a whole archive, and return the values in it without a copy."""
+    """Read a whole archive, and return its values without a copy."""
     tensor, start = _locate_values(file, part)
     info = part.storage_info
     content = bytearray(info.length)
@@ -132,7 +132,7 @@ def _read_archive(file: BinaryIO, part: StoredPart, on_archive: OnArchive) -> Te
     first = start - info.offset + tensor.offset * part.dtype.itemsize
     count = _num_values(part.sizes, tensor.stride)
     if first % part.dtype.itemsize:
-        # No archive of torch has its values there.
+        # Archives of torch never have values there.
         content, first = content[first : first + count * part.dtype.itemsize], 0
     return torch.frombuffer(content, dtype=part.dtype, count=count, offset=first).as_strided(part.sizes, tensor.stride)
 
@@ -154,12 +154,12 @@ def _read_values(file: BinaryIO, part: StoredPart, rows: slice | None) -> Tensor
 
 
 def _num_values(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the values from the first to the last one of a tensor that is not empty."""
+    """Return the number of storage values from the first to the last value of a non-empty tensor."""
     return 1 + sum(step * (count - 1) for step, count in zip(stride, size, strict=True))
 
 
 def _locate_values(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, int]:
-    """Check a shard against its index entry; return the arguments of its tensor, and where its storage begins.
+    """Check a shard against its index entry; return the arguments of its tensor, and the offset of its storage.
 
     Raises:
         OSError: the file cannot be read.
@@ -204,10 +204,10 @@ def _check_part(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, int]:
 
 
 def _entries(archive: zipfile.ZipFile, length: int) -> dict[str, zipfile.ZipInfo]:
-    """Return the files of a `torch.save` archive of some bytes by their names, without the archive's own folder.
+    """Return the entries of a `torch.save` archive by their names, without the archive's own folder.
 
     Raises:
-        ValueError: a file is compressed, or they are too many or too large.
+        ValueError: a file is compressed, or the files are too many or too large.
     """
     infos = archive.infolist()
     entries = {info.filename.partition("/")[2]: info for info in infos}
@@ -219,7 +219,7 @@ def _entries(archive: zipfile.ZipFile, length: int) -> dict[str, zipfile.ZipInfo
 
 
 class _FileSlice(RawIOBase):
-    """A part of a file as a file, of which little is read at a time."""
+    """File object for a part of a file, with small reads."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         self._opened = file
@@ -251,7 +251,7 @@ class _FileSlice(RawIOBase):
         """Read bytes, up to the end of the part.
 
         Raises:
-            ValueError: they are more than the directory of an archive has.
+            ValueError: more bytes than in the directory of an archive.
         """
         left = max(0, self._size - self._position)
         size = left if size < 0 else min(size, left)
@@ -267,7 +267,7 @@ def _parse_tensor_pickle(pickled: bytes) -> _TensorArgs:
     """Return the arguments of a pickled tensor, without executing the pickle.
 
     Raises:
-        ValueError: the pickle is not of a tensor.
+        ValueError: the pickle does not describe a tensor.
     """
     try:
         if any(operation.name not in _ALLOWED_OPCODES for operation, _, _ in pickletools.genops(pickled)):

@@ -1,9 +1,9 @@
 """Snapshots of a rank's state in its own host memory and in a peer's, and their restore under another mapping.
 
-After every `checkpoint.peer_every` steps each rank copies its shards to host memory, and sends those that no rank of
-another node has to one peer. After the loss of ranks the others still have every shard, and a new mapping of fewer
-ranks is filled from memory: by the box arithmetic of `parallel/reshard.py`, with snapshots in the place of a model.
-See docs/design/048-peer-snapshots.md.
+After every `checkpoint.peer_every` steps each rank copies its shards to host memory, and sends shards without a copy on
+another node to one peer. After a loss of ranks the other ranks still have every shard, and fill a new mapping of fewer
+ranks from memory, using the box arithmetic of `parallel/reshard.py` with snapshots instead of a model. See
+docs/design/048-peer-snapshots.md.
 """
 
 import socket
@@ -27,28 +27,28 @@ from moefold.ops.tensor_hash import TensorHasher
 from moefold.topology.layout import Layout
 
 BoxKey = tuple[str, Box]
-"""A part of a logical tensor: its checkpoint name and its box."""
+"""Part of a logical tensor: its checkpoint name and its box."""
 Digest = tuple[int, int]
 """Two hashes of the values of a box, see `TensorHasher`."""
 
 
 @dataclass(frozen=True)
 class SnapshotLayout:
-    """Layout of a snapshot: which ranks have which boxes. The same on every rank.
+    """Layout of a snapshot: the boxes of each rank. The same on every rank.
 
-    `shards` has one entry for each set of ranks that own equal boxes: the owners, and the rank whose peer has a copy of
-    these boxes, or None where owners are on several nodes (or on several ranks of the only node) already.
+    `shards` has an entry for each set of ranks that own equal boxes: the owners, and the rank whose peer has a copy of
+    these boxes. That rank is None if the owners are on several nodes, or are several ranks of the only node.
     """
 
     peers: tuple[int, ...]
-    """The peer of each rank."""
+    """Peer of each rank."""
     shards: tuple[tuple[tuple[int, ...], int | None], ...]
 
     def is_complete(self, holders: Iterable[tuple[int, Iterable[int]]]) -> bool:
-        """Return whether some processes together have every box.
+        """Return whether the given processes together have every box.
 
         Args:
-            holders: of each process its rank, and the ranks whose state it has, itself included.
+            holders: for each process, its rank and the ranks whose state it has, including itself.
         """
         own = set()
         copied = set()
@@ -59,11 +59,11 @@ class SnapshotLayout:
 
 
 HeldSteps = Mapping[int, frozenset[int]]
-"""The ranks whose state a process has, by step: itself, and the ranks whose peer it is."""
+"""Ranks whose state a process has, by step: itself, and the ranks whose peer it is."""
 
 
 def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotLayout) -> int | None:
-    """Return the newest step of which the survivors together have every shard; None if there is none.
+    """Return the newest step for which the survivors together have every shard; None if there is no such step.
 
     Args:
         held_by_survivor: `PeerSnapshots.held()` of each process, by its `PeerSnapshots.rank`.
@@ -71,7 +71,7 @@ def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotL
     """
     steps = {step for held in held_by_survivor.values() for step in held}
     for step in sorted(steps, reverse=True):
-        # A process without any snapshot was a spare, or joins. One that has others lacks the newest.
+        # A process without any snapshot was a spare, or joins. A process with other snapshots lacks the newest.
         holders = [(rank, held.get(step)) for rank, held in held_by_survivor.items() if held]
         has_all = all(ranks is not None for _, ranks in holders)
         if has_all and old_layout.is_complete((rank, ranks) for rank, ranks in holders if ranks is not None):
@@ -82,9 +82,9 @@ def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotL
 def choose_members(
     held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotLayout, count: int
 ) -> tuple[int, ...] | None:
-    """Return `count` survivors that together have every shard of the newest possible step; None if no choice has.
+    """Return `count` survivors that together have every shard of the newest possible step; None if no choice has them.
 
-    Ranks of high numbers are left out first. A survivor that alone has a shard stays.
+    Ranks of high numbers are left out first. A survivor with the only copy of a shard stays.
 
     Args:
         held_by_survivor: as for `choose_step`.
@@ -103,11 +103,11 @@ def choose_members(
 
 
 def choose_peers(layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
-    """Return the peer of each rank: the next rank along dp, on another node where there is another one.
+    """Return the peer of each rank: the next rank along dp, on another node if possible.
 
     Args:
         layout: the mapping; dp is at least 2.
-        nodes: the node of each rank.
+        nodes: node of each rank.
     """
     world = range(layout.world_size)
     groups = [layout.attention.group(rank, "dp") for rank in world]
@@ -118,12 +118,12 @@ def choose_peers(layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
     ]
     if len(set(nodes)) == 1:
         return shifted[0]
-    # A permutation gives each rank the copy of one other.
+    # A permutation gives each rank the copy of one other rank.
     shifted += [tuple((rank + shift) % len(world) for rank in world) for shift in range(1, len(world))]
     for peers in shifted:
         if all(nodes[rank] != nodes[peer] for rank, peer in enumerate(peers)):
             return peers
-    # Nodes of unequal sizes: the rank of another node that has the fewest copies so far.
+    # Nodes of unequal sizes: choose the rank of another node with the fewest copies so far.
     copies = [0] * len(world)
     chosen = []
     for rank in world:
@@ -136,14 +136,14 @@ def choose_peers(layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
 def plan_copies(
     boxes: Sequence[Mapping[str, Box]], peers: Sequence[int], nodes: Sequence[str]
 ) -> tuple[SnapshotLayout, list[BoxTransfer]]:
-    """Plan which rank sends which of its boxes to its peer: those that no rank of another node has.
+    """Plan the copies from each rank to its peer: the boxes that no rank of another node has.
 
-    With one node, a box that two ranks have needs no copy.
+    With one node, a box on two ranks needs no copy.
 
     Args:
-        boxes: of each rank, the box of each entry of its state.
-        peers: the peer of each rank.
-        nodes: the node of each rank.
+        boxes: for each rank, the box of each entry of its state.
+        peers: peer of each rank.
+        nodes: node of each rank.
     """
     owners: defaultdict[BoxKey, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(boxes):
@@ -163,19 +163,19 @@ def plan_copies(
 
 @dataclass
 class Snapshot:
-    """The state of one step in host memory; None as `step` while it is written."""
+    """State of one step in host memory; `step` is None while it is written."""
 
     step: int | None = None
     train_state: TrainState | None = None
     own: dict[BoxKey, Tensor] = field(default_factory=dict)
-    """The boxes of this rank."""
+    """Boxes of this rank."""
     copies: dict[int, dict[BoxKey, Tensor]] = field(default_factory=dict)
-    """The boxes of the ranks whose peer this rank is."""
+    """Boxes of the ranks whose peer this rank is."""
     digests: dict[tuple[int, BoxKey], Digest] = field(default_factory=dict)
-    """Hashes of the boxes that were sent, taken by the rank that sent them, by that rank."""
+    """Hashes of the received boxes, computed by their senders, by the rank of the sender."""
 
     def boxes(self) -> Iterator[tuple[BoxKey, Tensor]]:
-        """Yield all boxes, own and copied, each once."""
+        """Yield each own and copied box once."""
         yield from self.own.items()
         for of_rank in self.copies.values():
             yield from ((key, values) for key, values in of_rank.items() if key not in self.own)
@@ -190,34 +190,34 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The exchange of one mapping."""
+    """Exchange of one mapping."""
 
     groups: ParallelGroups
     layout: SnapshotLayout
     rounds: tuple[tuple[BoxTransfer, ...], ...]
     dtypes: Mapping[str, torch.dtype]
     boxes: tuple[BoxKey, ...]
-    """Boxes of this rank; to find them takes longer than to copy small ones."""
+    """Boxes of this rank, kept because finding them takes longer than copying small boxes."""
     sent: tuple[BoxKey, ...]
     """Boxes that this rank sends."""
     copied: tuple[tuple[int, BoxKey], ...]
-    """Boxes that this rank gets, by the rank that sends them."""
+    """Boxes that this rank receives, by the rank of the sender."""
     hasher: TensorHasher
 
 
 class PeerSnapshots:
-    """The snapshots of this process: of the last two steps that were taken, so that one is always complete.
+    """Snapshots of this process for the last two steps, so that one is always complete.
 
-    It lives as long as the process, over several mappings, and holds no process group but through the plan of the
-    present mapping, which `forget_groups` drops. The snapshots of one mapping are a *generation*. The generation before
-    is kept until every rank has the first snapshot of the new one.
+    The object exists as long as the process, over several mappings. It refers to process groups only by the plan of the
+    current mapping, which `forget_groups` drops. The snapshots of one mapping are a *generation*. The previous
+    generation is kept until every rank has the first snapshot of the new generation.
 
-    After the loss of ranks, the survivors first agree on a generation: each tells the others its `generation`, and
-    calls `settle` with the largest. Then `held`, `rank` and `layout` belong to this generation.
+    After a loss of ranks, the survivors first agree on a generation: each sends the others its `generation`, and calls
+    `settle` with the largest. Then `held`, `rank` and `layout` belong to this generation.
 
     Args:
         node: the machine of this process; None: its host name.
-        max_scratch_bytes: most memory of the buffers of one round of an exchange, on the device.
+        max_scratch_bytes: maximum memory on the device for the buffers of a round of an exchange.
     """
 
     def __init__(self, node: str | None = None, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
@@ -227,16 +227,16 @@ class PeerSnapshots:
         self._slots = [Snapshot(), Snapshot()]
         self._unconfirmed: tuple[Snapshot, SnapshotLayout, int] | None = None
         self.restored_parts: tuple[BoxTransfer, ...] = ()
-        """Of the last `restore`: every part of every new shard, and the rank it came from."""
+        """Parts of every new shard in the last `restore`, and the rank that each came from."""
         self._restored: _ByName | None = None
         self.old_ranks: list[int | None] = []
         """Rank in the old mapping of each rank that took part in the last `restore`."""
         self.generation = 0
-        """Number of mappings of which every rank had a snapshot."""
+        """Number of mappings for which every rank had a snapshot."""
         self.layout: SnapshotLayout | None = None
-        """Of the snapshots; None before the first."""
+        """Layout of the snapshots; None before the first snapshot."""
         self.rank: int | None = None
-        """Rank of this process when the snapshots were taken; None before the first."""
+        """Rank of this process when the snapshots were taken; None before the first snapshot."""
 
     @property
     def num_bytes(self) -> int:
@@ -246,14 +246,14 @@ class PeerSnapshots:
     def forget_groups(self) -> None:
         """Drop the references to process groups before they are destroyed; the next snapshot begins a generation.
 
-        Also after a rollback: the steps that it discards are not gone back to once every rank has the new snapshot.
+        Also call it after a rollback: discarded steps are then not restored once every rank has the new snapshot.
         """
         self._plan = None
 
     def claims(self) -> list[tuple[int, int | None, dict[int, frozenset[int]]]]:
-        """Return the generations of which this process has snapshots: number, rank and `held` of each; local.
+        """Return number, rank and `held` of each generation with snapshots in this process; local.
 
-        The first is the confirmed one. A second one has the first snapshot, of which this rank does not know whether
+        The first generation is confirmed. A second generation has a first snapshot, and this rank does not know whether
         all ranks have completed it.
         """
         found = [(self.generation, self.rank, self.held())]
@@ -264,17 +264,17 @@ class PeerSnapshots:
         return found
 
     def layout_of(self, generation: int) -> SnapshotLayout | None:
-        """Return the layout of the snapshots of a generation that this process has; None if it has none."""
+        """Return the layout of this process's snapshots of a generation; None if it has no such snapshots."""
         if generation == self.generation:
             return self.layout
         return self._unconfirmed[1] if self._unconfirmed is not None and generation == self.generation + 1 else None
 
     def settle(self, generation: int) -> None:
-        """Keep the snapshots of one generation alone; local.
+        """Keep only the snapshots of one generation; local.
 
         Args:
-            generation: the largest `generation` of the survivors. If any of them has confirmed a generation, every rank
-                has completed its first snapshot, confirmed or not.
+            generation: the largest `generation` of the survivors. If any survivor has confirmed a generation, every
+                rank has completed its first snapshot, confirmed or not.
         """
         if generation == self.generation + 1 and self._unconfirmed is not None:
             self._confirm()
@@ -299,7 +299,7 @@ class PeerSnapshots:
         return self._restored.read(transfer.name, transfer.box)
 
     def share_progress(self, step: int, world: Group) -> None:
-        """Give ranks that were spares of the lost mapping an empty snapshot of a step; collective over the new mapping.
+        """Give former spares of the lost mapping an empty snapshot of a step; collective over the new mapping.
 
         Args:
             step: a step that every member of the lost mapping holds.
@@ -311,15 +311,14 @@ class PeerSnapshots:
             self._slots[0] = Snapshot(step, next(progress for progress in known if progress is not None))
 
     def snapshot(self, step: int) -> Snapshot:
-        """Return the snapshot of a step that `held` lists."""
+        """Return the snapshot of a step, which must be in `held`."""
         return next(slot for slot in self._slots if slot.step == step)
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Tensor], train_state: TrainState, groups: ParallelGroups) -> None:
         """Copy this rank's state to host memory, and exchange the copies of peers; collective over all ranks.
 
-        It replaces the older of two snapshots; call it after a step, in which all ranks have communicated since the
-        last call.
+        The copy replaces the older of two snapshots. Call it after a step in which all ranks have communicated.
 
         Args:
             state: this rank's shards, see `checkpoint_state`; the same entries at every call under one mapping.
@@ -327,7 +326,7 @@ class PeerSnapshots:
             groups: the process groups of the mapping.
         """
         if groups.layout.dp == 1:
-            # A job that has lost all other replicas cannot lose another one.
+            # A job without other replicas cannot lose another rank.
             return
         self.restored_parts, self._restored = (), None
         if self._plan is not None and self._plan.groups is groups:
@@ -336,7 +335,7 @@ class PeerSnapshots:
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
-        # The last snapshot of the generation before is complete on every rank; the older one would be a third.
+        # The last snapshot of the previous generation is complete on every rank; the older would be a third one.
         last = max(self._slots, key=lambda one: -1 if one.step is None else one.step)
         self._slots = [last, Snapshot()]
         shards = local_boxes(state)
@@ -403,7 +402,7 @@ class PeerSnapshots:
         digests: dict[tuple[int, BoxKey], Digest] = {
             (rank, key): (row[0], row[1]) for key, row in zip(plan.sent, own, strict=True)
         }
-        # Rows arrive in the order of the ranks that sent them, as `copied` is.
+        # Rows arrive in the order of their senders, like `copied`.
         digests |= {key: (row[0], row[1]) for key, row in zip(plan.copied, got, strict=True)}
         return digests
 
@@ -419,7 +418,7 @@ class PeerSnapshots:
         rounds = pack_rounds(transfers, itemsize, self._max_round_bytes)
         rank = groups.rank
         sent = tuple((t.name, t.box) for t in transfers if t.source == rank)
-        # The order of the sender: by its own list of transfers.
+        # The order of the sender follows its own list of transfers.
         copied = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
         received = tuple((t.source, (t.name, t.box)) for t in copied)
         return _Plan(groups, layout, rounds, dtypes, tuple(shards), sent, received, TensorHasher(groups.device))
@@ -457,7 +456,7 @@ class PeerSnapshots:
             exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
         self.restored_parts = (*local, *(transfer for transfers in rounds for transfer in transfers))
         self._restored = held
-        # A loss of another rank before the first snapshot of this mapping leads back to this step.
+        # If another rank is lost before the first snapshot of this mapping, this step is restored again.
         self._slots = [slot, Snapshot()]
         self.old_ranks = all_gather_objects(self.rank, world)
         return slot.train_state
@@ -485,7 +484,7 @@ def plan_restore(
     """Plan the transfers from the snapshots of all ranks to the tensors of a new mapping; collective.
 
     Returns:
-        The parts that a rank holds already, the rounds of the others, and the type of each tensor.
+        The parts that a rank already has, the rounds of transfers for the other parts, and the type of each tensor.
 
     Raises:
         RunError: no rank has a part of a tensor; raised on every rank.

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run resumes from; compare its model and samples with the recipe. Torch-free."""
+"""Choice of the checkpoint that a run resumes from, and comparison of its model and samples with the recipe."""
 
 import json
 from collections.abc import Container, Mapping
@@ -70,13 +70,13 @@ def data_order_change(
 ) -> str:
     """Describe how the samples of a checkpoint's run differ from the samples of a recipe; empty if they are the same.
 
-    Files count by their content, wherever they are: other names with the same fingerprints are no difference.
+    Files are compared by their content: other paths with the same fingerprints are not a difference.
 
     Args:
         meta: metadata of the checkpoint.
         order: `sample_order` of the recipe.
-        fingerprints: current fingerprints of the data files; None: compare the settings alone.
-        drops_files: token files that have become corrupt or missing since are no difference (data.corrupt="skip"): see
+        fingerprints: current fingerprints of the data files; None: compare only the settings.
+        drops_files: token files that have become corrupt or missing are not a difference (data.corrupt="skip"): see
             `dropped_files`.
     """
     ours = _without_want(order)
@@ -97,7 +97,7 @@ def data_order_change(
     meta = relocated(meta, order, fingerprints)
     lost, others = _classify_differences(meta, fingerprints)
     if theirs["path"] != ours["path"]:
-        # A file that is damaged keeps its place: another one in a new place is no damage.
+        # A damaged file keeps its place: a different file at a new place is not damage.
         changed = [name for name in lost if name not in meta.data_lost and fingerprints.get(name, SKIPPED) != SKIPPED]
         others |= {name: lost.pop(name) for name in changed}
     if drops_files and any(name not in lost for name in meta.data_tokens):
@@ -126,7 +126,7 @@ def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[st
 
 
 def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
-    """Return a message about data of the same content at other paths than in a checkpoint; empty if none moved.
+    """Return a message about data of the same content at other paths than in a checkpoint; empty if no data moved.
 
     Args:
         meta: metadata of the checkpoint.
@@ -141,12 +141,12 @@ def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
 
 def _recorded_order(meta: CheckpointMeta) -> dict[str, Any]:
     """Return `sample_order` of a checkpoint's run."""
-    # Keys that are missing in a checkpoint of an older version had their defaults.
+    # Keys missing in a checkpoint of an older version had their defaults.
     return _without_want(sample_order(Config()) | meta.order)
 
 
 def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an order without what generation asks for, which changes no sample."""
+    """Return an order without the wanted reward of generation, which changes no sample."""
     method = order[AlignmentPart.key]
     if isinstance(method, dict) and "template" in method:
         method = {key: value for key, value in method.items() if key != "want"}
@@ -154,7 +154,7 @@ def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
-    """Return the token files that the run can no longer read as before, and those it dropped earlier; with reasons."""
+    """Return the token files that have changed or that the run dropped earlier, with reasons."""
     lost = _classify_differences(meta, fingerprints)[0] | meta.data_lost
     return {name: why for name, why in lost.items() if name in meta.data_tokens}
 
@@ -185,7 +185,7 @@ def find_resume(cfg: Config) -> Path | None:
 
 
 def resume_candidate(run: RunConfig, checkpoint: CheckpointConfig, ignored: Container[str] = ()) -> Path | None:
-    """Return the checkpoint that the recipe names, or under "auto" the newest whose path is not among the ignored."""
+    """Return the checkpoint that the recipe names, or with "auto" the newest that is not ignored."""
     if checkpoint.resume == "never":
         return None
     if checkpoint.resume != "auto":
@@ -212,7 +212,7 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
     if path is not None and meta is not None:
         if meta.origin:
             raise ConfigError(
-                f"checkpoint {str(path)!r} holds weights alone ({meta.origin}), no run to resume; "
+                f"checkpoint {str(path)!r} holds only weights ({meta.origin}), no run to resume; "
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
         if step_of(path) not in (meta.step, -1):
@@ -240,16 +240,16 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
 
 
 def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelConfig | None = None) -> str:
-    """Describe how a stored model (`model_sizes`) computes something else than `model`; empty if it does not.
+    """Describe how the computation of a stored model (`model_sizes`) differs from `model`; empty if it does not.
 
     Args:
         stored: sizes in a checkpoint.
-        model: the model that it is compared with.
-        reader: the model whose layers read the weights, if it has other layers than `model`; its keys count too.
+        model: the model for comparison.
+        reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
     """
     there = model_of(stored)
     theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
-    # Keys that are missing in a checkpoint of an older version had their defaults, except in a part of another package.
+    # Keys missing in a checkpoint of an older version had their defaults, except in a part of another package.
     defaults = _settings_of_layers(model_sizes(there))
     outside = tuple(f"{key}." for key, kind in theirs.items() if key in defaults and _is_outside(key, kind))
     defaults = {key: value for key, value in defaults.items() if not key.startswith(outside)}
@@ -267,13 +267,13 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
 
 
 def _is_outside(key: str, kind: Any) -> bool:
-    """Return whether the value of a key of [model] is the kind of a part that is not of this package."""
+    """Return whether the value of a key of [model] is the kind of a part from outside of this package."""
     group = part_keys().get(f"model.{key}")
     return group is not None and kind not in (*built_in_kinds(group), NONE, GIVEN)
 
 
 GIVEN = "given"
-"""Value of a table without kinds that is there, in a message."""
+"""Text for a present table without kinds in a message."""
 
 
 def _settings_of_layers(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _settings_of_layers(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unread_tables(model: ModelConfig) -> set[str]:
-    """Return the keys, and the beginnings of keys, that nothing in the layers of a model reads."""
+    """Return the keys, and prefixes of keys, that no layer of a model reads."""
     absent = {
         "attention.": model.has_softmax_attention,
         "linear_attention": model.has_linear_attention,
@@ -307,7 +307,7 @@ def _check_same_model(path: Path, meta: CheckpointMeta, model: ModelConfig) -> N
 
 
 def _check_whole_rounds(path: Path, meta: CheckpointMeta, rl: RLConfig) -> None:
-    """Check that rounds of rollouts end at the steps that are saved: they start at multiples of rl.updates."""
+    """Check that rounds of rollouts, which start at multiples of rl.updates, end at the saved steps."""
     updates = rl.updates
     if rl.is_on and meta.step % updates:
         raise ConfigError(
@@ -353,6 +353,6 @@ def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
     if "layers" in wrong:
         for key in ("layer_windows", "layer_chunks"):
             wrong.pop(key, None)
-    # A table that differs is named without its settings.
+    # A different table is reported without its settings.
     wrong = {key: pair for key, pair in wrong.items() if not any(key.startswith(f"{table}.") for table in wrong)}
     return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())

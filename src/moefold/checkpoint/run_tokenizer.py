@@ -1,8 +1,8 @@
-"""The tokenizer and the chat template of a run, which are copied next to its checkpoints. Torch-free.
+"""Copy of the tokenizer and the chat template of a run next to its checkpoints.
 
-A run reads the tokenizer that its recipe names, by a path that may be relative, or of another machine. So its files
-are copied next to the checkpoints, and everything that uses a checkpoint reads them there. A checkpoint without them
-has the fingerprint of the tokenizer, and another file under the recorded name is refused.
+A recipe names the tokenizer by a path, which may be relative, or on another machine. So its files are copied next to
+the checkpoints, and all users of a checkpoint read the copy. A checkpoint without a copy has the tokenizer's
+fingerprint, and a different file with the recorded name is refused.
 """
 
 import shutil
@@ -35,12 +35,12 @@ from moefold.remote_path import RemotePath, is_remote
 RUN_TOKENIZER_DIR = "tokenizer"
 """Folder of a run's tokenizer and chat template, next to its checkpoints."""
 CHAT_KINDS = ("sft", "preference", "prompts")
-"""Kinds of data that teach a model to end its turns as a chat template does."""
+"""Kinds of data that train a model to end its turns like a chat template."""
 TEXT_KINDS = ("python-docs", "text", "huggingface", "sft", "preference", "task", "prompts")
 
 
 def tokenizer_name(order: Mapping[str, Any]) -> str:
-    """Return the tokenizer of a run's [data]: "bytes" or a path; empty if the run read no text, or it is unknown."""
+    """Return the tokenizer of a run's [data]: "bytes" or a path; empty if it is unknown or the run read no text."""
     name = str(order.get("tokenizer", ""))
     kind = order.get("kind", DataConfig().kind)
     return name if kind in TEXT_KINDS or (kind == "tokens" and name != "bytes") else ""
@@ -50,7 +50,7 @@ def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointC
     """Copy the tokenizer and the chat template of a run next to its checkpoints.
 
     Args:
-        is_resumed: the run continues from a checkpoint: what an earlier start copied is kept.
+        is_resumed: whether the run continues from a checkpoint; then existing copies are kept.
 
     Raises:
         ConfigError: a file cannot be read or written.
@@ -76,7 +76,7 @@ def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointC
 
 
 def _copy_files(files: Mapping[str, Path], target: Path) -> None:
-    """Replace a folder by files, given by their names in it."""
+    """Replace a folder by files, given by name."""
     if isinstance(target, RemotePath):
         for name, found in files.items():
             (target / name).upload(found)
@@ -92,10 +92,10 @@ def _copy_files(files: Mapping[str, Path], target: Path) -> None:
 
 
 def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
-    """Check that a run continues with the tokenizer that it began with, by what makes ids and text.
+    """Check that a run continues with its first tokenizer; only facts that determine ids and text are compared.
 
     Raises:
-        ConfigError: it is another one, or its chat template is another one.
+        ConfigError: the tokenizer or its chat template is different.
     """
     saved = find_run_tokenizer(checkpoint)
     name = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
@@ -126,7 +126,7 @@ def recorded_fingerprint(meta: CheckpointMeta) -> str:
 
 
 def other_tokenizer_reason(name: str, file: Path, fingerprint: str) -> str:
-    """Return why the file under a recorded name is not the tokenizer of a run; empty if it is, or if it is unknown."""
+    """Return the reason why the file with a recorded name is not a run's tokenizer; empty if it is, or if unknown."""
     if not fingerprint or not file.is_file() or matches_fingerprint(file, fingerprint):
         return ""
     return f"data.tokenizer={name!r} has other content than at the training: {file} is another tokenizer"
@@ -135,7 +135,7 @@ def other_tokenizer_reason(name: str, file: Path, fingerprint: str) -> str:
 def trained_tokenizer(checkpoint: Path, meta: CheckpointMeta) -> str:
     """Return the tokenizer that a checkpoint's run read: "bytes", an absolute path, or "" if it is unknown or gone.
 
-    It is the file that the recipe named if it is still there, else the copy next to the checkpoint.
+    The result is the file that the recipe named if it still exists, else the copy next to the checkpoint.
     """
     name = tokenizer_name(meta.order)
     if name in ("", "bytes") or is_remote(name):
@@ -153,7 +153,7 @@ def trained_tokenizer(checkpoint: Path, meta: CheckpointMeta) -> str:
 
 
 def have_same_ids(first: Path, second: Path) -> bool:
-    """Return whether two tokenizers make the same ids of a text, whatever the bytes of their files."""
+    """Return whether two tokenizers encode text to the same ids, even if the bytes of their files differ."""
     try:
         return have_same_content(first, second) or has_same_content_hash(first, second)
     except (OSError, ConfigError):

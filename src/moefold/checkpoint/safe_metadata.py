@@ -1,8 +1,8 @@
 """Read the DCP index of a checkpoint (`.metadata`, a pickle) without executing code that it may contain.
 
-The pickle's opcodes are checked first: only those that an index needs are allowed, since a few bytes of others make a
-memo of gigabytes or text that fills the memory. The allowed ones cost memory in proportion to the file, at most a few
-times what the same number of bytes cost in an index written by DCP.
+The pickle's opcodes are checked first. Only opcodes that an index needs are allowed, because a few bytes of others
+create a memo of gigabytes, or text that fills the memory. The memory for allowed opcodes is proportional to the file:
+at most a few times the memory for an equally large index written by DCP.
 """
 
 import math
@@ -36,11 +36,11 @@ from moefold.remote_path import RemotePath
 
 METADATA_FILE = ".metadata"
 REMOTE_READERS = 4
-"""Requests of a rank that are under way at a time; a store answers many small ones slowly one by one."""
+"""Concurrent requests of a rank: many small requests one after the other are slow."""
 REMOTE_BATCH_BYTES = 1 << 28
 """Bytes of the shards in memory at a time, unless one shard is larger."""
 MAX_DIMS = 64
-"""The limit of torch."""
+"""Maximum number of dims of a tensor in torch."""
 _ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -69,13 +69,13 @@ _UNPICKLE_ERRORS = (
     ValueError,
     pickle.UnpicklingError,
 )
-"""Exceptions that unpickling raises on files that are no index."""
+"""Exceptions that unpickling raises on files that are not an index."""
 
 
 class SafeReader(dcp.FileSystemReader):
     """DCP reader that does not execute code from a checkpoint's index.
 
-    The tensors themselves are read by `read_part`, which executes nothing either.
+    `read_part` reads the tensors, without executing code.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -86,7 +86,7 @@ class SafeReader(dcp.FileSystemReader):
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the shards of a plan, each once; of a remote folder some requests are under way at a time."""
+        """Read each shard of a plan once; from a remote folder with concurrent requests."""
         folder = _folder_of(self)
         items: dict[MetadataIndex, list[ReadItem]] = {}
         for item in sorted(plan.items, key=lambda item: self._place(item.storage_index)):
@@ -105,13 +105,13 @@ class SafeReader(dcp.FileSystemReader):
         return done
 
     def _place(self, index: MetadataIndex) -> tuple[str, int]:
-        """Return file and offset of a shard: a file is read from its start to its end."""
+        """Return file and offset of a shard; sorting by it reads a file from start to end."""
         place = self._parts[index].storage_info
         return place.relative_path, place.offset
 
 
 def _copy_shard(shard: Tensor, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-    """Copy the parts of a shard that a plan asks for."""
+    """Copy the requested parts of a shard."""
     for item in items:
         values = shard
         for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -124,7 +124,7 @@ def _copy_shard(shard: Tensor, items: Iterable[ReadItem], planner: LoadPlanner) 
 
 
 def _folder_of(reader: dcp.FileSystemReader) -> Path:
-    """Return the folder of a reader, local or remote: `Path()` would make a local path of a remote one."""
+    """Return the folder of a reader, local or remote: `Path()` would turn a remote path into a local path."""
     return reader.path if isinstance(reader.path, Path) else Path(reader.path)
 
 
@@ -136,15 +136,15 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
         OSError: the index cannot be read.
-        ValueError: it is not an index, refers to other than plain data, contradicts itself or the sizes of the files,
-            or leads out of the folder.
+        ValueError: the file is not an index, refers to more than plain data, contradicts itself or the sizes of the
+            files, or leads out of the folder.
     """
     try:
         pickled = _read_pickle(regular_file(folder, METADATA_FILE))
         check_opcodes(pickled)
         found = _rebuild(_RestrictedUnpickler(BytesIO(pickled)).load())
     except _UNPICKLE_ERRORS as error:
-        raise ValueError(f"{METADATA_FILE} is no index of a checkpoint: {error or type(error).__name__}") from None
+        raise ValueError(f"{METADATA_FILE} is not an index of a checkpoint: {error or type(error).__name__}") from None
     for name in {info.relative_path for info in found.storage_data.values()}:
         check_file_name(folder, name)
     return found
@@ -155,7 +155,7 @@ def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
     places = found.storage_data or {}
     parts = {}
     for name, stored in found.state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
+        assert isinstance(stored, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in stored.chunks:
             index = MetadataIndex(name, chunk.offsets)
             parts[index] = StoredPart(name, places[index], chunk.sizes, stored.properties.dtype)
@@ -163,10 +163,10 @@ def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
 
 
 def _read_pickle(path: Path) -> bytes:
-    """Read the pickled index; stops after the first bytes if the header is wrong."""
+    """Read the pickled index; stop after the first bytes if the header is wrong."""
     with open_regular(path) as file:
         if not file.peek(len(PICKLE_HEADERS[0])).startswith(PICKLE_HEADERS):
-            raise ValueError("it is no pickle of protocol 4 or 5")
+            raise ValueError("it is not a pickle of protocol 4 or 5")
     return read_bytes(path, MAX_INDEX_BYTES)
 
 
@@ -174,7 +174,7 @@ def _rebuild(found: Any) -> Metadata:
     """Rebuild the index from its placeholders, and validate each part.
 
     Raises:
-        ValueError: it is not what DCP writes for a state of tensors.
+        ValueError: the index differs from DCP's index of a state of tensors.
         AttributeError, TypeError: the same.
     """
     _check_class(found, "Metadata")
@@ -198,7 +198,7 @@ def _rebuild_tensor(stored: Any) -> TensorStorageMetadata:
 
 
 def _check_chunks(name: str, stored: TensorStorageMetadata, storage_infos: Mapping[MetadataIndex, StorageInfo]) -> None:
-    """Check that the chunks lie within the tensor, have as many values in total, and each has enough bytes."""
+    """Check that the chunks lie within the tensor, have its number of values in total, and have enough bytes."""
     offsets = {chunk.offsets for chunk in stored.chunks}
     fits = all(
         len(chunk.sizes) == len(chunk.offsets) == len(stored.size)
@@ -231,7 +231,7 @@ def _rebuild_storage_info(info: Any) -> StorageInfo:
 def _rebuild_size(numbers: Any) -> torch.Size:
     is_row = isinstance(numbers, tuple) and len(numbers) <= MAX_DIMS
     if not is_row or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise ValueError("a size is no row of numbers")
+        raise ValueError("a size is not a row of numbers")
     return torch.Size(numbers)
 
 
@@ -242,7 +242,7 @@ def _check_class(found: Any, name: str) -> None:
 
 def _check_text(name: Any) -> str:
     if type(name) is not str:
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not a text")
     return name
 
 
@@ -260,14 +260,14 @@ class _InertObject:
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Unpickler that replaces the classes of an index by new ones, which a pickle may modify; rejects all others."""
+    """Unpickler that replaces the classes of an index by new classes, which a pickle may modify, and rejects others."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self._classes: dict[tuple[str, type], type] = {}
 
     def _placeholder_class(self, name: str, base: type) -> type:
-        """Return the placeholder class of a name, one per name: a class takes more memory than its name in the file."""
+        """Return the cached placeholder class of a name; a class takes more memory than its name in the file."""
         if (name, base) not in self._classes:
             self._classes[name, base] = type(name, (base,), {})
         return self._classes[name, base]
@@ -286,9 +286,9 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 MAX_INDEX_BYTES = 1 << 30
-"""Size limit of an index: 10 million parts of about 100 bytes, as 1,024 ranks with 10,000 tensors write them."""
+"""Size limit of an index: 10 million parts of about 100 bytes, as written by 1,024 ranks with 10,000 tensors."""
 PICKLE_HEADERS = (b"\x80\x04", b"\x80\x05")
-"""Headers of pickle protocols 4 and 5: all Python versions that run torch write one of them."""
+"""Headers of pickle protocols 4 and 5: all Python versions for torch write one of them."""
 _MAX_RUN_OPCODES = 4096
 _SPARE_OPCODES = 1 << 16
 _TEXT_OPCODE = re.compile(rb"\x8c(.)|X(.{4})", re.DOTALL)
@@ -310,14 +310,14 @@ _OPCODE_RUN = re.compile(
 
 
 def check_opcodes(pickled: bytes) -> None:
-    """Check that a pickle has only opcodes of an index, and no larger share of one-byte opcodes than an index has.
+    """Check that a pickle has only opcodes of an index, and at most an index's share of one-byte opcodes.
 
     Raises:
-        ValueError: it has other opcodes, too many, or no end.
+        ValueError: other opcodes, too many, or no end.
     """
     if not pickled.startswith(PICKLE_HEADERS):
-        raise ValueError("it is no pickle of protocol 4 or 5")
-    # In an index of DCP a third of the bytes are such opcodes; those within numbers and texts count too.
+        raise ValueError("it is not a pickle of protocol 4 or 5")
+    # In an index of DCP a third of the bytes are such opcodes; bytes within numbers and texts are also counted.
     if len(pickled) - len(pickled.translate(None, delete=_ONE_BYTE_OPCODES)) > len(pickled) // 2 + _SPARE_OPCODES:
         raise ValueError("it has more operations than an index of its size")
     at = 0
@@ -329,4 +329,4 @@ def check_opcodes(pickled: bytes) -> None:
         elif pickled[at : at + 1] == b".":
             return
         else:
-            raise ValueError(f"byte {at} is no operation of an index")
+            raise ValueError(f"byte {at} is not an operation of an index")

@@ -1,4 +1,4 @@
-"""Save and load checkpoints with torch.distributed.checkpoint (DCP): one entry per logical tensor, for any mapping."""
+"""Save and load checkpoints with torch.distributed.checkpoint (DCP): an entry per logical tensor, for any mapping."""
 
 import errno
 import json
@@ -60,7 +60,7 @@ from moefold.remote_path import RemoteError, RemotePath
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Save planner of a state of tensors; an empty shard is not written."""
+    """Save planner for a state of tensors; an empty shard is not written."""
 
     def create_local_plan(self) -> SavePlan:
         """Return the items of torch's plan with the places of the shards."""
@@ -82,7 +82,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 CALLBACKS = "callbacks."
 """Prefix of the names of a program's callbacks."""
 _STATE_DEPTH = MAX_JSON_DEPTH - 2
-"""Levels of a state, which lies two levels deep in `META_FILE`."""
+"""Maximum nesting of a state, which is at level 2 of `META_FILE`."""
 _LOAD_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 SETTINGS_FILE = "config.json"
 """Settings of the run, next to its checkpoints in a remote folder."""
@@ -90,7 +90,7 @@ OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
 """Suffix of buffers of a loss that a run may enable at any step: an older checkpoint may lack them."""
 _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TRUNCATED_WRITE = re.compile(r"enforce fail at inline_container|unexpected pos \d+ vs \d+|PytorchStreamWriter")
-"""Messages of the DCP library for a file whose end could not be written; other errors keep their text."""
+"""Messages of the DCP library for a file whose end could not be written; other errors keep their message."""
 _OTHER_MOMENTS_PREFIX = "other moments instead of"
 _OPTIMIZER_HINT = (
     "set train.optimizer and train.optimizer.groups as they were, or begin a new run with its weights: "
@@ -114,17 +114,17 @@ _RESUME_HINT = "name another one with checkpoint.resume, or move it away"
 
 @runtime_checkable
 class TensorState(Protocol):
-    """Object with state that has tensors besides JSON values."""
+    """Object whose state has tensors in addition to JSON values."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's shards of its entries of a checkpoint, by mapping-independent names."""
+        """Return this rank's shards of the object's entries, by mapping-independent names."""
 
     def load_tensors(self, path: Path | None) -> None:
-        """Load its entries of a checkpoint, after `load_state_dict`; None: of a new run. Collective."""
+        """Load the object's entries of a checkpoint, after `load_state_dict`; None: a new run. Collective."""
 
 
 class Record:
-    """State that describes a checkpoint and that no run goes on with; `read` returns it."""
+    """State that describes a checkpoint and is not restored; `read` returns it."""
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
         self._read = read
@@ -138,13 +138,13 @@ class Record:
 
 
 class RunStates:
-    """Registry of the objects whose state a resumed run needs; saver and loader walk it, and nothing else lists them.
+    """Registry of the objects whose state a resumed run needs; saver and loader iterate over it.
 
-    The owner of an object adds it under a name. A name that a checkpoint lacks is loaded as {}, which stands for the
-    state of a new run; the callback of a program gets the state back with which it was added first.
+    The owner of an object adds it under a name. For a name that a checkpoint lacks, {} is loaded, the state of a new
+    run; the callback of a program gets back its state at the time of its first `add`.
 
     Args:
-        initial: states with which callbacks were added, by name; one that is missing is added. Where ranks regroup,
+        initial: states of callbacks at their first `add`, by name, in which `add` stores new ones. After a regroup,
             callbacks outlive the registry.
     """
 
@@ -162,7 +162,7 @@ class RunStates:
             after: names of the objects that must be loaded before it.
 
         Raises:
-            ConfigError: the state of a callback cannot be saved, or it has none before `on_start`.
+            ConfigError: the state of a callback cannot be saved, or it has no state before `on_start`.
         """
         assert name not in self._owners, name
         self._owners[name] = owner
@@ -182,14 +182,14 @@ class RunStates:
         """Return a copy of the states without tensors, by name.
 
         Raises:
-            ConfigError: a callback returns something else than a dict of JSON values.
+            ConfigError: a callback does not return a dict of JSON values.
         """
         return {name: _state_of(owner, name) for name, owner in self._owners.items()}
 
     def restored_state_dict(self) -> States:
-        """Return the states that a restored run must equal: no descriptions, and none of a program's callbacks.
+        """Return the states that a restored run must equal: without descriptions and callbacks of a program.
 
-        A callback may return another state at each call, such as the seconds since its start.
+        A callback may return a different state at each call, such as the seconds since its start.
         """
         return {
             name: _state_of(owner, name)
@@ -205,7 +205,7 @@ class RunStates:
         """Begin a new run, after the initial weights were loaded; collective.
 
         Raises:
-            ConfigError: a callback cannot load the state that it had when it was built.
+            ConfigError: a callback cannot load its initial state.
         """
         for name in filter(self._initial.__contains__, self._owners):
             self._load_one(name, self._initial[name], "of the new callback")
@@ -213,10 +213,10 @@ class RunStates:
             owner.load_tensors(None)
 
     def load(self, states: States, path: Path | None) -> None:
-        """Restore all objects in the order that they ask for; collective.
+        """Restore all objects in the order that they require; collective.
 
         Args:
-            states: what `state_dict` returned.
+            states: result of `state_dict`.
             path: the checkpoint; None: the tensors are restored by other means.
 
         Raises:
@@ -230,7 +230,7 @@ class RunStates:
 
     def _load_one(self, name: str, state: dict[str, Any], source: str) -> None:
         try:
-            # A copy, as a snapshot in memory and the initial state may be loaded again.
+            # A copy, because a snapshot in memory and the initial state may be loaded again.
             self._owners[name].load_state_dict(_plain(state, name))
         except ConfigError:
             raise
@@ -238,7 +238,7 @@ class RunStates:
             raise ConfigError(f"the state of {name!r} {source} cannot be loaded: {error!r}") from error
 
     def notices(self, states: States) -> tuple[str, ...]:
-        """Return messages about callbacks that a checkpoint knows and the run does not, or the other way round."""
+        """Return messages about callbacks that only the checkpoint or only the run has."""
         known, stored = ({name for name in names if name.startswith(CALLBACKS)} for names in (self._owners, states))
         messages = {
             "the checkpoint has the state of {}, which this program does not add: the next checkpoint lacks it": stored
@@ -263,7 +263,7 @@ def _plain(value: Any, where: str, levels: int = _STATE_DEPTH) -> Any:
     """Return a copy of JSON values of bounded depth.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it has other values, or is nested too deep.
     """
     if isinstance(value, Mapping | list | tuple) and not levels:
         raise ConfigError(f"the state {where:.80}... has more than {_STATE_DEPTH} levels, or contains itself")
@@ -281,16 +281,16 @@ def _plain(value: Any, where: str, levels: int = _STATE_DEPTH) -> Any:
 
 @dataclass(frozen=True)
 class Resume:
-    """Result of looking for a checkpoint to resume from."""
+    """Checkpoint to resume from."""
 
     path: Path | None
     """The checkpoint; None for a new run."""
     skipped: tuple[str, ...] = ()
-    """Newer checkpoints that are damaged, each with the reason."""
+    """Damaged newer checkpoints, each with the reason."""
 
 
 def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -> Resume:
-    """Return the newest intact checkpoint of the run, or the one that the recipe names; the same on every rank.
+    """Return the newest intact checkpoint of the run, or the checkpoint that the recipe names; equal on every rank.
 
     Collective over all ranks; each rank verifies the hashes of a part of the files.
 
@@ -318,7 +318,7 @@ def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -
             check_compatible(None, cfg)
             return Resume(None)
         if cfg.checkpoint.resume != "auto":
-            read_meta(path)  # raises a specific error if the folder is no checkpoint at all
+            read_meta(path)  # raises a specific error if the folder is not a checkpoint
         faults = _gather_errors(validate_files(path, current_world(), checks_hashes=cfg.checkpoint.verify))
         if not faults:
             if dist.get_rank() == 0:
@@ -340,12 +340,12 @@ def write_checkpoint(
     """Write a complete checkpoint of the run; collective over all ranks.
 
     The first rank renames the temporary folder once it is complete, and deletes the checkpoints that retention does not
-    keep. All ranks return after that.
+    keep. Then all ranks return.
 
     Args:
         cfg: the recipe.
         state: this rank's shards, see `checkpoint_state`.
-        train_state: progress of the run; the first rank's is stored.
+        train_state: progress of the run; stored by the first rank.
         group: all ranks; None for the default group.
         planner: provides each tensor when it is written; None: all at once.
         writer: the job that saves, on the first rank; None: a job that starts with this save.
@@ -354,8 +354,7 @@ def write_checkpoint(
         The checkpoint folder.
 
     Raises:
-        ConfigError: on all ranks, the folder cannot be written, is full, is not the same one on all ranks, or another
-            job saves into it.
+        ConfigError: on all ranks, the folder cannot be written, is full, differs between ranks, or another job uses it.
     """
     folder = checkpoint_folder(cfg.run, cfg.checkpoint)
     final = step_path(folder, train_state.step)
@@ -382,7 +381,7 @@ def write_checkpoint(
                 _complete(cfg, draft, final, records, train_state, writer)
             except (ConfigError, OSError, ValueError) as error:
                 fault = [error]
-        # The checkpoint has its name when any rank returns.
+        # No rank returns before the checkpoint has its final name.
         dist.broadcast_object_list(fault, src=0, group=group)
         if fault[0] is not None:
             raise fault[0]
@@ -397,7 +396,7 @@ def _complete(
     train_state: TrainState,
     writer: FolderWriter,
 ) -> None:
-    """Write the descriptions of a checkpoint whose tensors are complete, rename its folder, and apply retention."""
+    """Write the descriptions of a checkpoint with complete tensors, rename its folder, and apply retention."""
     try:
         write_meta(draft, checkpoint_meta(cfg, train_state))
     except OSError:
@@ -414,7 +413,7 @@ def _complete(
             commit(draft, final)
         except (ConfigError, OSError):
             remove_folder(draft)
-            # Another job may have saved this step at this moment.
+            # Another job may have just saved this step.
             writer.check(final)
             raise
     writer.note_saved(final)
@@ -429,7 +428,7 @@ def _complete(
 
 
 def _num_bytes(state: dict[str, Any]) -> float:
-    """Return the length of a state in JSON; infinity if it has none, for a number of too many digits."""
+    """Return the length of a state in JSON; infinity if a number has too many digits for JSON."""
     try:
         return len(json.dumps(state))
     except ValueError:
@@ -457,7 +456,7 @@ def load_checkpoint(
 ) -> CheckpointMeta:
     """Load weights, buffers and optimizer moments into this rank's shards; collective over all ranks.
 
-    Step counts of the moments are not among them. Buffers named `OPTIONAL_BUFFER_SUFFIX` that the checkpoint lacks keep
+    Step counts of the moments are not loaded. Buffers named `OPTIONAL_BUFFER_SUFFIX` that the checkpoint lacks keep
     their values.
 
     Args:
@@ -468,7 +467,7 @@ def load_checkpoint(
         optimized: its parameters by name; None: `parameters`.
 
     Raises:
-        ConfigError: the folder is no checkpoint, or lacks an entry that a rank needs; raised on every rank.
+        ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs; raised on every rank.
     """
     meta = read_meta(path)
     optimized = parameters if optimized is None else optimized
@@ -482,7 +481,7 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
     """Load weights and buffers only, converted to the dtype of the parameters; collective over all ranks.
 
     Raises:
-        ConfigError: the folder is no checkpoint, or lacks an entry that a rank needs; raised on every rank.
+        ConfigError: the folder is not a checkpoint, or lacks an entry that a rank needs; raised on every rank.
     """
     read_meta(path)
     check_integrity(path, current_world())
@@ -490,7 +489,7 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], buffers: Ma
 
 
 def load_entries(path: Path, entries: dict[str, Tensor]) -> None:
-    """Load further entries of a checkpoint into this rank's shards; collective over all ranks.
+    """Load other entries of a checkpoint into this rank's shards; collective over all ranks.
 
     Raises:
         ConfigError: the checkpoint lacks an entry; raised on every rank.
@@ -532,10 +531,10 @@ def _model_state(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
 
 
 def _create_draft(step: int, writer: FolderWriter | None, group: dist.ProcessGroup | None) -> str:
-    """Create the folder to which a checkpoint is written; collective, it exists for all ranks afterwards.
+    """Create the folder for a new checkpoint; collective. It exists for all ranks afterwards.
 
     Returns:
-        Its name in the folder of checkpoints.
+        Name of the folder in the folder of checkpoints.
 
     Raises:
         ConfigError: another job saves into the folder of checkpoints; raised on every rank.
@@ -547,7 +546,7 @@ def _create_draft(step: int, writer: FolderWriter | None, group: dist.ProcessGro
             result = [writer.create_draft(step).name]
         except (ConfigError, OSError) as error:
             result = [error]
-    # DCP creates the folder on every rank if it is missing; that must not race with the deletion of old ones.
+    # DCP creates the folder on every rank if it is missing, which must not race with the deletion of old folders.
     dist.broadcast_object_list(result, src=0, group=group)
     if isinstance(result[0], Exception):
         raise result[0]
@@ -563,9 +562,9 @@ def _storage_writer(draft: Path) -> dcp.FileSystemWriter:
 
 
 def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSystemWriter) -> dict[str, FileDigest]:
-    """Read back and hash the files of every rank; collective, returns the digests of all ranks.
+    """Read back and hash the files of every rank, and return the digests of all ranks; collective.
 
-    Remote files were hashed while they were sent: the store compares what arrives with checksums of its protocol.
+    Remote files were hashed while they were sent, and the store compares the received bytes with checksums.
 
     Raises:
         ConfigError: a rank cannot read its files back; raised on every rank.
@@ -613,13 +612,13 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
             )
         if _has_moments_of_indexers_alone(metadata) and all(fault.startswith("tensor optimizer.") for fault in found):
             raise ConfigError(
-                f"checkpoint {str(path)!r} is of a run with train.indexer_stage='warmup', which trained the indexers "
-                "alone; begin the sparse stage as a new run with its weights, in another run.dir: "
+                f"checkpoint {str(path)!r} is of a run with train.indexer_stage='warmup', which trained only the "
+                "indexers; begin the sparse stage as a new run with its weights, in another run.dir: "
                 f"checkpoint.init_from={str(path)!r}"
             )
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")
     optimized = {name.rpartition(".")[0] for name in state if name.startswith("optimizer.")}
-    # Two optimizers may give states of different meanings one name: the states that only one has tell them apart.
+    # Two optimizers may use one name for different states: states that only one optimizer has distinguish them.
     others = [name for name in moments if name not in state and name.rpartition(".")[0] in optimized]
     if found := _gather_errors(others):
         raise ConfigError(
@@ -628,15 +627,15 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
 
 
 def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Tensor] | None) -> None:
-    """Check that a checkpoint has moments if the optimizer has some, and none if it has none; collective.
+    """Check that a checkpoint has moments if and only if the optimizer has moments; collective.
 
     Args:
         path: the checkpoint.
         metadata: its index.
-        moments: moments of this rank; None: nothing is trained on it.
+        moments: moments of this rank; None: no parameter of the rank is trained.
 
     Raises:
-        ConfigError: it has them and should not, or the other way round; raised on every rank.
+        ConfigError: the two differ; raised on every rank.
     """
     has_moments = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
     if _gather_errors(["other"] if moments is not None and has_moments != bool(moments) else []):
@@ -655,7 +654,7 @@ def check_tensor_files(path: Path, metadata: Metadata) -> None:
     """Check that the data files of a checkpoint exist and are long enough, without reading them.
 
     Raises:
-        ConfigError: one is missing or too short.
+        ConfigError: a file is missing or too short.
     """
     if faults := _missing_or_short_files(path, metadata):
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(faults)}")
@@ -688,8 +687,7 @@ def translate_io_errors(failure: str, *extra_errors: type[Exception], disk: Path
     Args:
         failure: the operation that failed; the reason is appended.
         extra_errors: other exceptions to translate.
-        disk: the folder of checkpoints that is written to: if its disk is full, the message says so, with the free
-            space and the remedy.
+        disk: the folder of checkpoints in writing. If its disk is full, the message has the free space and the remedy.
 
     Raises:
         ConfigError: in place of the translated exceptions.
@@ -734,7 +732,7 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
 
     Args:
         error: the reason.
-        disk: the folder of checkpoints that is written to, if any.
+        disk: the folder of checkpoints in writing, if any.
         rank: the rank that failed, if known.
     """
     text = _one_line(error)
@@ -778,7 +776,7 @@ def _fsync_folder(folder: Path) -> None:
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    """Load planner of a state of tensors, of which the checkpoint has every one."""
+    """Load planner for a state of tensors that are all in the checkpoint."""
 
     def create_local_plan(self) -> LoadPlan:
         """Return the reads that fill the shards of this rank."""
@@ -793,7 +791,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
 
 def _chunks(tensor: Tensor) -> list[ChunkStorageMetadata]:
-    """Return the part of a tensor that this rank holds; none if it is empty."""
+    """Return the chunk of a tensor that this rank holds; an empty list if it has no values."""
     values, start = local_slice(tensor)
     is_empty = values.numel() == 0
     return [] if is_empty else [ChunkStorageMetadata(offsets=torch.Size(start), sizes=values.shape)]

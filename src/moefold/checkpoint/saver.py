@@ -39,7 +39,7 @@ class CheckpointSaver:
         self._writer: FolderWriter | None = None
 
     def open_folder(self) -> None:
-        """Note, on the first rank, the checkpoints that are there; call it before the run chooses one to resume from.
+        """Record the existing checkpoints on the first rank; call it before the run chooses where to resume.
 
         A folder that cannot be listed is reported by the first save.
         """
@@ -84,11 +84,11 @@ class CheckpointSaver:
         """Wait for the pending save and release resources; collective."""
 
     def drain_with_timeout(self, timeout_s: float) -> None:
-        """Wait for the pending save for a limited time, without raising: used while another error is handled."""
+        """Wait for the pending save for a limited time, without raising, while another error is handled."""
 
 
 class BackgroundSaver(CheckpointSaver):
-    """Asynchronous saver: training waits for the copy to host memory, a thread writes it while training continues.
+    """Asynchronous saver: training waits only for the copy to host memory, which a thread then writes.
 
     A save waits for the previous one. An error is raised by the next `check`, `save` or `finish`. The thread pauses
     after each tensor: all ranks wait for the slowest one in a training step, so the cores and the interpreter should be
@@ -96,8 +96,8 @@ class BackgroundSaver(CheckpointSaver):
 
     Args:
         cfg: the recipe.
-        group: process group of all ranks, used by the thread alone.
-        is_on_gpu: whether the state is on the GPU; its copies are in pinned memory then.
+        group: process group of all ranks, used only by the thread.
+        is_on_gpu: whether the state is on the GPU; its copies are then in pinned memory.
     """
 
     def __init__(self, cfg: Config, group: dist.ProcessGroup, *, is_on_gpu: bool) -> None:
@@ -174,7 +174,7 @@ class _ThrottledPlanner(ShardSavePlanner):
     """DCP save planner that pauses before each tensor is written.
 
     Args:
-        is_awaited: set once a caller waits for the checkpoint: no pauses from then on.
+        is_awaited: set once a caller waits for the checkpoint, which ends the pauses.
     """
 
     def __init__(self, is_awaited: threading.Event) -> None:

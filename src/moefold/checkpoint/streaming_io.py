@@ -1,4 +1,4 @@
-"""Streaming checkpoint I/O: read tensors region by region and write them chunk by chunk, never whole checkpoints."""
+"""Streaming checkpoint I/O: tensors are read by region and written by chunk, never as a whole checkpoint."""
 
 import math
 import warnings
@@ -44,7 +44,7 @@ from moefold.comm.torch_compat import StorageInfo
 from moefold.errors import ConfigError, format_list
 
 CHUNK_BYTES = 1 << 25
-"""Approximate size of a chunk of whole rows: the unit that a reader has to read for any part of it."""
+"""Approximate size of a chunk of whole rows, the unit of reading."""
 
 Region = tuple[slice, ...]
 Offsets = tuple[int, ...]
@@ -52,7 +52,7 @@ Offsets = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A range of rows (first dimension) of a tensor."""
+    """Range of rows (first dimension) of a tensor."""
 
     name: str
     start: int
@@ -60,7 +60,7 @@ class TensorChunk:
 
 
 def split_into_chunks(name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[TensorChunk]:
-    """Split a tensor into chunks of at most CHUNK_BYTES, or of one row if rows are larger."""
+    """Split a tensor into chunks of at most CHUNK_BYTES, or of one row if a row is larger."""
     row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
     rows = max(1, CHUNK_BYTES // row_bytes)
     for start in range(0, shape[0], rows):
@@ -71,14 +71,14 @@ class ReusedMemory:
     """Memory for tensors that are used one after another; the first touch of fresh memory costs more than a copy.
 
     Args:
-        count: number of tensors that stay valid: the one before the last `count` calls is overwritten.
+        count: number of tensors that stay valid: a call overwrites older tensors than the last `count`.
     """
 
     def __init__(self, count: int = 1) -> None:
         self._blocks = [torch.empty(0, dtype=torch.uint8) for _ in range(count)]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor on the CPU without values, whose storage has its size."""
+        """Return an uninitialised contiguous tensor on the CPU, whose storage has exactly its size."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if not num_bytes:
             return torch.empty(shape, dtype=dtype)
@@ -98,7 +98,7 @@ class CheckpointSource:
         on_archive: called with the bytes of each archive that `read` reads, if set.
 
     Raises:
-        ConfigError: the folder is no complete checkpoint.
+        ConfigError: the folder is not a complete checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,7 +121,7 @@ class CheckpointSource:
         return self._stored[name].properties.dtype
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return the values of a region; a view of a chunk if the region lies within one."""
+        """Return the values of a region; a view of a chunk if the region is within one chunk."""
         chunks = {tuple(chunk.offsets): chunk for chunk in self._stored[name].chunks}
         boxes = {
             offsets: common
@@ -147,7 +147,7 @@ class CheckpointSource:
         return values
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
-        """Return some rows (first dimension) of a tensor, and read nothing else from the files; fills no cache.
+        """Return some rows (first dimension) of a tensor; read nothing else from the files, and fill no cache.
 
         Raises:
             ConfigError: the checkpoint is damaged.
@@ -179,11 +179,11 @@ class CheckpointSource:
 
 
 TENSOR_FILES = "*.distcp"
-"""Names of the files of tensors; the other files of a checkpoint describe it."""
+"""Names of the files of tensors; the other files of a checkpoint are descriptions."""
 
 
 def check_descriptions(path: Path) -> None:
-    """Compare the files of a checkpoint that hold no tensors with their hashes.
+    """Compare the files of a checkpoint without tensors with their hashes.
 
     Raises:
         ConfigError: a file is missing or differs.
@@ -193,12 +193,12 @@ def check_descriptions(path: Path) -> None:
 
 @contextmanager
 def checked_while_read(source: CheckpointSource) -> Iterator[None]:
-    """Compare the files of a local checkpoint's tensors with their hashes: one pass if they are read in order.
+    """Compare the tensor files of a local checkpoint with their hashes, in the same pass if they are read in order.
 
     A file that is not read whole, or in another order, is read at the end.
 
     Raises:
-        ConfigError: a file is missing or differs; also instead of an error that damage may have caused.
+        ConfigError: a file is missing or differs; replaces errors that damage may have caused.
     """
     manifest = {name: entry for name, entry in read_manifest(source.path).items() if fnmatch(name, TENSOR_FILES)}
     hashes = OrderedHashes()
@@ -224,7 +224,7 @@ def _raise_if_damaged(path: Path, names: Sequence[str]) -> None:
     """Read and hash some files.
 
     Raises:
-        ConfigError: one is missing or differs.
+        ConfigError: a file is missing or differs.
     """
     if faults := validate_hashes(path, read_manifest(path), names):
         raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
@@ -256,10 +256,10 @@ def write_chunks(
 
     Args:
         tmp: an existing folder.
-        shapes: of the tensors, by name.
-        dtypes: of the tensors, by name.
+        shapes: shapes of the tensors, by name.
+        dtypes: dtypes of the tensors, by name.
         local_chunks: the chunks that this process writes, in the order of its file.
-        read: returns the values of a chunk, which stay until its next call.
+        read: returns the values of a chunk, which are valid until its next call.
     """
     planner = _StreamingPlanner(shapes, dtypes, local_chunks, read)
     with translate_io_errors(f"the checkpoint cannot be written to {str(tmp)!r}"), warnings.catch_warnings():
@@ -273,7 +273,7 @@ def write_chunks(
 
 
 def write_manifest_in_parallel(tmp: Path, world: World, written: Mapping[str, FileDigest] | None = None) -> None:
-    """Write the manifest of a folder that has all its other files; collective over `world`, which shares hashing.
+    """Write the manifest of an otherwise complete folder; collective over `world`, which shares the hashing.
 
     Args:
         tmp: the folder.
@@ -292,7 +292,7 @@ def write_manifest_in_parallel(tmp: Path, world: World, written: Mapping[str, Fi
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """DCP save planner that reads each chunk when it is written, and frees it when the next one is."""
+    """DCP save planner that reads each chunk when it is written, and frees it when the next chunk is written."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Certificate of a transition: what the ranks of a new mapping hold is what the ranks of the old one held.
+"""Certificate of a transition: the state of the new mapping's ranks equals the state of the old mapping's ranks.
 
-Training goes on after a restore from snapshots only if all of this is true: no snapshot changed in memory since it was
-taken; ranks with the same box have the same bytes; each part of a parameter or moment has the hash that its old owner
-has for it; every element has an owner, and owners of one box agree; step counts, progress of the run and random
-numbers go on where they were. Field bugs of all these kinds are listed in docs/design/048-peer-snapshots.md.
+Training continues after a restore from snapshots only if all of this is true: no snapshot has changed in memory; ranks
+with the same box have the same bytes; each part of a parameter or moment has the hash of its old owner; every element
+has an owner, and owners of one box agree; step counts, progress of the run and random numbers continue at the same
+values. Known bugs of all these kinds are listed in docs/design/048-peer-snapshots.md.
 """
 
 import json
@@ -25,10 +25,10 @@ from moefold.ops.tensor_hash import TensorHasher
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """State of a rank of the new mapping besides its tensors."""
+    """State of a rank of the new mapping except its tensors."""
 
     states: States
-    """As the next checkpoint would store them: `RunStates.restored_state_dict`."""
+    """States for the next checkpoint: `RunStates.restored_state_dict`."""
     step_counts: Mapping[str, float]
     """Updates that the optimizer has counted, by parameter."""
     samples: range
@@ -46,14 +46,14 @@ def certify(
     Call it after `PeerSnapshots.restore`, before the first step.
 
     Args:
-        snapshots: of this process.
+        snapshots: snapshots of this process.
         step: the step that was restored.
         state: shards of the new mapping, see `checkpoint_state`.
-        restored: the rest of what training goes on with.
+        restored: the other state of training.
         groups: the process groups of the new mapping.
 
     Raises:
-        RunError: something differs; it names tensors and ranks, on every rank.
+        RunError: the states differ; raised on every rank, with tensors and ranks.
     """
     slot = snapshots.snapshot(step)
     hasher = TensorHasher(groups.device)
@@ -95,7 +95,7 @@ def _changed_snapshots(
     digests: Mapping[BoxKey, Digest],
     copies: Mapping[tuple[int, BoxKey], Digest],
 ) -> Iterator[str]:
-    """Yield the boxes that have another hash than when they were taken."""
+    """Yield the boxes whose hash has changed since the snapshot."""
     for (owner, key), taken in slot.digests.items():
         if owner == rank and digests[key] != taken:
             yield f"{key[0]} in the memory of rank {rank}, which had it, has changed since the snapshot"
@@ -106,7 +106,7 @@ def _changed_snapshots(
 def _differing_parts(
     snapshots: PeerSnapshots, shards: Mapping[BoxKey, Tensor], hasher: TensorHasher, groups: ParallelGroups
 ) -> list[str]:
-    """Return the parts of this rank whose bytes differ from the bytes on the rank that they came from; collective."""
+    """Return the parts of this rank whose bytes differ from the bytes on their source rank; collective."""
     world = groups.world
     transfers = snapshots.restored_parts
     targets = {name: (box, values) for (name, box), values in shards.items()}
@@ -148,7 +148,7 @@ def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGrou
 
 
 def _disagreements(what: str, of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterator[str]:
-    """Yield the boxes of which ranks hold different bytes."""
+    """Yield the boxes whose bytes differ between ranks."""
     holders: defaultdict[BoxKey, dict[int, Digest]] = defaultdict(dict)
     for rank, digests in enumerate(of_ranks):
         for key, digest in digests.items():
@@ -163,7 +163,7 @@ def _disagreements(what: str, of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterat
 def _without_owner(
     of_ranks: list[Mapping[BoxKey, Digest]], shapes: list[Mapping[str, tuple[int, ...]]]
 ) -> Iterator[str]:
-    """Yield the tensors that some elements of lack an owner, or have owners of different boxes."""
+    """Yield the tensors with elements that have no owner, or owners of different boxes."""
     boxes: defaultdict[str, set[Any]] = defaultdict(set)
     for digests in of_ranks:
         for name, box in digests:
@@ -176,7 +176,7 @@ def _without_owner(
 
 
 def _sample_faults(of_ranks: list[tuple[int, range]], num_samples: int) -> Iterator[str]:
-    """Yield the samples of the next batch, by which all random numbers are drawn, that have not one dp rank."""
+    """Yield the samples of the next batch, which determine all random numbers, that do not have exactly one dp rank."""
     owners: defaultdict[int, set[int]] = defaultdict(set)
     for dp_rank, samples in of_ranks:
         for sample in samples:

@@ -1,7 +1,7 @@
-"""Names of other software for recipe keys, values, matrices and options: an unknown name is answered with moefold's.
+"""Names of other software for recipe keys, values, matrices and options, for hints on unknown keys.
 
 Covers the configuration of Hugging Face models and TrainingArguments, TRL and PEFT, Megatron's flags, torchtitan and
-vLLM. Torch-free.
+vLLM.
 """
 
 from types import MappingProxyType
@@ -299,13 +299,13 @@ _OPTIONS = """
 
 
 def _table(text: str) -> MappingProxyType[str, str]:
-    """Return ours by theirs, without case."""
+    """Return our names by theirs, in lower case."""
     rows = (line.partition(": ") for line in text.strip().splitlines())
     return MappingProxyType({theirs.lower(): ours for ours, _, names in rows for theirs in names.split()})
 
 
 def _values(text: str) -> MappingProxyType[tuple[str, str], str]:
-    """Return our value by the key and their value, without case."""
+    """Return our value by key and their value, in lower case."""
     rows = (line.partition(": ") for line in text.strip().splitlines())
     pairs = ((*ours.split("="), names) for ours, _, names in rows)
     return MappingProxyType({(key, theirs.lower()): value for key, value, names in pairs for theirs in names.split()})
@@ -313,16 +313,16 @@ def _values(text: str) -> MappingProxyType[tuple[str, str], str]:
 
 KEY_OF = _table(_KEYS)
 RELATED_KEY_OF = _table(_RELATED)
-"""Keys in another unit or of another form, which set the same thing."""
+"""Recipe key for a name of other software that has another unit or form."""
 ANSWER_OF = _table(_INSTEAD)
-"""What to do instead, for names without a key."""
+"""Advice for names without a recipe key."""
 VALUE_OF = _values(_VALUES)
 MATRIX_OF = _table(_MATRICES)
 OPTION_OF = _table(_OPTIONS)
 
 
 def key_hint(name: str) -> str:
-    """Return how moefold calls a name of other software, with or without its section, dashes or case; "" if unknown."""
+    """Return the recipe key for a name of other software, whatever its section, dashes and case; "" if unknown."""
     plain = name.strip().lstrip("-").replace("-", "_").lower()
     for spelling in (plain, plain.rpartition(".")[2]):
         if ours := KEY_OF.get(spelling, ""):

@@ -58,7 +58,7 @@ def bounds() -> tuple[tuple[str, str, Bound], ...]:
 
 
 def max_magnitude(section: str, key: str) -> float | None:
-    """Return the largest magnitude of a key, or None for a key that takes no number."""
+    """Return the largest magnitude of a key, or None if its values are not numbers."""
     hint = key_types(section)[key]
     types = get_args(hint) or (hint,)
     if int not in types and float not in types:
@@ -67,18 +67,18 @@ def max_magnitude(section: str, key: str) -> float | None:
 
 
 def max_integer(section: str, key: str) -> int:
-    """Return the largest value of a key that takes integers."""
+    """Return the largest value of a key whose values are integers."""
     return _own_maximum(section, key) or MAX_INTEGER
 
 
 def _own_maximum(section: str, key: str) -> int | None:
-    """Return the largest magnitude of a key of a section that has one of its own, or None."""
+    """Return the largest magnitude that the annotation of a key sets, or None."""
     return next((entry.value for entry in marks_of(sections()[section])[key] if isinstance(entry, Most)), None)
 
 
 @cache
 def own_maxima() -> dict[str, int]:
-    """Return the largest magnitude of each key, and of each setting of a built-in part, that has one of its own."""
+    """Return the largest magnitude of each key, and of each setting of a built-in part, whose annotation sets one."""
     of_keys = {
         f"{section}.{key}": most
         for section in sections()
@@ -111,7 +111,7 @@ def keys_of_same_run() -> frozenset[str]:
 
 @cache
 def judged() -> dict[str, Judged | None]:
-    """Return how `moefold verify` judges each key, by "section.key"; None: the oracle has to read it."""
+    """Return how `moefold verify` judges each key, by "section.key"; None: the oracle must read it."""
     return {
         name: next((mark for mark in reversed(marks) if isinstance(mark, Judged)), None)
         for name, marks in _marks_by_key().items()
@@ -120,7 +120,7 @@ def judged() -> dict[str, Judged | None]:
 
 @cache
 def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[ReadIf, ...]]:
-    """Return what must hold for each key to have an effect, by "section.key"; keys without a condition are absent.
+    """Return the conditions under which each key has an effect, by "section.key"; keys without a condition are absent.
 
     Args:
         tables: path and class of each table and part whose settings count (`chosen.tables_in`).
@@ -135,7 +135,7 @@ def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[Read
 
 @cache
 def _marks_by_key() -> dict[str, tuple[Any, ...]]:
-    """Return the metadata of each key by "section.key": its section's, then its own, which count before them."""
+    """Return the metadata of each key by "section.key": the section's, then the key's, which takes precedence."""
     return {
         f"{section}.{key}": (*marks_of(Config)[section], *metadata)
         for section in sections()

@@ -14,8 +14,8 @@ class UpcycleConfig(Table):
     dense: Annotated[str, Bound("must name a folder", bool)]
     """Dense checkpoint or Hugging Face folder: the experts are copies or slices of its feed-forward layers."""
     router_init: Literal["group", "expert", "zero"] = "group"
-    """Initial weights of the new routers: one random row per whole copy of the dense layer (group), one per expert, or
-    zeros."""
+    """Initial weights of the new routers: one random row per whole copy of the dense layer (group), a random row per
+    expert, or zeros."""
     scaling: bool = True
     """Scale the experts' weights so that a token's experts add up to the dense layer (arXiv:2410.07524)."""
     noise: Annotated[float, at_least(0, "0: none")] = 0.0
@@ -30,7 +30,7 @@ class CheckpointConfig:
     """Folder of the checkpoints; empty: RUN_DIR/checkpoints. May be remote, such as s3://BUCKET/RUN
     ([remote.md](remote.md))."""
     every: Annotated[int, at_least(0, "0: never")] = 500
-    """Save every this many steps; 0: not between the first step and the last. A shorter run saves at its end."""
+    """Save every this many steps; 0: never during the run. A run with fewer steps saves at its end."""
     at_end: bool = True
     """Save after the last step, unless checkpoint.every has just done so."""
     keep: Annotated[int, at_least(0, "0: all"), ReadIf("checkpoint.every!=0 checkpoint.at_end=true")] = 10
@@ -61,7 +61,7 @@ class CheckpointConfig:
 
     @property
     def start(self) -> str:
-        """Weights that a new run begins with; empty: random ones."""
+        """Initial weights of a new run; empty: random."""
         return self.upcycle.dense if self.upcycle else self.init_from
 
     @property

@@ -1,4 +1,4 @@
-"""The parts that a recipe chooses. Torch-free."""
+"""The parts that a recipe chooses."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -27,7 +27,7 @@ def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
 
 @cache
 def default_part(group: type[AnyPart]) -> AnyPart:
-    """Return the part of a group in a recipe that sets nothing."""
+    """Return the default part of a group."""
     return chosen(Config(), group)
 
 
@@ -53,13 +53,13 @@ def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
 
 
 def of_group(value: Any, group: type[AnyPart]) -> AnyPart:
-    """Return a part, which is of a group."""
+    """Return a part with its type checked against its group."""
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
 
 
 def chosen_parts(recipe: Config) -> Iterator[Part]:
-    """Yield the part of each group that a recipe chooses; a kind of another part may lack it."""
+    """Yield the part of each group that a recipe chooses; some kinds do not have every group."""
     found = (read_key(recipe, group.key) for group in groups())
     return (part for part in found if part is not None)
 

@@ -42,10 +42,9 @@ class DataConfig:
         ReadIf("data.document_index=false"),
     ] = -1
     """Id of the token that ends a document, 0 with the tokenizer "bytes": attention is then masked to the document, and
-    its first token is no target. -1: a sample counts as one document."""
+    its first token is not a target. -1: a sample counts as one document."""
     document_index: Annotated[bool, ReadIf("data.kind=tokens")] = False
-    """Mask attention as document_end does, at the document boundaries that `moefold tokenize` recorded next to the
-    tokens (tokens)."""
+    """Mask attention as document_end does, at the boundaries that `moefold tokenize` recorded (tokens)."""
     packing: Annotated[Literal["concatenate", "best_fit"], ReadIf("data.kind=python-docs|text|tokens|huggingface")] = (
         "concatenate"
     )
@@ -75,7 +74,7 @@ class DataConfig:
     overlong: Annotated[Literal["cut", "refuse"], ReadIf("data.kind=sft|preference")] = "cut"
     """Handling of conversations (preference: pairs) longer than seq_len + 1 tokens (sft, preference)."""
     skip_bad_rows: Annotated[bool, ReadIf("data.kind=sft|preference|prompts")] = False
-    """Skip rows that are no conversation, pair or prompt, that the template refuses, or that lack the reward or the
+    """Skip rows that are not a conversation, pair or prompt, that the template refuses, or that lack the reward or the
     columns of the verifier, and log their number; false: the first one ends the run (sft, preference, prompts)."""
 
     @property

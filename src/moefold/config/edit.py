@@ -1,4 +1,4 @@
-"""Change settings of a config by their names. Torch-free."""
+"""Change settings of a config by their names."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +20,11 @@ FILLING_KEYS = ("model.preset", "sites.method")
 def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
     """Return a config with other values, checked as the values of a recipe are.
 
-    Another kind of a part keeps the settings that it has too. `check_config` checks the result.
+    A part of another kind keeps the settings that both kinds have. `check_config` checks the result.
 
     Args:
-        settings: values by "section.key", and of a part also by "section.key.setting"; kinds come before settings. A
-            table without another kind keeps the settings that it leaves out.
+        settings: values by "section.key", and of a part also by "section.key.setting"; kinds precede settings. A table
+            without another kind keeps the settings that it leaves out.
 
     Raises:
         ConfigError: a key is unknown, a value has a wrong type, or a key fills others, such as model.preset.
@@ -76,7 +76,7 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
 
 
 def _whole(path: str, value: Any, before: Any) -> Any:
-    """Return a kind, or a table without another kind, with the settings of the table that it changes."""
+    """Return a value; a table of the same kind is completed from the value that it changes."""
     kind = before.kind if isinstance(before, Part) else None
     is_change = value.get("kind", kind) == kind if isinstance(value, dict) else kind and isinstance(value, str)
     found = merged(path, as_plain(before), value) if is_change else value

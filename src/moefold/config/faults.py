@@ -1,4 +1,4 @@
-"""The [faults] section: what a run does about failures; see docs/failures.md."""
+"""The [faults] section: handling of failures; see docs/failures.md."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -37,21 +37,21 @@ class FaultsConfig:
         ReadIf("parallel.world_size"),
     ] = 1.3
     """Report a rank whose own work takes more than this factor times the median of its pipeline stage in 12 of 16
-    steps; 0 turns it off, and the timing of ranks in metrics.jsonl with it."""
+    steps; 0 turns off the report and the timing of ranks in metrics.jsonl."""
     replica_check_every: Annotated[int, at_least(0, "0: never"), ReadIf("parallel.world_size")] = 0
-    """Compare replicas every this many steps: whether ranks that should hold identical bytes do, and how far losses and
-    gradients of data-parallel replicas diverge; 0: never. The bytes are also compared before each save. A difference of
-    bytes ends the run and names the rank."""
+    """Compare replicas every this many steps: the bytes that should be equal on several ranks, and the distance between
+    losses and gradients of data-parallel replicas; 0: never. The bytes are also compared before each save. A difference
+    of bytes ends the run and names the rank."""
     on_loss: Literal["stop", "regroup"] = "stop"
     """Handling of a lost rank: its process was killed, or its machine is gone. stop: end the job; the same command
-    resumes. regroup: the other ranks go on in their processes, with fewer data-parallel replicas and the same global
+    resumes. regroup: the other ranks continue in their processes, with fewer data-parallel replicas and the same global
     batch, from memory or the last checkpoint ([failures.md](failures.md#continuing-without-a-restart))."""
     min_ranks: Annotated[int, at_least(1), ReadIf("faults.on_loss=regroup")] = 1
-    """Fewest ranks to go on with after a regroup; with fewer, the job ends."""
+    """Minimum number of ranks after a regroup; with fewer, the job ends."""
 
     @property
     def regroups(self) -> bool:
-        """Return whether the job goes on without a lost rank."""
+        """Return whether the job continues without a lost rank."""
         return self.on_loss == "regroup"
 
     @property

@@ -11,13 +11,13 @@ class Bound:
     """Rule on the value of a key, checked for every config before it is used."""
 
     rule: str
-    """What the value must be, as the message says it after key and value."""
+    """Rule on the value, as error messages state it after key and value."""
     is_legal: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
 class Most:
-    """Largest magnitude of a number, far above what any machine runs; checked while a recipe is read.
+    """Largest magnitude of a number, far above the values of any real run; checked while a recipe is read.
 
     Numbers without it have the largest magnitude of their type (`config/limits.py`).
     """
@@ -27,21 +27,21 @@ class Most:
 
 @dataclass(frozen=True)
 class ReadIf:
-    """Mark of a key that has an effect only with other keys; on a section: of all its other keys.
+    """Condition for a key to have an effect; on a section: condition of all its other keys.
 
-    Of several marks, each must hold.
+    If a key has several conditions, all must hold.
     """
 
     conditions: str
-    """Separated by spaces; one of them suffices. "section.key": the key has another value than its default.
-    "section.key=WORD|WORD", "section.key!=WORD": it has one of these values, or another one."""
+    """Alternatives, separated by spaces. "section.key": the key differs from its default. "section.key=WORD|WORD",
+    "section.key!=WORD": it has one of these values, or another value."""
 
 
 class Judged(Enum):
-    """Class of a key for `moefold verify`; on a section: of all its keys without a mark of their own.
+    """Class of a key for `moefold verify`; on a section: class of all its keys without their own mark.
 
-    A key without a mark, in a section without one, changes the maths of a step: the oracle has to read it when it is
-    set. If no formula has read it, the verdict would mean nothing, and the recipe is refused.
+    A key without a mark, in a section without a mark, changes the maths of a step: the oracle must read it when it is
+    set. The recipe is refused if no formula has read it, because the verdict would mean nothing.
     """
 
     ROUNDS = "rounds of sites: the oracle of sites reads it, and `moefold verify` says that it compares no round"
@@ -65,16 +65,16 @@ class Trait(Enum):
 SAME_TENSORS = Trait.SAME_TENSORS
 """A key of [model] that does not change the meaning of stored tensors, or that is compared by its effect."""
 SAME_RUN = Trait.SAME_RUN
-"""A key that may change when a run is resumed without a line of the log; on a section: all its keys, but for those that
-initial values follow from (`Judged.START`)."""
+"""A key that may change when a run is resumed without a line of the log; on a section: all its keys except those that
+determine initial values (`Judged.START`)."""
 
 
 def at_least(low: int, meaning: str = "") -> Bound:
-    """Return the rule that a number is at least `low`.
+    """Return the bound that a number is at least `low`.
 
     Args:
         low: the smallest legal value.
-        meaning: what some value means, such as "0: never".
+        meaning: meaning of a special value, such as "0: never".
     """
     return Bound(f"must be at least {low}{f' ({meaning})' if meaning else ''}", lambda value: value >= low)
 

@@ -1,6 +1,6 @@
-"""Find the class of a part by its group and kind: a file of `parts/GROUP/`, or a part from outside.
+"""Find the class of a part by its group and kind, in a file of `parts/GROUP/` or outside of the package.
 
-Nothing else of the package imports a part, so that a new file is a new kind.
+No other module imports a part by its path, so that a new file is a new kind.
 """
 
 import importlib
@@ -28,9 +28,10 @@ GROUPS = "moefold.config.groups"
 
 @cache
 def built_in_kinds(group: str) -> tuple[str, ...]:
-    """Return the kinds of a group that the package has, sorted.
+    """Return the built-in kinds of a group, sorted.
 
-    The name of the file is the kind, with `-` as `__`, and `_` before it where it begins with a digit: `_1f1b.py`.
+    The file is named after the kind: `-` becomes `__`, and a name that begins with a digit has `_` before it:
+    `_1f1b.py`.
     """
     folder = Path(__file__).parents[1] / "parts" / group
     names = (found.name for found in pkgutil.iter_modules([str(folder)]))
@@ -59,7 +60,7 @@ def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
 
 
 def one_of(options: list[str]) -> str:
-    """Return options as what a value must be: "one of 'ring', 'ulysses'", or the only one."""
+    """Return the legal values as text: "one of 'ring', 'ulysses'", or the only value."""
     return "one of " * (len(options) > 1) + ", ".join(options)
 
 
@@ -73,7 +74,7 @@ EXPERIMENTS = MappingProxyType(
 
 
 def missing_experiment(name: str, group: str, kind: str) -> str:
-    """Return the refusal of a kind of `moefold-experiments`, which is not installed; empty for another kind.
+    """Return the refusal of a kind of `moefold-experiments` if that is not installed; else empty.
 
     Args:
         group: the group of the part.
@@ -106,7 +107,7 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
 
 @cache
 def groups() -> tuple[Any, ...]:
-    """Return the base class of each group of which a recipe has one part, in order of the groups' names."""
+    """Return the base classes of the groups with one part in each recipe, sorted by the groups' names."""
     return tuple(base for base in all_groups() if "key" in vars(base) and not base.is_of_layers)
 
 
@@ -118,7 +119,7 @@ def find_group(name: str) -> Any:
 
 @cache
 def all_groups() -> tuple[Any, ...]:
-    """Return the base classes of all groups, in order of their names."""
+    """Return the base classes of all groups, sorted by name."""
     folder = Path(__file__).parent / "groups"
     modules = [importlib.import_module(f"{GROUPS}.{found.name}") for found in pkgutil.iter_modules([str(folder)])]
     found = [value for module in modules for value in vars(module).values() if _is_part(value, module.__name__)]
@@ -139,7 +140,7 @@ def find_part(group: str, kind: str) -> Any:
         kind: one of `built_in_kinds(group)`, or a kind of an installed package.
 
     Raises:
-        ConfigError: the group has no such kind; or a package from outside is broken, or another one has its kind.
+        ConfigError: the group has no such kind, a package from outside is broken, or two packages have the kind.
     """
     if kind in built_in_kinds(group):
         return _class_in(group, kind)
@@ -154,7 +155,7 @@ def find_part(group: str, kind: str) -> Any:
 
 
 def check_class(part: Any, base: type[Any], where: str) -> None:
-    """Check that what a package or file brings is a part of a group.
+    """Check that an object from a package or file is a class of parts of a group.
 
     Args:
         part: the class.
@@ -182,7 +183,7 @@ def class_of(group: str, value: Any) -> Any:
 
 
 def kind_of(part: type[Any]) -> str:
-    """Return the kind of the class of a part; MODULE:CLASS of one that a program made."""
+    """Return the kind of the class of a part; MODULE:CLASS for a class that a program made."""
     if not is_built_in(part):
         return origin_of(part)[0]
     stem = part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
@@ -190,13 +191,13 @@ def kind_of(part: type[Any]) -> str:
 
 
 def describe_class(part: Any) -> str:
-    """Return the key and kind of a class of parts, and of one from outside its distribution or file."""
+    """Return the key and kind of a class of parts; if it is from outside, also its distribution or file."""
     origin = "" if is_built_in(part) else f" ({origin_of(part)[1]})"
     return f"{getattr(part, 'key', part.group)}={kind_of(part)!r}{origin}"
 
 
 def is_built_in(part: type[Any]) -> bool:
-    """Return whether the class of a part is one of the package."""
+    """Return whether the class of a part is built in."""
     return part.__module__.startswith(f"{PARTS}.")
 
 

@@ -1,4 +1,4 @@
-"""Layers of a model in words, `layers = "3 dense, 58 moe"`: parsed, written, and repeated. Torch-free."""
+"""Layers of a model in words, `layers = "3 dense, 58 moe"`: parsing, writing and repeating."""
 
 import re
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from typing import NamedTuple
 from moefold.errors import ConfigError
 
 MAX_LAYERS = 10_000
-"""Upper bound of the layers of a model, so that untrusted text needs little memory."""
+"""Upper bound of the layers of a model, which limits the memory for untrusted text."""
 
 
 class LayerWords(NamedTuple):
     """Words of one layer.
 
-    A word is written where it is not the default, or where layers differ in it.
+    A word is written if it is not the default, or if layers differ in it.
     """
 
     attention: str = "full"
@@ -34,10 +34,10 @@ def parse_layers(layers: int | str) -> tuple[LayerWords, ...]:
     """Return the words of each layer, in order.
 
     Args:
-        layers: as in a recipe: COUNT, or entries "COUNT WORD/WORD" and "COUNT x (ENTRY, ...)" between commas.
+        layers: value of the recipe: COUNT, or entries "COUNT WORD/WORD" and "COUNT x (ENTRY, ...)" between commas.
 
     Raises:
-        ValueError: it is not understood, or there are no layers or more than `MAX_LAYERS`.
+        ValueError: the text is invalid, or there are no layers or more than `MAX_LAYERS`.
     """
     if isinstance(layers, int):
         if not 1 <= layers <= MAX_LAYERS:
@@ -108,17 +108,17 @@ def _runs(names: Sequence[str]) -> list[str]:
 
 
 def repeat_layers(rows: Sequence[LayerWords], count: int) -> tuple[LayerWords, ...]:
-    """Return a number of layers that repeat as others do: "2 x (window, full)" for 3 layers is window, full, window."""
+    """Return a number of layers in a repeated pattern: "2 x (window, full)" for 3 layers is window, full, window."""
     size = next(size for size in range(1, len(rows) + 1) if all(rows[i] == rows[i % size] for i in range(len(rows))))
     return tuple(rows[i % size] for i in range(count))
 
 
 def counted_layers(layers: int | str | None, count: int) -> int | str:
-    """Return a number of layers as others are, which have to be equal.
+    """Return a number of layers like the given layers, which must be equal.
 
     Args:
         layers: layers of a recipe or its preset, unchecked; None: the default.
-        count: number of layers that takes their place; what is no legal number is refused where it is checked.
+        count: number of the returned layers; an illegal number is refused later.
 
     Raises:
         ConfigError: the layers differ.

@@ -1,6 +1,6 @@
-"""Layers of a model as objects: `layers_of` reads the words and the parts of a recipe, and nothing else does.
+"""Layers of a model as objects; only `layers_of` reads the words and the parts of a recipe.
 
-What is asked of a layer is asked of its parts, in `config/groups/`.
+The interface of the parts of a layer is in `config/groups/`.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LAYER_KEYS = (
 )  # fmt: skip
 """Recipe keys that choose the parts of the layers."""
 SPANS = {"window": "sliding_window", "chunk": "attention_chunk_size"}
-"""Key with the tokens of each kind of span."""
+"""Key with the number of tokens of each kind of span."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,11 @@ class Layer:
     residual: ResidualPart
 
     def __hash__(self) -> int:
-        """Return the hash, which is computed once: layers are keys of dictionaries."""
+        """Return the cached hash, because layers are keys of dictionaries."""
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields: hashes of strings differ between processes."""
+        """Return the fields without the hash, because hashes of strings differ between processes."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
@@ -63,7 +63,7 @@ class Layer:
 
     @cached_property
     def core(self) -> AttentionCore:
-        """Core of attention: what it computes without a weight."""
+        """Core of attention: the sizes of its computation without weights."""
         return self.attention.core(self.hidden_size)
 
     def _norm_params(self, name: str, exists: bool) -> Iterator[ParamSpec]:
@@ -71,15 +71,14 @@ class Layer:
 
     @cached_property
     def kind(self) -> "Layer":
-        """The layer without what depends on positions, span and RoPE.
+        """Layer without the parts that depend on positions: span and RoPE.
 
-        Layers of one kind have the same parameters, FLOPs for each key, saved bytes and cache. It is the same object
-        for all of them.
+        Layers of one kind have the same parameters, FLOPs for each key, saved bytes and cache. They share one object.
         """
         return _interned(replace(self, attention=replace(self.attention, span=None, has_rope=True)))
 
     def parts(self) -> Iterator[Any]:
-        """Yield the parts of the layer, and their parts."""
+        """Yield the parts of the layer, recursively."""
         yield self.norm
         yield self.residual
         for part in (self.attention, self.ffn):
@@ -105,7 +104,7 @@ def _interned(layer: Layer) -> Layer:
 def layers_of(model: Any) -> tuple[Layer, ...]:
     """Return the layers of a model in order, then the MTP (multi-token prediction) layers.
 
-    An MTP layer is as the last one, with an indexer of its own.
+    An MTP layer is like the last layer, with its own indexer.
 
     Args:
         model: a `ModelConfig`, which has the layers as `all_layers`.

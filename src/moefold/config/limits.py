@@ -1,7 +1,7 @@
 """Upper bounds of recipe values, checked before anything is derived from the values.
 
-Each bound is far above what any machine runs. A key has its own in the annotation of its field (`config/field.py`), or
-the default bound of its type.
+Each bound is far above the values of any real run. The annotation of a key's field may have the bound
+(`config/field.py`); else the default of its type applies.
 """
 
 from math import inf
@@ -18,7 +18,7 @@ MAX_MICRO_BATCHES = 2**16
 MAX_CHARACTERS = 10_000
 """Length of a string."""
 MAX_INTEGER_BITS = 200
-"""Largest integer that an error message prints in digits."""
+"""Maximum bits of an integer that error messages print in digits."""
 MAX_NESTING_DEPTH = 8
 """Nesting depth of lists in a value; no key takes more than one level."""
 
@@ -30,11 +30,11 @@ MAX_WIDTH = 2**20
 
 
 def value_unsupported_reason(hint: Any, maximum: float | None, value: Any) -> str:
-    """Return the size rule that a value breaks, or which character of it no text can have; "" if neither.
+    """Return the violated size rule of a value, or its illegal character; "" if it is valid.
 
     Args:
         hint: type of the key.
-        maximum: largest magnitude of a number; None: the key takes none.
+        maximum: largest magnitude of a number; None: the key does not take numbers.
     """
     if isinstance(value, int | float) and maximum is not None and abs(value) > maximum and abs(value) != inf:
         bound = f"{maximum}" if isinstance(maximum, int) else f"{maximum:.15g}"
@@ -54,12 +54,12 @@ def value_unsupported_reason(hint: Any, maximum: float | None, value: Any) -> st
 
 
 def non_unicode_reason(text: str) -> str:
-    """Return which part of a text is not Unicode: a byte of a file name that is not UTF-8; "" if there is none."""
+    """Return the part of a text that is not Unicode, such as a byte of a file name that is not UTF-8; "" if none."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        # Python's file names have surrogates in the place of such bytes (PEP 383).
+        # Python's file names have surrogates instead of such bytes (PEP 383).
         is_byte = 0xDC80 <= code <= 0xDCFF
         what = f"the byte 0x{code - 0xDC00:02X}, which is not UTF-8" if is_byte else f"a lone surrogate U+{code:04X}"
         return f"has {what}; rename the file or folder, or link to it by a name in UTF-8"

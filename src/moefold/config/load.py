@@ -1,6 +1,6 @@
 """Build a validated, frozen `Config` from a TOML recipe and `section.key=value` overrides, and convert it to JSON.
 
-Overrides edit the recipe's tree before validation, so that there is one path and one set of errors.
+Overrides change the recipe's tree before validation, so that both have the same errors.
 """
 
 import json
@@ -45,25 +45,25 @@ from moefold.errors import ConfigError, raise_all
 
 Problems = dict[str, str | ConfigError]
 AUTO = "auto"
-"""`parallel = "auto"` at the top level is short for parallel.mapping = "auto"."""
+"""Value of `parallel = "auto"` at the top level, short for parallel.mapping = "auto"."""
 MAX_NAME_CHARACTERS = 200
-"""Length of the name in an override; no key is nearly as long, and messages repeat it."""
+"""Maximum length of the name in an override, because messages repeat it; all keys are much shorter."""
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str], folder: Path = Path()) -> list[str]:
-    """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` works as in recipes.
+    """Apply overrides `section.key=value` to a tree of sections, in order; `parallel=auto` is allowed as in recipes.
 
-    The settings of a part, `section.key.setting=value`, follow all others: its kind may stand before or after them.
-    Another kind keeps the settings of the recipe that it has too.
+    The settings of a part, `section.key.setting=value`, are applied after all others: its kind may precede or follow
+    them. Another kind keeps the settings of the recipe that both kinds have.
 
     Args:
-        folder: where paths of parts start, the recipe's.
+        folder: the recipe's folder, for relative paths of parts.
 
     Returns:
         A message on settings that another kind lacks.
 
     Raises:
-        ConfigError: overrides have another form, or name no section or a key of format 1; all of them in one error.
+        ConfigError: overrides have another form, or name an unknown section or a key of format 1; one error for all.
     """
     left_out = []
     refused = []
@@ -84,12 +84,12 @@ def _depth(override: str) -> int:
 def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """Validate a tree of sections, such as `config_to_dict` returns, after filling missing keys from its preset.
 
-    A learning rate that is left out follows from the method of training (`config/method_defaults.py`).
+    An absent learning rate follows from the method of training (`config/method_defaults.py`).
 
-    A part from outside is built from its table; no file is imported (`part_table.name_files`).
+    A part from outside is built from its table without importing a file (see `part_table.name_files`).
 
     Raises:
-        MissingPartError: a part is not here: its file is not named, or its package is not installed.
+        MissingPartError: the file of a part is not named, or its package is not installed.
         ConfigError: a section, key, type, choice or preset is wrong.
     """
     if FORMAT_KEY in tree:
@@ -131,7 +131,7 @@ def _validator() -> TypeAdapter[Config]:
 
 
 def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
-    """Return a tree whose [model] has the keys of its preset that it leaves out, and errors by "section.key"."""
+    """Return a tree whose [model] is completed by its preset, and errors by "section.key"."""
     model: Any = tree.get("model")
     preset = model.get("preset", "") if isinstance(model, dict) else ""
     if not isinstance(preset, str) or not preset:
@@ -144,7 +144,7 @@ def _with_preset(tree: Tree) -> tuple[Tree, dict[str, str]]:
 
 
 def _counted(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Return the layers of a [model] that gives their number alone, as they are in another one."""
+    """Return the layers of a [model] that only has their number, with the kinds of another [model]."""
     count = over.get("layers")
     return {"layers": counted_layers(base.get("layers"), count)} if type(count) is int else {}
 
@@ -153,7 +153,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
     """Build the parts and the tables of keys of sections.
 
     Returns:
-        The tree without them, the parts and tables by "section.key", and errors by "section.key".
+        The tree without these keys, the parts and tables by "section.key", and errors by "section.key".
 
     Raises:
         MissingPartError: see `config_from_dict`.
@@ -179,7 +179,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
 
 
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:
-    """Apply one override; return a message on settings that are left out, or an empty text."""
+    """Apply one override; return a message on dropped settings, or ""."""
     name, equals, text = override.partition("=")
     if (name.strip(), text.strip()) == ("parallel", AUTO):
         name = "parallel.mapping"
@@ -190,7 +190,7 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
         )
     if not equals:
         raise ConfigError(
-            f"{brief_value(override)} is no override; overrides are section.key=value, such as train.lr=1e-3"
+            f"{brief_value(override)} is not an override; overrides are section.key=value, such as train.lr=1e-3"
         )
     if not dot or not key:
         word = override if len(override) <= MAX_NAME_CHARACTERS else name.strip()
@@ -231,7 +231,7 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
         put(tree, names, value_of_part)
     else:
         if isinstance(value, dict):
-            # A table keeps the kind and the settings of the recipe that it leaves out, as over a preset.
+            # A table is completed by the kind and the settings of the recipe, like the keys of a preset.
             value = merged(path, before, value)
             put(tree, names, NONE)
         put(tree, names, value)
@@ -248,7 +248,7 @@ def _override_value(section: str, key: str, text: str) -> Any:
 
 
 def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by name, errors of sections and keys, and of values that pydantic would accept."""
+    """Return, by name, errors of sections and keys, and of wrong values that pydantic would accept."""
     problems: dict[str, str] = {}
     for section, keys in tree.items():
         if section not in sections():
@@ -286,7 +286,7 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodP
         problems: errors by "section.key".
         method: the part of sites.method, if it is from outside.
     """
-    # A key with an error is left out: other checks might fail on it.
+    # A key with an error is omitted, because other checks might fail on it.
     known = {
         section: {
             key: value
@@ -302,7 +302,7 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodP
 
 
 def _method_values(keys: Mapping[str, Any], method: SiteMethodPart | None) -> Mapping[str, Any]:
-    """Return the values that the method of a section [sites] gives to the keys that it leaves out."""
+    """Return the values of the absent keys of a section [sites] from its method."""
     kind = keys.get("method")
     if method is None and isinstance(kind, str):
         method = find_part(SiteMethodPart.group, kind)()
@@ -326,5 +326,5 @@ def _type_problem(section: str, key: str, value: Any) -> str:
 
 
 def _encode_unsupported(value: object) -> dict[str, str]:
-    """Encode TOML dates and times, which no key takes, as an object that fails every type."""
+    """Encode TOML dates and times, which no key accepts, as an object that fails every type check."""
     return {"not a setting": str(value)}

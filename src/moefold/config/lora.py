@@ -11,16 +11,16 @@ class LoraConfig:
     """Low-rank adapters of frozen weights ([lora.md](lora.md), arXiv:2106.09685)."""
 
     rank: Annotated[int, at_least(0, "0: no adapters")] = 0
-    """Rank of the adapters, which alone are trained: W x + (alpha / rank) B A x of each matrix W of `targets`, all
-    other weights frozen. 0: no adapters, all weights are trained."""
+    """Rank of the adapters, the only trained weights: W x + (alpha / rank) B A x for each matrix W of `targets`; all
+    other weights are frozen. 0: no adapters, all weights are trained."""
     alpha: Annotated[float, POSITIVE] = 16.0
     """Scale of the adapters: B A is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], Judged.START] = ("all",)
-    """Matrices with adapters. A part of the model: "attention", "dense_mlp", "shared_experts", "experts" (a pair of
-    each expert). A matrix: "wq", "w_up". A matrix of a part: "experts.w_up". "all": every matrix of these parts."""
+    """Matrices with adapters. A part of the model: "attention", "dense_mlp", "shared_experts", "experts" (an adapter
+    for each expert). A matrix: "wq", "w_up". A matrix of a part: "experts.w_up". "all": every matrix of these parts."""
     init_from: Annotated[str, Judged.START] = ""
-    """Initial adapters: a checkpoint with adapters of the same rank and targets, or a run, which means its newest one.
-    Empty: new adapters, which change nothing at first (B is zero)."""
+    """Initial adapters: a checkpoint with adapters of the same rank and targets, or a run (its newest checkpoint).
+    Empty: new adapters, which initially change nothing (B is zero)."""
 
     @property
     def trains_adapters_only(self) -> bool:

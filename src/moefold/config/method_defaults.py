@@ -1,7 +1,7 @@
-"""Default learning rates by method of training, with their sources. Torch-free.
+"""Default learning rates by method of training, with their sources.
 
-A rate for random weights destroys a trained model: 3e-4 is usual in pretraining, and 300 times what preference
-optimisation takes.
+A rate for random weights damages a trained model: 3e-4 is usual in pretraining, 300 times the rate of preference
+optimisation.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ METHOD_KEYS = ("data.kind", "align.method", "rl.group_size", "lora.rank", "train
 
 @dataclass(frozen=True, slots=True)
 class MethodRates:
-    """Peak learning rates of a method, for all weights and for adapters alone."""
+    """Peak learning rates of a method, for all weights and for only adapters."""
 
     method: str
     all_weights: float
@@ -48,7 +48,7 @@ REINFORCEMENT = MethodRates(
 
 @cache
 def all_methods() -> tuple[MethodRates, ...]:
-    """Return the methods of training, then the built-in optimizers that need rates of their own."""
+    """Return the methods of training, then the built-in optimizers that need their own rates."""
     own = (find_part("optimizer", kind).rates for kind in built_in_kinds("optimizer"))
     return PRETRAINING, FINE_TUNING, PREFERENCES, REINFORCEMENT, *(rates for rates in own if rates is not None)
 
@@ -70,7 +70,7 @@ def method_of(settings: Mapping[str, Any]) -> MethodRates:
 
 
 def _rates_of_optimizer(optimizer: Any) -> Any:
-    """Return the rates that an optimizer needs, whatever it trains; None: it needs none, or is not installed here."""
+    """Return the rates that an optimizer needs in every method; None: no such rates, or not installed here."""
     if isinstance(optimizer, str):
         return find_part("optimizer", optimizer).rates if optimizer in kinds("optimizer") else None
     return getattr(optimizer, "rates", None)
@@ -90,7 +90,7 @@ def describe_method(settings: Mapping[str, Any]) -> str:
 
 
 def default_learning_rate(settings: Mapping[str, Any]) -> float:
-    """Return the learning rate of a recipe that leaves train.lr out, from its `method_settings`."""
+    """Return the learning rate of a recipe without train.lr, from its `method_settings`."""
     rates = method_of(settings)
     return rates.adapters if settings["lora.rank"] else rates.all_weights
 

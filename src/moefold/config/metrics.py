@@ -1,4 +1,4 @@
-"""The [metrics] section: outputs besides metrics.jsonl."""
+"""The [metrics] section: outputs in addition to metrics.jsonl."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -36,7 +36,7 @@ class MetricsConfig:
     ] = ()
     """Tags of the run; empty: WANDB_TAGS (separated by commas), else none."""
     per_layer: Annotated[bool, ReadIf("metrics.tensorboard metrics.wandb")] = False
-    """Send TensorBoard and Weights & Biases one curve per MoE layer, besides the mean and the maximum over the
+    """Send TensorBoard and Weights & Biases one curve per MoE layer, in addition to mean and maximum over the
     layers."""
     peak_tflops: Annotated[float, at_least(0, "0: look the device up")] = 0.0
     """Peak TFLOP/s of one rank's device, for MFU; 0: looked up for a bfloat16 run's device, null if unknown."""

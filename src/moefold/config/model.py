@@ -1,4 +1,4 @@
-"""The [model] section of a recipe: sizes and kinds of a decoder-only transformer, and its layers, "3 dense, 58 moe"."""
+"""The [model] section of a recipe: sizes and kinds of a decoder-only transformer and of its layers."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,24 +15,25 @@ from moefold.config.part import KindOf, Section
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """Sizes and kinds of a decoder-only transformer. `preset` fills what the recipe leaves out."""
+    """Sizes and kinds of a decoder-only transformer. `preset` sets the keys that the recipe leaves out."""
 
     preset: Annotated[str, SAME_TENSORS, Judged.SIZE] = ""
-    """Named model shape (see `moefold train --keys`); keys of the recipe win over keys of the preset."""
+    """Named model shape (see `moefold train --keys`); keys of the recipe take precedence."""
     layers: Annotated[int | str, Most(MAX_LAYERS)] = 4
     """Transformer layers, L: their number, or names with counts and one level of brackets, such as "3 dense, 58 moe",
-    "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". A name is needed where it is not the first of: full,
-    window (model.sliding_window), chunk (model.attention_chunk_size) or linear (model.linear_attention) attention; rope
-    or nope (no position embedding); own or shared (the keys that the nearest layer with an indexer before it selected,
-    arXiv:2603.12201; MTP layers have their own indexer); moe (model.ffn.moe) or dense (model.ffn.dense)."""
+    "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". The first name of each of these lists is the default:
+    full, window (model.sliding_window), chunk (model.attention_chunk_size) or linear (model.linear_attention)
+    attention; rope or nope (no position embedding); own or shared (the keys that the nearest layer with an indexer
+    before it selected, arXiv:2603.12201; MTP layers have their own indexer); moe (model.ffn.moe) or dense
+    (model.ffn.dense)."""
     hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 256
     """Width of the residual stream, H."""
     attention: Annotated[Any, KindOf("attention", "not is_recurrent")] = "gqa"
     """Softmax attention. gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values
     of all heads come from one latent (DeepSeek-V2)."""
     vocab_size: Annotated[int, at_least(1), Most(2**31), Judged.SIZE] = 256
-    """Rows of the embedding, V. If the recipe does not set it, a tokenizer.json (data.tokenizer) with more ids than the
-    preset or the default does: their number, rounded up to a multiple of 64."""
+    """Rows of the embedding, V. If the recipe does not set it and data.tokenizer has more ids than the preset or the
+    default: their number, rounded up to a multiple of 64."""
     mtp_layers: Annotated[int, at_least(0, "0: none"), Most(MAX_LAYERS)] = 0
     """Additional tokens that each position predicts in training (multi-token prediction, MTP, arXiv:2412.19437 sec.
     2.2), each through one more layer after the others, of the kind of the last one; 0: none."""
@@ -53,7 +54,7 @@ class ModelConfig(Section):
     """Rotary position embedding."""
     norm: Annotated[Any, KindOf("norm")] = "rmsnorm"
     """Norms of the residual stream, including the last one and MTP layers' norms: RMSNorm, or LayerNorm with a weight
-    and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are RMSNorm in any case."""
+    and a bias (arXiv:1607.06450). Norms of heads, of latents and inside linear attention are always RMSNorm."""
     residual: Annotated[Any, KindOf("residual")] = "pre"
     """Norms of attention and of the feed-forward network: of the input (pre: Llama), of the output before it is added
     to the residual stream (post: OLMo 2), or of both (both: sandwich norm)."""
@@ -70,7 +71,7 @@ class ModelConfig(Section):
 
     @cached_property
     def softmax_attention(self) -> Any:
-        """Attention of the layers that are not recurrent, an `AttentionPart` with resolved widths, without a span."""
+        """Attention of the non-recurrent layers: an `AttentionPart` with resolved widths and without a span."""
         return self.attention.with_heads(self.hidden_size)
 
     @property
@@ -80,7 +81,7 @@ class ModelConfig(Section):
 
     @cached_property
     def rope_settings(self) -> RopeSettings:
-        """RoPE of the layers that have it, with the width of their heads."""
+        """RoPE settings, with the width of the heads of the layers with RoPE."""
         part = self.softmax_attention
         temperature = part.temperature if part.has_temperature else None
         return RopeSettings(
@@ -114,7 +115,7 @@ class ModelConfig(Section):
 
     @cached_property
     def mtp_layer(self) -> Layer:
-        """Layer of MTP (multi-token prediction): as the last one, with an indexer of its own."""
+        """Layer of MTP (multi-token prediction): like the last layer, with its own indexer."""
         return replace(self, mtp_layers=1).all_layers[-1]
 
     @property
@@ -149,12 +150,12 @@ class ModelConfig(Section):
 
     @cached_property
     def routed(self) -> RoutedPart | None:
-        """Feed-forward network of the MoE layers, which have the same one; None: there are none."""
+        """Feed-forward network of all MoE layers; None: the model has no MoE layers."""
         return next((layer.ffn.routed for layer in self.all_layers if layer.ffn.routed), None)
 
     @property
     def experts(self) -> RoutedPart:
-        """`routed` of a model with MoE layers."""
+        """Feed-forward network of all MoE layers of a model that has such layers."""
         assert self.routed is not None, "the model has no MoE layers"
         return self.routed
 
@@ -165,7 +166,7 @@ class ModelConfig(Section):
 
     @property
     def selected_keys(self) -> int:
-        """Most keys that a query of sparse attention attends to; 0: no layer has sparse attention."""
+        """Maximum keys of a query of sparse attention; 0: no layer has sparse attention."""
         return next((layer.attention.selector.top_k for layer in self.decoder_layers if layer.attention.selector), 0)
 
     @property

@@ -15,8 +15,7 @@ class MoEConfig(Section):
     """Routing of tokens, load balancing and token dropping."""
 
     capacity_factor: Annotated[float, at_least(0, "0: dropless")] = 0.0
-    """0: dropless. Else each expert takes at most ceil(tokens * top_k / num_experts * capacity_factor) routed
-    tokens."""
+    """0: dropless. Else an expert keeps at most ceil(tokens * top_k / num_experts * capacity_factor) routed tokens."""
     eval_capacity_factor: Annotated[
         float,
         Bound(
@@ -35,8 +34,7 @@ class MoEConfig(Section):
     """Pad the input of every expert with zeros to its capacity, from each rank: static shapes. If cp*tp > 1, only with
     drop_scope "sub_sequence", because ranks that share a capacity would each need a buffer for all of it."""
     aux_loss: Annotated[float, at_least(0, "0: off")] = 0.01
-    """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 turns it off, and so does any choice other than
-    topk."""
+    """Coefficient of the load-balancing loss (arXiv:2101.03961); 0 or a moe.choice other than topk turns it off."""
     aux_kind: Annotated[str | Part, KindOf("balance_scope"), ReadIf("moe.aux_loss!=0.0")] = "micro_batch"
     """Tokens over which the load is balanced: a micro-batch, each sample, or the global batch (arXiv:2501.11873),
     either accumulated so far in the step (global_batch; depends on dp) or of the last step (last_global_batch; the same
@@ -60,7 +58,7 @@ class MoEConfig(Section):
     """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
     weight_in_expert: Annotated[bool, ReadIf("model.ffn.moe.probs_on_input=false"), Judged.MAPPING] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
-    the outputs are then not saved for backward. Exact; costs one more number per routed token in the all-to-all."""
+    the outputs are then not saved for backward. Exact; adds one number per routed token in the all-to-all."""
     dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
     """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)); dtype: run.dtype. fp8-blockwise: e4m3
     with one scale per 128 values, half the bytes of bfloat16. The same rounding under every mapping; expert outputs and

@@ -1,7 +1,7 @@
-"""Parts from outside: entry points of installed packages, and classes of a Python file that the user names.
+"""Parts from outside: entry points of installed packages, and classes in Python files that the user names.
 
-A file is imported only by `import_file`, for a name in a recipe, on a command line or in a program. What a checkpoint
-names is looked up among the files that are imported already (`imported_class`), so that no folder runs code.
+A file is imported only by `import_file`, for a name in a recipe, on a command line or in a program. Names in a
+checkpoint are looked up only among the imported files (`imported_class`), so that no checkpoint runs code.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from moefold.terminal import printable
 ENTRY_POINTS = "moefold."
 """Start of the name of an entry-point group; the rest is the group of the part."""
 INTERFACE = 1
-"""Version of what the package asks of a part; a part from outside states it: `interface: ClassVar[int] = 1`."""
+"""Version of the interface of parts; a part from outside states it: `interface: ClassVar[int] = 1`."""
 MAX_FILE_BYTES = 2**20
 _RESERVED = frozenset({"kind", "group", "key"})
 _FILE_MODULE = "moefold_part_"
@@ -41,39 +41,39 @@ class Origin(NamedTuple):
     sha256: str = ""
 
     def __str__(self) -> str:
-        """Return it as a message names it."""
+        """Return the origin as text for messages."""
         return self.file or f"{self.distribution} {self.version}".strip() or "a program"
 
     def as_dict(self) -> dict[str, str]:
-        """Return the facts that there are."""
+        """Return the fields that are set."""
         return {name: value for name, value in self._asdict().items() if value}
 
 
 class MissingPartError(ConfigError):
-    """Part that a file names and that is not here: a class of a file that the user has not named, or a package."""
+    """Missing part of a recipe or checkpoint: the user has not named its file, or its package is not installed."""
 
 
 def raise_missing(problems: Iterable[object]) -> None:
-    """Raise the errors of parts that are not here as one `MissingPartError`, which names them all."""
+    """Raise the errors of missing parts as one `MissingPartError` that names them all."""
     if missing := [str(problem) for problem in problems if isinstance(problem, MissingPartError)]:
         raise MissingPartError("; ".join(missing))
 
 
 def split_file_kind(kind: str) -> tuple[Path, str] | None:
-    """Split FILE.py:CLASS; None for a kind of another form."""
+    """Split FILE.py:CLASS; return None if a kind has another form."""
     path, colon, name = kind.rpartition(":")
     return (Path(path), name) if colon and path.endswith(".py") and name.isidentifier() else None
 
 
 def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
-    """Import the file of a kind that the user has named, once for each content.
+    """Import the file of a kind that the user named; each content is imported once.
 
     Args:
         kind: FILE.py:CLASS.
-        folder: where a relative path starts.
+        folder: folder of a relative path.
 
     Returns:
-        The kind with the name of the file alone, and the origin.
+        The kind with the file's name without its folder, and the origin.
 
     Raises:
         ConfigError: the file is missing or too large, raises at import, or lacks the class.
@@ -102,7 +102,7 @@ def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
 
 
 def import_files(kinds: str | Iterable[str]) -> None:
-    """Import the files of parts with which a model was trained.
+    """Import the files of the parts of a trained model.
 
     Args:
         kinds: FILE.py:CLASS of each.
@@ -117,13 +117,13 @@ def import_files(kinds: str | Iterable[str]) -> None:
 
 
 def imported_class(kind: str, origin: Origin) -> tuple[Any, Origin]:
-    """Return a class of a file that is imported already, and where it was found.
+    """Return a class of an imported file, and its origin.
 
-    The file with the same path and content is preferred, then the same content, then the same name of the file.
+    Order of preference: a file with the same path and content, with the same content, with the same name.
 
     Args:
-        kind: FILE.py:CLASS, with the name of the file alone.
-        origin: as it was recorded.
+        kind: FILE.py:CLASS, with the file's name without its folder.
+        origin: the recorded origin.
 
     Raises:
         MissingPartError: no such file is imported.
@@ -146,7 +146,7 @@ def rebuild(kind: str, origin: Origin, values: Mapping[str, Any]) -> Any:
     """Rebuild a part of a file in a rank that was started with another interpreter.
 
     Args:
-        kind: FILE.py:CLASS, with the name of the file alone.
+        kind: FILE.py:CLASS, with the file's name without its folder.
         origin: its file and content.
         values: its fields.
 
@@ -171,7 +171,7 @@ def entry_point_of(group: str, kind: str) -> EntryPoint:
 
 
 def load_entry_point(point: EntryPoint, key: str) -> Any:
-    """Import what an entry point names.
+    """Import the class that an entry point names.
 
     Args:
         key: recipe key that chooses the part.
@@ -203,7 +203,7 @@ def origin_of(part: Any) -> tuple[str, Origin]:
 
 @cache
 def entry_points_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by kind; more than one where several distributions have the kind."""
+    """Return the entry points of a group by kind; a kind of several distributions has several entry points."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for point in _all_entry_points():
         if point.group == f"{ENTRY_POINTS}{group}":
@@ -212,13 +212,13 @@ def entry_points_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
-    """Yield why an object from outside is not a part of a group.
+    """Yield the reasons why an object from outside is not a part of a group.
 
     Args:
-        part: what the entry point or the file names.
+        part: the object that the entry point or the file names.
     """
     if not (isinstance(part, type) and issubclass(part, base)):
-        yield f"is no subclass of {base.__module__}.{base.__qualname__}"
+        yield f"is not a subclass of {base.__module__}.{base.__qualname__}"
         return
     if getattr(part, "interface", None) != INTERFACE:
         stated = getattr(part, "interface", None)
@@ -230,7 +230,7 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
         return
     params = vars(part).get("__dataclass_params__")
     if params is None:
-        yield "is no dataclass: write @dataclass(frozen=True, kw_only=True)"
+        yield "is not a dataclass: write @dataclass(frozen=True, kw_only=True)"
         return
     if not params.frozen or not params.eq:
         yield "is not frozen and compared by its fields: write @dataclass(frozen=True, kw_only=True)"
@@ -247,7 +247,7 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
 
 
 def _is_left_open(method: Any) -> bool:
-    """Return whether a method is one of the package that only raises NotImplementedError."""
+    """Return whether a method of this package only raises NotImplementedError."""
     if isinstance(method, property):
         method = method.fget
     return (
@@ -259,11 +259,11 @@ def _is_left_open(method: Any) -> bool:
 
 @cache
 def _entry_of(part: Any) -> tuple[str, Origin]:
-    """Return the kind and distribution whose entry point is a class; MODULE:CLASS of a class of a program."""
+    """Return kind and distribution of the entry point of a class; MODULE:CLASS for a class of a program."""
     points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
     root = part.__module__.partition(".")[0]
     name = f"{part.__module__}:{part.__qualname__}"
-    # Others of the package may be broken, and are refused when a recipe names them.
+    # Other entry points of the package may be broken; a recipe that names them is refused.
     for point in sorted(points, key=lambda point: point.value != name):
         with suppress(ConfigError):
             if point.module.partition(".")[0] == root and load_entry_point(point, part.group) is part:
@@ -283,7 +283,7 @@ def _import_content(kind: str, origin: Origin, content: bytes) -> None:
     spec = importlib.util.spec_from_file_location(name, origin.file)
     assert spec is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its annotations up in the module of its class.
+    # A dataclass looks up its annotations in the module of its class.
     sys.modules[name] = module
     vars(module)["__sha256__"] = origin.sha256
     try:

@@ -44,9 +44,9 @@ class ParallelConfig(Section):
     """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
     dispatcher: Annotated[str | Part, KindOf("dispatcher")] = "alltoall"
     """Token dispatcher of the MoE layers. local: ep = etp = 1. leastloaded: alltoall that relieves overloaded ranks.
-    dedup_alltoall: alltoall that sends a token once to each rank, whatever the number of its experts there.
-    deepep: kernels of the DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never
-    waits for the host, for GPUs. auto: deepep where it can run, else alltoall; the log names the choice."""
+    dedup_alltoall: alltoall that sends a token once to each rank with some of its experts. deepep: kernels of the
+    DeepEP package, for GPUs. symm_mem: an all-to-all over symmetric memory (NVSHMEM) that never waits for the host, for
+    GPUs. auto: deepep where it can run, else alltoall; the log names the choice."""
     overlap_experts: bool = False
     """Overlap the forward pass of one micro-batch with the backward pass of another, so that the computation of each
     hides the dispatch and combine of the other ([pipeline.md](pipeline.md)). Keeps more micro-batches in memory."""
@@ -73,7 +73,7 @@ class ParallelConfig(Section):
 
     @property
     def may_pad_batch(self) -> bool:
-        """Return whether the last data-parallel ranks may have micro-batches of padding, so that dp need not divide."""
+        """Return whether the last data-parallel ranks may have padded micro-batches if dp does not divide the batch."""
         return self.elastic
 
     def vocab_rows(self, vocab_size: int) -> int:

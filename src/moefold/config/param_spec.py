@@ -1,4 +1,4 @@
-"""Shape of one parameter, and how each parallel axis and each optimizer shards it. Torch-free.
+"""Shape of one parameter, and how each parallel axis and each optimizer shards it.
 
 `cost/layer_spec.py` lists the parameters of every block.
 """
@@ -17,7 +17,7 @@ Distribution = Literal["ones", "zeros", "normal", "output", "convolution", "deca
 def shard_rows(size: int, degree: int, index: int) -> tuple[int, int]:
     """Return the first row and the number of rows of one of `degree` parts of a dim, as `torch.chunk` splits it.
 
-    All parts have the rounded-up size, but the last ones have less, or nothing.
+    All parts have the rounded-up size, except that the last parts are smaller or empty.
     """
     rows = -(-size // degree)
     first = min(index * rows, size)
@@ -25,7 +25,7 @@ def shard_rows(size: int, degree: int, index: int) -> tuple[int, int]:
 
 
 def expert_dp_dim(shape: Sequence[int], degree: int) -> int:
-    """Return the dim of local experts that data-parallel ranks shard: by experts, or by rows if those are too few."""
+    """Return the dim of local experts that data-parallel ranks shard: experts, or rows if the experts are too few."""
     return 1 if shape[0] % degree and shape[1] % degree == 0 else 0
 
 
@@ -37,24 +37,24 @@ class ParamSpec:
     """Name in its block, or with the block's prefix."""
     shape: tuple[int, ...]
     part: ModelPart
-    """Part of the model, by which parameters and FLOPs are counted; a matrix's part is its group of Muon."""
+    """Part of the model for counts of parameters and FLOPs; for matrices also their group of Muon."""
     tp_dim: int | None = None
     """Dim sharded by tensor parallelism; None: replicated on every tp rank."""
     tp_heads: int = 0
-    """Heads along `tp_dim`: it is replicated if tp does not divide them; 0: always sharded."""
+    """Heads along `tp_dim`, which is replicated if tp does not divide them; 0: always sharded."""
     etp_dim: int | None = None
     """Dim of routed experts sharded by expert tensor parallelism; dim 0 is sharded over ep."""
     never_as_matrix: bool = False
-    """Whether optimizers that update matrices apart, such as Muon, take it for a vector although it is a matrix."""
+    """Whether optimizers with a special update of matrices, such as Muon, update this matrix like a vector."""
     matrix_rows: tuple[int, ...] = ()
-    """Rows of the logical matrices that are updated each alone; they alternate along dim 0. Empty: one matrix."""
+    """Rows of the logical matrices, which are updated separately and alternate along dim 0. Empty: one matrix."""
     initial: tuple[float, ...] = ()
-    """Initial values, one for each index of dim 0, or one for all; empty: by `drawn`."""
+    """Initial values, one for each index of dim 0, or one for all; empty: drawn by `drawn`."""
     drawn: Distribution | None = None
-    """Distribution of initial values (`model/init.py`); None: of matrices "normal", of norms "ones" ("zeros" if they
-    are zero-centred), of other vectors "zeros"."""
+    """Distribution of initial values (`model/init.py`); None: "normal" for matrices, "ones" for norms ("zeros" if they
+    are zero-centred), "zeros" for other vectors."""
     in_exponent: bool = False
-    """Whether the model exponentiates it, so that rounding it to the compute type changes the result much."""
+    """Whether the model exponentiates it, so that rounding it to the compute type has a large effect."""
 
     @property
     def is_expert(self) -> bool:
@@ -63,17 +63,17 @@ class ParamSpec:
 
     @property
     def is_full_precision(self) -> bool:
-        """Return whether it is read in the type of the master weights: of routers, and in exponents."""
+        """Return whether it is read in the type of the master weights: parameters of routers and of exponents."""
         return self.in_exponent or self.part == "router"
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether it is a matrix, or one of each expert: weight decay applies, unlike to norms and biases."""
+        """Return whether it is a matrix, or a matrix of each expert; only matrices have weight decay."""
         return len(self.shape) - self.is_expert > 1
 
     @property
     def updates_as_matrix(self) -> bool:
-        """Return whether an optimizer that updates matrices apart may do so with it."""
+        """Return whether an optimizer with a special update of matrices may use that update here."""
         return self.is_matrix and not self.never_as_matrix
 
     @property
@@ -82,13 +82,13 @@ class ParamSpec:
         return prod(self.shape)
 
     def tp_shard_dim(self, tp: int) -> int | None:
-        """Return the dim that `tp` ranks shard, or None if each holds all of it."""
+        """Return the dim that `tp` ranks shard, or None if each rank holds the whole parameter."""
         return None if self.tp_heads % tp else self.tp_dim
 
     def shard(self, tp: int, ep: int, etp: int) -> "ParamSpec":
         """Return the shard of the first rank of tensor or expert parallelism, the largest one.
 
-        tp divides every dim that it shards but the vocabulary.
+        tp divides every dim that it shards, except the vocabulary.
         """
         shape = list(self.shape)
         tp_dim = self.tp_shard_dim(tp)
@@ -101,7 +101,7 @@ class ParamSpec:
         return replace(self, shape=tuple(shape))
 
     def dp_shards(self, degree: int) -> "DataParallelShards":
-        """Return the shards over `degree` data-parallel ranks: dim 0, or dim 1 of experts if there are too few."""
+        """Return the shards over `degree` data-parallel ranks along dim 0, or along dim 1 for too few experts."""
         dim = expert_dp_dim(self.shape, degree) if self.is_expert else 0
         rows = -(-self.shape[dim] // degree)
         return DataParallelShards(self.shape[dim], rows, self.numel // self.shape[dim], degree)

@@ -1,8 +1,8 @@
-"""Parts: the choices of a recipe as frozen objects. Torch-free.
+"""Parts: the choices of a recipe as frozen objects.
 
-A part is a dataclass in a file of its own: `parts/GROUP/KIND.py`, or `parts/GROUP/KIND/part.py` with its module and its
-formula in the same folder. The name of the file is the kind that a recipe writes (`config/find.py`). Its fields are its
-settings, and its methods answer everything else that is asked of it. `config/groups/` has the base class of each group.
+A part is a dataclass in its own file: `parts/GROUP/KIND.py`, or `parts/GROUP/KIND/part.py` with its module and its
+formula in the same folder. A recipe names the part by its kind, the name of the file (`config/find.py`). The fields of
+the part are its settings. The other modules use only the methods of the base class of its group, in `config/groups/`.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ Built = TypeVar("Built")
 
 
 class KindOf(NamedTuple):
-    """Mark of a recipe key whose value is the kind of a part of a group, or a table with `kind`."""
+    """Mark of a recipe key that chooses a part of a group, by its kind or a table with `kind`."""
 
     group: str
     fact: str = ""
@@ -40,19 +40,19 @@ class KindOf(NamedTuple):
         return kinds_with(self.group, *self.asked) if self.fact else ()
 
     def takes(self, kind: str) -> bool:
-        """Return whether the key may name a kind; the class of a built-in one is imported to ask it for the fact."""
+        """Return whether the key may name a kind; the class of a built-in kind is imported to read the fact."""
         if kind not in built_in_kinds(self.group):
             return kind in kinds(self.group)
         name, value = self.asked
         return not self.fact or getattr(find_part(self.group, kind), name) == value
 
     def classes(self) -> Iterator[Any]:
-        """Yield the classes of the built-in kinds that the key may name, each imported when it is asked for."""
+        """Yield the classes of the built-in kinds that the key may name, each imported on demand."""
         return (find_part(self.group, kind) for kind in built_in_kinds(self.group) if self.takes(kind))
 
     @property
     def asked(self) -> tuple[str, bool]:
-        """The class attribute, and its value in the kinds that the key may name."""
+        """Class attribute of `fact`, and its value in the kinds that the key may name."""
         name = self.fact.removeprefix("not ")
         return name, name == self.fact
 
@@ -61,39 +61,38 @@ class UnusedKeys(NamedTuple):
     """Recipe keys outside a part that have no effect with it."""
 
     names: str
-    """Each as "section.key", separated by spaces."""
+    """Keys as "section.key", separated by spaces."""
     reason: str
-    """As it follows "has no effect:" in the message."""
+    """Reason, which follows "has no effect:" in the message."""
     remedy: str
-    """What to write instead."""
+    """Text of the way out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One choice of a recipe. A field is a setting: `name: Annotated[type, bound, ...]`, with its help as docstring."""
+    """Choice of a recipe. Fields are settings, `name: Annotated[type, bound, ...]`, with their help as docstring."""
 
     group: ClassVar[str]
     """Folder of `parts/`, and the end of the name of the entry points of other packages, `moefold.GROUP`."""
     key: ClassVar[str]
     """Recipe key that chooses the part of this group, as "section.key"."""
     interface: ClassVar[int]
-    """Version of the interface that a part from outside was written for: 1 (`config/outside.py`)."""
+    """Interface version that a part from outside was written for: 1 (`config/outside.py`)."""
     changes_maths: ClassVar[bool] = True
-    """False for a part that no result depends on: `moefold verify` compares it with the oracle, which does not read it.
-    """
+    """False if no result depends on the part: the oracle of `moefold verify` does not read it."""
 
     is_of_layers: ClassVar[bool] = False
-    """Whether each layer has its own, which `model.layers` chooses (`config/layers.py`)."""
+    """Whether each layer has its own part, chosen by `model.layers` (`config/layers.py`)."""
     is_for_training: ClassVar[bool] = False
-    """True for a part that inference does not read: its rules hold for training alone."""
+    """True if inference does not read the part: its rules apply only to training."""
 
     of_layers: ClassVar[frozenset[str]] = frozenset()
-    """Fields that the place of a layer sets, and no recipe."""
+    """Fields that are set by the place of a layer, not by a recipe."""
     framed: ClassVar[frozenset[str]] = frozenset()
-    """Fields that the oracle reads around the formula, and not the formula."""
+    """Fields that the oracle reads outside of the formula."""
 
     def __init_subclass__(cls) -> None:
-        """Name the failures of a class from outside; see `part_faults`."""
+        """Guard the methods of a class from outside, so that errors name it; see `part_faults`."""
         if not cls.__module__.startswith("moefold."):
             from moefold.config.part_faults import guard_methods
 
@@ -101,29 +100,29 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """Word by which a recipe names the part."""
+        """Name of the part in a recipe."""
         return kind_of(type(self))
 
     def __str__(self) -> str:
-        """Return the kind, as a message names it."""
+        """Return the kind, for messages."""
         return self.kind
 
     def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
-        """Yield what this part does not go with in a recipe. Bounds of one setting stand on its field.
+        """Yield the incompatible settings of a recipe. Bounds of a single setting are in its annotation.
 
         Args:
-            args: the sections that the parameters of a part's own method name, such as `model` and `train`; `recipe` is
-                the whole recipe (`config/rule.py`).
+            args: the sections named by the parameters of the overriding method, such as `model` and `train`; `recipe`
+                is the whole recipe (`config/rule.py`).
             kwargs: none.
         """
         yield from ()
 
     def unused_keys(self, *args: Any) -> Iterator[UnusedKeys]:
-        """Yield keys without effect with this part, without the keys of parts of other kinds; asked as `check` is."""
+        """Yield the keys without effect with this part, except keys of parts of other kinds; called like `check`."""
         yield from ()
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return the part with the sizes of a small recipe, and the same code paths, for `moefold verify --shrink`."""
+        """Return the part with small sizes and the same code paths, for `moefold verify --shrink`."""
         nested = {field.name: getattr(self, field.name) for field in fields(self)}
         small = {name: part.shrink(to) for name, part in nested.items() if isinstance(part, Part)}
         return replace(self, **small) if small else self
@@ -136,26 +135,26 @@ class Part:
         return None
 
     def as_table(self) -> dict[str, Any]:
-        """Return the part as a recipe writes it, with all its keys, and `from`: its distribution or file."""
+        """Return the part as a table of a recipe with all its keys, and `from`: its distribution or file."""
         owner: Any = type(self)
         values = {name: as_plain(getattr(self, name)) for name in settings_of(owner)}
         source = {} if is_built_in(type(self)) else {"from": origin_of(type(self))[1].as_dict()}
         return {"kind": self.kind, **values, **source}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a part of a file by the file, which a rank started with another interpreter has not imported."""
+        """Pickle a part of a file by the file's path: a rank in another interpreter has not imported it."""
         if is_built_in(type(self)) or not origin_of(type(self))[1].file:
             return super().__reduce_ex__(protocol)
         return rebuild, (*origin_of(type(self)), {field.name: getattr(self, field.name) for field in fields(self)})
 
 
 def describe_part(part: Part) -> str:
-    """Return the key and kind of a part, and of one from outside its distribution or file."""
+    """Return the key and kind of a part; if it is from outside, also its distribution or file."""
     return describe_class(type(part))
 
 
 def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
-    """Return what a part has built; raise RunError if it is of another class."""
+    """Return the result of a part's `build`; raise RunError if it is of another class."""
     owner: Any = kind
     if not isinstance(value, owner):
         raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, which is no {owner.__name__}")
@@ -164,7 +163,7 @@ def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
 
 
 def lacks(part: Part, method: str) -> RunError:
-    """Return the error of a part that lacks a method, which its group asks of some of its parts alone."""
+    """Return the error for a part without a method that its group requires of some parts."""
     return RunError(f"{describe_part(part)} lacks the method {method}")
 
 
@@ -174,7 +173,7 @@ def keys_of(section: Any) -> dict[str, Any]:
 
 
 def as_plain(value: Any) -> Any:
-    """Return a value as a recipe writes it: a part as its table, and other values as they are."""
+    """Return a value in the form of a recipe: a part as its table, other values unchanged."""
     match value:
         case Part():
             return value.as_table()
@@ -185,7 +184,7 @@ def as_plain(value: Any) -> Any:
 
 
 def parts_in(owner: Any) -> Iterator[Part]:
-    """Yield the parts of a section, a table or a part, and the parts in these."""
+    """Yield the parts in a section, a table or a part, recursively."""
     for value in (getattr(owner, entry.name) for entry in fields(owner)):
         if isinstance(value, Part):
             yield value
@@ -194,18 +193,18 @@ def parts_in(owner: Any) -> Iterator[Part]:
 
 
 def words_of(section: Any) -> dict[str, Any]:
-    """Return the keys of a section of a recipe by name; of a part the kind alone."""
+    """Return the values of a section of a recipe by key; a part as its kind only."""
     values = {field.name: getattr(section, field.name) for field in fields(section)}
     return {name: value.kind if isinstance(value, Part) else value for name, value in values.items()}
 
 
 def word_of(value: str | Part) -> str | Part:
-    """Return the kind of a built-in part, without its settings; a part from outside, and a kind, stay."""
+    """Return the kind of a built-in part, without its settings; return a kind or a part from outside unchanged."""
     return value.kind if isinstance(value, Part) and is_built_in(type(value)) else value
 
 
 def without_source(value: Any, *names: str) -> Any:
-    """Return the value of a key as plain data, without facts on where its part comes from, for comparisons.
+    """Return the value of a key as plain data without the source of its part, for comparisons.
 
     Args:
         names: facts to leave out; none: all.
@@ -220,16 +219,16 @@ def without_source(value: Any, *names: str) -> Any:
 
 @cache
 def settings_of(part: Any) -> tuple[str, ...]:
-    """Return the fields of a class of parts that a recipe sets, in order: all but `of_layers`."""
+    """Return the fields of a class of parts that a recipe sets, in order: all except `of_layers`."""
     of_layers = part.of_layers if issubclass(part, Part) else ()
     return tuple(entry.name for entry in fields(part) if entry.init and entry.name not in of_layers)
 
 
 @cache
 def tables_of(owner: Any) -> dict[str, "KindOf | type[Table]"]:
-    """Return the fields of a section, a table or a class of parts that have a table, with what it is.
+    """Return the fields with tables in a section, a table or a class of parts, with the kind of table.
 
-    It is the mark of a part, or the class of a table without `kind`.
+    The kind of table is the mark of a part, or the class of a table without `kind`.
     """
     hints = get_type_hints(owner, include_extras=True)
     found: dict[str, KindOf | type[Table]] = {}
@@ -274,12 +273,12 @@ def marks_of(owner: Any) -> dict[str, tuple[Any, ...]]:
 
 
 class Section:
-    """Section or table in which a word for a part becomes the part of this kind, with its defaults."""
+    """Section or table that replaces the kind of a part by the part with its defaults."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Replace words by parts; `check_config` refuses a word that is left, as no part has this kind."""
+        """Replace kinds by parts; `check_config` refuses a kind that remains, because no part has it."""
         owner: Any = type(self)
         for name, mark in _part_marks(owner):
             value = getattr(self, name)
@@ -289,12 +288,12 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Section):
-    """Settings in a table without `kind`, such as `model.rope`; one that may be absent is `None`, or "none"."""
+    """Settings in a table without `kind`, such as `model.rope`; an optional table may be `None`."""
 
 
 @cache
 def make_part(group: str, kind: str, **settings: Any) -> Any:
-    """Return the part of a kind with some settings, and the defaults of the others.
+    """Return the part of a kind with the given settings, and defaults for the others.
 
     Args:
         settings: values of its fields, unchecked.
@@ -307,6 +306,6 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
 
 @cache
 def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
-    """Return the keys of a section that choose a part with settings of its own, each with its mark."""
+    """Return the keys of a section that choose a part with its own settings, each with its mark."""
     found = ((name, entry) for name, marks in marks_of(section).items() for entry in marks)
     return tuple((name, entry) for name, entry in found if isinstance(entry, KindOf))

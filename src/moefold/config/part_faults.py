@@ -1,7 +1,7 @@
-"""Name the part from outside whose code fails, or whose method returns what it must not.
+"""Errors that name the part from outside whose code fails, or whose method returns an illegal value.
 
-`guard_methods` does it for the methods that a group asks of its parts. What these return, such as modules and
-optimizers, runs unguarded: the errors of its code are named where they end a process (`failure_of_part`).
+`guard_methods` wraps the methods of the group's interface. Their results, such as modules and optimizers, run without
+guards: `failure_of_part` finds the part when an error in their code ends a process.
 """
 
 import re
@@ -21,11 +21,11 @@ from moefold.errors import ConfigError, NoFormulaError, RunError
 from moefold.terminal import printable
 
 COMMUNICATION = ("moefold.comm.", "torch.distributed.")
-"""Modules in which an error is of a collective, which other ranks may have left."""
+"""Modules whose errors come from collectives, which may fail because of other ranks."""
 
 
 def guard_methods(part: Any) -> None:
-    """Replace what a class from outside defines of the interface of its group, by the same with its failures named."""
+    """Wrap the methods of a class from outside that belong to its group's interface, so that errors name the class."""
     ours = [base for base in part.__mro__ if _is_of_package(base.__module__)]
     for name in {name for base in ours for name in vars(base) if name[0] != "_" or name == "__call__"}:
         owner = next(base for base in part.__mro__ if name in vars(base))
@@ -49,13 +49,13 @@ def guard_methods(part: Any) -> None:
 
 
 def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., Any]:
-    """Return a function that names the part when it fails, and returns values of the type of the base class alone.
+    """Return a wrapper whose errors name the part, and that checks the type of the result.
 
     Args:
         part: the class that defines it, or inherits it.
-        name: of the method.
-        function: as the class has it.
-        asked: as the base class of the group has it.
+        name: name of the method.
+        function: the method in the class.
+        asked: the method in the base class of the group.
     """
     code = getattr(function, "__code__", None)
     hint_with = cache(lambda has_torch: _returns(asked, has_torch))
@@ -66,13 +66,13 @@ def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., A
         is_iterator = get_origin(hint) is Iterator
         try:
             value = function(*args, **kwargs)
-            # A generator fails where it is read.
+            # A generator fails while it is read.
             value = tuple(value) if is_iterator and isinstance(value, Iterable) else value
         except (Exception, SystemExit) as error:
             if failure := _failure([_class_of(part, args)], f"{name}()", error, code):
                 raise failure from error
             raise
-        # A part without a formula is refused by the oracle, in its words.
+        # The oracle refuses a part without a formula with its own message.
         if not (_fits(value, hint) or (name == "formula" and value is None)):
             plain, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
             named = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))
@@ -92,9 +92,9 @@ def _class_of(part: Any, args: tuple[Any, ...]) -> Any:
 
 
 def failure_of_part(error: BaseException) -> RunError | None:
-    """Return the error that names the part from outside in whose code an error arose; None: it has another cause.
+    """Return the error that names the part from outside whose code failed; None: another cause.
 
-    A part that a program made is code of the program, whose traceback says more.
+    The traceback is more useful for a part that a program defines.
     """
     parts = [part for group in all_groups() for part in _subclasses(group) if not _is_of_package(part.__module__)]
     for name in _modules_of(error):
@@ -105,7 +105,7 @@ def failure_of_part(error: BaseException) -> RunError | None:
 
 
 def _count_shared(module: str, other: str) -> int:
-    """Return with how many names the paths of two modules begin alike."""
+    """Return the number of leading names that the paths of two modules have in common."""
     pairs = list(zip(module.split("."), other.split("."), strict=False))
     return next((i for i, (one, two) in enumerate(pairs) if one != two), len(pairs))
 
@@ -117,20 +117,20 @@ def _subclasses(base: Any) -> Iterator[Any]:
 
 
 def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType | None = None) -> RunError | None:
-    """Return the error that names a part in which an error arose; None for one that has another cause.
+    """Return the error that names a failed part; None: another cause.
 
-    These are errors of moefold's own, memory that is full, and another rank that a collective waits for in vain.
+    Other causes are errors that moefold raised, full memory, and a lost rank in a collective.
 
     Args:
-        parts: its class; or several of one package, of which each may have failed.
-        where: the method, as it follows "fails in"; empty: the first function of its package or file that was called.
-        code: of the method, for an error of a call that does not fit its signature; None: it has no line.
+        parts: class of the part, or several classes of one package if any of them may have failed.
+        where: the method, for the text after "fails in"; empty: the first called function of its package or file.
+        code: code object of the method, for calls that do not match its signature; None: it has no line.
     """
     part = parts[0]
     names = _modules_of(error)
     is_lost = any(name.startswith(COMMUNICATION) for name in names if name != "moefold.comm.resumable")
     is_explained = isinstance(error, ConfigError | RunError | NoFormulaError | MemoryError)
-    # torch ends a recomputed function by an error, once it has what it needs; a signal may end any method.
+    # torch ends a recomputed function by an exception when it has all tensors; a signal may end any method.
     is_control = type(error).__module__.startswith("torch.utils.") or not isinstance(error, Exception | SystemExit)
     is_control |= isinstance(error, SystemExit) and _is_of_package(names[-1])
     if is_built_in(part) or is_explained or is_lost or is_control or "out of memory" in str(error):
@@ -161,7 +161,7 @@ def _is_of_package(module: str) -> bool:
 
 
 def _returns(asked: Any, has_torch: bool) -> Any:
-    """Return the type of what a method or property of a base class returns; Any: it cannot be read."""
+    """Return the annotated result type of a method or property of a base class; Any if it cannot be read."""
     function = getattr(asked, "fget", None) or getattr(asked, "func", None) or getattr(asked, "__func__", asked)
     names = {"Tensor": modules["torch"].Tensor} if has_torch else {}
     try:
@@ -172,7 +172,7 @@ def _returns(asked: Any, has_torch: bool) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type; numbers are finite."""
+    """Return whether a value has a type; numbers must be finite."""
     origin = get_origin(hint)
     entries: Any = get_args(hint)
     if origin is Annotated:

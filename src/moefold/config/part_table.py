@@ -1,4 +1,4 @@
-"""Build a part from outside from its table in a recipe, `{kind = "gated", num_heads = 8}`. Torch-free.
+"""Build a part from outside from its table in a recipe, `{kind = "gated", num_heads = 8}`.
 
 pydantic validates the values, strictly and with the bounds in the annotations; its errors become `Problem`s.
 """
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "of_"
 NONE = "none"
-"""Value of a key without its table."""
+"""Value of a key whose optional table is absent."""
 SOURCE = "from"
 """Key of a recorded table with the distribution or file of the part; no field can have this name."""
 
@@ -79,7 +79,7 @@ def name_files(tree: Mapping[str, Any], folder: Path = Path()) -> None:
 def _name_files_in(path: str, table: Any, folder: Path) -> None:
     for key, value in table.items() if isinstance(table, dict) else ():
         kind = value.get("kind") if isinstance(value, dict) else value
-        # A table with a source was named before: overrides follow the recipe.
+        # A table with a source is done already: overrides are applied after the recipe.
         is_open = isinstance(kind, str) and not (isinstance(value, dict) and SOURCE in value)
         if is_open and split_file_kind(str(kind)) is not None and group_at(f"{path}.{key}"):
             kind, origin = import_file(str(kind), folder)
@@ -89,7 +89,7 @@ def _name_files_in(path: str, table: Any, folder: Path) -> None:
 
 
 def placed(kind: Any, folder: Path) -> Any:
-    """Return a kind of a file, or a table with one, with the folder where a relative path starts."""
+    """Return a kind FILE.py:CLASS, or a table with such a kind, with its relative path joined to a folder."""
     if isinstance(kind, dict) and "kind" in kind:
         return {**kind, "kind": placed(kind["kind"], folder)}
     is_file = isinstance(kind, str) and split_file_kind(kind) is not None
@@ -97,13 +97,13 @@ def placed(kind: Any, folder: Path) -> Any:
 
 
 def is_table_value(name: str, value: Any) -> bool:
-    """Return whether the value of a key of `tables` has no kind, or names a part by a table or from outside.
+    """Return whether the value of a key of `tables` is a table, or the kind of a part from outside.
 
     Args:
         value: its value, unchecked.
 
     Raises:
-        ConfigError: it is the name of a built-in kind, and an installed package has that name too.
+        ConfigError: a built-in kind and a kind of an installed package have this name.
     """
     group = group_at(name)
     if group is None or not isinstance(value, str):
@@ -118,12 +118,12 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     """Build the part or the table of a key.
 
     Args:
-        value: a kind, or a table with `kind` and settings; of a table without kinds its settings; "none" for none.
-        default: the value of the key that is left out, which has the kind of a table without one; None: none.
+        value: a kind, or a table with `kind` and settings; the settings of a table without kinds; "none": no table.
+        default: the default of the key, whose kind a table without `kind` has; None: no default.
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.
-        ConfigError: the kind is unknown or broken, or a setting is wrong; one line for each.
+        ConfigError: the kind is unknown or broken, or a setting is wrong (one line for each).
     """
     if default is None and value in (None, NONE):
         return None
@@ -160,7 +160,7 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.
-        ConfigError: the kind is unknown or broken, or a setting is wrong; one line for each.
+        ConfigError: the kind is unknown or broken, or a setting is wrong (one line for each).
     """
     table = {"kind": value} if isinstance(value, str) else dict(value)
     if is_oversized(table):
@@ -191,12 +191,12 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
 def settings_of_other_kind(
     name: str, table: Mapping[str, Any], kind: str, source: Any = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the settings of a table into those that another kind has too, and those that it lacks.
+    """Split the settings of a table into the settings that another kind also has, and the others.
 
     Args:
         table: a table with `kind`, unchecked.
-        kind: the other kind; the errors of one that is unknown follow.
-        source: where the other kind comes from, as its table has it; None: it is as a user writes it.
+        kind: the other kind; an unknown kind is refused later.
+        source: source of the other kind from its recorded table; None: a user wrote the kind.
 
     Raises:
         MissingPartError: the file of `source` is not named.
@@ -219,7 +219,7 @@ def settings_of_other_kind(
 
 
 def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table without the parts that are not of this package, given its path; its other values stay."""
+    """Return a table, given its path, without the parts from outside of this package."""
     found = {}
     for key, value in table.items():
         group = group_at(f"{path}.{key}")
@@ -230,7 +230,7 @@ def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as a file has it: strings, numbers, truth values and lists are written as in JSON."""
+    """Return a value in TOML: strings, numbers, booleans and lists are written as in JSON."""
     match value:
         case Part() | Table():
             return toml_value(shortest(value))
@@ -245,13 +245,13 @@ def toml_value(value: Any) -> str:
 
 
 def shortest(value: Any, base: Any = None) -> Any:
-    """Return a part or a table as a person writes it in a recipe: without defaults, and a part alone as a word.
+    """Return a part or a table in its shortest form in a recipe: without defaults, a part without settings as its kind.
 
-    A part from outside keeps all its keys, whose defaults another version may change.
+    A part from outside keeps all its keys, because another version may change the defaults.
 
     Args:
         value: a value of a key.
-        base: the value that the key has if it is left out, as from a preset; None: the default.
+        base: the value of an omitted key, such as from a preset; None: the default.
     """
     owner: Any = type(value)
     if isinstance(value, Part) and not is_built_in(owner):
@@ -269,13 +269,13 @@ def shortest(value: Any, base: Any = None) -> Any:
 
 
 def toml_table(table: Mapping[str, Any]) -> str:
-    """Return the table of a part as a recipe writes it; a part of a file is named by the path, where it is recorded."""
+    """Return the table of a part in TOML; the kind of a part from a file is its path, if that is recorded."""
     entries = ", ".join(f"{key} = {toml_value(value)}" for key, value in _named_by_file(table).items())
     return f"{{ {entries} }}" if entries else "{}"
 
 
 def _named_by_file(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a part, whose kind is the path and class of the file, where it is recorded."""
+    """Return the settings of a part; its kind is the path and class of its file, if these are recorded."""
     keys = {key: value for key, value in table.items() if key != SOURCE}
     if file := table.get(SOURCE, {}).get("file"):
         keys["kind"] = f"{file}:{keys['kind'].rpartition(':')[2]}"
@@ -283,7 +283,7 @@ def _named_by_file(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_value(value: Any) -> str:
-    """Return a value as a message shows it: as in TOML, with strings in single quotes."""
+    """Return a value as text for messages: TOML with strings in single quotes."""
     match value:
         case bool():
             return str(value).lower()
@@ -300,7 +300,7 @@ def shown_value(value: Any) -> str:
 
 
 def brief_value(value: Any) -> str:
-    """Return a value as a message shows it, truncated to 60 characters."""
+    """Return a value as text for messages, truncated to 60 characters."""
     if is_oversized(value):
         return f"({value.bit_length()} bits)" if isinstance(value, int) else "(a list or table)"
     text = shown_value(value) if isinstance(value, str | int | float | list | dict) else str(value)
@@ -315,7 +315,7 @@ def _read_origin(name: str, recorded: Any) -> Origin:
 
 
 def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any, Origin]:
-    """Return the class of a kind from outside, and where it was found."""
+    """Return the class of a kind from outside, and its origin."""
     group = mark.group
     base = find_group(group)
     if kind in built_in_kinds(group) and mark.takes(kind):
@@ -357,7 +357,7 @@ def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
 
 
 def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) -> None:
-    """Say that a part is not the recorded one; raise ConfigError if another distribution has a kind of this name."""
+    """Log that a part differs from the recorded one; raise ConfigError if it comes from another distribution."""
     if recorded.distribution != found.distribution and recorded.distribution:
         raise ConfigError(
             f"{name}={kind!r} is a part of {recorded}, and the one that is installed is of {found}; install the first, "
@@ -373,7 +373,7 @@ def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) ->
 
 
 def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a table, validated, each of the type of its field."""
+    """Return the validated settings of a table, each with the type of its field."""
     problems: dict[str, Problem | ConfigError] = {}
     values: dict[str, Any] = {}
     hints = _hints(part)
@@ -418,7 +418,7 @@ def _problem(name: str, part: Any, key: str, value: Any, kind: str, message: str
 
 @cache
 def _hints(part: Any) -> dict[str, Any]:
-    """Return the type of each setting of a part, with what its annotation says more."""
+    """Return the type of each setting of a part, with the metadata of its annotation."""
     try:
         hints = get_type_hints(part, include_extras=True)
     except (NameError, TypeError) as error:
@@ -429,7 +429,7 @@ def _hints(part: Any) -> dict[str, Any]:
 
 @cache
 def _model(part: Any) -> type[BaseModel]:
-    """Return the validator of the settings of a part; a field without a default is required."""
+    """Return the pydantic model that validates the settings of a part; a field without a default is required."""
     kind, origin = ("", None) if issubclass(part, Table) else origin_of(part)
     keys: dict[str, Any] = {}
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))
@@ -440,7 +440,7 @@ def _model(part: Any) -> type[BaseModel]:
                 raise ConfigError(f"part {kind!r} of {origin}: KindOf is for built-in kinds; {key} has one")
             continue
         checked = Annotated[hint, AfterValidator(_bounds_of(hint))]  # type: ignore[valid-type]
-        # The name of a setting may be one of a method of pydantic's models.
+        # A setting may have the name of a method of pydantic's models.
         keys[f"{_PREFIX}{key}"] = (checked, Field(... if key in required_settings(part) else None, alias=key))
     strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     try:

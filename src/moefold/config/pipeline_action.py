@@ -1,4 +1,4 @@
-"""Actions of a pipeline schedule, and the faults that its rows may have: work left out, deadlocks. Torch-free.
+"""Actions of a pipeline schedule, and checks of its rows for missing work and deadlocks.
 
 A rank runs the slots of its row in order. A slot is one action, or an overlapped forward and backward pass that start
 together once the inputs of both are available.
@@ -55,9 +55,9 @@ def split_pairs(row: SlotRow) -> SlotRow:
 
 
 def execute_order(rows: Sequence[SlotRow]) -> Iterator[tuple[int, Slot]]:
-    """Yield every slot with its rank, each after its dependencies; stop where no rank can continue.
+    """Yield every slot with its rank, after its dependencies; stop when no rank can continue.
 
-    The order in which ranks are visited does not change which slots run.
+    The set of these slots does not depend on the order of the ranks.
     """
     num_stages = 1 + max((action.stage for row in rows for slot in row for action in slot), default=0)
     results: set[ActionResult] = set()
@@ -86,7 +86,7 @@ def find_deadlock(rows: Sequence[SlotRow]) -> tuple[int, Slot] | None:
 
 
 def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_batches: int) -> str:
-    """Return what is wrong with the rows of a schedule, as it follows the schedule's name in a message; "": nothing.
+    """Return the fault of the rows of a schedule, as text to follow the schedule's name; "" if there is none.
 
     Args:
         rows: slots of each pipeline rank.
@@ -124,7 +124,7 @@ SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
 
 
 def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
-    """Return what rows have that no slot may have, or that their schedule denies; as `find_fault`."""
+    """Return the invalid slots of rows, or slots that contradict the facts of their schedule; like `find_fault`."""
     slots = [slot for row in rows for slot in row]
     if wrong := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
         return f" has {', '.join(map(str, wrong))} in one slot; a slot is one action, or F and then B"

@@ -62,7 +62,7 @@ PATH_KEYS = (
     ("rl", "reference"),
     ("sites", "secret"),
 )
-"""Recipe keys that name a file or folder to read, or have a table whose `path` or `dense` does."""
+"""Recipe keys that name an input file or folder, by themselves or by `path` or `dense` of their table."""
 
 
 def shipped_folder() -> Path:
@@ -93,7 +93,7 @@ def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
 
     Args:
         tree: the sections of the recipe, unchecked.
-        folder: where the recipe is.
+        folder: folder of the recipe.
     """
     for section, key in PATH_KEYS:
         keys = tree.get(section)

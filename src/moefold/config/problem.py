@@ -1,4 +1,4 @@
-"""One broken rule with its fields: key, value, rule and way out, from which the message to the user is made."""
+"""Violation of a rule: the key, value, rule and way out of the message to the user."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule."""
+    """Violation of one rule."""
 
     key: str
     """Recipe key, as "section.key"."""
     value: Any
-    """Its value; None: the message shows none."""
+    """Value of the key; None: not shown."""
     rule: str
-    """What the value must be, or does not go with, as it follows key and value in the message."""
+    """Rule on the value, or its incompatibility; follows key and value in the message."""
     way_out: str = ""
-    """What to write instead, as it follows a semicolon."""
+    """Way out, which follows a semicolon."""
 
     def __str__(self) -> str:
         """Return the message: `key=value rule; way out`."""

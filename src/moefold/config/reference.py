@@ -41,10 +41,10 @@ class RecipeKey:
     name: str
     type: str
     default: str
-    """Empty: the table must have the key."""
+    """Default as TOML; empty: the key is required."""
     help: str
     kinds: tuple[str, ...] = ()
-    """Of a setting of a part: the built-in kinds that have it."""
+    """Built-in kinds with this setting, for a setting of a part."""
 
 
 def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
@@ -62,7 +62,7 @@ def recipe_keys(section: str) -> tuple[RecipeKey, ...]:
 
 
 def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
-    """Yield the settings of the table of a key, and of its own tables; of one that takes no table, none."""
+    """Yield the settings of the table of a key, and of the tables in it; nothing if the key takes no table."""
     for path, owners in kind_settings().items():
         if path.startswith(f"{name}."):
             section, _, key = path.partition(".")
@@ -72,7 +72,7 @@ def _settings_of_kinds(name: str) -> Iterator[RecipeKey]:
 
 
 def _shown_default(value: Any) -> str:
-    """Return a default as TOML; a table by its name alone, as its keys have their own."""
+    """Return a default as TOML; a table only by its name, because its keys are also listed."""
     match value:
         case None:
             return json.dumps(NONE)
@@ -83,7 +83,7 @@ def _shown_default(value: Any) -> str:
 
 
 def _help_of_table(path: str) -> str:
-    """Return the help of a setting: of each of the kinds where it differs between them."""
+    """Return the help of a setting, separately for each kind if it differs between kinds."""
     table, _, setting = path.rpartition(".")
     owners: dict[str, list[str]] = {}
     for owner in owners_of(tables()[table]):
@@ -110,11 +110,11 @@ def keys_text(pattern: str = "") -> str:
     """Return the keys with type, default and help, formatted for a terminal.
 
     Args:
-        pattern: text of a key's name, or a pattern of the whole name with * and ?, in any case; a key that has it in
-            its help is listed only if no name has it. "": all keys, and the presets.
+        pattern: part of a key's name, or a pattern of the whole name with * and ?; case is ignored. If no name matches,
+            the help texts are searched. "": all keys, and the presets.
 
     Raises:
-        ConfigError: no key has it.
+        ConfigError: no key matches.
     """
     lines: list[str] = []
     found = _matching_keys(pattern)
@@ -134,7 +134,7 @@ def keys_text(pattern: str = "") -> str:
 
 
 def _matching_keys(pattern: str) -> set[str]:
-    """Return the names of the keys that have a pattern in their name, or else in their help."""
+    """Return the names of the keys whose name, or else whose help, matches a pattern."""
     keys = {key.name: key.help for section in sections() for key in recipe_keys(section)}
     wanted = pattern.lower()
     if any(char in wanted for char in "*?["):

@@ -33,25 +33,24 @@ class RLConfig(Section):
     """Optimizer steps on one round of rollouts: a round has updates * train.global_batch_size rollouts, each of which
     is trained on once. Above 1, the later steps are off-policy: choose objective clip, cispo or sequence."""
     staleness: Annotated[int, at_least(0, "0: the newest weights sample")] = 0
-    """Optimizer steps between the weights that sample a rollout and those that first train on it: rollouts of
-    step n are sampled by the weights after step n - 1 - staleness, or by the initial ones. A multiple of rl.updates.
-    Above 0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks compute the
-    same run in turn ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
+    """Optimizer steps between the weights that sample a rollout and those that first train on it: rollouts of step n
+    are sampled by the weights after step n - 1 - staleness, or by the initial weights. A multiple of rl.updates. Above
+    0, rollout.ranks can sample while the other ranks train; without rollout.ranks the training ranks sample and train
+    alternately, with the same results ([rl.md](rl.md#sampling-on-ranks-of-their-own))."""
     correction: Annotated[str | Part, KindOf("correction")] = "none"
-    """Importance weight of a token where the sampler computes other log-probabilities than training: c =
+    """Importance weight of a token if the log-probabilities of the sampler differ from training: c =
     exp(log-probability in training - in sampling), of the weights at the start of a round, without gradient. clamp: c
-    is clamped to [low, high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout
-    whose geometric mean of c is outside of it."""
+    is clamped to [low, high] (TIS). mask: 0 outside of it (IcePop). sequence_mask: 0 in a rollout whose geometric mean
+    of c is outside of it."""
     replay: Literal["auto", "on", "off"] = "auto"
-    """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose, whose
-    weights have gradients as ever. auto: on where sampling differs from training by rounding, or updates is above 1;
-    the log says which."""
+    """Routing replay (R3, arXiv:2510.11370): training sends each token to the experts that sampling chose; their
+    routing weights have gradients. auto: on if sampling differs from training by rounding, or updates is above 1; the
+    log says which."""
     mismatch_limit: Annotated[float, at_least(0, "0: by dtype and sampler")] = 0.0
-    """Largest mean difference between the log-probabilities of the sampler and of training, in nats, of a step on
-    rollouts of its own weights; beyond it the run ends before the update
-    ([rl.md](rl.md#the-limit-of-the-mismatch)). 0: 1e-6 where sampling is exact or run.dtype is float64, else 0.01 in
-    float32, and 0.1 in bfloat16 or with moe.dispatch_precision. On rollouts of older weights (staleness) the limit is
-    1, or this if it is larger."""
+    """Largest mean difference between the log-probabilities of the sampler and of training, in nats, in a step on
+    rollouts of the current weights; above it the run ends before the update ([rl.md](rl.md#the-limit-of-the-mismatch)).
+    0: 1e-6 where sampling is exact or run.dtype is float64, else 0.01 in float32, and 0.1 in bfloat16 or with
+    moe.dispatch_precision. On rollouts of older weights (staleness) the limit is 1, or this if it is larger."""
     kl: Annotated[float, at_least(0, "0: off")] = 0.0
     """Coefficient of the KL divergence from the reference model; 0: no reference model is in memory."""
     kl_kind: Annotated[str | Part, KindOf("kl"), ReadIf("rl.kl")] = "k3"
@@ -66,7 +65,7 @@ class RLConfig(Section):
     """Evaluations without a higher reward after which the reference model becomes the current policy and the optimizer
     moments become zero (ProRL, arXiv:2505.24864); 0: never."""
     mixed_only: bool = False
-    """Replace groups whose rewards are all equal, which have no gradient, by groups of further prompts (DAPO's dynamic
+    """Replace groups with equal rewards, which have no gradient, by groups of other prompts (DAPO's dynamic
     sampling)."""
     most_rounds: Annotated[int, at_least(1), ReadIf("rl.mixed_only")] = 4
     """Maximum number of rounds of sampling for one batch with mixed_only; then equal groups stay."""
@@ -87,7 +86,7 @@ class RolloutConfig:
     """Sampling of rollouts for reinforcement learning."""
 
     engine: Literal["own", "vllm"] = "own"
-    """What samples. own: the model in training, or a copy of it. vllm: a vLLM server that the user starts
+    """Sampler. own: the model in training, or a copy of it. vllm: a vLLM server that the user starts
     ([rl.md](rl.md#vllm-as-the-sampler))."""
     url: Annotated[
         str,
@@ -96,13 +95,13 @@ class RolloutConfig:
     ] = "http://127.0.0.1:8000"
     """Address of the vLLM server."""
     folder: Annotated[str, ReadIf("rollout.engine=vllm")] = ""
-    """Hugging Face folder that the vLLM server was started with, as both rank 0 and the server see it; of the model of
-    the recipe. Each round's weights are written to its subfolder rollout_weights."""
+    """Hugging Face folder that the vLLM server was started with, as both rank 0 and the server see it; the model of the
+    recipe. Each round's weights are written to its subfolder rollout_weights."""
     timeout_s: Annotated[float, POSITIVE, ReadIf("rollout.engine=vllm")] = 300.0
-    """Maximum time in which the vLLM server loads weights, or samples the rollouts of a round."""
+    """Time limit of the vLLM server for loading weights, and for sampling the rollouts of a round."""
     ranks: Annotated[int, at_least(0, "0: the training ranks sample")] = 0
     """Ranks that only sample, in addition to the parallel.world_size ranks, which train meanwhile; needs rl.staleness.
-    The degrees below apply to these ranks. 0: the ranks that train sample in turn."""
+    The degrees below apply to these ranks. 0: the ranks that train also sample."""
     tp: Annotated[int, at_least(0, "0: as in training")] = 0
     """Tensor-parallel degree of sampling; 0: as in training. If one of tp, pp, ep and etp differs from training, the
     weights are copied to a second model under this mapping of the same ranks after each round
@@ -114,14 +113,14 @@ class RolloutConfig:
     etp: Annotated[int, at_least(0, "0: as in training")] = 0
     """Expert-tensor-parallel degree of sampling; 0: as in training."""
     experts: Literal["exchange", "fetch", "whole"] = "exchange"
-    """How ranks that sample reach the experts. exchange: tokens are sent to the ranks of their experts, so
+    """Access of sampling ranks to the experts. exchange: tokens are sent to the ranks of their experts, so
     data-parallel ranks that share experts step together. whole: each rank holds all experts (ep = etp = 1). fetch: each
     rank holds its part and reads the others from the memory of its peers, on one machine, so no rank waits for another
     (DWDP, arXiv:2604.01621); CPU only, without tp and etp ([rl.md](rl.md#experts-of-other-ranks))."""
     max_tokens: Annotated[int, at_least(1)] = 64
     """Maximum number of new tokens of a rollout, the end-of-text token included."""
     temperature: Annotated[float, POSITIVE] = 1.0
-    """Divides the logits, in sampling and in the loss."""
+    """Divisor of the logits in sampling and in the loss."""
     slots: Annotated[int, at_least(1)] = 256
     """Maximum number of rollouts that a rank decodes at once, or has in flight at a vLLM server."""
     pass_tokens: Annotated[int, at_least(1), ReadIf("rollout.engine=own")] = 2048
@@ -129,8 +128,8 @@ class RolloutConfig:
     cache_gib: Annotated[float, POSITIVE, ReadIf("rollout.engine=own")] = 1.0
     """GiB of cached keys and values of a rank. Rollouts that do not fit wait, or are computed again."""
     cache: Annotated[Literal["latents", "heads"], ReadIf("rollout.engine=own")] = "latents"
-    """What latent attention (model.attention="mla") caches. latents: small. heads: keys and values of all heads,
-    computed as in training."""
+    """Contents of the cache of latent attention (model.attention="mla"). latents: small. heads: keys and values of all
+    heads, computed as in training."""
 
     @property
     def uses_server(self) -> bool:
@@ -148,8 +147,8 @@ class RewardConfig:
 
     use: str | tuple[str, ...] = ""
     """Reward function, or a list of them: exact, number, sort, countdown, or FILE.py:FUNCTION, a Python function with
-    TRL's signature f(prompts, completions, **columns); empty: the verifier of data.task. The reward of a rollout is
-    the sum of what is not None."""
+    TRL's signature f(prompts, completions, **columns); empty: the verifier of data.task. The reward of a rollout is the
+    sum of the results that are not None."""
     weights: tuple[float, ...] = ()
     """Factor of each reward function in the sum, in the order of use (TRL's reward_weights); empty: 1 each."""
     timeout_s: Annotated[float, POSITIVE] = 10.0

@@ -1,4 +1,4 @@
-"""Meanings of several settings of routing together, and code that several choices of experts share. Torch-free."""
+"""Combined meaning of several settings of routing, and code shared by several choices of experts."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def aux_coefficient(moe: MoEConfig) -> float:
-    """Return the coefficient of the load-balancing loss: `aux_loss` where the scores decide, else 0."""
+    """Return the coefficient of the load-balancing loss: `aux_loss` if the scores decide, else 0."""
     return moe.aux_loss if chosen_in(moe, ChoicePart).scores_decide else 0.0
 
 
@@ -25,11 +25,11 @@ def depends_on_data_parallel_size(model: ModelConfig, moe: MoEConfig) -> bool:
 
 
 def no_bias_problems(model: ModelConfig, choice: str, reason: str) -> Iterator[Problem]:
-    """Yield the settings of scores that contradict a choice.
+    """Yield the settings of scores that contradict a choice of experts.
 
     Args:
-        choice: its `moe.choice`.
-        reason: what the choice does instead, such as "reads no score".
+        choice: value of `moe.choice`.
+        reason: reason for the message, such as "reads no score".
     """
     part = model.routed
     if part is None:
@@ -44,7 +44,7 @@ def no_bias_problems(model: ModelConfig, choice: str, reason: str) -> Iterator[P
 
 
 def assign_in_turn(index_T: "Tensor", top_k: int, num_experts: int, *, first: int = 0) -> "Tensor":
-    """Assign the experts from `first` on to the tokens in turn: perfectly even load. int64 [T, K]."""
+    """Assign the experts cyclically to the tokens, starting at `first`: an even load. int64 [T, K]."""
     import torch
 
     counter_TK = index_T.unsqueeze(1) * top_k + torch.arange(top_k, device=index_T.device)

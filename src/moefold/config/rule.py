@@ -1,4 +1,4 @@
-"""Rules between the keys of a recipe: functions that name the sections that they read."""
+"""Rules between the keys of a recipe: functions whose parameters name the sections that they read."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ Rule = Callable[..., Iterator[Any]]
 
 
 def ask(rule: Rule, cfg: Config) -> Iterator[Any]:
-    """Return the violations of a rule by a recipe, whose sections it is called with."""
-    # A method is looked up by its function: the hash of the object reads all of its fields.
+    """Return the violations of a rule, which is called with the sections of a recipe."""
+    # Methods are cached by their function, because the hash of the object would read all its fields.
     names = _sections_of(rule.__func__)[1:] if inspect.ismethod(rule) else _sections_of(rule)
     values: list[Any] = [cfg if name in ("cfg", "recipe") else getattr(cfg, name) for name in names]
     return rule(*values)
 
 
 def part_problems(part: Part, recipe: Config) -> list[Problem]:
-    """Return what a part does not go with in a recipe."""
+    """Return the settings of a recipe that are incompatible with a part."""
     return list(ask(part.check, recipe))
 
 

@@ -22,9 +22,9 @@ class RunConfig:
     """Total optimizer steps, including those before a resume."""
     epochs: Annotated[float, at_least(0, "0: run.steps"), Judged.FILES, SAME_RUN] = 0.0
     """Length in passes over the training data, instead of run.steps: the steps follow from its samples and
-    train.global_batch_size, rounded up, and the log says them. For data of known length. 0: run.steps."""
+    train.global_batch_size, rounded up, and are logged. For data of known length. 0: run.steps."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Judged.FORMAT] = "auto"
-    """auto: cuda where a GPU is visible, else cpu."""
+    """auto: cuda if a GPU is visible, else cpu."""
     dtype: Annotated[Literal["bfloat16", "float32", "float64"], Judged.FORMAT] = "bfloat16"
     """Compute type. Master weights, gradients and optimizer moments are float32 (float64 with float64)."""
     deterministic: Annotated[bool, Judged.SPEED] = False
@@ -39,11 +39,12 @@ class RunConfig:
     choice."""
     compile: Annotated[Literal["none", "blocks"], Judged.SPEED] = "none"
     """blocks: fuse element-wise parts of the layers by torch.compile in training: QK norm with RoPE, and the SwiGLU of
-    dense layers and shared experts ([kernels.md](kernels.md#torchcompile)). They replace the kernels of run.kernels."""
+    dense layers and shared experts ([kernels.md](kernels.md#torchcompile)). The compiled parts replace the kernels of
+    run.kernels."""
     cuda_graphs: Annotated[Literal["none", "attention", "attention_router", "full"], Judged.SPEED] = "none"
-    """Replay passes from CUDA graphs, without the host's launches ([kernels.md](kernels.md#cuda-graphs)). attention: of
-    each attention. attention_router: of each attention and each router. full: of a whole micro-batch, on one GPU. For
-    CUDA, without tensor and context parallelism in a graph."""
+    """Replay passes from CUDA graphs, without the host's launches ([kernels.md](kernels.md#cuda-graphs)). attention: a
+    graph for each attention. attention_router: for each attention and each router. full: for a whole micro-batch, on
+    one GPU. For CUDA, without tensor and context parallelism in a graph."""
 
     @property
     def uses_cuda_graphs(self) -> bool:

@@ -1,8 +1,8 @@
-"""Builder of the rows of pipeline schedules, and interleaved 1F1B, which several schedules share. Torch-free.
+"""Builder of the rows of pipeline schedules, and interleaved 1F1B, which several schedules share.
 
 Overlapped schedules pair a forward pass with the backward pass of another micro-batch in the steady phase. Both passes
-of a pair start when both have their inputs, and send their results when both are done. So a rank must be one forward
-pass further ahead than in interleaved 1F1B: two for each later rank.
+of a pair start when the inputs of both are available, and send their results when both have finished. A rank is
+therefore one more forward pass ahead than in interleaved 1F1B: two for each later rank.
 """
 
 from collections import Counter, deque
@@ -33,12 +33,12 @@ class RowBuilder:
         self._slots.append((self._next_action(forward, "F"), self._next_action(backward, "B")))
 
     def add_input_grad(self, stage: int) -> None:
-        """Append the next I action of a stage, whose W action stays pending."""
+        """Append the next I action of a stage, and keep its W action pending."""
         self.add(stage, "I")
         self._pending_weight_grads.append(stage)
 
     def add_weight_grads(self, count: int | None = None) -> None:
-        """Append the oldest pending W actions: `count` of them, as far as there are any; None: all."""
+        """Append up to `count` of the oldest pending W actions; None: all."""
         pending = self._pending_weight_grads
         for _ in range(len(pending) if count is None else min(count, len(pending))):
             self.add(pending.popleft(), "W")
@@ -82,9 +82,9 @@ def overlapped_interleaved_row(rank: int, pp: int, num_stages: int, count: int) 
 
 
 def interleaved_stages(rank: int, pp: int, num_stages: int, count: int) -> tuple[list[int], list[int], int]:
-    """Return the stages of the forward and of the backward passes, in order, and the micro-batches of a round.
+    """Return the stages of the forward passes and of the backward passes, in order, and the micro-batches of a round.
 
-    A rank runs a round of micro-batches through one stage before it goes to its next one, in rounds of equal length.
+    A rank runs a round of micro-batches through one stage, then through the next stage. All rounds have equal length.
     """
     per_round = count // max(1, count // pp)
     local = [step // per_round % num_stages for step in range(num_stages * count)]
@@ -94,7 +94,7 @@ def interleaved_stages(rank: int, pp: int, num_stages: int, count: int) -> tuple
 
 
 def interleaved_bubble_s(forward_s: Any, backward_s: Any, pp: int, num_stages: Any, count: int) -> Any:
-    """Return (pp-1)(f+b)/vpp, and (pp-n)(f+b) while a chunk waits for the last rank of the chunk before."""
+    """Return the bubble (pp-1)(f+b)/vpp, plus (pp-n)(f+b) if a chunk waits for the last rank of the previous chunk."""
     both = forward_s + backward_s
     if count >= pp:
         return (pp - 1) * both / num_stages

@@ -1,6 +1,7 @@
 """Recipe schema: frozen, typed dataclasses, validated by `config/load.py`.
 
-The docstring under each field is the help of its recipe key. Torch-free, so that a wrong recipe is refused at once.
+The docstring under each field is the help of its recipe key. The schema does not import torch, so that a wrong recipe
+is refused at once.
 """
 
 import json
@@ -53,7 +54,7 @@ class Config:
 
     @property
     def trains_indexers_only(self) -> bool:
-        """Return whether only the indexers of sparse attention learn: their warm-up stage."""
+        """Return whether only the indexers of sparse attention learn, in their warm-up stage."""
         return self.train.trains_indexers_only(self.model)
 
     @property
@@ -68,7 +69,7 @@ class Config:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches per data-parallel rank and step, including micro-batches of padding alone."""
+        """Micro-batches per data-parallel rank and step, including micro-batches of only padding."""
         return self.train.num_micro_batches(self.parallel.dp)
 
     @property
@@ -77,7 +78,7 @@ class Config:
         return self.parallel.vocab_rows(self.model.vocab_size)
 
     def loss_chunk_tokens(self, device_type: str) -> int:
-        """Return the number of tokens whose logits are in memory at a time; 0: all of a micro-batch."""
+        """Return the number of tokens whose logits are in memory at a time; 0: all tokens of a micro-batch."""
         return self.train.loss_chunk_tokens(device_type, cp=self.parallel.cp, vocab_rows=self.vocab_rows)
 
 

@@ -18,25 +18,25 @@ class SitesConfig(Section):
     """Jobs that train one model and exchange weights every few steps, by an outer optimizer ([sites.md](sites.md))."""
 
     count: Annotated[int, Bound("must lie between 1 and 1024", lambda count: 1 <= count <= 1024), Judged.FILES] = 1
-    """Sites of the run. 1: no exchange; the outer step of method "diloco" is taken all the same."""
+    """Sites of the run. 1: no exchange; method "diloco" still takes outer steps."""
     number: Annotated[
         int,
         Bound("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1),
         ReadIf("sites.count"),
         Judged.FILES,
     ] = -1
-    """Number of the site that this job is, from 0. -1: `moefold train` starts all sites on this machine, each with the
-    run folder run.dir/site-N."""
+    """Number of this job's site, from 0. -1: `moefold train` starts all sites on this machine, each with the run folder
+    run.dir/site-N."""
     meet: Annotated[str, ReadIf("sites.count"), Judged.FILES, SAME_RUN] = ""
-    """HOST:PORT of `moefold meet`, the meeting point of the sites. Empty with number -1 only."""
+    """HOST:PORT of `moefold meet`, the meeting point of the sites. May be empty only with number -1."""
     secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), Judged.FILES, SAME_RUN] = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
-    variable MOEFOLD_SITES_SECRET. Needed unless the meeting point is on this machine."""
+    variable MOEFOLD_SITES_SECRET. Required unless the meeting point is on this machine."""
     method: Annotated[str | Part, KindOf("site_method"), READ_IF_ROUNDS] = "mean"
-    """What a round does; also sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
-    the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which pays after hundreds
-    of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with training
-    (arXiv:2501.18512). noloco, sparseloco, co2 and spes are [experiments](experiments/index.md)."""
+    """Operation of a round; also sets keys that the recipe leaves out ([sites.md](sites.md#methods)). mean: the mean of
+    the sites' weights. diloco: Nesterov momentum on the mean difference (arXiv:2311.08105), which is useful after
+    hundreds of rounds. streaming: the same, one fragment of the layers after the other, in 4 bits and overlapped with
+    training (arXiv:2501.18512). noloco, sparseloco, co2 and spes are [experiments](experiments/index.md)."""
     every: Annotated[int, at_least(1), READ_IF_ROUNDS] = DEFAULT_EVERY
     """Steps between two rounds, in which the sites exchange the differences of their weights since the last round. It
     may differ between sites, in proportion to run.steps: a slow site takes fewer steps."""
@@ -44,18 +44,18 @@ class SitesConfig(Section):
     """No round up to this step; run.steps: a single one, after the last step. The last step always ends with a
     round."""
     fragment_layers: Annotated[int, at_least(0, "0: all layers"), READ_IF_ROUNDS] = 0
-    """Layers of a fragment, strided over the model; each fragment has a round every `every` steps, at another step than
-    the others. 0: all layers in one."""
+    """Layers of a fragment, strided over the model; each fragment has a round every `every` steps, at a different step.
+    0: one fragment with all layers."""
     overlap: Annotated[int, at_least(0, "0: wait for each round"), READ_IF_ROUNDS] = 0
-    """Steps that training goes on while a fragment is exchanged: below every / fragments, and equal to every where the
-    method exchanges a round during the whole next one (co2)."""
+    """Steps of training during the exchange of a fragment: below every / fragments, and equal to every if the method
+    exchanges a round during the whole next round (co2)."""
     keep_local: Annotated[float, ZERO_TO_ONE, ReadIf("sites.overlap")] = 0.0
     """Share of a site's own weights that stays when an exchanged fragment is applied (overlap above 0)."""
     precision: Annotated[Literal["float32", "bfloat16", "int8", "fp4"], ReadIf("sites.count")] = "float32"
-    """Numbers that are sent. int8 and fp4 (sign and exponent) have a float32 scale for each 256. Sums are float32.
-    float32: float64 in runs of run.dtype float64."""
+    """Number format of sent values. int8 and fp4 (sign and exponent) have a float32 scale for each 256 values. Sums are
+    float32. float32: float64 in runs of run.dtype float64."""
     residual: Annotated[float, ZERO_TO_ONE, ReadIf("sites.count")] = 0.0
-    """Factor by which what a code has lost is added to the next round (error feedback); 0: it is lost."""
+    """Factor of the coding error that is added to the next round (error feedback); 0: no feedback."""
     lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate of the outer step."""
     momentum: Annotated[float, BELOW_ONE] = 0.0
@@ -66,14 +66,14 @@ class SitesConfig(Section):
     """Moments of the inner optimizer after a round: keep the site's own, average over the sites (sent in full), or
     reset to zero."""
     weigh: Annotated[Literal["tokens", "even"], ReadIf("sites.count")] = "tokens"
-    """Weights of the sites in a mean: tokens since their last round, or all the same."""
+    """Weights of the sites in a mean: tokens since their last round, or equal weights."""
     quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count"), Judged.FILES] = 0
-    """Fewest sites of a round, which is skipped if there are fewer; 0: more than half of count."""
+    """Minimum number of sites of a round, which is skipped if there are fewer; 0: more than half of count."""
     grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 0.0
-    """Time that a round waits for late sites after the first one, once a quorum is here; the round goes on without
-    them. 0: from the delays of past rounds, timeout_s in the first ones. The last round waits up to timeout_s."""
+    """Time that a round with a quorum waits for late sites, counted from the first site; the round then continues
+    without them. 0: from the delays of past rounds, timeout_s in the first rounds. The last round waits timeout_s."""
     timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 60.0
-    """Longest wait for a site in a round, and for a stuck exchange; the round goes on without it, or is skipped."""
+    """Maximum wait for a site in a round, and for a stuck exchange; the round continues without it, or is skipped."""
 
     @property
     def is_active(self) -> bool:
@@ -87,12 +87,12 @@ class SitesConfig(Section):
 
     @property
     def has_outer_step(self) -> bool:
-        """Return whether the outer step does more than to take the mean of the sites' weights."""
+        """Return whether the outer step differs from the mean of the sites' weights."""
         return self.lr != 1.0 or self.momentum > 0 or self.part.has_outer_step
 
     @property
     def owns_experts(self) -> bool:
-        """Return whether each site trains experts of its own."""
+        """Return whether each site trains its own experts."""
         return self.count > 1 and self.part.owns_experts
 
     @property
@@ -117,5 +117,5 @@ class SitesConfig(Section):
 
     @property
     def min_members(self) -> int:
-        """Return the fewest sites of a round."""
+        """Return the minimum number of sites of a round."""
         return self.quorum or self.count // 2 + 1

@@ -1,4 +1,4 @@
-"""Sizes of the small recipe that `moefold verify --shrink` makes, as parts read them. Torch-free."""
+"""Sizes of the small recipe that `moefold verify --shrink` makes, as parts read them."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -7,16 +7,16 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class SmallSizes:
-    """Degrees of a small recipe, and the sizes that `Part.shrink` makes of them."""
+    """Degrees of a small recipe, and sizes for `Part.shrink`."""
 
     head_dim: ClassVar[int] = 8
     """Width of a head."""
     shard_width: ClassVar[int] = 8
     """Inner width of a feed-forward network on each rank."""
     span: ClassVar[int] = 5
-    """Most tokens of a window or chunk: well below the shortest sequence, and no divisor of it."""
+    """Maximum tokens of a window or chunk: well below the shortest sequence, and not a divisor of its length."""
     conv_kernel: ClassVar[int] = 3
-    """Most tokens of a convolution: a segment of the shortest sequence holds all earlier tokens of it."""
+    """Maximum tokens of a convolution, so that a segment of the shortest sequence holds all its earlier tokens."""
     tp: int
     cp: int
     dp: int
@@ -29,22 +29,22 @@ class SmallSizes:
     top_groups: int
     """Groups from which the experts of a token are chosen."""
     large_seq_len: int
-    """Tokens of a sample of the recipe that is made small."""
+    """Tokens of a sample of the large recipe."""
     seq_len: int
     """Tokens of a sample of the small recipe."""
     lr: float
     """Peak learning rate of the small recipe."""
     rotary_dim: int = 0
-    """Dims of a head of the small recipe to which RoPE is applied."""
+    """Dims with RoPE of a head of the small recipe."""
 
     def key_value_heads(self, heads: int) -> int:
-        """Return the fewest heads of keys and values that are sharded as `heads` of them are."""
+        """Return the smallest number of heads of keys and values that is sharded like `heads`."""
         few = self.tp if heads % self.tp == 0 else heads
         ranks = self.tp * self.cp
         return lcm(few, ranks) if self.shards_heads and heads % ranks == 0 else few
 
     def query_heads(self, heads: int, key_value_heads: int) -> int:
-        """Return the fewest query heads: two for each head of keys and values if there are more than one.
+        """Return the smallest number of query heads: two per head of keys and values if the large model has that many.
 
         Args:
             heads: query heads of the large model.
@@ -58,6 +58,6 @@ class SmallSizes:
         if self.num_groups > 1:
             least = max(-(-top_k * self.num_groups // self.top_groups), 2 * self.num_groups)
         else:
-            # The router has a choice.
+            # One more expert, so that the router has a choice.
             least = 2 * top_k
         return min(num_experts, step * -(-max(least, 2 * self.ep) // step))

@@ -1,6 +1,6 @@
 """Suggestions in error messages: nearest legal values, misspelled keys, hub downloads, and descriptions of types.
 
-Sections, keys and types are read from the schema. Torch-free.
+Sections, keys and types are read from the schema.
 """
 
 import difflib
@@ -34,7 +34,7 @@ def nearest_numbers(value: int, legal: Iterable[int], count: int = 6) -> str:
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """Return the positive multiples of `step` below and above `value`, which is no multiple itself: "252 or 256"."""
+    """Return the positive multiples of `step` next to `value`, which is not a multiple itself: "252 or 256"."""
     below = value // step * step
     return join_with_or([str(number) for number in (below, below + step) if number > 0])
 
@@ -51,11 +51,11 @@ _FILE_ENDINGS = frozenset(
     | {".safetensors", ".toml", ".tsv", ".txt", ".zst"}
 )
 _LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src", "tests", "tokens"})
-"""Common first folders of local paths: a misspelled path in one of these is not taken for a hub name."""
+"""Common first folders of local paths; a misspelled path below one of these is not a hub name."""
 
 
 def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
-    """Return whether a name that is no local path has the form of a hub name: "owner/name", or "gpt2" with `bare`."""
+    """Return whether a non-local name has the form of a hub name: "owner/name", or "gpt2" with `bare`."""
     parts = name.split("/")
     if len(parts) not in ((1, 2) if allows_bare_name else (2,)) or not all(map(_PART.fullmatch, parts)):
         return False
@@ -66,7 +66,7 @@ def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
 
 
 def download_advice(name: str, kind: HubKind = "model", *, allows_bare_name: bool = False) -> str:
-    """Return how a repository on the Hugging Face hub is named; "" if the name cannot be one.
+    """Return the advice to name a repository on the Hugging Face hub; "" if the name cannot be a hub name.
 
     Args:
         name: the user's text, which is not a local path.
@@ -101,9 +101,9 @@ def key_types(section: str) -> dict[str, Any]:
 
 @cache
 def tables() -> dict[str, KindOf | type[Table]]:
-    """Return what each key is whose value is a table, by its path, such as "model.ffn.moe.router": a part, or settings.
+    """Return the class of each table, by the path of its key such as "model.ffn.moe.router": a part, or settings.
 
-    A key comes before the keys of its table; keys with the same path in several kinds count once.
+    A key precedes the keys of its table. A path that several kinds have is returned once.
     """
     found: dict[str, KindOf | type[Table]] = {}
 
@@ -120,12 +120,12 @@ def tables() -> dict[str, KindOf | type[Table]]:
 
 
 def owners_of(mark: KindOf | type[Table]) -> Iterator[Any]:
-    """Yield the classes whose fields are the keys of a table: of a part, the classes of its built-in kinds."""
+    """Yield the classes whose fields are the keys of a table; for a part, the classes of its built-in kinds."""
     yield from mark.classes() if isinstance(mark, KindOf) else (mark,)
 
 
 def mark_at(path: str) -> KindOf | type[Table] | None:
-    """Return what the key at a path is whose value is a table, as `tables` does, or None."""
+    """Return the class of the table at a path like `tables`, or None."""
     section, *names = path.split(".")
     found: Any = sections().get(section) if names else None
     for name in names:
@@ -148,7 +148,7 @@ def _mark_in(owner: Any, name: str) -> KindOf | type[Table] | None:
 
 
 def group_at(path: str) -> str | None:
-    """Return the group of the key at a path that chooses a part, as `part_keys` does, or None."""
+    """Return the group of the part that the key at a path chooses, or None."""
     mark = mark_at(path)
     return mark.group if isinstance(mark, KindOf) else None
 
@@ -160,7 +160,7 @@ def part_marks() -> dict[str, KindOf]:
 
 
 def wrong_kind(name: str, kind: str) -> str:
-    """Return the refusal of a kind that a key does not take, with the key that does, or else the nearest kind."""
+    """Return the refusal of a kind that a key does not take, with the right key for it or the nearest kind."""
     mark = mark_at(name)
     assert isinstance(mark, KindOf)
     if kind in built_in_kinds(mark.group):
@@ -170,7 +170,7 @@ def wrong_kind(name: str, kind: str) -> str:
 
 @cache
 def slot_fault(name: str, part: Any) -> str:
-    """Return why a key does not take a class of parts, and which one does; empty: it takes it."""
+    """Return the reason why a key does not take a class of parts, and the right key; empty: the key takes it."""
     reason = _slot_reason(name, part)
     if not reason:
         return ""
@@ -188,7 +188,7 @@ def _slot_reason(name: str, part: Any) -> str:
     arms = [arm for arm in get_args(hint) or (hint,) if isinstance(arm, type) and issubclass(arm, Part)]
     missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
     if missing:
-        return f"is no subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
+        return f"is not a subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
     fact, value = mark.asked
     if fact and getattr(part, fact) is not value:
         return f"has {fact}={not value}, and this key takes kinds with {fact}={value}"
@@ -203,7 +203,7 @@ def part_keys() -> dict[str, str]:
 
 @cache
 def kind_settings() -> dict[str, tuple[str, ...]]:
-    """Return the kinds that have each setting of a table, by its path, in schema order; of one without kinds, none."""
+    """Return the kinds with each setting of a table, by its path, in schema order; empty for tables without kinds."""
     found: dict[str, tuple[str, ...]] = {}
     for name, mark in tables().items():
         for owner in owners_of(mark):
@@ -224,7 +224,7 @@ def owner_of(path: str) -> Any:
 
 @cache
 def choices_of(section: str, key: str) -> tuple[Any, ...]:
-    """Return the values that a key chooses from, of parts the built-in kinds; empty: it takes any value of its type."""
+    """Return the legal choices of a key; for parts, the built-in kinds. Empty: the key takes any value of its type."""
     if isinstance(mark := mark_at(f"{section}.{key}"), KindOf):
         return mark.words or built_in_kinds(mark.group)
     plain = type_of(section, key)
@@ -251,7 +251,7 @@ def describe_key(section: str, key: str) -> str:
 
 @cache
 def default_of(section: str, key: str) -> Any:
-    """Return the default of a key, or of a setting of a table: "ffn.moe.top_k"; a part where it chooses one."""
+    """Return the default of a key, or of a setting of a table: "ffn.moe.top_k"; a part if the key chooses a part."""
     if "." in key:
         return default_of_field(owner_of(f"{section}.{key}"), last_name(key))
     return getattr(_default_section(section), key)
@@ -280,7 +280,7 @@ def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> 
 
 
 def paths_with(key: str) -> list[str]:
-    """Return the keys of all sections, and the settings of parts, with this name: "section.key"."""
+    """Return the paths "section.key" of all keys and settings of parts with a given name."""
     of_sections = [f"{section}.{key}" for section in sections() if key in key_types(section)]
     return [*of_sections, *(path for path in kind_settings() if path.endswith(f".{key}"))]
 

@@ -15,7 +15,7 @@ LOSS_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 MIN_LOSS_CHUNK_TOKENS = 256
 """Minimum tokens of a loss chunk with train.loss_chunk = -1."""
 AUTO = "auto"
-"""Value of `train.recompute`, alone in the list: parts that fit into the memory."""
+"""Only value of the list `train.recompute` if the parts follow from the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +33,19 @@ class TrainConfig(Section):
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate ([defaults by method](recipe.md#learning-rates-by-method))."""
     warmup_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
-    """Steps of linear warm-up from 0. Where the command line sets run.steps too low for it, warmup_steps
-    and decay_steps shrink in proportion, and the log reports it. Refused if the command line sets it too and it does
-    not fit."""
+    """Steps of linear warm-up from 0. If the command line sets run.steps too low for it, warmup_steps and decay_steps
+    shrink in proportion, and the log reports it. Refused if the command line sets both and they do not fit."""
     lr_schedule: Annotated[str | Part, KindOf("lr_schedule")] = "cosine"
     """Shape of the schedule after the warm-up."""
     reset_moments_every: Annotated[int, at_least(0, "0: never")] = 0
     """Zero the optimizer moments after every this many steps, with the step count of AdamW's bias correction; weights
-    and learning rate go on ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
+    and learning rate are kept ([memory.md](memory.md#resets-of-the-optimizer-state)). 0: never."""
     clip_grad: Annotated[float, at_least(0, "0: off")] = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
     recompute: Annotated[tuple[str, ...], Judged.SPEED] = ()
     """Parts of the layers that are not saved for backward but recomputed (activation checkpointing): norms,
-    core_attention, mla_up, dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)).
-    Bitwise the same result. auto, alone in the list: the cheapest set of parts with which a step fits into
-    memory_budget_gib."""
+    core_attention, mla_up, dense_mlp, expert_activation, shared_experts, moe, layer ([memory.md](memory.md)). Bitwise
+    the same result. auto, as the only value: the cheapest set of parts whose step fits into memory_budget_gib."""
     memory_budget_gib: Annotated[float, at_least(0, "0: the device's"), Judged.SPEED] = 0.0
     """Estimated peak memory per rank that recompute "auto" may use; 0: 90 % of the smallest GPU's memory, and refused
     on CPU."""
@@ -70,39 +68,38 @@ class TrainConfig(Section):
     """Maximum that a rank offloads at a time, in GiB; the rest stays in memory. 0: no limit. In host memory a block
     counts as the power of two that torch allocates for it."""
     offload_waits: Annotated[bool, ReadIf("train.offload"), Judged.SPEED] = False
-    """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: what
-    cannot be copied out and back in time stays in memory."""
+    """Let the forward pass wait for the copies: memory use is then minimal however slow the copies are. false: tensors
+    that cannot be copied out and back in time stay in memory."""
     precision: Annotated[Literal["dtype", "fp8-blockwise", "mxfp8", "nvfp4"], Judged.FORMAT] = "dtype"
     """Number format of the operands of the layers' GEMMs, forward and backward ([fp8.md](fp8.md)); dtype: run.dtype.
     Embedding, head, router, norms and attention scores stay in run.dtype, master weights in float32."""
     loss: Annotated[str | Part, KindOf("loss"), ReadIf("rl.group_size=0")] = "next_token"
-    """Loss of the last stage, on all data but preferences and rollouts."""
+    """Loss of the last stage, on all data except preferences and rollouts."""
     loss_chunk: Annotated[
         int, Bound("must be at least 0 (0: all), or -1 (automatic)", lambda tokens: tokens >= -1), Judged.SPEED
     ] = -1
     """Tokens of a rank whose logits are in memory at a time; the backward pass recomputes them. 0: all tokens of a
     micro-batch, without recomputation. -1: as 0 up to 2**28 logits (1 GiB in float32) of a micro-batch on a rank;
-    above, as many tokens as give 2**28 logits on a GPU and 2**24 on a CPU, at least 256, and the log says so."""
+    above, the tokens with 2**28 logits on a GPU or 2**24 on a CPU, at least 256, which is logged."""
     mtp_loss: Annotated[float, POSITIVE, ReadIf("model.mtp_layers")] = 0.3
     """Coefficient of the mean MTP (multi-token prediction) loss (model.mtp_layers)."""
     indexer_stage: Annotated[Literal["sparse", "warmup"], ReadIf("model.attention.indexer")] = "sparse"
     """Stage of sparse attention (model.attention.indexer). warmup: attention is dense, and only the indexers learn,
-    from the attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers
+    using the attention probabilities over all keys. sparse: attention over selected keys; the model and the indexers
     learn."""
     indexer_loss: Annotated[float, at_least(0, "0: the indexers do not learn"), ReadIf("model.attention.indexer")] = 1.0
     """Coefficient of the indexers' loss: the KL divergence of an indexer's softmax from the attention probabilities,
-    mean over the tokens without padding, sum over the layers. No other weight has a gradient from it; 0: the indexers
-    do not learn."""
+    mean over the tokens without padding, sum over the layers. It has no gradient for other weights. 0: no learning."""
     eval_every: Annotated[int, at_least(0, "0: never"), Most(MAX_STEPS), Judged.FILES] = 0
     """Evaluate on held-out text every this many steps and after the last one; 0: never."""
     eval_at_start: Annotated[bool, ReadIf("train.eval_every"), ReadIf("rl.group_size=0"), Judged.FILES] = False
-    """Evaluate before the first step too: a line of step 0 in metrics.jsonl."""
+    """Also evaluate before the first step: a line of step 0 in metrics.jsonl."""
     eval_samples: Annotated[int, at_least(1), Most(2**26), ReadIf("train.eval_every"), Judged.FILES] = 16
-    """Held-out samples per evaluation, each once; all of them if there are fewer."""
+    """Held-out samples per evaluation, each used once; all samples if there are fewer."""
 
     @property
     def quantizes_gemms(self) -> bool:
-        """Return whether the operands of the layers' GEMMs have a number format of their own."""
+        """Return whether the operands of the layers' GEMMs have a number format other than run.dtype."""
         return self.precision != "dtype"
 
     @property
@@ -111,7 +108,7 @@ class TrainConfig(Section):
         return self.global_batch_size * self.seq_len
 
     def num_micro_batches(self, dp: int) -> int:
-        """Return the micro-batches per data-parallel rank and step, including micro-batches of padding alone."""
+        """Return the micro-batches per data-parallel rank and step, including micro-batches of only padding."""
         return -(-self.global_batch_size // (self.micro_batch_size * dp))
 
     def trains_indexers_only(self, model: ModelConfig) -> bool:
@@ -119,11 +116,11 @@ class TrainConfig(Section):
         return model.attention.selector is not None and self.indexer_stage == "warmup"
 
     def num_padding_micro_batches(self, dp: int) -> int:
-        """Return the micro-batches of padding alone in a step, on the last ranks; 0 if dp divides the batch."""
+        """Return the micro-batches of only padding in a step, on the last ranks; 0 if dp divides the batch."""
         return self.num_micro_batches(dp) * dp - self.global_batch_size // self.micro_batch_size
 
     def loss_tokens(self, cp: int) -> int:
-        """Return the tokens of a micro-batch whose losses a rank computes: tp shards the vocabulary."""
+        """Return the tokens of a micro-batch whose losses a rank computes on its shard of the vocabulary."""
         return self.seq_len * self.micro_batch_size // cp
 
     def loss_chunk_tokens(self, device_type: str, *, cp: int, vocab_rows: int) -> int:

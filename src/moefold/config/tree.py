@@ -1,4 +1,4 @@
-"""Trees of settings: tables in tables, as TOML gives them. Torch-free."""
+"""Trees of settings: nested tables, as parsed from TOML."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +13,9 @@ Tree = dict[str, Any]
 
 
 def nested(tree: Mapping[str, Any]) -> Tree:
-    """Return a tree whose keys "key.setting" of sections stand in the tables of their keys, in which the last one wins.
+    """Return a tree with keys "key.setting" moved to the table of "key"; the last value of a setting wins.
 
-    A word becomes the kind of its table.
+    A text becomes the kind of its table.
     """
     found: Tree = {}
     for section, keys in tree.items():
@@ -30,10 +30,10 @@ def nested(tree: Mapping[str, Any]) -> Tree:
 
 
 def put(tree: Tree, names: Sequence[str], value: Any) -> None:
-    """Set a value in a tree by its path; a word on the way is the kind of its table.
+    """Set a value in a tree by its path; a text on the path becomes the kind of its table.
 
     Raises:
-        ConfigError: a table on the way is "none", or a word and has no kinds.
+        ConfigError: a table on the path is "none", or is a text although it has no kinds.
     """
     *owners, last = names
     for depth, name in enumerate(owners, 1):
@@ -50,12 +50,12 @@ def put(tree: Tree, names: Sequence[str], value: Any) -> None:
 
 
 def merged(path: str, base: Any, over: Any) -> Any:
-    """Return a table with the keys that it leaves out from another one; another kind takes those that it has too.
+    """Return a table completed from another table; only the keys that both have if the kinds differ.
 
     Args:
-        path: of the table, such as "model.attention".
+        path: path of the table, such as "model.attention".
         base: the other table, a kind, or another value.
-        over: the table, a kind, or another value, which counts.
+        over: the table, a kind, or another value, which takes precedence.
     """
     if not isinstance(base, dict) or (mark_at(path) is None and path not in sections()):
         return {"kind": base, **over} if isinstance(base, str) and isinstance(over, dict) and base != NONE else over
@@ -71,7 +71,7 @@ def merged(path: str, base: Any, over: Any) -> Any:
 
 
 def value_at(path: str, tree: Any) -> Any:
-    """Return the value of a tree at a path, which may be "none"; None if it has none."""
+    """Return the value of a tree at a path, which may be "none"; None if there is none."""
     for name in path.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree

@@ -1,6 +1,6 @@
-"""TOML files whose keys are the fields of a dataclass, validated by pydantic from its annotations. Torch-free.
+"""TOML files whose keys are the fields of a dataclass, validated by pydantic from its annotations.
 
-The dataclass has `__pydantic_config__ = STRICT`, as the dataclasses of its fields.
+The dataclass and the dataclasses of its fields have `__pydantic_config__ = STRICT`.
 """
 
 import json
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def within(bound: Bound) -> WrapValidator:
-    """Return the check of a bound for an annotation of a number or a dict; it says its rule of other types too."""
+    """Return the check of a bound, for the annotation of a number or a dict; its message also covers other types."""
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
@@ -48,8 +48,8 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
 
     Args:
         tree: keys of the file, unchecked.
-        where: the file, as the first words of an error.
-        advice: what else to do about missing keys at the top of the file, as it follows "give them".
+        where: the file, for the start of an error.
+        advice: text after "give them" for missing keys at the top of the file.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is wrong.
@@ -63,7 +63,7 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
 
 
 def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
-    """Describe the first thing that is wrong: an unknown key, missing keys, or a value."""
+    """Describe the first fault: an unknown key, missing keys, or a wrong value."""
     faults = {".".join(map(str, item["loc"])): item for item in error.errors(include_url=False)}
     for key, item in faults.items():
         if item["type"] == "unexpected_keyword_argument":
@@ -83,7 +83,7 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
 
 
 def _keys_at(kind: Any, path: Iterable[str | int]) -> list[str]:
-    """Return the keys of a table of a file, or of each table of a list, given its path; of another value, none."""
+    """Return the keys of a table, or of each table of a list, given its path; empty for other values."""
     for name in (entry for entry in path if isinstance(entry, str)):
         hint = get_type_hints(kind).get(name) if is_dataclass(kind) else None
         kind = next(filter(is_dataclass, get_args(hint)), hint)

@@ -1,4 +1,4 @@
-"""Recipes of earlier versions, whose parts read flat keys of their section, in tables of parts. Torch-free."""
+"""Upgrade of recipes of earlier versions, which have flat keys, to tables of parts."""
 
 import re
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ class Moved(NamedTuple):
     """Place of a flat key of earlier versions: a setting of the part that another key chooses."""
 
     key: str
-    """As "section.key"."""
+    """Key of the part, as "section.key"."""
     setting: str
-    """`KIND`: where the value is on, another kind stands for it, which has the old one in its name."""
+    """Setting of the part. `KIND`: a flag, which chooses the kind with the old kind in its name."""
     kinds: tuple[str, ...] = ()
-    """Kinds that read it; empty: the built-in ones that have the setting."""
+    """Kinds that read it; empty: the built-in kinds with the setting."""
 
     def __str__(self) -> str:
-        """Return the path, as an override has it."""
+        """Return the path of an override."""
         return f"{self.key}.{self.setting}"
 
 
@@ -74,7 +74,7 @@ model.rope.scaling low_freq_factor:rope_low_freq_factor high_freq_factor:rope_hi
 model.rope.scaling beta_fast:rope_beta_fast beta_slow:rope_beta_slow truncate:rope_truncate
 model.rope.scaling attention_factor:rope_attention_factor mscale:rope_mscale mscale_all_dim:rope_mscale_all_dim
 """
-"""Flat keys by the tables of their section that they have moved to: "setting:key", or "setting" with the same name.
+"""Flat keys by their new tables in the same section: "setting:key", or "setting" with the same name.
 
 Keys that choose a kind or a table come before its settings.
 """
@@ -85,7 +85,7 @@ PATTERNS = {
     "rope_pattern": ("position", {"R": "rope", "N": "nope"}),
     "index_pattern": ("selection", {"F": "own", "S": "shared"}),
 }
-"""Words of the letters of patterns that stand in `model.layers`, and the field of `LayerWords` that has them."""
+"""Former keys of patterns: the words of their letters in `model.layers`, and the field of `LayerWords`."""
 MOVED = {
     f"{line.split()[0].partition('.')[0]}.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
     for line in _PLACES.split("\n")
@@ -119,19 +119,19 @@ MOVED |= {f"model.{key}": Moved("model", "layers") for key in ("num_layers", *PA
 OFF = {
     *("model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size", "model.upcycle_from")
 }
-"""Flat keys whose value 0 or "" meant that there is no table."""
+"""Flat keys whose value 0 or "" means no table."""
 SITES_OFF = {"topology": "all", "experts": "average", "density": 1.0, "penalty": False, "clip": 0.0}
-"""Flat keys of [sites] that did what methods do now, with the values that did nothing."""
+"""Flat keys of [sites] that methods replace, with their values without effect."""
 SITES_MORE = {"values": 32, "merge_experts": 0.0}
-"""Defaults of other flat keys of [sites], where a method has others."""
+"""Former defaults of other flat keys of [sites], which differ from the values of some methods."""
 
 
 def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the sections of a recipe without its format.
 
     Args:
-        tree: what a file has.
-        name: the file, as the message names it.
+        tree: contents of a file.
+        name: the file, for messages.
 
     Raises:
         ConfigError: the format is newer than this version of moefold.
@@ -144,10 +144,10 @@ def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the sections of a recipe with flat keys in tables of parts, and the flat keys that its parts do not read.
+    """Return the sections of a recipe with flat keys moved to tables of parts, and the flat keys that no part reads.
 
     Args:
-        tree: sections, unchecked; tables of parts stay as they are.
+        tree: sections, unchecked; tables of parts are kept.
     """
     found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
     base = _preset_of(found)
@@ -185,23 +185,23 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section [model] of the preset of a recipe; empty: it has none, or one that does not exist."""
+    """Return the section [model] of the preset of a recipe; empty: no preset, or an unknown one."""
     model = tree.get("model")
     name = model.get("preset") if isinstance(model, dict) else ""
     if not isinstance(name, str) or not name:
         return {}
-    # A rank that reads a checkpoint needs no files of presets.
+    # Without a preset, reading a checkpoint needs no files of presets.
     from moefold.config.presets import load_preset, preset_names
 
     return {"model": load_preset(name)} if name in preset_names() else {}
 
 
 def _put_site_method(sites: dict[str, Any]) -> bool:
-    """Set the method that flat keys of [sites] need, and what it would change; return whether there is one."""
+    """Set the method that flat keys of [sites] need, and the keys that it would change; return whether it was set."""
     given = sites.get("method", "mean")
     before = given.get(KIND) if isinstance(given, dict) else given
     method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
-    # A method does what it is for unless its keys say otherwise.
+    # The defaults of a method enable it: write the keys that disable it.
     silent = {key: None if method_of[key] == before else off for key, off in SITES_OFF.items()}
     on = {method_of[key] for key, off in SITES_OFF.items() if sites.get(key, silent[key]) != off}
     after = next(iter(on), "mean" if before in method_of.values() else before)
@@ -219,8 +219,8 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
 
 
 def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
-    """Replace the number of layers and their patterns by their words; what is not understood stays, and is refused."""
-    # Checkpoints repeat the pattern, as long as the model.
+    """Replace the number of layers and their patterns by words; unknown patterns stay, to be refused later."""
+    # Checkpoints have the pattern repeated to the length of the model.
     model.pop("layer_kinds", None)
     given = {key: model[key] for key in ("num_layers", *PATTERNS) if key in model}
     if not given:
@@ -243,8 +243,8 @@ def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
     """Return the words of a pattern of letters with counts, such as "D3M2".
 
     Raises:
-        KeyError: it has another letter.
-        ValueError: it has another form, or is longer than the model.
+        KeyError: unknown letter.
+        ValueError: another form, or longer than the model.
     """
     runs = [(letter, int(count or 1)) for letter, count in re.findall(r"([A-Z])(\d{0,5})", pattern)]
     counts = [count for _, count in runs]
@@ -254,7 +254,7 @@ def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
 
 
 def _kind_at(path: str, found: Any, base: Any) -> str | None:
-    """Return the kind of a part in a recipe, its preset, or by default; of a table without kinds "", of none None."""
+    """Return the kind of a part in a recipe, its preset or by default; "" for a table without kinds; None: no table."""
     section, _, key = path.partition(".")
     if not key:
         return ""
@@ -269,7 +269,7 @@ def _kind_at(path: str, found: Any, base: Any) -> str | None:
 
 
 def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> bool:
-    """Return whether the parts of a recipe have a key, of which `kinds` have it; empty: the built-in ones."""
+    """Return whether the parts of a recipe read a key of `kinds`; empty: of the built-in kinds with the setting."""
     owner = path.rpartition(".")[0]
     if not owner.count("."):
         return True
@@ -279,7 +279,7 @@ def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> b
 
 
 def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by "section.key" with flat keys in tables of parts, as `upgraded` does."""
+    """Return values by "section.key" with flat keys moved to tables of parts, like `upgraded`."""
     tree: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")
@@ -298,17 +298,17 @@ _FORMER_STATES = {
 
 
 def states_by_object(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a checkpoint up to 0.2.0 with the state of each object under its name in "states".
+    """Return the fields of a checkpoint up to 0.2.0, with the state of each object moved to its name in "states".
 
     Raises:
-        TypeError: a field is of another type.
+        TypeError: a field has another type.
     """
     found = {name: value for name, value in fields.items() if value is not None}
     states = {name: {key: found.pop(key) for key in keys if key in found} for name, keys in _FORMER_STATES.items()}
     states |= {name: found.pop(name) for name in ("guard", "schedule", "lora", "sites") if name in found}
     for name in ("guard", "schedule"):
         if not isinstance(states.get(name, {}), dict):
-            raise TypeError(f"{name} is no object")
+            raise TypeError(f"{name} is not an object")
     guard = states.get("guard", {})
     states["position"]["skipped"] = guard.get("left_out", [])
     states["weights"].setdefault("moment_updates", states["position"].get("step", 0) - guard.get("num_skipped", 0))
@@ -316,7 +316,7 @@ def states_by_object(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by "section.key", with a part as its kind and the settings of tables by "section.key.setting".
+    """Return values by "section.key", parts as their kinds, and settings of tables by "section.key.setting".
 
     Args:
         values: values of `keys_of` by "section.key".
@@ -362,8 +362,8 @@ def moved_override_refusal(name: str, text: str, tree: Mapping[str, Any]) -> str
 
     Args:
         name: a key of MOVED.
-        text: its value, as the command line has it.
-        tree: the sections of the recipe that it is for, unchecked.
+        text: its value on the command line.
+        tree: the sections of the recipe to override, unchecked.
     """
     needs_tree = str(MOVED[name]) == LAYERS or name.startswith("sites.")
     word = upgraded_word(f"{name}={text}", tree) if needs_tree else _word(name, text)
@@ -371,7 +371,7 @@ def moved_override_refusal(name: str, text: str, tree: Mapping[str, Any]) -> str
 
 
 def _word(name: str, text: str) -> str:
-    """Return an override of a flat key by the path of its table."""
+    """Return an override of a flat key, rewritten to the path of its table."""
     place = MOVED[name]
     if place.setting == KIND:
         return f"{place.key}={join_with_or(list(place.kinds))}"
@@ -381,18 +381,18 @@ def _word(name: str, text: str) -> str:
 
 
 def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
-    """Return an override `section.key=value` by the path of its table, several where its kind changes too.
+    """Return an override `section.key=value`, rewritten to the path of its table; several if the kind also changes.
 
     Args:
-        tree: the sections of the recipe that it is for, unchecked.
+        tree: the sections of the recipe to override, unchecked.
 
     Raises:
-        ConfigError: the word is no override, or the part that the recipe chooses does not read its key.
+        ConfigError: the argument is not an override, or the part that the recipe chooses does not read its key.
     """
     name, equals, text = word.partition("=")
     section, dot, key = name.partition(".")
     if not equals or not dot:
-        raise ConfigError(f"{word!r} is no setting; settings are section.key=value, such as train.lr=1e-3")
+        raise ConfigError(f"{word!r} is not a setting; settings are section.key=value, such as train.lr=1e-3")
     if name not in MOVED:
         return word
     place = MOVED[name]

@@ -1,4 +1,4 @@
-"""Rewrite the text of a recipe with flat keys in tables of parts: changed keys alone, with all comments. Torch-free."""
+"""Upgrade the text of a recipe: only flat keys change, to tables of parts, and all comments stay."""
 
 import re
 import tomllib
@@ -13,18 +13,18 @@ from moefold.config.upgrade import FORMAT, FORMAT_KEY, KIND, MOVED, check_format
 from moefold.errors import ConfigError
 
 MAX_ENTRY = 100
-"""Characters of the line of a table among the keys of its section; a longer one has a header."""
+"""Maximum characters of a table on one line of its section; a longer table has a header."""
 APART = ("dense", "moe")
-"""Tables that have a header in the table around them, if that has one."""
+"""Tables with their own header if the table around them has a header."""
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
 _KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
 
 
 class _Statement(NamedTuple):
-    """Lines of a file that belong together: one key with its value, or a single other line."""
+    """Lines of a statement of a file: a key with its value, or another single line."""
 
     name: str
-    """Of a key: "section.key"; of the header of a section: the section; else empty."""
+    """Path of a key, "section.key"; name of the section for a header; else empty."""
     lines: tuple[str, ...]
     is_header: bool = False
 
@@ -37,19 +37,19 @@ class _Statement(NamedTuple):
 
     @property
     def value(self) -> str:
-        """Value of a key of one line, as it is spelled."""
+        """Value of a key of one line, as written."""
         return self.lines[0].removesuffix(self.comment).partition("=")[2].strip()
 
 
 def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
-    """Return a recipe in format 2, and the keys that were left out because no part of the recipe reads them.
+    """Return a recipe in format 2, and the dropped keys that no part of the recipe reads.
 
     Args:
         text: a recipe in TOML, of this format or an earlier one.
-        name: the file, as messages name it.
+        name: the file, for messages.
 
     Raises:
-        ConfigError: the file is not TOML, has a newer format, or writes a key in a form that is not rewritten.
+        ConfigError: the file is not TOML, has a newer format, or has a key in an unsupported form.
     """
     try:
         tree = check_format(parse_toml(text), name)
@@ -97,7 +97,7 @@ def _keys(tree: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _entry(path: str, value: Any, spelled: Mapping[str, str]) -> str:
-    """Return the line of a key; numbers are spelled as their flat keys had them."""
+    """Return the line of a key; numbers are written as in their flat keys."""
     return f"{path.rpartition('.')[2]} = {_inline(path, value, spelled)}"
 
 
@@ -116,12 +116,12 @@ def _in_order(path: str, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _fits(entry: str) -> bool:
-    """Return whether the line of a table is short enough to stand among the keys of its section."""
+    """Return whether the line of a table is short enough for the keys of its section."""
     return len(entry) <= MAX_ENTRY
 
 
 def _block(path: str, table: Mapping[str, Any], spelled: Mapping[str, str]) -> list[str]:
-    """Return the lines of a table under headers of its own."""
+    """Return the lines of a table under its own headers."""
     entries = {key: _entry(f"{path}.{key}", value, spelled) for key, value in _in_order(path, table)}
     apart = [key for key in entries if isinstance(table[key], dict) and (not _fits(entries[key]) or key in APART)]
     own = [entry for key, entry in entries.items() if key not in apart]
@@ -130,7 +130,7 @@ def _block(path: str, table: Mapping[str, Any], spelled: Mapping[str, str]) -> l
 
 
 def _with_blocks(lines: list[str], blocks: Mapping[str, list[str]]) -> list[str]:
-    """Return the lines with tables at the end of the sections that they belong to."""
+    """Return the lines with tables at the end of their sections."""
     for owner, block in blocks.items():
         section = owner.partition(".")[0]
         inside = False
@@ -178,11 +178,11 @@ def _is_whole(lines: list[str]) -> bool:
 
 
 def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, str]) -> list[str]:
-    """Return the lines with the tables of parts in the place of what they replace."""
+    """Return the lines with the tables of parts instead of the flat keys."""
     lines: list[str] = []
     named = {statement.name for statement in statements}
     left = dict(tables)
-    # Where the key that chooses the part is left out, its table stands where the first of its flat keys did.
+    # If the key that chooses the part is absent, its table replaces the first of its flat keys.
     places = {key: key for key in tables if key in named}
     for name in (statement.name for statement in statements if statement.name in MOVED):
         owner = ".".join(str(MOVED[name]).split(".")[:2])
@@ -213,7 +213,7 @@ def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, 
 
 
 def _with_format(lines: list[str], tree: dict[str, Any]) -> list[str]:
-    """Return the lines with the format above the first key or section, below the comments at the top."""
+    """Return the lines with the format inserted above the first key or section, below the comments at the top."""
     line = f"{FORMAT_KEY} = {FORMAT}"
     for number, text in enumerate(lines):
         if (key := _KEY.match(text)) and key[1] == FORMAT_KEY:

@@ -1,6 +1,6 @@
 """Atomic creation of a folder: it is written under a temporary name and renamed once every process is done.
 
-A remote folder is written on this machine first, and sent once it is complete, the file that marks it last.
+A remote folder is first written on this machine. It is sent once it is complete, its marker file last.
 """
 
 import os
@@ -19,22 +19,22 @@ from moefold.remote_copy import upload_folder
 from moefold.remote_path import RemotePath
 
 MARKER_FILES = ("config.json", "manifest.json")
-"""Files without which a folder is no Hugging Face folder, or no checkpoint: they are sent last."""
+"""Files that mark a folder as a Hugging Face folder or checkpoint; they are sent last."""
 
 
 @contextmanager
 def atomic_directory(final: Path, world: World) -> Iterator[Path]:
     """Yield a temporary folder, the same on all processes, and rename it to `final` at the end.
 
-    Collective: every process enters and leaves. If one fails, it removes the folder with the parents that were created
-    for it, and ends the job.
+    Collective: every process enters and leaves. If a process fails, it removes the folder and the parents created for
+    it, and ends the job.
 
     Raises:
-        ConfigError: `final` exists, or it cannot be written.
+        ConfigError: `final` exists, or cannot be written.
     """
     raise_on_all_ranks(world, new_folder_unsupported_reason(final) if world.is_rank0 else "")
     tmp_dir = _temporary_path(final, world)
-    # The list of rank 0: another process may see parents that were created meanwhile.
+    # The list of rank 0, because another process may see parents that were created in the meantime.
     parents: list[Path] = world.all_gather_object([path for path in tmp_dir.parents if not path.exists()])[0]
     raise_on_all_ranks(world, _being_written_reason(final, tmp_dir) if world.is_rank0 else "")
     lock: FileLock | None = None
@@ -49,7 +49,7 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
         elif world.is_rank0:
             tmp_dir.rename(final)
     except BaseException as error:
-        # No collective here: the other processes may be anywhere in their code. The launcher ends them.
+        # No collective here: the other processes may be anywhere in their code, and the launcher ends them.
         shutil.rmtree(tmp_dir, ignore_errors=True)
         for parent in parents:
             with suppress(OSError):
@@ -75,7 +75,7 @@ def raise_on_all_ranks(world: World, reason: str) -> None:
 
 
 def _temporary_path(final: Path, world: World) -> Path:
-    """Return the folder to write first: next to the final one, or in the cache of this machine for a remote one."""
+    """Return the temporary folder: next to the final folder, or in this machine's cache for a remote folder."""
     if not isinstance(final, RemotePath):
         return final.absolute().with_name(f".{final.absolute().name}.partial")
     name = f"{final.name}-{uuid.uuid4().hex[:12]}"
@@ -84,14 +84,14 @@ def _temporary_path(final: Path, world: World) -> Path:
 
 
 def _being_written_reason(final: Path, tmp_dir: Path) -> str:
-    """Return the error if another command writes the folder now; empty if none does."""
+    """Return the error if another command is writing the folder; else empty."""
     if not is_locked(tmp_dir):
         return ""
     return f"{str(final)!r} is being written by another command; wait for it, or name another folder"
 
 
 def _lock_folder(tmp_dir: Path) -> FileLock | None:
-    """Lock a new folder until it is complete, so that the next command does not remove it; None on NFS."""
+    """Lock a new folder until it is complete, so that another command does not remove it; None on NFS."""
     lock = FileLock(os.open(tmp_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         lock.try_acquire()

@@ -1,4 +1,4 @@
-"""Field converters between config.json and the section [model], in both directions. Torch-free.
+"""Field converters between config.json and the section [model], in both directions.
 
 Each converter reads some keys of a config.json into keys of [model], and writes them back.
 """
@@ -22,9 +22,9 @@ _MAX_NUMBER = 2**53
 
 
 def setting_of(model: ModelConfig, key: str) -> Any:
-    """Return the value of a key of a model by its path; of `layers` their number.
+    """Return the value of a key of a model by its path; for `layers` their number.
 
-    Of a setting of another kind, or of an absent table, it is 0.
+    The value is 0 for a setting of another kind, or of an absent table.
     """
     value: Any = model
     if key == "layers":
@@ -56,14 +56,14 @@ class ConfigField(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """A number or switch under another name.
+    """Number or switch with another name.
 
     Attributes:
         hf_key: key of config.json.
         key: key of [model].
         default: replaces an absent or null key.
-        also: other spellings of the key, which are read and not written.
-        copies: further keys of [model] with the same value; other values read back as another model.
+        also: other spellings of the key, which are read but not written.
+        copies: other keys of [model] with the same value; different values do not read back as the same model.
         default_key: key of config.json whose value replaces an absent or null key.
         least: smallest value.
         most: largest value.
@@ -91,7 +91,7 @@ class Renamed:
             value = self.default
         kind: Any = bool if self._is_table else type(default_of("model", self.key))
         is_number = isinstance(value, int | float) and isinstance(value, bool) == (kind is bool)
-        # nan and inf both fail the comparison with the limit.
+        # nan and inf fail the comparison with the limit.
         if not is_number or not abs(value) < _MAX_NUMBER or value != kind(value):
             described = {bool: "true or false", int: "a whole number"}.get(kind, "a number")
             raise ConfigError(f"config.json has {name}={value!r}, which should be {described}")
@@ -114,11 +114,11 @@ class Renamed:
 
     @property
     def _is_table(self) -> bool:
-        """Return whether the switch stands for a table that is there."""
+        """Return whether the switch represents the presence of a table."""
         return f"model.{self.key}" in tables()
 
     def _given(self, hf_config: Json) -> tuple[str, Any]:
-        """Return the spelling that is present, and its value."""
+        """Return the present spelling and its value."""
         found = [(name, hf_config.get(name)) for name in (self.hf_key, *self.also)]
         found = [pair for pair in found if pair[1] is not None] or found
         for other, value in found[1:]:
@@ -130,19 +130,19 @@ class Renamed:
 
 
 def renamed(**keys: str | tuple[str, Any]) -> tuple[Renamed, ...]:
-    """Return fields by keys of config.json: the key of [model], or that and the default."""
+    """Return fields by keys of config.json, each given as the key of [model], or that key and the default."""
     return tuple(Renamed(hf_key, *((to,) if isinstance(to, str) else to)) for hf_key, to in keys.items())
 
 
 def same(*names: str, under: str = "", **defaults: Any) -> tuple[Renamed, ...]:
-    """Return fields of keys that [model], or a table of it, has under the same names, with the defaults of some."""
+    """Return fields for keys with the same name in [model] or in a table of it, with some defaults."""
     keys = dict.fromkeys(names, REQUIRED) | defaults
     return tuple(Renamed(name, f"{under}.{name}".removeprefix("."), value) for name, value in keys.items())
 
 
 @dataclass(frozen=True)
 class AllowedValues:
-    """A key of config.json that is restricted to the supported values; the first one is written.
+    """Key of config.json that is restricted to the supported values; the first value is written.
 
     An absent key means the first value.
     """
@@ -170,7 +170,7 @@ def allowed(**values: tuple[Any, ...]) -> tuple[AllowedValues, ...]:
 
 @dataclass(frozen=True)
 class Constants:
-    """Keys of [model] that are constant for the family; config.json does not spell them out."""
+    """Keys of [model] that are constant for the family; config.json does not contain them."""
 
     values: Mapping[str, Any]
 
@@ -185,11 +185,11 @@ class Constants:
 
 @dataclass(frozen=True)
 class HeadSize:
-    """head_dim; absent, `default`, where 0 means hidden_size / num_attention_heads."""
+    """head_dim; if absent, `default`, whose value 0 means hidden_size / num_attention_heads."""
 
     default: int = 0
     is_derived: bool = False
-    """transformers divides hidden_size whatever the key says; another value is rejected."""
+    """Whether transformers ignores the key and divides hidden_size; then other values are rejected."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read head_dim."""
@@ -206,11 +206,11 @@ class HeadSize:
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """`n_shared_experts` of the width of a routed expert, merged into one wide shared expert."""
+    """`n_shared_experts` with the width of a routed expert, merged into one wide shared expert."""
 
     hf_key: str = "n_shared_experts"
     allows_none: bool = False
-    """0 means no shared expert; else transformers creates tensors of width 0, which moefold does not read."""
+    """Whether 0 means no shared expert; if not, transformers creates tensors of width 0, which are not read."""
     default: int | None = None
     width_key: str = "moe_intermediate_size"
 
@@ -223,7 +223,7 @@ class SharedExperts:
         return {"ffn.moe.shared.intermediate_size": count * width} if count else {"ffn.moe.shared": NONE}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the number of experts; a width that does not divide reads back as another width."""
+        """Write the number of experts; a width that is not a multiple does not read back."""
         return {self.hf_key: model.ffn.moe.shared_width // model.ffn.moe.intermediate_size}
 
 
@@ -263,7 +263,7 @@ class InputScaling:
         return {"embedding_multiplier": hidden**0.5} if is_enabled else {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the switch; another multiplier reads back as another model."""
+        """Write the switch; another multiplier does not read back as the same model."""
         return {"mup_enabled": model.embedding_multiplier != 1.0}
 
 
@@ -276,7 +276,7 @@ class SameForAllLayers:
     default: Any = REQUIRED
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the number; reject a list of different ones."""
+        """Read the number; reject a list of different numbers."""
         value = hf_config.get(self.hf_key)
         if isinstance(value, list):
             if not value or any(other != value[0] for other in value):
@@ -291,10 +291,10 @@ class SameForAllLayers:
 
 @dataclass(frozen=True)
 class HunyuanSharedExpert:
-    """The shared expert of Hunyuan: `intermediate_size` wide, like the routed ones."""
+    """The shared expert of Hunyuan, with width `intermediate_size` like the routed experts."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the width; reject folders whose experts have other widths or whose shared experts are several."""
+        """Read the width; reject folders with experts of other widths or with several shared experts."""
         found = Renamed("intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
         width = found.get("ffn.moe.shared.intermediate_size", 0)
         for key, legal in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
@@ -305,7 +305,7 @@ class HunyuanSharedExpert:
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys; another width reads back as the width of a routed expert."""
+        """Return no keys; the width reads back as the width of a routed expert."""
         return {}
 
 
@@ -325,13 +325,13 @@ class GatedSharedExpert:
         return found | {"ffn.moe.shared.gate": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the width; a model without a gate reads back with one."""
+        """Write the width; a model without a gate reads back with a gate."""
         return {"shared_expert_intermediate_size": model.ffn.moe.shared_width}
 
 
 @dataclass(frozen=True)
 class RouterGroups:
-    """`n_group` and `topk_group`; with `has_method`, only if `topk_method` is "group_limited_greedy"."""
+    """`n_group` and `topk_group`; with `has_method`, they apply only if `topk_method` is "group_limited_greedy"."""
 
     has_method: bool = False
     hf_key: str = "n_group"
@@ -349,11 +349,11 @@ class RouterGroups:
             **Renamed(self.hf_key, "ffn.moe.router.num_groups").read(hf_config),
             **Renamed("topk_group", "ffn.moe.router.top_groups").read(hf_config),
         }
-        # Choosing from all groups is no restriction.
+        # Choosing from all groups is not a restriction.
         return {} if groups["ffn.moe.router.num_groups"] == groups["ffn.moe.router.top_groups"] else groups
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the groups, and the method if the family has one."""
+        """Write the groups, and the method if the family has such a key."""
         keys: dict[str, Any] = {
             self.hf_key: model.ffn.moe.router.num_groups,
             "topk_group": model.ffn.moe.router.top_groups,
@@ -378,15 +378,15 @@ class MultiHeadKeyValue:
 
 @dataclass(frozen=True)
 class LatentHeadSizes:
-    """Sizes of latent attention that follow from others: `qk_head_dim`, and `head_dim`, which has three meanings."""
+    """Derived sizes of latent attention: `qk_head_dim`, and `head_dim`, which has three meanings."""
 
     has_head_dim: bool = True
-    """Check head_dim; it means something else in hybrid models."""
+    """Whether to check head_dim, which has another meaning in hybrid models."""
     writes_head_dim: bool = False
-    """Write head_dim, by which the family's class in transformers rotates (LongCat)."""
+    """Whether to write head_dim, the rotated size in the family's class of transformers (LongCat)."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject other sizes than the sizes of the parts of a head."""
+        """Reject sizes that differ from the sizes of the parts of a head."""
         rotated = hf_config.get("qk_rope_head_dim")
         plain_size = hf_config.get("qk_nope_head_dim")
         if is_int(rotated) and is_int(plain_size):
@@ -405,12 +405,12 @@ class LatentHeadSizes:
 
 @dataclass(frozen=True)
 class NormTopKProb:
-    """norm_topk_prob of a softmax router: normalise the chosen probabilities to sum to 1; absent, `default`."""
+    """norm_topk_prob of a softmax router: normalise the chosen probabilities to sum to 1; if absent, `default`."""
 
     default: bool
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the softmax: over all experts, or over the chosen ones, which equals normalising."""
+        """Read the softmax: over all experts, or over the chosen experts, which is equal to normalising."""
         is_normalised = hf_config.get("norm_topk_prob", self.default)
         if not isinstance(is_normalised, bool | None):
             raise ConfigError(f"config.json has norm_topk_prob={is_normalised!r}, which should be true or false")
@@ -427,18 +427,18 @@ def num_experts(hf_key: str) -> Renamed:
 
 
 def attention_bias(*, has_output: bool) -> Renamed:
-    """Return the field of biases on the query, key and value projections, and on the output's if `has_output`."""
+    """Return the field of biases on the query, key and value projections, with `has_output` also on the output's."""
     return Renamed("attention_bias", "attention.qkv_bias", False, copies=("attention.output_bias",) * has_output)
 
 
 NUM_LAYERS = Renamed("num_hidden_layers", "layers", least=1, most=MAX_LAYERS)
 """Number of layers, without MTP layers."""
 MTP_LAYERS = Renamed("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), least=0, most=MAX_LAYERS)
-"""Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 has another."""
+"""Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 differs."""
 
 
 def num_layers_of(hf_config: Json) -> int:
-    """Return num_hidden_layers; raise ConfigError if it is no count."""
+    """Return num_hidden_layers; raise ConfigError if it is not a count."""
     count = hf_config.get("num_hidden_layers")
     if not isinstance(count, int) or not is_int(count) or not 1 <= count <= MAX_LAYERS:
         raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {MAX_LAYERS}")
@@ -446,12 +446,12 @@ def num_layers_of(hf_config: Json) -> int:
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Return whether a value of a JSON file is a whole number, and no boolean."""
+    """Return whether a value of a JSON file is a whole number, not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def interval_of(hf_config: Json, key: str, default: int) -> int:
-    """Return a key that says that every n-th layer differs; raise ConfigError if it is no whole number from 1 on."""
+    """Return the n of a key for every n-th layer; raise ConfigError if it is not a whole number of at least 1."""
     every = hf_config.get(key, default)
     if not is_int(every) or every < 1:
         raise ConfigError(f"config.json has {key}={every!r}, which should be a whole number from 1 on")

@@ -91,18 +91,18 @@ from moefold.errors import ConfigError, format_list
 from moefold.remote_path import RemotePath
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")
-"""Keys of a config.json that stay valid when its model has been changed."""
+"""Keys of a config.json that stay valid after a change of its model."""
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
 class WeightsOrigin:
-    """Files and manifest of the Hugging Face folder that the weights came from."""
+    """Files and manifest of the weights' original Hugging Face folder."""
 
     sidecar_dir: Path | None
-    """Folder of the sidecar files; None without any."""
+    """Folder of the sidecar files; None: no sidecar files."""
     manifest: Manifest | None
-    """Manifest of the imported folder, if it was of the same family."""
+    """Manifest of the imported folder, if it has the same family."""
 
     def read_config(self) -> dict[str, Any]:
         """Return the keys of the original config.json; empty if there is none."""
@@ -116,7 +116,7 @@ class WeightsOrigin:
         return all(name in original and original[name].dtype == dtype for name, dtype in dtypes.items())
 
     def model(self, hf_config: Mapping[str, Any]) -> ModelConfig | None:
-        """Return the model of the original folder, with the MTP layers that it held; None if it cannot be parsed."""
+        """Return the model of the original folder, with its MTP layers; None if it cannot be parsed."""
         try:
             model = parse_model_config(hf_config, self.sidecar_dir or Path(), ALL_KEYS)
         except ConfigError:
@@ -133,14 +133,14 @@ def write_config(
     origin: WeightsOrigin,
     more_keys: Mapping[str, Any],
 ) -> None:
-    """Write config.json: the original one if it still describes the model, else a new one with its token ids.
+    """Write config.json: the original file if it still describes the model, else a new file with its token ids.
 
     `more_keys`, token ids and the quantisation, override the original's keys.
     """
     original = origin.read_config()
     dtype = _folder_dtype(dtypes)
     before = origin.model(original) if original.get("model_type") == family.name else None
-    # Adding or dropping MTP layers changes only their count.
+    # Adding or removing MTP layers changes only their count.
     if before is not None and not model_differences(model_sizes(replace(before, mtp_layers=model.mtp_layers)), model):
         keys = {key: value for key, value in original.items() if key != QUANTIZATION_KEY}
         if before.mtp_layers != model.mtp_layers:
@@ -183,21 +183,21 @@ class ExportOptions:
     dtype: str = "auto"
     """auto: imported weights keep their dtype; weights of a run get its run.dtype."""
     family: str = "auto"
-    """auto: the family of the imported weights, else the first one that can express the model."""
+    """auto: the family of the imported weights, else the first family that can express the model."""
     shard_bytes: int | None = None
-    """Largest file; 0 for a single one; None: as in the imported folder, else `MAX_SHARD_BYTES`."""
+    """Size limit of a file; 0: a single file; None: as in the imported folder, else `MAX_SHARD_BYTES`."""
     check: bool = False
-    """Read the result back and compare every byte."""
+    """Whether to read the result back and compare every byte."""
     leaves_out_mtp: bool = False
-    """Leave out the multi-token prediction (MTP) layers."""
+    """Whether to leave out the multi-token prediction (MTP) layers."""
     mtp_inside: bool = False
-    """Write MTP layers among the other layers even if transformers reports them as unexpected."""
+    """Whether to write MTP layers among the other layers even if transformers reports them as unexpected."""
     quantize: QuantizationKind = "none"
-    """Quantise matrices: fp8 in blocks of 128 x 128, mxfp4 the experts of gpt-oss."""
+    """Quantisation. fp8: matrices in blocks of 128 x 128. mxfp4: the experts of gpt-oss."""
     base: Path | None = None
-    """Base weights of a checkpoint with adapters, which are merged into them; None: those that its metadata names."""
+    """Base weights for merging the adapters of a checkpoint; None: the folder in its metadata."""
     verify: bool = True
-    """Compare the checkpoint's files with their hashes first; if False, only their sizes."""
+    """Whether to compare the checkpoint's files with their hashes first; False: only their sizes."""
 
 
 def export_folder(
@@ -206,14 +206,14 @@ def export_folder(
     """Convert a checkpoint to a Hugging Face folder. Collective over `world`.
 
     Args:
-        checkpoint: a checkpoint of a run or an import; a run or a folder of checkpoints means the newest one.
+        checkpoint: a checkpoint of a run or an import; for a run or a folder of checkpoints, the newest checkpoint.
         out: the folder; must not exist.
 
     Raises:
         ConfigError: the checkpoint or `out` cannot be used, or no family can express the model; nothing remains
             written.
     """
-    # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
+    # Rank 0 chooses the checkpoint for all ranks, because a run may save another checkpoint in the meantime.
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
     is_one_pass = _check_files(checkpoint, world, verify=options.verify)
     source = open_checkpoint(checkpoint, options.base)
@@ -260,7 +260,7 @@ def export_folder(
             write_config(tmp_dir, family, model, source.meta, dtypes, origin, more)
             write_index(tmp_dir, layouts, sidecar_dir)
             write_manifest(tmp_dir, manifest)
-            # Imported weights that no run has changed are given back with the files that they came with.
+            # Imported weights that no run has changed are exported with their original files.
             if not source.meta.origin:
                 run = read_training_run(checkpoint, model, source.meta)
                 write_generation_config(tmp_dir, run)
@@ -279,9 +279,9 @@ def export_folder(
 
 
 def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:
-    """Check the files of a checkpoint; return whether the hashes of its tensors are left to `checked_while_read`.
+    """Check the files of a checkpoint; return whether `checked_while_read` has to check the hashes of its tensors.
 
-    This process reads them all unless others share them, or they hold the moments of a run.
+    This is so if only this process reads the files, and they are local and have no moments.
     """
     check_integrity(checkpoint, world, checks_hashes=False)
     reads_all = world.size == 1 and not isinstance(checkpoint, RemotePath) and bool(read_meta(checkpoint).origin)
@@ -297,7 +297,7 @@ def _checked(source: CheckpointWeights) -> AbstractContextManager[None]:
 
 
 def _find_origin(sidecar_dir: Path | None, family: Family) -> WeightsOrigin:
-    """Return the origin of the weights; its manifest only if the folder was of this family, not multimodal."""
+    """Return the origin of the weights, with its manifest only if the folder has this family and is not multimodal."""
     origin = WeightsOrigin(sidecar_dir, None)
     manifest = None if sidecar_dir is None else read_manifest(sidecar_dir)
     if manifest is None or manifest.family != family.name or multimodal_folder(origin.read_config(), family):
@@ -318,7 +318,7 @@ def _exported_model(
 
 
 def _duplicate_tensors(model: ModelConfig, family: Family, imported: Manifest | None) -> dict[str, str]:
-    """Return the duplicate tensors to write: of the imported folder, else of released folders."""
+    """Return the duplicate tensors to write, as in the imported folder, else as in released folders."""
     duplicates = find_duplicate_tensors(model, family)
     if imported is None:
         return {name: original for name, original in duplicates.items() if name != HEAD_NAME}
@@ -329,7 +329,7 @@ def _duplicate_tensors(model: ModelConfig, family: Family, imported: Manifest | 
 
 
 def _add_duplicates(mapping: StateDictMapping, duplicates: Mapping[str, str]) -> StateDictMapping:
-    """Return the mapping with some tensors written a second time, under other names."""
+    """Return the mapping with some tensors duplicated under other names."""
     by_hf_name = dict(mapping.by_hf_name)
     hf_shapes = dict(mapping.hf_shapes)
     for name, original in duplicates.items():
@@ -371,7 +371,7 @@ def _plan_shards(
     imported: Manifest | None,
     options: ExportOptions,
 ) -> dict[str, TensorSpecs]:
-    """Assign tensors to files: as in the imported folder, unless the user wants other files."""
+    """Assign tensors to files: as in the imported folder, unless the user specifies other files."""
     entries = {} if imported is None else imported.tensors
     is_other = options.shard_bytes is not None or (
         options.mtp_inside and any(is_mtp_file(entry.file) for entry in entries.values())
@@ -427,15 +427,15 @@ class _Target:
     """Files of an export."""
 
     locations: Mapping[str, TensorLocation]
-    """Of every tensor that is written."""
+    """Locations of all written tensors."""
     dtypes: Mapping[str, str]
-    """Dtype name of every tensor of the mapping that is not quantised."""
+    """Dtype names of the tensors of the mapping that are not quantised."""
     quantization: Quantization
     memory: ReusedMemory
-    """Of the rows of two chunks: one is hashed while the next is assembled."""
+    """Memory for the rows of two chunks: one is hashed while the next is assembled."""
 
     def chunks(self, source: CheckpointWeights, mapping: StateDictMapping, name: str) -> Iterator[dict[str, Tensor]]:
-        """Yield a tensor some rows at a time: the rows of each tensor that is written for it.
+        """Yield some rows of a tensor at a time, as rows of the tensors that are written for it.
 
         Rows are valid until the second yield after theirs.
         """
@@ -474,7 +474,7 @@ def _write_chunks(
     thread: HashingThread,
     on_bytes: OnBytes,
 ) -> dict[str, Any]:
-    """Write the rows of some tensors one chunk after another; return the SHA-256 of each, which a thread computes."""
+    """Write the rows of some tensors chunk by chunk; return the SHA-256 of each tensor, computed by a thread."""
     digests: dict[str, Any] = {}
     done: Counter[str] = Counter()
     for parts in chunks:
@@ -489,7 +489,7 @@ def _write_chunks(
 
 
 def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, str], world: World) -> None:
-    """Read the tensors of quantised files again, and compare them with what was written. Collective."""
+    """Read the tensors of quantised files again, and compare them with the written tensors. Collective."""
     names = sorted(locations)[world.rank :: world.size]
     wrong = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
     raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(wrong)}" if wrong else "")

@@ -1,4 +1,4 @@
-"""Registry of the model families of Hugging Face folders, with Llama, Qwen, OLMoE, gpt-oss and DeepSeek. Torch-free."""
+"""Registry of the model families of Hugging Face folders, with Llama, Qwen, OLMoE, gpt-oss and DeepSeek."""
 
 import pkgutil
 from importlib import import_module
@@ -122,7 +122,7 @@ _INDEXER = layer_rules(
 
 
 def _sparse_attention(index_heads: int, *, is_interleaved: bool) -> tuple[ConfigField, ...]:
-    """Return the fields of families with a lightning indexer, given the default of its heads and its RoPE."""
+    """Return the fields of families with a lightning indexer, given the defaults of its heads and its RoPE."""
     return (
         *_LATENT,
         Renamed("q_lora_rank", "attention.q_lora_rank", least=1),
@@ -334,7 +334,7 @@ DECODER_FAMILIES = {
         *PHI_FAMILIES,
     )
 }
-"""By name, in the order in which an export without --family tries them."""
+"""Decoder families by name, in the order of trial of an export without --family."""
 
 
 FILED_FAMILIES: dict[str, Family] = {
@@ -344,7 +344,7 @@ FILED_FAMILIES: dict[str, Family] = {
 """Family of each file of `family_files`."""
 
 FAMILIES = DECODER_FAMILIES | {family.name: family for family in FILED_FAMILIES.values() if not family.exported_as}
-"""Families that an export may write, in the order in which it tries them without --family."""
+"""Families that an export may write, in the order of trial without --family."""
 
 UNSUPPORTED_FAMILIES = {
     "deepseek_v4": "hyper-connections (several residual streams, mixed at each sublayer), attention over compressed "
@@ -361,10 +361,10 @@ UNSUPPORTED_FAMILIES = {
     "openai_privacy_filter": "attention to later tokens (a classifier of tokens)",
     "diffusion_gemma": "attention to later tokens of a block (text by diffusion)",
 }
-"""Families of mixture-of-experts models that are refused by name, with the parts that moefold does not have."""
+"""Families of mixture-of-experts models that are refused by name, with the parts that moefold lacks."""
 
 MODEL_TYPES = {name: family for family in FAMILIES.values() for name in family.model_types}
 MODEL_TYPES |= {
     name: family for family in FILED_FAMILIES.values() for name in family.model_types if name not in MODEL_TYPES
 }
-"""Every family by each `model_type` that means it."""
+"""Families by each `model_type` that means them."""

@@ -1,8 +1,8 @@
-"""Description of a model family of Hugging Face folders, and the tables that families share. Torch-free.
+"""Description of a model family of Hugging Face folders, and the tables that families share.
 
 A family lists the meaning of the keys of its config.json and maps its tensors; the code that reads and writes folders
 is the same for all families. Keys follow the configuration classes of transformers 5, tensor names the files that it
-writes. `layouts` lists the layouts of the experts that a folder may have; the first one is the one that is written.
+writes. `layouts` lists the possible layouts of the experts; the first layout is written.
 """
 
 import re
@@ -41,18 +41,18 @@ SILU = ("silu", "swish")
 
 @dataclass(frozen=True)
 class MultimodalFolder:
-    """Folders of a multimodal model, of which only the text model is read.
+    """Folder of a multimodal model; only its text model is read.
 
     Attributes:
-        model_type: of the folder.
+        model_type: type of the folder.
         other_tensors: regular expression of the tensors of the other models.
-        prefixes: first words of names of the text model's tensors, each with the words in a folder of the text model
-            alone; the first ones that fit count.
-        config_path: keys of config.json that lead to the object which describes the text model.
-        pairs: keys of that object with a list of two values, of which the first is for the text model.
-        pair_tensors: regular expression of tensors whose first half of the rows is of the text model.
-        other_experts: regular expression of the tensors of an expert, whose number is the group; numbers from the text
-            model's number of experts on are of the other models. Empty: the text model has all experts.
+        prefixes: first words of names of the text model's tensors, each with the words in a folder of only the text
+            model; the first match counts.
+        config_path: path of keys in config.json to the object that describes the text model.
+        pairs: keys of that object with a list of two values; the first value is for the text model.
+        pair_tensors: regular expression of tensors whose first half of the rows belongs to the text model.
+        other_experts: regular expression of the tensors of an expert, with its number as the group. Numbers from the
+            text model's number of experts on belong to other models. Empty: the text model has all experts.
     """
 
     model_type: str
@@ -64,21 +64,21 @@ class MultimodalFolder:
     other_experts: str = ""
 
     def text_name(self, name: str) -> str:
-        """Return the name that a tensor has in a folder of the text model alone; of other models' tensors, any name."""
+        """Return the name of a tensor in a folder of only the text model; for other models' tensors, any name."""
         words = next((words for words in self.prefixes if name.startswith(words)), "")
         return self.prefixes.get(words, "") + name.removeprefix(words)
 
     def is_other_tensor(self, name: str, model: ModelConfig) -> bool:
-        """Return whether a tensor, by its `text_name`, is not of the text model."""
+        """Return whether a tensor, by its `text_name`, does not belong to the text model."""
         match = re.fullmatch(self.other_experts, name) if self.other_experts else None
         is_other_expert = match is not None and int(match[1]) >= model.ffn.moe.num_experts
         return is_other_expert or re.fullmatch(self.other_tensors, name) is not None
 
     def text_config(self, hf_config: Json) -> Json:
-        """Return the keys of the text model; the object around them decides whether the embeddings are tied.
+        """Return the keys of the text model; the object around them determines whether the embeddings are tied.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: there are no such keys.
         """
         around = keys = hf_config
         for key in self.config_path:
@@ -102,22 +102,22 @@ class Family:
         architecture: the transformers class that computes it.
         config_fields: the meaning of the keys of config.json.
         layouts: for each layout of the experts, the table of all tensors.
-        default_keys: values of keys that config.json lacks, as in the configuration class, for keys whose null means
-            something else to `config_fields`.
-        aliases: other `model_type`s of the same computation and tensors, which are read and not written.
+        default_keys: defaults of the configuration class for keys that config.json lacks and whose null has another
+            meaning in `config_fields`.
+        aliases: other `model_type`s of the same computation and tensors, which are read but not written.
         has_mtp: whether multi-token prediction (MTP) layers may follow the others.
         mtp_unreported: numbers of the MTP layers that transformers does not report as unexpected tensors of the folder
-            (`_keys_to_ignore_on_load_unexpected` of the class); None: it reports none.
+            (`_keys_to_ignore_on_load_unexpected` of the class); None: it reports no layers.
         mtp_key: key of config.json with the number of MTP layers.
         mtp_prefix: first words of the names of MTP tensors.
-        ignored_tensors: regular expressions of tensors that some folders hold and that are not read.
+        ignored_tensors: regular expressions of tensors that some folders contain and that are not read.
         zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
-            not read them; its group is the number of the expert. Empty: none.
-        renamed_modules: parts of the names of modules in a folder that transformers' model calls otherwise.
-        multimodal: folders of a multimodal model whose text model is of this family; None: there are none.
+            not read them; its group is the number of the expert. Empty: no such tensors.
+        renamed_modules: parts of the names of modules that differ between a folder and transformers' model.
+        multimodal: folders of a multimodal model whose text model has this family; None: no such folders.
         exported_as: name of the family that an export writes instead; empty: this one.
-        options: values of keys of config.json, of which tests draw one each for small models of transformers, besides
-            their usual values of keys that its configuration class declares.
+        options: values of keys of config.json. Tests draw one value of each key for small models of transformers, in
+            addition to the usual values of declared keys.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Family:
         return match is not None and model.ffn.moe.num_experts <= int(match[1]) < model.num_router_choices
 
     def name_in_transformers(self, module: str) -> str:
-        """Return the name that a module of a folder has in transformers' model."""
+        """Return the name in transformers' model of a module of a folder."""
         return ".".join(self.renamed_modules.get(part, part) for part in module.split("."))
 
     def is_ignored(self, name: str) -> bool:
@@ -167,11 +167,11 @@ LAYER = "model.layers.{l}"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Usual names of the matrices w_gate, w_up and w_down of a feed-forward network."""
 NUMBERED_PROJECTIONS = ("w1", "w3", "w2")
-"""The same as Mixtral names them."""
+"""Mixtral's names of the matrices w_gate, w_up and w_down."""
 
 
 def layer_rules(names: Mapping[str, str], layer: str = LAYER) -> dict[str, TensorRule]:
-    """Return the rules of a layer's tensors, given the names of ours and of theirs in the layer."""
+    """Return the rules of a layer's tensors, given our names and their names in the layer."""
     return {f"layers.{{l}}.{ours}": TensorBlock(f"{layer}.{theirs}") for ours, theirs in names.items()}
 
 
@@ -192,7 +192,7 @@ def fused(
 
 
 def grouped(ours: Iterable[str], theirs: str, groups: RowGroups, num_dims: int = 2) -> dict[str, TensorRule]:
-    """Return the rules of parameters whose rows one HF tensor of the layer has group by group; see `GroupedRows`."""
+    """Return the rules of parameters whose rows alternate by groups in an HF tensor of a layer; see `GroupedRows`."""
     return {
         f"layers.{{l}}.{name}": GroupedRows(f"{LAYER}.{theirs}", groups, part, num_dims)
         for part, name in enumerate(ours)
@@ -200,13 +200,13 @@ def grouped(ours: Iterable[str], theirs: str, groups: RowGroups, num_dims: int =
 
 
 def stacked_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
-    """Return the rules of experts in one tensor for gate and up, and one for down, each expert transposed."""
+    """Return the rules of experts in one tensor for gate and up, and a tensor for down, each expert transposed."""
     halves = fused(("ffn.experts.w_gate", "ffn.experts.w_up"), gate_up, axis=1, dims=(0, 2, 1))
     return halves | fused(("ffn.experts.w_down",), down, dims=(0, 2, 1))
 
 
 def untransposed_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
-    """Return the rules of experts in one tensor for gate and up, and one for down, as [E, in, out]."""
+    """Return the rules of experts in one tensor for gate and up, and a tensor for down, as [E, in, out]."""
     halves = fused(("ffn.experts.w_gate", "ffn.experts.w_up"), gate_up, axis=-1)
     return halves | layer_rules({"ffn.experts.w_down": down})
 
@@ -214,12 +214,12 @@ def untransposed_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
 def expert_layouts(
     each: str, names: Sequence[str] = PROJECTIONS, stacked: str = "", layer: str = LAYER
 ) -> tuple[TensorRules, TensorRules]:
-    """Return the layouts of experts: a tensor of each, and stacked as transformers 5 has them in memory.
+    """Return the layouts of experts: a tensor for each expert, and stacked as in the memory of transformers 5.
 
     Args:
         each: module of the layer that holds the experts.
-        names: of the matrices of one expert.
-        stacked: module that holds the stacked tensors; empty: the same.
+        names: names of the matrices of one expert.
+        stacked: module that holds the stacked tensors; empty: `each`.
         layer: module of the layer.
     """
     pairs = zip(("gate", "up", "down"), names, strict=True)
@@ -230,7 +230,7 @@ def expert_layouts(
 
 
 def mla_rules(module: str = "self_attn", layer: str = LAYER) -> dict[str, TensorRule]:
-    """Return the rules of latent attention, whose output projection is as in other attention."""
+    """Return the rules of latent attention, whose output projection is the usual one."""
     return layer_rules(
         {
             "attention.wq_down": f"{module}.q_a_proj.weight",
@@ -245,18 +245,18 @@ def mla_rules(module: str = "self_attn", layer: str = LAYER) -> dict[str, Tensor
 
 
 def by_attention(recurrent: TensorRules, softmax: TensorRules) -> dict[str, TensorRule]:
-    """Return one table of the tables of both kinds of layers."""
+    """Return a joint table of the tables of both kinds of layers."""
     shared = recurrent.keys() & softmax.keys()
     return {**recurrent, **softmax} | {name: ByAttention(recurrent[name], softmax[name]) for name in shared}
 
 
 def merge_rules(*parts: TensorRules) -> dict[str, TensorRule]:
-    """Return one table of several; a later rule of a parameter replaces an earlier one."""
+    """Merge several tables; a later rule of a parameter replaces an earlier rule."""
     return {ours: row for part in parts for ours, row in part.items()}
 
 
 def layouts(*tables: TensorRules, experts: Sequence[TensorRules] | None = None) -> tuple[TensorRules, ...]:
-    """Return the layouts of a family: the usual names of all parts, replaced by tables, with each layout of experts."""
+    """Return the layouts of a family: the usual names, overridden by tables, with each layout of experts."""
     return tuple(merge_rules(USUAL, rules, *tables) for rules in (EXPERTS if experts is None else experts))
 
 
@@ -287,7 +287,7 @@ MIXTRAL_EXPERTS = expert_layouts("block_sparse_moe.experts", NUMBERED_PROJECTION
 def mixtral_layouts(
     released: Mapping[str, str], stacked: Mapping[str, str], *tables: TensorRules
 ) -> tuple[TensorRules, ...]:
-    """Return the layouts of a family whose released folders name experts as Mixtral, given further names of each."""
+    """Return the layouts of a family whose released folders name experts like Mixtral, given their other names."""
     pairs = zip(MIXTRAL_EXPERTS, (released, stacked), strict=True)
     return tuple(merge_rules(USUAL, rules, layer_rules(names), *tables) for rules, names in pairs)
 
@@ -318,7 +318,7 @@ def backbone_fields(
     """Return the fields that all families share; the arguments are the family's defaults for absent keys.
 
     Args:
-        rope: reader of the RoPE parameters; a number: the default of theta, of the whole head; None: no RoPE.
+        rope: reader of the RoPE parameters; a number: the default of theta, for whole heads; None: no RoPE.
         layers: field of the number of layers; None: num_hidden_layers.
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope
@@ -338,7 +338,7 @@ def backbone_fields(
 def attention_fields(
     norm_eps: float, rope: RopeParameters | float, *, head_size: int = 0, tie_embeddings: bool = False
 ) -> tuple[ConfigField, ...]:
-    """Return the fields of families with plain attention, as `backbone_fields`.
+    """Return the fields of families with plain attention, like `backbone_fields`.
 
     Args:
         rope: reader of the RoPE parameters, or theta.
@@ -363,4 +363,4 @@ def latent_fields(
 
 
 KEY_VALUE_HEADS = Renamed("num_key_value_heads", "attention.num_kv_heads", default_key="num_attention_heads")
-"""Number of key-value heads; absent, the number of query heads."""
+"""Number of key-value heads; if absent, the number of query heads."""

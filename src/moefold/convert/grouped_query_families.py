@@ -1,4 +1,4 @@
-"""Families with grouped-query attention and a softmax router, or the sigmoid router of DeepSeek-V3. Torch-free."""
+"""Families with grouped-query attention and a softmax router, or the sigmoid router of DeepSeek-V3."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,7 @@ _GRANITE_LAYOUTS = layouts(
     fused(("ffn.shared.w_gate", "ffn.shared.w_up"), "shared_mlp.input_linear.weight"),
     experts=(
         stacked_experts("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-        # Under the names that they have in transformers' model.
+        # Experts under their names in transformers' model.
         stacked_experts("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
     ),
 )
@@ -106,7 +106,7 @@ SOFTMAX_FAMILIES = (
             SharedExperts("moe_num_shared_experts", allows_none=True, default=2),
         ),
         layouts(
-            # A matrix of one row.
+            # A matrix with one row.
             {
                 "layers.{l}.ffn.router.expert_bias": TensorBlock(
                     "model.layers.{l}.mlp.moe_statics.e_score_correction_bias", dims=(1,)
@@ -179,7 +179,7 @@ SOFTMAX_FAMILIES = (
         ),
     ),
 )
-"""Families in the order in which an export without --family tries them."""
+"""Families in the order of trial of an export without --family."""
 PHI_FAMILIES = (
     # Phi-3.5-MoE: LayerNorm, a SparseMixer router, LongRoPE and a bias of the output head.
     Family(
@@ -195,7 +195,7 @@ PHI_FAMILIES = (
             ),
             UniformWindow(),
             num_experts("num_local_experts"),
-            # transformers chooses two experts whatever the key says.
+            # transformers ignores the key and chooses two experts.
             *allowed(num_experts_per_tok=(2,)),
             Constants({"norm": "layernorm", "ffn.moe.top_k": 2, "ffn.moe.router.softmax": "sparsemixer"}),
         ),
@@ -375,7 +375,7 @@ SIGMOID_FAMILIES = (
         ),
     ),
 )
-"""Families in the order in which an export without --family tries them."""
+"""Families in the order of trial of an export without --family."""
 
 
 _CHUNKS = {"chunked_attention": "chunk", "full_attention": "full"}
@@ -390,7 +390,7 @@ class ChunkedLayers:
     """
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the kinds of the layers, and what depends on the kinds of layers that there are."""
+        """Read the kinds of the layers, and the settings that depend on them."""
         mark_read(hf_config, "attention_chunk_size", "no_rope_layer_interval", "attn_scale", "floor_scale")
         mark_read(hf_config, "attn_temperature_tuning", "use_qk_norm")
         has_rope = _layers_with_rope(hf_config)
@@ -411,7 +411,7 @@ class ChunkedLayers:
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the kind of every layer; other options of norms and windows read back as another model."""
+        """Write the kind of every layer; other options of norms and windows do not read back as the same model."""
         scale = setting_of(model, "attention.temperature.scale")
         keys: dict[str, Any] = {
             "no_rope_layers": [int(layer.attention.has_rope) for layer in model.decoder_layers],
@@ -448,7 +448,7 @@ def _layers_with_rope(hf_config: Json) -> list[bool]:
 
 
 def _attention_words(hf_config: Json, has_rope: list[bool]) -> list[str]:
-    """Return "chunk" for each layer that attends within chunks, "full" for each other one."""
+    """Return "chunk" for each layer that attends within chunks, "full" for other layers."""
     if hf_config.get("layer_types") is not None:
         return words_of(hf_config, "layer_types", _CHUNKS)
     has_chunks = hf_config.get("attention_chunk_size") is not None
@@ -513,4 +513,4 @@ LLAMA4_FAMILIES = (
         default_keys={"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192, "num_local_experts": 16},
     ),
 )
-"""Families in the order in which an export without --family tries them."""
+"""Families in the order of trial of an export without --family."""

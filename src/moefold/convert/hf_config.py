@@ -1,4 +1,4 @@
-"""Reading of config.json: the family of a Hugging Face folder and its model config. Torch-free."""
+"""Reading of config.json: the family of a Hugging Face folder and its model config."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -46,11 +46,11 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def read_model_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
-    """Return the section [model] of a Hugging Face folder, with the MTP layers that the folder holds.
+    """Return the section [model] of a Hugging Face folder, with the MTP layers in the folder.
 
     Raises:
-        ConfigError: config.json is missing or broken, of an unknown family, or needs computation that moefold does
-            not support; or a JSON file has a key that is not known, besides `ignored_keys`.
+        ConfigError: config.json is missing or broken, of an unknown family, or needs computation that moefold does not
+            support; or a JSON file has an unknown key that is not in `ignored_keys`.
     """
     return inspect_folder(folder, ignored_keys)[0]
 
@@ -83,9 +83,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         advice = download_advice(str(folder), allows_bare_name=True) if not folder.exists() else ""
         hint = advice or f"name a folder with a {CONFIG_FILE}"
-        raise ConfigError(f"{str(folder)!r} does not exist or is no folder; {hint}")
+        raise ConfigError(f"{str(folder)!r} does not exist or is not a folder; {hint}")
     if not path.is_file():
-        raise ConfigError(f"{str(folder)!r} is no Hugging Face folder: it has no {CONFIG_FILE}")
+        raise ConfigError(f"{str(folder)!r} is not a Hugging Face folder: it has no {CONFIG_FILE}")
     keys = _read_keys(path)
     if not keys:
         raise ConfigError(f"{str(path)!r} is not a JSON object")
@@ -117,13 +117,13 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
 
 
 def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> MultimodalFolder | None:
-    """Return the description of a multimodal model's folder whose text model is of the family; None for others."""
+    """Return the description of a multimodal folder whose text model has the family; None for other folders."""
     found = family.multimodal
     return found if found is not None and hf_config.get("model_type") == found.model_type else None
 
 
 def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return the keys that describe the text model: the whole config.json, or an object in a multimodal one.
+    """Return the keys that describe the text model: the whole config.json, or an object in a multimodal config.json.
 
     Raises:
         ConfigError: there is no such object.
@@ -133,7 +133,7 @@ def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, An
 
 
 def quantization_unsupported_reason(quantization: Any) -> str:
-    """Return why the `quantization_config` of a config.json cannot be read; empty if it can, or is absent."""
+    """Return the reason why the `quantization_config` of a config.json cannot be read; empty: no reason."""
     if quantization is None:
         return ""
     if not isinstance(quantization, Mapping):
@@ -192,7 +192,7 @@ def inspect_config(
 
 
 def _spell_both_ways(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return config.json with each key under both of its spellings, as transformers reads them.
+    """Return config.json with each key under both spellings that transformers reads.
 
     Raises:
         ConfigError: two spellings have different values.
@@ -237,13 +237,13 @@ def _sort_config(
 
 
 def families_for(model: ModelConfig, first: str = "") -> Iterator[Family]:
-    """Yield the families whose config.json can express a model exactly, the one of a given name before the others."""
+    """Yield the families whose config.json can express a model exactly, a family with the given name first."""
     ordered = sorted(FAMILIES.values(), key=lambda family: family.name != first)
     return (family for family in ordered if not family_unsupported_reason(family, model))
 
 
 def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
-    """Return how the model differs from what the family's config.json can express; empty if it can.
+    """Return the settings of a model that the family's config.json cannot express; empty if it can express the model.
 
     A family can express a model if writing and reading back its config.json gives the same model.
     """
@@ -257,7 +257,7 @@ def family_unsupported_reason(family: Family, model: ModelConfig) -> str:
 
 
 def foreign_parts_reason(model: ModelConfig) -> str:
-    """Return that no family has the parts of a model that are not of this package; empty if it has none."""
+    """Return the refusal of a model with parts from outside, which no family has; empty without such parts."""
     foreign = dict.fromkeys(describe_part(part) for part in parts_in(model) if not is_built_in(type(part)))
     return f"Hugging Face families have no {format_list(list(foreign))}" if foreign else ""
 

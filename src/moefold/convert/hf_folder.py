@@ -41,11 +41,11 @@ class HfFolder:
 
 
 def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
-    """Read config.json and the headers of all tensor files, but no tensor values; `ignored_keys` may have any value.
+    """Read config.json and the headers of all tensor files without values; `ignored_keys` may have any value.
 
     Raises:
-        ConfigError: as in `read_model_config`; or there are no safetensors files, or one is missing, damaged, outside
-            the folder, or inconsistent with the index.
+        ConfigError: as in `read_model_config`; or there are no safetensors files, or a file is missing, damaged,
+            outside the folder, or inconsistent with the index.
     """
     keys = read_hf_config(path)
     model = parse_model_config(keys, path, ignored_keys)
@@ -62,7 +62,7 @@ def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
 
 
 def _text_tensors(tensors: dict[str, TensorLocation], multimodal: MultimodalFolder) -> dict[str, TensorLocation]:
-    """Return the tensors under the names of a folder of the text model alone, with its share of rows of each."""
+    """Return the tensors of the text model under the names of a folder of only that model, with its rows of each."""
     found: dict[str, TensorLocation] = {}
     for name, stored in tensors.items():
         alone = multimodal.text_name(name)
@@ -75,7 +75,7 @@ def _text_tensors(tensors: dict[str, TensorLocation], multimodal: MultimodalFold
 
 
 def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:
-    """Add the tensors of a file that is not in the index; skip files that are."""
+    """Add the tensors of a file that is not in the index; skip indexed files."""
     if any(stored.file == file for stored in tensors.values()):
         return
     added = read_header(file)
@@ -106,7 +106,7 @@ def _read_tensors(path: Path, *, allows_quantized: bool) -> dict[str, TensorLoca
 
 
 def _describe_contents(path: Path) -> str:
-    """Describe the weight files of a folder that lacks the expected ones."""
+    """Describe the weight files of a folder that lacks the expected files."""
     if links := [name for name in (SINGLE_FILE, INDEX_FILE) if (path / name).is_symlink()]:
         return f"; {links[0]} is a link to nothing: fetch the folder again"
     files = sorted(file.name for file in path.glob("*.safetensors"))
@@ -114,7 +114,7 @@ def _describe_contents(path: Path) -> str:
 
 
 def _is_inside(folder: Path, file: str) -> bool:
-    """Return whether a file that an index names is inside of the folder, by its name and by links to folders."""
+    """Return whether a file in an index is inside the folder, by its name and after resolving links to folders."""
     name = PurePosixPath(file)
     if not file or name.is_absolute() or ".." in name.parts or not name.parts or "\\" in file:
         return False
@@ -125,13 +125,13 @@ def _read_index(path: Path, index: Path, *, allows_quantized: bool) -> dict[str,
     try:
         given = read_json(index, MAX_INDEX_BYTES)["weight_map"]
         bad = sorted({file for file in given.values() if not _is_inside(path, file)})
-        # "./FILE" is FILE, as for transformers.
+        # "./FILE" is equal to FILE, as in transformers.
         weight_map = {name: str(PurePosixPath(file)) for name, file in given.items()}
         files = sorted(set(weight_map.values()))
     except OSError as error:
         raise ConfigError(f"{str(index)!r} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{str(index)!r} is no index of safetensors files") from None
+        raise ConfigError(f"{str(index)!r} is not an index of safetensors files") from None
     if bad:
         raise ConfigError(f"{str(index)!r} names files outside its folder: {format_list(bad)}")
     tensors: dict[str, TensorLocation] = {}

@@ -42,14 +42,14 @@ NOT_SIDECARS = (INDEX_FILE, MANIFEST_FILE)
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """One tensor of a manifest."""
+    """Tensor of a manifest."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     sha256: str
     passed_over: str = ""
-    """Reason why its values are not in a checkpoint; empty if they are."""
+    """Reason why the values are not in a checkpoint; empty if they are."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,22 @@ class Manifest:
 
     family: str
     layout: int
-    """Index of the family's layout that the experts have."""
+    """Index of the experts' layout in the family's layouts."""
     tensors: dict[str, ManifestEntry]
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Metadata of the files, by file, where it differs from what transformers writes."""
+    """Metadata by file, if it differs from the metadata by transformers."""
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder."""
-    # `asdict` would copy every entry.
+    # Not `asdict`, which would copy every entry.
     tensors = {name: vars(entry) for name, entry in manifest.tensors.items()}
     text = json.dumps({"format": 1, **vars(manifest), "tensors": tensors}, indent=1)
     (path / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read the manifest of a folder; None if it has none.
+    """Read the manifest of a folder; None if there is none.
 
     Raises:
         ConfigError: the manifest is broken.
@@ -98,7 +98,7 @@ def _parse_entry(entry: Mapping[str, Any]) -> ManifestEntry:
     """Parse one tensor of a manifest; its file must be in the folder itself, because an export writes there.
 
     Raises:
-        ValueError: the file is outside the folder or no safetensors file.
+        ValueError: the file is outside the folder or not a safetensors file.
     """
     file = entry["file"]
     if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
@@ -146,7 +146,7 @@ def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] 
 
 
 def copy_index(source: Path, target: Path) -> None:
-    """Copy the index of a folder's files; it is no sidecar file, because other shards need another index."""
+    """Copy the index of a folder's files; it is not a sidecar file, because other shards need another index."""
     if (source / INDEX_FILE).is_file():
         with translate_io_errors(f"the index of {str(source)!r} cannot be copied to {str(target)!r}"):
             shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
@@ -181,10 +181,10 @@ def assign_shards(
 
     Args:
         dtypes: dtype names of the tensors.
-        model: the model, which tells MTP tensors apart.
+        model: the model, for recognising MTP tensors.
         imported: manifest of an imported folder whose files are restored; None, or a manifest of other tensors: new
-            shards are made, in the order of the model.
-        shard_bytes: largest new file; 0 for a single one.
+            shards in the order of the model.
+        shard_bytes: size limit of a new file; 0: a single file.
         separates_mtp: put MTP layers into separate new files, which no index lists.
     """
     tensors = {name: (dtypes[name], shape) for name, shape in mapping.hf_shapes.items()}
@@ -207,7 +207,7 @@ def needs_mtp_file(model: ModelConfig, family: Family) -> bool:
 
 
 def is_mtp_file(file: str) -> bool:
-    """Return whether a file holds MTP layers and is left out of the index."""
+    """Return whether a file holds MTP layers and is not in the index."""
     return fnmatch(file, MTP_FILES)
 
 

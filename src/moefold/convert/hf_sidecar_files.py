@@ -1,4 +1,4 @@
-"""Files next to the weights of a Hugging Face folder: tokenizer and recipe; tensors that repeat others."""
+"""Files next to the weights of a Hugging Face folder: tokenizer and recipe; duplicate tensors."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ RECIPE_FILE = "recipe.toml"
 
 
 def find_sidecar_dir(checkpoint: Path) -> Path | None:
-    """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint; None if there is none.
+    """Return the folder of a checkpoint's sidecar files, in or next to the checkpoint; None if it does not exist.
 
     Files of a remote checkpoint are copied to this machine.
     """
@@ -47,11 +47,11 @@ def recipe_tokenizer(path: Path) -> str:
 
 
 def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
-    """Return why a run cannot read text with the model's own tokenizer, with the ways out; empty if it can.
+    """Return the reason why a run cannot use the model's own tokenizer, with the ways out; empty if it can.
 
     Args:
         folder: the folder of the tokenizer files.
-        alternative: the way out that needs no files.
+        alternative: way out without files.
     """
     if (file := tokenizer_file(folder)).is_file():
         if file.name == TOKENIZER_FILE:
@@ -77,10 +77,10 @@ DUPLICATE_REASONS = {EMBEDDING_NAME: "the embedding again", HEAD_NAME: "the head
 
 
 def find_duplicate_tensors(model: ModelConfig, family: Family) -> dict[str, str]:
-    """Return the duplicate tensors that a folder may hold, each with the tensor that it must equal.
+    """Return the duplicate tensors that a folder may hold, each with its original.
 
-    Duplicates are the head of tied embeddings, and the embedding and the head of each MTP layer: the published folder
-    of DeepSeek-V3 has both, and transformers reads neither. Folders of Qwen have neither.
+    Duplicates are the head of tied embeddings, and the embedding and the head of each MTP layer. The published folder
+    of DeepSeek-V3 has both, which transformers does not read. Folders of Qwen have no duplicates.
     """
     head = EMBEDDING_NAME if model.tie_embeddings else HEAD_NAME
     duplicates = {HEAD_NAME: EMBEDDING_NAME} if model.tie_embeddings else {}

@@ -58,11 +58,11 @@ class ImportOptions:
     """User options of an import."""
 
     check: bool = False
-    """Read the result back and compare every byte."""
+    """Whether to read the result back and compare every byte."""
     needs_tokenizer: bool = True
-    """Reject a folder without a tokenizer that moefold can read."""
+    """Whether to reject a folder without a tokenizer that moefold can read."""
     leaves_out_mtp: bool = False
-    """Leave out the multi-token prediction (MTP) layers."""
+    """Whether to leave out the multi-token prediction (MTP) layers."""
     ignored_keys: tuple[str, ...] = ()
     """Keys of the folder's JSON files that may have any value."""
 
@@ -156,7 +156,7 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         on_bytes(values.nbytes)
         if values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes:
             return values
-        # A view of a cached read: DCP would copy it to fresh memory.
+        # A view of a cached read, which DCP would copy to fresh memory.
         return memory.empty(values.shape, values.dtype).copy_(values)
 
     parts = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
@@ -179,7 +179,7 @@ def write_checkpoint(
     Args:
         out: the checkpoint; must not exist.
         finish: called on rank 0 with the folder, to add metadata and recipe.
-        sidecar_dir: folder of the sidecar files; None for none.
+        sidecar_dir: folder of the sidecar files; None: no sidecar files.
         excluded: sidecar files that are not copied.
 
     Returns:
@@ -215,7 +215,7 @@ def finish_checkpoint(
         origin: description of the source of the weights.
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
         dtype: run.dtype of the runs that trained the weights; empty if no run did.
-        lora: settings of the adapters (`adapter_settings`) if the folder has adapters alone; None: it has all weights.
+        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters; None: it has all weights.
         aux_loss: moe.aux_loss of the recipe; None: the default.
     """
     meta = CheckpointMeta(
@@ -240,7 +240,7 @@ def recipe_text(
     lora: Mapping[str, Any] | None = None,
     aux_loss: float | None = None,
 ) -> str:
-    """Return a recipe that trains from a checkpoint, with only the settings that follow from its weights."""
+    """Return a recipe for training from a checkpoint, with only the settings that follow from its weights."""
     read, default = without_idle_keys(model), ModelConfig()
     sizes = [
         f"{key} = {toml_value(getattr(read, key))}"
@@ -270,12 +270,12 @@ def import_origin(folder: Path) -> str:
 
 
 def imported_aux_loss(hf_config: Mapping[str, Any], model: ModelConfig) -> float | None:
-    """Return moe.aux_loss that stands for `router_aux_loss_coef` of a config.json; None if it has none.
+    """Return the value of moe.aux_loss for `router_aux_loss_coef` of a config.json; None if that is absent.
 
-    transformers adds c * E * sum_e F_e P_e, where F_e counts all K choices of a token, and F and P are means over the
-    L layers with experts: c * K if the load is even. moefold adds a * E * sum_e f_e P_e for each layer, where f_e is a
-    share of the choices: a * L. So a = c * K / L, which is also the ratio of the gradients where all layers have the
-    same load.
+    transformers adds c * E * sum_e F_e P_e, where F_e counts all K choices of a token, and F and P are means over the L
+    layers with experts: c * K if the load is even. moefold adds a * E * sum_e f_e P_e for each layer, where f_e is a
+    share of the choices: a * L. So a = c * K / L, which is also the ratio of the gradients for equal loads of all
+    layers.
     """
     text = hf_config.get("text_config")
     coefficient = (text if isinstance(text, Mapping) else hf_config).get("router_aux_loss_coef")
@@ -297,7 +297,7 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
 
 
 def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manifest:
-    """Hash the tensors of a folder, each on one process; reject tensors that differ from the folder's own manifest.
+    """Hash the tensors of a folder, each in one process; reject tensors that differ from the folder's own manifest.
 
     Args:
         known: hashes that this process has computed already.
@@ -332,6 +332,6 @@ def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
 
 
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:
-    """Hash tensors, each on one process."""
+    """Hash tensors, each in one process."""
     mine = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
     return {name: digest for found in world.all_gather_object(mine) for name, digest in found.items()}

@@ -1,11 +1,11 @@
-"""Initial weights that are loaded, not drawn at random: imported, from another run, or upcycled from a dense model.
+"""Loaded initial weights: imported, from another run, or upcycled from a dense model.
 
 Upcycling makes experts as scaled copies or slices of a dense model's feed-forward layers, with unchanged outputs. With
 granularity G = dense width / expert width, expert e holds slice e mod G of the dense feed-forward layer, and the G
-experts from e - e mod G on are a virtual group: together they are one copy of the layer (arXiv:2410.07524 sec. 3). A
-router whose rows are equal within each group sends a token to whole groups. Each chosen copy counts with its routing
-weight, so w_up and w_down are scaled until the weights of the copies of a slice sum to 1: the model computes what the
-dense one does. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412.09952).
+experts from e - e mod G on form a virtual group, one copy of the layer (arXiv:2410.07524 sec. 3). A router whose rows
+are equal within each group sends a token to whole groups. Each chosen copy counts with its routing weight, so w_up and
+w_down are scaled such that the weights of the copies of a slice sum to 1: the model computes the same outputs as the
+dense model. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412.09952).
 """
 
 import math
@@ -58,19 +58,19 @@ def load_initial_weights(
 ) -> str:
     """Fill this rank's shards from `checkpoint.init_from` or `checkpoint.upcycle`. Collective over all ranks.
 
-    A run or a folder of checkpoints means its newest one, which the ranks agree on in case a run saves meanwhile. The
-    first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters keep their values.
+    For a run or a folder of checkpoints, the ranks agree on the newest checkpoint, because a run may save in the
+    meantime. The first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters are kept.
 
     Args:
         is_first_rank: whether this is rank 0.
-        folder: the weights, if they were found already; None: those that the recipe names.
+        folder: the weights, if they were found already; None: the weights that the recipe names.
 
     Returns:
-        A description of the loaded weights, on the first rank with a note if the run reads text with another tokenizer
-        than the tokenizer of the weights; "" if the initial weights stay random.
+        A description of the loaded weights, on the first rank with a note if the run does not read text with the
+        tokenizer of the weights; "" if the initial weights stay random.
 
     Raises:
-        ConfigError: the weights cannot be read, or are of another model.
+        ConfigError: the weights cannot be read, or belong to another model.
     """
     given = checkpoint.start
     upcycle = checkpoint.upcycle
@@ -88,7 +88,7 @@ def load_initial_weights(
     buffers = {
         name: buffer
         for name, buffer in model.named_buffers.items()
-        # Counts of the last step of a run are no weights: without them the run starts from zeros.
+        # Counts of the last step of a run are not weights: the new run starts from zeros.
         if name in source.shapes or not name.endswith(OPTIONAL_BUFFER_SUFFIX)
     }
     stored = {
@@ -115,7 +115,7 @@ def load_initial_weights(
 
 
 def _indexer_messages(model: ModelConfig, source: WeightSource) -> list[str]:
-    """Return notes on indexers that the weights lack, and on those that the recipe has no use for."""
+    """Return notes on indexers that the weights lack, and on indexers that the recipe does not use."""
     if not model.attention.selector:
         return []
     ours = {name for name in parameter_shapes(model) if INDEXER in name}
@@ -140,7 +140,7 @@ INDEXER = ".attention.indexer."
 EXPERTS = ".ffn.experts.w_"
 ROUTER = ".ffn.router.weight"
 SHARED = (".ffn.shared.w_gate", ".ffn.shared.w_up", ".ffn.shared_gate")
-"""Tensors of a shared expert that are initialised at random; its w_down is 0, so that it adds nothing at first."""
+"""Tensors of a shared expert that are initialised at random; its w_down is 0, so that it initially adds nothing."""
 
 
 class UpcycledSource:
@@ -148,7 +148,7 @@ class UpcycledSource:
 
     Args:
         model: the model with experts; `upcycle_unsupported_reason` must accept the pair.
-        seed: of the router, the noise and the shared expert; each tensor has its own generator.
+        seed: seed of the router, the noise and the shared expert; each tensor has its own generator.
     """
 
     def __init__(self, dense: WeightSource, model: ModelConfig, upcycle: UpcycleConfig, seed: int) -> None:
@@ -159,11 +159,11 @@ class UpcycledSource:
         self.shapes: Mapping[str, Shape] = parameter_shapes(model)
         some_width = next(shape[0] for name, shape in dense.shapes.items() if name.endswith(".ffn.w_up"))
         self._granularity = some_width // model.ffn.moe.intermediate_size
-        # Both w_up and w_down get the square root, because their product is what must be scaled.
+        # Both w_up and w_down get the square root, because their product must be scaled.
         self._factor = math.sqrt(upcycle_scale(model, self._granularity)) if upcycle.scaling else 1.0
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dense dtype, or float32 where scaling or noise would be rounded."""
+        """Return the dense dtype, or float32 if scaling or noise would be rounded."""
         if name.endswith(".expert_bias"):
             return torch.float32
         if EXPERTS in name and (self._upcycle.noise or math.frexp(self._factor)[0] != 0.5):
@@ -218,10 +218,10 @@ def upcycle_folder(
     """Write the checkpoint of an upcycled model. Collective over `world`.
 
     Args:
-        dense: a Hugging Face folder, a checkpoint, or a run, which means its newest checkpoint.
+        dense: a Hugging Face folder, a checkpoint, or a run (its newest checkpoint).
         out: the checkpoint; must not exist.
         model: the model with experts.
-        seed: of the router, the noise and the shared expert.
+        seed: seed of the router, the noise and the shared expert.
 
     Raises:
         ConfigError: `dense` or `out` cannot be used; nothing remains written.

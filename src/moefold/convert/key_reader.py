@@ -1,4 +1,4 @@
-"""Keys of JSON files that are asked for, and keys that transformers declares. Torch-free."""
+"""Record of the accessed keys of JSON files, and the keys that transformers declares."""
 
 import dataclasses
 import json
@@ -11,14 +11,14 @@ Json = Mapping[str, Any]
 
 
 class KeyReader(Mapping[str, Any]):
-    """Keys of a JSON object, with a record of those that were asked for. Objects inside of it record theirs.
+    """Keys of a JSON object, with a record of accessed keys. Nested objects have their own records.
 
-    It cannot be iterated over, so that a copy does not count as a question about every key; `overlay` copies.
+    It does not support iteration, so that a copy does not count as access to every key; `overlay` copies.
 
     Attributes:
         values_by_key: the object.
-        asked: keys that were asked for, present or not.
-        nested: readers of the objects inside that were asked for.
+        asked: accessed keys, present or not.
+        nested: readers of the accessed nested objects.
     """
 
     def __init__(self, values: Json) -> None:
@@ -56,12 +56,12 @@ class KeyReader(Mapping[str, Any]):
 
 
 def overlay(hf_config: Json, values: Json) -> Json:
-    """Return an object with some other values; asking it is asking the original."""
+    """Return an object with some other values; access to it is recorded in the original."""
     return hf_config.with_values(values) if isinstance(hf_config, KeyReader) else {**hf_config, **values}
 
 
 def mark_read(hf_config: Json, *keys: str) -> None:
-    """Record keys as understood that others make void, objects with all of their keys."""
+    """Record keys as read that other keys make void; objects with all of their keys."""
     for key in keys:
         value = hf_config.get(key)
         if isinstance(value, KeyReader):
@@ -69,7 +69,7 @@ def mark_read(hf_config: Json, *keys: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a reader as JSON has it."""
+    """Return a value of a reader as JSON data."""
     return value.values_by_key if isinstance(value, KeyReader) else value
 
 
@@ -81,15 +81,15 @@ class DeclaredKeys:
     """Keys of the files of other libraries.
 
     Attributes:
-        versions: of the libraries that the table was made from.
+        versions: versions of the libraries of the table.
         base: keys of every config.json, which the base class of transformers declares, with their defaults.
         generation: keys of generation_config.json.
         adapter: keys of PEFT's LoraConfig.
         others: keys that transformers' classes of causal models of other families declare.
-        families: for each `model_type` its own keys.
-        aliases: for each `model_type` other spellings of keys.
+        families: own keys of each `model_type`.
+        aliases: other spellings of keys for each `model_type`.
         stacked_by_peft: for each `model_type` whose adapters of single experts PEFT stacks when it loads them, the last
-            names of the modules that it takes for experts.
+            names of the modules of experts.
     """
 
     versions: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Sorting of the keys of other people's JSON files: read, constant, ignored, or refused by name. Torch-free."""
+"""Sorting of the keys of other people's JSON files: read, constant, ignored, or refused by name."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -9,9 +9,9 @@ from moefold.convert.key_reader import Json, KeyReader, declared_keys, plain
 from moefold.errors import ConfigError
 
 ALL_KEYS = ("*",)
-"""Lets every key pass, for another look at a folder whose keys were sorted before."""
+"""Accept every key, for reading a folder whose keys were sorted before."""
 Values = tuple[Any, ...] | None
-"""Values of a key that change nothing; None: any."""
+"""Values of a key that change nothing; None: any value."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class KeyReport:
     """Kinds of the keys of one file.
 
     Attributes:
-        file: its name.
+        file: name of the file.
         read: keys that were read.
         constant: keys that change nothing here, by the lists of this module or by their default.
         ignored: keys that are ignored, each with its value.
@@ -31,19 +31,19 @@ class KeyReport:
     ignored: tuple[str, ...]
 
     def note(self) -> str:
-        """Return one line that names the ignored keys; empty without any."""
+        """Return one line that names the ignored keys; empty if there are none."""
         return f"{self.file} has keys that are ignored: {', '.join(self.ignored)}" if self.ignored else ""
 
 
 @dataclass(frozen=True)
 class KnownKeys:
-    """Keys of one object that are known besides those that were read.
+    """Known keys of an object in addition to its read keys.
 
     Attributes:
         neutral: for each key the values that change nothing.
-        declared: defaults of the keys that the class of another library declares, which are what moefold computes.
-        owner: that class in messages.
-        void: regular expression of keys that are named and ignored whatever their value.
+        declared: defaults of the keys that the class of another library declares; moefold computes with these defaults.
+        owner: name of that class in messages.
+        void: regular expression of keys that are reported and ignored, whatever their value.
     """
 
     neutral: Mapping[str, Values]
@@ -61,18 +61,18 @@ _OTHER_READERS = _any(
     *("model_max_length", "initial_context_length", "eos_token_id", "bos_token_id", "pad_token_id", "tokenizer_class"),
     *("router_aux_loss_coef", "transformers_version", "moefold_version", "_name_or_path"),
 )
-"""Read by other modules, or a record of who wrote the file."""
+"""Keys that other modules read, or that record the writer of the file."""
 _OUTPUTS = _any(
     *("output_hidden_states", "output_attentions", "output_router_logits", "output_scores", "return_dict"),
     *("return_dict_in_generate", "use_cache", "num_logits_to_keep", "keys_to_ignore_at_inference"),
 )
-"""They choose what a call of transformers returns besides the logits."""
+"""Keys that choose additional outputs of a call of transformers."""
 _TASKS = _any(
     *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "prefix"),
     *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
     *("classifier_dropout", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id", "decoder_start_token_id"),
 )
-"""Labels and heads of other tasks than language modelling, and token ids that tokenizer files give."""
+"""Labels and heads of tasks other than language modelling, and token ids that are in tokenizer files."""
 _GENERATION = _any(
     *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature"),
     *("diversity_penalty", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "bad_words_ids"),
@@ -86,9 +86,10 @@ _SPEED = _any(
     *("attn_implementation", "experts_implementation", "use_grouped_mm", "pretraining_tp", "ep_size"),
     *("for_llm_compressor", "mamba_ssm_dtype", "enable_lm_head_fp32", "initializer_factor", "is_decoder"),
 )
-"""They change speed, memory or initial weights, but no output."""
+"""Keys that change speed, memory or initial weights, but no output."""
 _WIDTHS = _any("intermediate_size")
-"""Width of dense layers in folders that have none; where there are some, the shapes of tensors would contradict it."""
+"""Width of dense layers in folders without dense layers; in other folders, the shapes of tensors would contradict a
+wrong value."""
 _SHAPE_OF_OTHERS: dict[str, Values] = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
@@ -123,12 +124,12 @@ _IDENTITIES: dict[str, Values] = {
     ),
     **dict.fromkeys(("mlp_only_layers", "cross_attention_layers", "no_rope_layers_list"), ([], None)),
 }
-"""Values with which mathematics of any family changes nothing."""
+"""Values of keys of any family's mathematics that change nothing."""
 _TRAINING = (
     r"aux_loss_alpha|seq_aux|aux_loss_coef|load_balance_coeff|router_z_loss_coef|z_loss_coefficient|use_aux_loss"
     r"|moe_aux_loss_coef|mtp_loss_scaling_factor"
 )
-"""Settings of a loss of training that a recipe gives."""
+"""Settings of the training loss, which a recipe sets."""
 _VENDORS = (
     r"_.*|unsloth.*|auto_map|custom_pipelines|axolotl.*|trl.*|library_name|licen[cs]e|tags|language|model_name"
     r"|datasets|neuron|base_model.*"
@@ -142,12 +143,12 @@ _FAMILY_NEUTRAL: dict[str, dict[str, Values]] = {
     # Tensors of these MTP modules are in no published folder, and would be refused by name.
     "minimax_m2": _any("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size")
     | {"shared_moe_mode": None},
-    # Number of tokens an expert accepts in training, and the number of MTP layers, whose tensors are refused by name.
+    # The number of tokens that an expert accepts in training, and of MTP layers, whose tensors are refused by name.
     "ernie4_5_moe": _any("moe_capacity", "num_nextn_predict_layers", "multi_token_pred_lambda")
     | {"moe_use_aux_free": (True, None), "moe_gate": ("topk", None)},
     "exaone_moe": _any("num_nextn_predict_layers"),
     "hy_v3": _any("num_nextn_predict_layers"),
-    # Sizes of other attention and of the vision model, which use_mla=false and use_cla=false leave out.
+    # Sizes of other attention and of the vision model, which use_mla=false and use_cla=false turn off.
     "hunyuan_v1_moe": _any(
         *("attention_head_dim", "dense_list", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
         *("v_head_dim", "org_vocab_size", "num_media_embeds", "class_num", "im_start_id", "im_end_id", "text_start_id"),
@@ -156,17 +157,17 @@ _FAMILY_NEUTRAL: dict[str, dict[str, Values]] = {
     )
     | {"use_rotary_pos_emb": (True, None), "use_mixed_mlp_moe": (True, None), "norm_type": ("rms", None)}
     | {"norm_topk_prob": (True, None)},
-    # One dense network of several ranks, and no noise of the inputs in training.
+    # One dense network over several ranks, and no input noise in training.
     "phimoe": _any("input_jitter_noise"),
     "lfm2_moe": {"use_pos_enc": (True, None), "hidden_act": ("silu", "swish", None)},
     "gpt_oss": {"position_embedding_type": ("rope", None)},
-    # Each MTP module is a layer of the kind of the last one.
+    # Each MTP module is a layer of the same kind as the last layer.
     "deepseek_v32": {
         "mtp_layer_types": (None, *(["indexed_attention"] * count for count in range(9))),
         "mtp_mlp_layer_types": (None, *(["sparse"] * count for count in range(9))),
     },
 }
-"""Keys of published folders that change nothing in one family, with the values."""
+"""Keys of published folders that change nothing in one family, with their values."""
 _VISION = _any(
     *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("image_token_index", "boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id", "language_model_only"),
@@ -177,7 +178,7 @@ _VISION = _any(
 MATHS = re.compile(r"(^|_)(act|activation|type|types|func|method|norm|mode|pattern)$|^(hidden|mlp|ff)_act")
 """Names of keys whose strings choose mathematics."""
 _TRIVIAL_LISTS = {"layer_types": "full_attention", "mlp_layer_types": "sparse", "attn_type_list": 1}
-"""Lists of kinds of layers that say the same as no list."""
+"""Lists of kinds of layers with the same meaning as no list."""
 
 
 def config_known_keys(family: str) -> KnownKeys:
@@ -203,7 +204,7 @@ QUANTIZATION_KEYS = KnownKeys(
     ),
     void=r"_.*",
 )
-"""Weights are dequantised, so that neither the types of activations nor lists of other modules matter."""
+"""Keys of quantisation. Types of activations and lists of other modules have no effect: weights are dequantised."""
 GENERATION_KEYS = _any(
     *("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "max_length"),
     *("max_new_tokens", "use_cache", "cache_implementation", "_from_model_config", "return_dict_in_generate"),
@@ -239,7 +240,7 @@ _TOKENIZER_KEYS = _any(
 
 
 def tokenizer_known_keys() -> KnownKeys:
-    """Return the known keys of tokenizer_config.json: those that transformers' tokenizers have, and special tokens."""
+    """Return the known keys of tokenizer_config.json: keys of transformers' tokenizers, and special tokens."""
     return KnownKeys(_TOKENIZER_KEYS, void=rf"{_VENDORS}|.*_tokens?|.*_token_ids?")
 
 
@@ -253,12 +254,12 @@ def generation_known_keys() -> KnownKeys:
 def sort_keys(
     file: str, keys: KeyReader, known: KnownKeys, ignored: Collection[str], prefix: str = ""
 ) -> tuple[KeyReport, list[str]]:
-    """Sort the keys of an object, of which some have been read.
+    """Sort the keys of an object after some of them have been read.
 
     Args:
         file: name of the file.
-        known: keys that are known besides.
-        ignored: keys that the user lets pass.
+        known: other known keys.
+        ignored: keys that the user accepts.
         prefix: path of the object in its file, such as "text_config.".
 
     Returns:
@@ -277,7 +278,7 @@ def sort_keys(
 
 
 def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored: bool) -> tuple[str, str]:
-    """Return the kind of a key, and why it is refused."""
+    """Return the kind of a key, and the reason if it is refused."""
     if is_ignored:
         return "ignored", ""
     if key in keys.asked:
@@ -304,12 +305,12 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal, and both true or false if one is; 1 and 1.0 are equal."""
+    """Return whether two values are equal; booleans are only equal to booleans, and 1 is equal to 1.0."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
 def shorten(value: Any) -> str:
-    """Return a value for a message, without the rest of a long one."""
+    """Return a value for a message, truncated if it is long."""
     text = repr(plain(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -317,7 +318,7 @@ def shorten(value: Any) -> str:
 def nested_reports(
     file: str, keys: KeyReader, known: Mapping[str, KnownKeys], ignored: Collection[str], prefix: str = ""
 ) -> Iterator[tuple[KeyReport, list[str]]]:
-    """Yield the kinds of the keys of every object inside that was asked for."""
+    """Yield the kinds of the keys of every accessed nested object."""
     for key, inner in keys.nested.items():
         name = f"{prefix}{key}"
         if not {key, name, *ALL_KEYS} & set(ignored):
@@ -329,7 +330,7 @@ _PLAIN = KnownKeys({}, void=_VENDORS)
 
 
 def join_reports(file: str, found: Collection[tuple[KeyReport, list[str]]]) -> KeyReport:
-    """Return the kinds of all keys of a file; raise ConfigError if keys of it are refused."""
+    """Return the kinds of all keys of a file; raise ConfigError if some are refused."""
     refused = [reason for _, reasons in found for reason in reasons]
     if refused:
         names = [reason.partition("=")[0] for reason in refused]
@@ -348,5 +349,5 @@ def join_reports(file: str, found: Collection[tuple[KeyReport, list[str]]]) -> K
 
 
 def file_report(file: str, keys: Json, known: KnownKeys, ignored: Collection[str]) -> KeyReport:
-    """Sort the keys of a file whose keys are known by name alone; raise ConfigError if keys of it are refused."""
+    """Sort the keys of a file whose keys are known only by name; raise ConfigError if some are refused."""
     return join_reports(file, [sort_keys(file, KeyReader(keys), known, ignored)])

@@ -1,4 +1,4 @@
-"""Converters of the kinds of layers in config.json: dense or expert layers, attention windows. Torch-free."""
+"""Converters of the kinds of layers in config.json: dense or expert layers, attention windows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class SparseLayers:
     """Layers with experts: `mlp_only_layers`, and every `decoder_sparse_step`-th of the other layers."""
 
     default_dense: tuple[int, ...] = ()
-    """Dense layers of a config.json without the list."""
+    """Dense layers if config.json lacks the list."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read which layers have experts."""
@@ -73,7 +73,7 @@ class MlpLayerTypes:
         return {"layers.ffn": words_of(hf_config, "mlp_layer_types", {"dense": "dense", "sparse": "moe"})}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the kind of every layer, and the number of leading dense ones."""
+        """Write the kind of every layer, and the number of leading dense layers."""
         kinds = ["sparse" if layer.ffn.is_routed else "dense" for layer in model.decoder_layers]
         return FirstKDense().write(model) | {"mlp_layer_types": kinds}
 
@@ -96,7 +96,7 @@ class ExpertLayerRange:
         return {"layers.ffn": ["moe" if i in layers else "dense" for i in range(count)]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the range; other patterns read back as another model."""
+        """Write the range; other patterns do not read back as the same model."""
         numbers = [i for i, layer in enumerate(model.decoder_layers) if layer.ffn.is_routed]
         start = numbers[0] if numbers else 0
         interval = numbers[1] - start if len(numbers) > 1 else 1
@@ -114,7 +114,7 @@ def words_of(hf_config: Json, key: str, words: Mapping[str, str]) -> list[str]:
 
 
 def attention_types(model: ModelConfig, words: Mapping[str, str]) -> list[str]:
-    """Return the kind of every layer by its word; kinds without one read back as full attention."""
+    """Return the kind of every layer by its word; kinds without a word read back as full attention."""
     names = {word: kind for kind, word in words.items()}
     return [names.get(row.attention, names["full"]) for row in model.layer_words]
 
@@ -124,7 +124,7 @@ DefaultTypes = Callable[[Json, int], list[str]]
 
 
 def alternating_types(hf_config: Json, count: int) -> list[str]:
-    """Return window and full attention in turn (gpt-oss)."""
+    """Return alternating window and full attention (gpt-oss)."""
     return [("sliding_attention", "full_attention")[i % 2] for i in range(count)]
 
 
@@ -138,7 +138,7 @@ def last_layers_slide(hf_config: Json, count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class EveryNthFull:
-    """Full attention in every n-th layer, another kind in the others."""
+    """Full attention in every n-th layer, another kind in other layers."""
 
     hf_key: str
     default: int
@@ -150,17 +150,17 @@ class EveryNthFull:
 
 
 def types_by_interval(count: int, every: int, others: str) -> list[str]:
-    """Return full attention for every n-th layer, another type for the others."""
+    """Return full attention for every n-th layer, another type for other layers."""
     return [others if (i + 1) % every else "full_attention" for i in range(count)]
 
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """`layer_types` of families whose layers differ in their attention alone.
+    """`layer_types` of families whose layers differ only in their attention.
 
     Attributes:
         words: word of each type in `model.layers`.
-        default_types: types of a config.json without the key; None: it must have it.
+        default_types: types if config.json lacks the key; None: the key is required.
     """
 
     words: Mapping[str, str]
@@ -194,7 +194,7 @@ class SlidingWindowLayers:
     default_window: int = 128
     default_types: DefaultTypes = alternating_types
     full_layers: Literal["rope", "nope", "nope with a window"] = "rope"
-    """Position embedding of layers with full attention: RoPE, none, or none only if sliding_window is not null."""
+    """Position embedding of layers with full attention: RoPE, none, or none if sliding_window is not null."""
     words: Mapping[str, str] = field(default_factory=lambda: _WINDOWS)
     """Word of each type in `model.layers`."""
 
@@ -218,7 +218,7 @@ class SlidingWindowLayers:
 
 @dataclass(frozen=True)
 class UniformWindow:
-    """`sliding_window` of all layers, null for none; one as long as `max_position_embeddings` limits nothing."""
+    """`sliding_window` of all layers; null, or a window as long as `max_position_embeddings`, is no limit."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the window."""
@@ -229,13 +229,13 @@ class UniformWindow:
         return {"layers.attention": "window", **Renamed("sliding_window", "sliding_window", least=1).read(hf_config)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the window; layers of several kinds read back as another model."""
+        """Write the window; layers of several kinds do not read back as the same model."""
         return {"sliding_window": model.sliding_window or None}
 
 
 @dataclass(frozen=True)
 class OneLayerType:
-    """`layer_types` of families whose layers are all of one type, if the key is present."""
+    """Optional `layer_types` of families whose layers all have one type."""
 
     name: str = "full_attention"
     void: tuple[str, ...] = ()
@@ -265,7 +265,7 @@ class IndexerTypes:
     """
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Return which layers have an indexer."""
+        """Return the layers with an indexer."""
         num_layers = num_layers_of(hf_config)
         mark_read(hf_config, "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
         types = hf_config.get("indexer_types") or self._types(hf_config, num_layers)
@@ -292,7 +292,7 @@ class IndexerTypes:
 
     @staticmethod
     def _types(hf_config: Json, count: int) -> list[str]:
-        """Return the types by `index_topk_pattern`, or by `index_topk_freq` and `index_skip_topk_offset`."""
+        """Return the types from `index_topk_pattern`, or from `index_topk_freq` and `index_skip_topk_offset`."""
         pattern = hf_config.get("index_topk_pattern")
         if isinstance(pattern, str):
             return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
@@ -309,7 +309,7 @@ class IndexerTypes:
 
 
 def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of fields with `layers` in words, given its number and its columns as `layers.COLUMN`.
+    """Return the settings of fields with `layers` in words, given the number of layers and columns `layers.COLUMN`.
 
     Args:
         settings: settings of [model]; a column is a word of all layers, or a list with a word for each.

@@ -1,4 +1,4 @@
-"""Hybrid families with linear attention or short convolutions: Qwen, Kimi-Linear, Ling 3 and LFM2. Torch-free."""
+"""Hybrid families with linear attention or short convolutions: Qwen, Kimi-Linear, Ling 3 and LFM2."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -121,10 +121,10 @@ _GATED_ATTENTION = {**USUAL, **grouped(("attention.wq", "attention.wg"), "self_a
 
 @dataclass(frozen=True)
 class QwenMTPLayer:
-    """Rule of a parameter of a layer, whose MTP layers have the names of mtp.layers.0 and on (Qwen3-Next).
+    """Rule of a parameter of a layer, where MTP layers are named mtp.layers.0 and so on (Qwen3-Next).
 
     Attributes:
-        rule: of the other layers.
+        rule: rule of the other layers.
     """
 
     rule: TensorRule
@@ -143,28 +143,28 @@ _QWEN_MTP: dict[str, TensorRule] = {
     "layers.{l}.hidden_norm.weight": TensorBlock("mtp.pre_fc_norm_hidden.weight"),
     "layers.{l}.output_norm.weight": TensorBlock("mtp.norm.weight"),
 }
-"""Tensors that the one MTP layer of a Qwen folder adds to the tensors of an ordinary layer."""
+"""Tensors of the MTP layer of a Qwen folder in addition to the tensors of an ordinary layer."""
 
 
 @dataclass(frozen=True)
 class QwenMTPLayers:
-    """Number of MTP layers of a Qwen folder: 0, or 1 of full attention and experts, like the last of the others.
+    """Number of MTP layers of a Qwen folder: 0, or 1 with full attention and experts, like the last layer.
 
     Attributes:
-        hf_key: key of config.json, which folders may lack.
+        hf_key: optional key of config.json.
     """
 
     hf_key: str
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the number; 0 if absent, and `count_mtp_layers` looks for the layer."""
+        """Read the number; 0 if absent, and `count_mtp_layers` then searches for the layer."""
         found = Renamed(self.hf_key, "mtp_layers", 0).read(hf_config)
         if found["mtp_layers"] not in (0, 1):
             raise ConfigError(f"config.json has {self.hf_key}={found['mtp_layers']}; moefold reads 0 or 1")
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the number; an MTP layer of another kind than theirs reads back as none."""
+        """Write the number; an MTP layer of a different kind reads back as no layer."""
         return {self.hf_key: model.mtp_layers} if model.mtp_layers and has_qwen_mtp(model) else {}
 
 
@@ -227,7 +227,7 @@ QWEN_HYBRID_FAMILIES = (
         multimodal=MultimodalFolder("qwen3_5_moe", r"model\.visual\..*", {"model.language_model.": "model."}),
     ),
 )
-"""Families in the order in which an export without --family tries them."""
+"""Families in the order of trial of an export without --family."""
 
 
 _SIZES = (
@@ -261,14 +261,14 @@ class KimiLinearSizes:
         return found | LINEAR_LAYERS.read(overlay(hf_config, {"layer_types": types}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the keys of transformers; heads of several sizes read back as another model."""
+        """Write the keys of transformers; heads of several sizes do not read back as the same model."""
         return LINEAR_LAYERS.write(model) | {
             key: value for entry in _SIZES for key, value in entry.write(model).items()
         }
 
     @staticmethod
     def _layer_types(nested: Json, count: int) -> list[str]:
-        """Return the types of all layers; without lists of layers, as transformers: every fourth is full, from 4 on."""
+        """Return the types of all layers; without lists, every fourth layer is full, from 4 on, as in transformers."""
         full = nested.get("full_attn_layers", [i + 1 for i in range(4, count, 4)])
         linear = nested.get("kda_layers", [i + 1 for i in range(count) if i + 1 not in full])
         if not isinstance(full, list) or not isinstance(linear, list) or {*full, *linear} != {*range(1, count + 1)}:
@@ -283,7 +283,7 @@ class KimiLinearSizes:
 class LingLayers:
     """Layers and heads of Ling 3: `layer_types` or `layer_group_size`, and the sizes of Kimi Delta Attention.
 
-    A folder that transformers wrote has linear_head_dim, and in head_dim another width; a released one has head_dim.
+    A folder from transformers has linear_head_dim, and another width in head_dim. A released folder has head_dim.
     """
 
     def read(self, hf_config: Json) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class DecayBound:
     """`kda_lower_bound` of the logarithm of a decay, if `kda_safe_gate`."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the bound; 0 means none."""
+        """Read the bound; 0: no bound."""
         is_bounded = hf_config.get("kda_safe_gate", True)
         found = Renamed("kda_lower_bound", "linear_attention.decay_bound", -5.0).read(hf_config)
         if not isinstance(is_bounded, bool) or found["linear_attention.decay_bound"] >= 0:
@@ -457,7 +457,7 @@ KDA_FAMILIES = (
         renamed_modules={"attention": "self_attn", "dense": "o_proj"},
     ),
 )
-"""Families in the order in which an export without --family tries them."""
+"""Families in the order of trial of an export without --family."""
 
 
 _LFM2: tuple[ConfigField, ...] = (
@@ -534,4 +534,4 @@ LFM2_FAMILIES = (
         default_keys={"num_key_value_heads": 8},
     ),
 )
-"""Families in the order in which an export without --family tries them."""
+"""Families in the order of trial of an export without --family."""

@@ -1,7 +1,7 @@
-"""Family LongCat-Flash: layers of two attentions, two dense networks and shortcut-connected experts. Torch-free.
+"""Family LongCat-Flash: layers of two attentions, two dense networks and shortcut-connected experts.
 
-A layer of the folder is two layers here, an MoE layer and a dense one: the first dense network is the shared expert of
-the MoE layer, and `model.ffn.moe.shortcut` adds the output of its routed experts after the dense layer.
+A layer of the folder is an MoE layer and a dense layer here. The first dense network is the shared expert of the MoE
+layer, and `model.ffn.moe.shortcut` adds the output of its routed experts after the dense layer.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from moefold.errors import ConfigError
 
 @dataclass(frozen=True)
 class LayerPairs:
-    """`num_layers`, each of which is two layers here."""
+    """`num_layers`; each layer is two layers here."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the number of layers."""
@@ -38,13 +38,13 @@ class LayerPairs:
         return {"layers": 2 * count, "layers.ffn": ["moe", "dense"] * count, "ffn.moe.shortcut": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the number of pairs; other patterns read back as another model."""
+        """Write the number of pairs; other patterns do not read back as the same model."""
         return {"num_layers": model.num_layers // 2}
 
 
 @dataclass(frozen=True)
 class ZeroExperts:
-    """`zero_expert_num`, null for none, and their kind."""
+    """`zero_expert_num` (null: none) and the kind of these experts."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the number of experts without computation."""
@@ -100,7 +100,7 @@ LONGCAT_FAMILIES = (
                 router_bias=(False, None),
                 norm_topk_prob=(False, None),
             ),
-            # Width of both dense networks of a layer, the first of which is a shared expert here.
+            # Width of both dense networks of a layer; the first network is a shared expert here.
             Renamed(
                 "ffn_hidden_size", "ffn.dense.intermediate_size", 12288, copies=("ffn.moe.shared.intermediate_size",)
             ),
@@ -113,14 +113,14 @@ LONGCAT_FAMILIES = (
             ),
         ),
         layouts(_TENSORS, experts=expert_layouts("mlp.experts", layer=_LAYER)[:1]),
-        # Its class rotates by head_dim, whatever qk_rope_head_dim is.
+        # The class of transformers rotates by head_dim, whatever qk_rope_head_dim is.
         default_keys={"head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
         ignored_tensors=(
             r"model\.layers\.\d+\.self_attn\.\d+\.rotary_emb\.inv_freq",
             r"model\.mtp\..*",
         ),
-        # transformers writes them, and does not read them; the published folders have none.
+        # transformers writes these tensors but does not read them; the published folders lack them.
         zero_expert_tensors=r"model\.layers\.\d+\.mlp\.experts\.(\d{1,9})\.(?:gate|up)_proj\.weight",
     ),
 )
-"""Families in the order in which an export without --family tries them."""
+"""Families in the order of trial of an export without --family."""

@@ -1,9 +1,9 @@
 """Weighted mean of checkpoints, tensor by tensor (model soups, arXiv:2203.05482), in bounded memory.
 
-A mean makes sense only between weights that were trained from the same ancestor. Two independent initialisations have
-their hidden dimensions and their experts in unrelated orders, so that a mean of them computes nothing. The checkpoints
-themselves show it: under a common ancestor the embedding of a token, and the router row of an expert, resemble
-the row of the same token or expert in the other checkpoint more than any other row.
+A mean is only meaningful for weights that were trained from the same ancestor. Independent initialisations have
+unrelated orders of hidden dimensions and experts, so that their mean is useless. This can be tested: with a common
+ancestor, the embedding of a token, or the router row of an expert, is more similar to the row of the same token or
+expert in the other checkpoint than to any other row.
 """
 
 import math
@@ -33,24 +33,24 @@ from moefold.remote_path import is_remote
 EMBEDDING = "embedding.weight"
 ROUTER_SUFFIX = ".ffn.router.weight"
 MAX_COMPARED_ROWS = 128
-"""Embeddings of at most this many tokens are compared, evenly spaced over the vocabulary."""
+"""Maximum number of tokens, evenly spaced over the vocabulary, whose embeddings are compared."""
 MIN_MATCHED_FRACTION = 0.5
-"""Least fraction of rows that resemble their own row most. Independent initialisations have one in as many as there are
-rows; a common ancestor has nearly all."""
+"""Minimum fraction of rows whose own row is the most similar. For N rows, independent initialisations have 1/N; with a
+common ancestor it is nearly 1."""
 
 
 class MergedSource:
     """Weighted mean of the weights of several checkpoints, accumulated in float64.
 
-    Each tensor has the widest of its stored dtypes. A read takes the memory of its region in float64 and once more in
-    the stored dtype, however the checkpoints are sharded and however many there are.
+    Each tensor has the widest of its stored dtypes. A read needs memory for its region in float64 and in the stored
+    dtype, whatever the number and sharding of the checkpoints.
 
     Args:
         sources: the checkpoints, of one model.
         weights: positive weight of each; they are divided by their sum.
 
     Raises:
-        ConfigError: a checkpoint lacks a tensor of another one, or has another shape of it.
+        ConfigError: a checkpoint lacks a tensor of another checkpoint, or has it in another shape.
     """
 
     def __init__(self, sources: Sequence[CheckpointSource], weights: Sequence[float]) -> None:
@@ -74,7 +74,7 @@ class MergedSource:
         inner = (slice(None), *region[1:])
         mean: Tensor | None = None
         for source, fraction in zip(self._sources, self.fractions, strict=True):
-            # The first product is no sum with zero, which would turn -0 into 0.
+            # The first product is not added to zero, which would turn -0 into 0.
             part = source.read_rows(name, region[0])[inner].double().mul_(fraction)
             mean = part if mean is None else mean.add_(part)
         assert mean is not None
@@ -89,7 +89,7 @@ def merge_checkpoints(
 ) -> Conversion:
     """Write the weighted mean of checkpoints as a checkpoint of weights. Collective over `world`.
 
-    Optimizer moments are left out, as for imported weights.
+    The result has no optimizer moments, like imported weights.
 
     Args:
         checkpoints: checkpoint folders, as returned by `locate_checkpoint`; any mapping may have written each.
@@ -127,7 +127,7 @@ def merge_checkpoints(
 
 
 def unaligned_reasons(sources: Sequence[CheckpointSource]) -> list[str]:
-    """Return why a mean of checkpoints would compute nothing: those that have no common ancestor with the first."""
+    """Return the reasons why a mean of checkpoints is useless: checkpoints without a common ancestor with the first."""
     first = sources[0]
     reasons = []
     for other in sources[1:]:
@@ -151,7 +151,7 @@ def unaligned_reasons(sources: Sequence[CheckpointSource]) -> list[str]:
 
 
 def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str]) -> None:
-    """Check that checkpoints with a known tokenizer all have the same one.
+    """Check that all checkpoints with a known tokenizer have the same tokenizer.
 
     Args:
         tokenizers: data.tokenizer of each: "bytes", a path, or "" if it is unknown.
@@ -173,7 +173,7 @@ def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str])
 
 
 def matched_rows(first: Tensor, second: Tensor) -> tuple[int, int]:
-    """Count the rows of one matrix whose most similar row of the other, by cosine, is the one of the same index.
+    """Count the rows of a matrix whose most similar row of another matrix, by cosine, has the same index.
 
     Rows that are zero in either matrix are not counted; a tie counts as a match.
 
@@ -204,7 +204,7 @@ def _matched_embeddings(first: CheckpointSource, other: CheckpointSource) -> tup
 
 
 def _matched_experts(first: CheckpointSource, other: CheckpointSource) -> tuple[int, int]:
-    """Count over all MoE layers the experts that resemble themselves most, by their rows of the router."""
+    """Count the experts of all MoE layers whose own row of the other router is the most similar."""
     pairs = [
         matched_rows(*(source.read_rows(name, slice(0, shape[0])).double() for source in (first, other)))
         for name, shape in first.shapes.items()
@@ -218,7 +218,7 @@ def _describe_origin(meta: CheckpointMeta) -> str:
 
 
 def _shapes(source: CheckpointSource) -> dict[str, Shape]:
-    """Return the shapes of the weights; counts of a run's last step are no weights."""
+    """Return the shapes of the weights, without the counts of a run's last step."""
     return {name: shape for name, shape in source.shapes.items() if not name.endswith(OPTIONAL_BUFFER_SUFFIX)}
 
 

@@ -1,6 +1,6 @@
 """Model card and generation settings of an exported folder, from the checkpoint and the run that wrote it.
 
-Both follow from files of the run alone, so that two exports are equal, and name no path of this machine.
+Both depend only on files of the run, so that two exports are equal, and name no path of this machine.
 """
 
 import json
@@ -29,10 +29,10 @@ from moefold.remote_path import is_remote
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CARD_SECTIONS = ("parallel", "moe", "train", "align", "rl", "rollout", "lora")
-"""Sections of the recipe that a card shows, where they differ from the defaults."""
+"""Sections of the recipe whose differences from the defaults a card shows."""
 ALWAYS_SHOWN = ("train.seq_len", "train.global_batch_size", "train.lr", "train.optimizer")
 MAX_ANCESTORS = 16
-"""Number of runs that are followed from the weights of one to those it began with."""
+"""Maximum number of runs in the chain of initial weights."""
 _LOAD_MODEL = """\
 from transformers import AutoModelForCausalLM
 
@@ -68,13 +68,13 @@ class TrainingRun:
     loss: float | None
     """Training loss of the checkpoint's step; None if it is unknown."""
     eval_loss: tuple[int, float] | None
-    """Step and value of the last evaluation up to the checkpoint."""
+    """Step and value of the last evaluation before or at the checkpoint."""
     base_model: str
-    """ORG/NAME on the hub of the weights that the first run began with; empty if unknown, or if there were none."""
+    """ORG/NAME on the hub of the first run's initial weights; empty if unknown, or if there were none."""
 
 
 def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta) -> TrainingRun:
-    """Collect what is known of the run that wrote a checkpoint.
+    """Collect the known facts of the run that wrote a checkpoint.
 
     Args:
         meta: its metadata.
@@ -85,7 +85,7 @@ def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta
     cfg = find_run_config(checkpoint, model)
     loss, eval_loss = None, None
     run_dir = checkpoint.parent.parent
-    # The folder above a remote one is not the folder of a run.
+    # The folder above a remote folder is not the folder of a run.
     if not is_remote(checkpoint) and (run_dir / CONFIG_FILE).is_file():
         for record in read_records(run_dir):
             step = record["step"]
@@ -101,7 +101,7 @@ def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta
 
 
 def _base_model(start: str) -> str:
-    """Return the name on the hub of the weights that a run began with, through earlier runs; empty if unknown."""
+    """Return the hub name of a run's initial weights, following earlier runs; empty if unknown."""
     for _ in range(MAX_ANCESTORS):
         if is_hub_url(start):
             return parse_hub_url(start, "model").repo
@@ -118,7 +118,7 @@ def _base_model(start: str) -> str:
                 continue
             cfg = find_run_config(found, read_model(found))
         except ConfigError:
-            # The earlier weights are gone, or were replaced by something else: their source is unknown.
+            # The earlier weights are missing, or were replaced: their source is unknown.
             return ""
         start = "" if cfg is None else cfg.checkpoint.start
     return ""
@@ -127,7 +127,7 @@ def _base_model(start: str) -> str:
 def write_generation_config(folder: Path, run: TrainingRun) -> None:
     """Write generation_config.json: the token ids of config.json, and the temperature of a run that sampled.
 
-    An existing one, which came with imported weights, is kept: it has these ids already.
+    An existing file, from imported weights, is kept: it already has these ids.
 
     Args:
         folder: the exported folder, with its config.json.
@@ -149,13 +149,13 @@ def write_generation_config(folder: Path, run: TrainingRun) -> None:
 def write_model_card(
     folder: Path, family: str, model: ModelConfig, run: TrainingRun, *, is_adapter: bool = False
 ) -> None:
-    """Write README.md, the model card: sizes of the model, how it was trained, and how to load it.
+    """Write README.md, the model card: the sizes, the training and the loading of the model.
 
     Args:
         folder: the exported folder.
         family: the `model_type` of its config.json.
         model: the exported model.
-        is_adapter: whether the folder has adapters in PEFT's format alone.
+        is_adapter: whether the folder only has adapters in PEFT's format.
 
     Raises:
         OSError: the file cannot be written.
@@ -211,7 +211,7 @@ def _training_lines(run: TrainingRun) -> list[str]:
 
 
 def _settings_text(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the settings that differ from the defaults as TOML; texts with a slash may be paths, and are left out."""
+    """Return the settings that differ from the defaults as TOML, without texts with a slash, which may be paths."""
     lines: list[str] = []
     for section in CARD_SECTIONS if settings else ():
         short = {key: _shortest(f"{section}.{key}", value) for key, value in settings[section].items()}
@@ -226,7 +226,7 @@ def _settings_text(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _shortest(name: str, value: Any) -> Any:
-    """Return the value of a key; of a part without its defaults, and without the file that it is from."""
+    """Return the value of a key; a part without its defaults and its file."""
     if not isinstance(value, dict):
         return value
     is_ours = value.get("kind") in built_in_kinds(part_keys()[name])

@@ -1,7 +1,7 @@
-"""Multi-token prediction (MTP) layers in a Hugging Face folder. Torch-free.
+"""Multi-token prediction (MTP) layers in a Hugging Face folder.
 
 They come after the layers that num_hidden_layers counts, and are named like them, model.layers.L and on (DeepSeek), or
-mtp.layers.0 and on (Qwen3-Next). moefold reads either layout from the families that are known to compute as it does.
+mtp.layers.0 and on (Qwen3-Next). moefold reads both layouts from the families with the same computation.
 """
 
 import re
@@ -28,7 +28,7 @@ def mtp_layer_numbers(model: ModelConfig) -> tuple[int, ...]:
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
-    """Return whether a tensor of a folder is of multi-token prediction: of a layer after the last one, or by name."""
+    """Return whether a tensor of a folder belongs to MTP: to a layer after the last layer, or by its name."""
     if re.match(r"(model\.)?mtp[._]", name):
         return True
     found = re.match(r"model\.layers\.(\d{1,9})\.", name)
@@ -36,10 +36,10 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
 
 
 def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> ModelConfig:
-    """Return the model with the MTP layers that the folder holds, where config.json counts others.
+    """Return the model with the MTP layers in the folder, which config.json may count wrongly.
 
     transformers drops MTP layers when it loads and saves a model, but still counts them in config.json. Folders of
-    Qwen3-Next may hold a layer that their config.json does not count.
+    Qwen3-Next may have a layer that their config.json does not count.
 
     Args:
         names: names of the folder's tensors; None if unknown.
@@ -54,14 +54,14 @@ def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> Model
 
 
 def has_qwen_mtp(model: ModelConfig) -> bool:
-    """Return whether an MTP layer of the model is as in folders of Qwen3-Next: experts and full attention."""
+    """Return whether the model has an MTP layer like folders of Qwen3-Next: experts and full attention."""
     last = model.decoder_layers[-1]
     is_full = not last.attention.is_recurrent and last.attention.span is None
     return model.norm.zero_centered and last.ffn.is_routed and is_full and not last.attention.shares_selection
 
 
 def tensor_names(folder: Path) -> list[str] | None:
-    """Return the names of a folder's tensors; None if they cannot be read, which a later reader reports."""
+    """Return the names of a folder's tensors; None if they cannot be read (a later reader reports it)."""
     try:
         if (folder / INDEX_FILE).is_file():
             names = list(read_json(folder / INDEX_FILE, MAX_INDEX_BYTES)["weight_map"])

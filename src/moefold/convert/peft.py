@@ -1,4 +1,4 @@
-"""Adapters in PEFT's file format: `adapter_config.json` and `adapter_model.safetensors`, out and in."""
+"""Adapters in PEFT's file format: `adapter_config.json` and `adapter_model.safetensors`, export and import."""
 
 import json
 import math
@@ -68,14 +68,14 @@ from moefold.remote_path import is_remote, to_path
 
 
 def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on_bytes: OnBytes) -> Conversion:
-    """Write the adapters of a checkpoint as a folder that PEFT reads. Collective over `world`; rank 0 writes.
+    """Write the adapters of a checkpoint as a folder for PEFT. Collective over `world`; rank 0 writes.
 
     Args:
         out: the folder; must not exist.
-        dtype: of the tensors; auto: float32, as they are trained.
+        dtype: dtype of the tensors; auto: float32, as in training.
 
     Raises:
-        ConfigError: `out` cannot be used, or a matrix is no module of the family.
+        ConfigError: `out` cannot be used, or a matrix is not a module of the family.
     """
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
     check_integrity(checkpoint, world)
@@ -115,7 +115,7 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
 
 
 def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta) -> tuple[str, ...]:
-    """Write the tokenizer that the run read text with, and its template; return notes on it."""
+    """Write the run's tokenizer and its template; return notes on it."""
     sidecar_dir = find_sidecar_dir(checkpoint)
     choice = choose_tokenizer(meta, sidecar_dir)
     if sidecar_dir is not None:
@@ -128,7 +128,7 @@ def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta
 
 
 def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
-    """Return the family of the folder that the weights came from, else the first one that computes the model."""
+    """Return the family of the weights' original folder, else the first family that computes the model."""
     sidecar_dir = find_sidecar_dir(checkpoint)
     has_config = sidecar_dir is not None and (sidecar_dir / "config.json").is_file()
     original = find_family(read_hf_config(sidecar_dir), sidecar_dir).name if sidecar_dir and has_config else ""
@@ -140,10 +140,10 @@ def _family_of(model: ModelConfig, checkpoint: Path) -> Family:
 def _parameters_to_stack(
     model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
 ) -> dict[str, list[StackedParameter]]:
-    """Return the parameters whose adapters are written stacked, by their module; empty: adapters of experts are not.
+    """Return the parameters with stacked adapters, by their module; empty: adapters of experts are not stacked.
 
-    Transformers stacks experts. PEFT stacks the adapters of single experts when it loads them, as released adapters
-    have them, but of some families only, and of gate and up projections both or none.
+    Transformers stacks experts. PEFT stacks the adapters of single experts, the form of released adapters, when it
+    loads them: only for some families, and only if gate and up projections both have adapters or both have none.
 
     Raises:
         ConfigError: the experts of the family have no such parameters.
@@ -202,7 +202,7 @@ def _config_keys(
 def _add_stacked(keys: dict[str, Any], parameters: Mapping[str, list[StackedParameter]], stacked: set[str]) -> None:
     """Add the parameters of stacked experts to the keys of adapter_config.json.
 
-    Gate and up projections with an adapter each have twice the rank, and the same scale.
+    If gate and up projections both have adapters, the rank is doubled with the same scale.
     """
     targets = {
         each.target: sum(piece.name in stacked for piece in each.pieces)
@@ -218,9 +218,9 @@ def _add_stacked(keys: dict[str, Any], parameters: Mapping[str, list[StackedPara
 
 
 def _base_name(base: Path) -> tuple[str, str]:
-    """Return the Hugging Face folder of the base weights, itself or the one that was imported, and a note.
+    """Return the Hugging Face folder of the base weights, or the folder that they were imported from, and a note.
 
-    A snapshot of the hub is named ORG/NAME, as PEFT loads it; other folders by their absolute paths.
+    A snapshot of the hub is named ORG/NAME, for PEFT; other folders by their absolute paths.
     """
     if repo := repo_of_snapshot(str(base)):
         return repo, ""
@@ -242,7 +242,7 @@ def _base_name(base: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class PeftSource:
-    """Adapters of a folder of PEFT, by our names; a weight source that holds all of them in memory."""
+    """Adapters of a folder of PEFT, by our names; a weight source that holds all adapters in memory."""
 
     tensors: dict[str, Tensor]
 
@@ -276,7 +276,7 @@ def import_adapters(
 
     Args:
         out: the checkpoint; must not exist.
-        base: the base weights; None: those that adapter_config.json names.
+        base: the base weights; None: the weights that adapter_config.json names.
 
     Raises:
         ConfigError: the folder has adapters of another kind or of another model, or `out` cannot be used.
@@ -331,7 +331,7 @@ def _read_adapters(
         )
     if missing := sorted(names - stored.keys()):
         raise ConfigError(
-            f"{str(folder / WEIGHTS_FILE)!r} lacks {format_list(missing)}, as it adapts some layers alone; moefold "
+            f"{str(folder / WEIGHTS_FILE)!r} lacks {format_list(missing)}, as it only adapts some layers; moefold "
             "adapts a matrix in every layer that has it"
         )
     shapes = {name: adapter.shape for name, adapter in adapter_weights(model, lora).items()}
@@ -347,7 +347,7 @@ def _read_adapters(
 
 
 def _rename_to_folder(stored: dict[str, TensorLocation], modules: list[PeftModule], family: Family) -> None:
-    """Give tensors the names of a folder where they have the names of transformers' model, as PEFT saves them."""
+    """Rename tensors from the names of transformers' model, which PEFT saves, to the names of a folder."""
     for module in modules:
         in_model = replace(module, module=family.name_in_transformers(module.module))
         for name, name_in_model in zip(module.tensor_names, in_model.tensor_names, strict=True):
@@ -370,15 +370,15 @@ def split_targets(
 ) -> tuple[list[str], list[str]]:
     """Return `target_modules` and `target_parameters` of adapter_config.json.
 
-    For models that transformers 5 stacks the experts of, PEFT takes every target named like a matrix of an expert for
-    the stacked parameters, in whatever part of the model it is (PEFT 0.21, `_convert_peft_config_moe`). Other modules
-    of such a name are therefore targeted by their weights, which PEFT leaves alone. PEFT renames tensors like the
-    tensors of a folder, but not targets: modules have both names, in a folder and in transformers' model.
+    For models with stacked experts in transformers 5, PEFT interprets every target with the name of an expert's matrix
+    as the stacked parameters, in any part of the model (PEFT 0.21, `_convert_peft_config_moe`). Other modules with such
+    a name are therefore targeted by their weights, which PEFT does not convert. PEFT renames tensors like the tensors
+    of a folder, but not targets: modules are listed with both names, in a folder and in transformers' model.
 
     Args:
-        modules: names of the modules with adapters, experts apart.
-        experts: the same of single experts.
-        others: names of the modules without adapters; of targets that have the last name of one, the whole is written.
+        modules: names of the modules with adapters, except experts.
+        experts: names of single experts with adapters.
+        others: names of the modules without adapters; targets with the same last name as one of these are in full.
         family: the model's family.
     """
     taken = declared_keys().stacked_by_peft.get(family.name, [])

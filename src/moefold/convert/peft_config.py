@@ -1,4 +1,4 @@
-"""Reading of adapter_config.json, the settings of a folder of PEFT. Torch-free."""
+"""Reading of adapter_config.json, the settings of a folder of PEFT."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -24,16 +24,16 @@ CONSTANT_KEYS: dict[str, Any] = {
     "use_dora": False,
     "lora_bias": False,
 }
-"""Keys of adapter_config.json whose only value is written; or they are missing or empty."""
+"""Keys of adapter_config.json with their only legal value; they may be missing or empty."""
 PLAIN_INITS = ("gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights, besides true and false, that choose initial adapters and leave the base weights."""
+"""Values of init_lora_weights, other than true and false, that set initial adapters and keep the base weights."""
 _READ_KEYS = ("r", "lora_alpha", "use_rslora", "base_model_name_or_path", "rank_pattern", "alpha_pattern")
 _NEUTRAL_KEYS = (
     *("task_type", "inference_mode", "target_modules", "target_parameters", "exclude_modules", "lora_dropout"),
     *("peft_version", "revision", "auto_mapping", "layers_pattern", "eva_config", "megatron_core", "qalora_group_size"),
     *("corda_config", "lora_ga_config", "loftq_config", "ensure_weight_tying", "runtime_config", "init_lora_weights"),
 )
-"""They choose modules, whose names the tensors have, or settings of training and of initial weights."""
+"""Keys that choose modules, which are in the names of the tensors, or settings of training and of initial weights."""
 
 
 def is_peft_folder(folder: Path) -> bool:
@@ -45,7 +45,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
     """Read adapter_config.json, and sort its keys.
 
     Raises:
-        ConfigError: it cannot be read, or describes adapters of another kind; or there are no safetensors.
+        ConfigError: the file cannot be read, describes adapters of another kind, or has no safetensors next to it.
     """
     path = folder / CONFIG_FILE
     try:
@@ -75,7 +75,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
 
 
 def _check_initial_weights(path: Path, kind: Any) -> None:
-    """Reject adapters whose initialisation has changed the base weights, which PEFT repeats when it loads them."""
+    """Reject adapters whose initialisation has changed the base weights: PEFT repeats it when it loads them."""
     if kind is None or isinstance(kind, bool) or (isinstance(kind, str) and kind.lower() in PLAIN_INITS):
         return
     raise ConfigError(
@@ -86,7 +86,7 @@ def _check_initial_weights(path: Path, kind: Any) -> None:
 
 
 def _check_scale(path: Path, keys: Mapping[str, Any]) -> None:
-    """Reject sizes of adapters that are none, and several scales."""
+    """Reject invalid sizes of adapters, and different scales."""
     ranks = keys.get("rank_pattern") or {}
     if ranks.keys() != (keys.get("alpha_pattern") or {}).keys() or (ranks and keys.get("use_rslora")):
         raise ConfigError(
@@ -98,11 +98,11 @@ def _check_scale(path: Path, keys: Mapping[str, Any]) -> None:
     alpha = keys.get("lora_alpha")
     is_legal = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
     if not is_legal or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are no sizes of adapters")
+        raise ConfigError(f"{str(path)!r} has r={rank!r} and lora_alpha={alpha!r}, which are not sizes of adapters")
 
 
 def _has_pattern_of_stacked_experts(keys: Mapping[str, Any], key: str) -> bool:
-    """Return whether a pattern doubles rank or alpha of gate and up projections that PEFT has stacked, and no more."""
+    """Return whether a pattern only doubles rank or alpha of gate and up projections that PEFT has stacked."""
     pattern = keys.get(key)
     single = keys.get("r" if key == "rank_pattern" else "lora_alpha")
     if not isinstance(pattern, dict) or not isinstance(single, int | float):
@@ -123,10 +123,10 @@ def _check_weights_file(folder: Path) -> None:
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
-    """Return the base weights of a folder of PEFT; a relative path may also begin at that folder.
+    """Return the base weights of a folder of PEFT; a path may be relative to that folder.
 
     Raises:
-        ConfigError: they do not exist.
+        ConfigError: the weights do not exist.
     """
     named = keys.get("base_model_name_or_path") if base is None else str(base)
     found = [] if not isinstance(named, str) or not named else [Path(named)]

@@ -1,8 +1,8 @@
-"""Names of adapters in PEFT's files: which module of a family's model a matrix is, and how its rows are ordered.
+"""Names of adapters in PEFT's files: the modules of our matrices in a family's model, and the order of their rows.
 
 PEFT adapts modules: `base_model.model.MODULE.lora_A.weight` is [r, in] and `...lora_B.weight` is [out, r], for the
-module whose weight is the tensor `MODULE.weight` of the folder. Each expert is a module of its own, as in released
-folders; where transformers stacks the experts, PEFT stacks the adapters when it reads the file.
+module whose weight is the tensor `MODULE.weight` of the folder. Each expert is a separate module, as in released
+folders. If transformers stacks the experts, PEFT stacks the adapters when it reads the file.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,14 +25,14 @@ SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 @dataclass(frozen=True)
 class PeftModule:
-    """One module of a family's model whose weight is a matrix of ours, or one expert of it."""
+    """Module of a family's model whose weight is one of our matrices, or one of its experts."""
 
     module: str
-    """Its name in the model, such as "model.layers.0.self_attn.q_proj"."""
+    """Name of the module in the model, such as "model.layers.0.self_attn.q_proj"."""
     name: str
-    """The matrix."""
+    """Name of our matrix."""
     expert: int | None
-    """Number of the expert, if the matrix has one for each."""
+    """Number of the expert, for a matrix of experts."""
     pieces: tuple[SliceMapping, ...]
     """Rows of the module's weight, in pieces."""
 
@@ -42,13 +42,13 @@ class PeftModule:
         return f"{PREFIX}{self.module}{SUFFIXES[0]}", f"{PREFIX}{self.module}{SUFFIXES[1]}"
 
     def to_peft(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert the adapter of a matrix, A [r, in], B [out, r]; of experts A [E, in, r], B [E, r, out]."""
+        """Convert the adapter of a matrix, A [r, in], B [out, r]; for experts A [E, in, r], B [E, r, out]."""
         if self.expert is None:
             return a.contiguous(), self._rows(b, from_ours=True)
         return a[self.expert].t().contiguous(), self._rows(b[self.expert].t(), from_ours=True)
 
     def from_peft(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert the adapter of a module: A [r, in], B [out, r]; of an expert A [in, r], B [r, out]."""
+        """Convert the adapter of a module: A [r, in], B [out, r]; for an expert A [in, r], B [r, out]."""
         ours = self._rows(b, from_ours=False)
         return (a, ours) if self.expert is None else (a.t(), ours.t())
 
@@ -67,13 +67,13 @@ class PeftModule:
 
 
 def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]) -> list[PeftModule]:
-    """Return the modules of a family's model that the matrices of adapters are.
+    """Return the modules of a family's model for the matrices with adapters.
 
     Args:
         weights: the matrices with adapters, by name.
 
     Raises:
-        ConfigError: the family has no module of its own for a matrix, in any layout of its tensors.
+        ConfigError: the family has no separate module for a matrix, in any layout of its tensors.
     """
     found = find_modules(model, family, weights)
     if fused := sorted(weights.keys() - {module.name for module in found}):
@@ -85,7 +85,7 @@ def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, Param
 
 
 def find_modules(model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]) -> list[PeftModule]:
-    """Return the modules as `peft_modules`, of as many matrices as have one in a layout of the family's tensors."""
+    """Return the modules like `peft_modules`, for all matrices with a module in some layout of the family's tensors."""
     found: list[PeftModule] = []
     for rules in family.layouts:
         mapping = family_mapping(model, rules, family)
@@ -96,14 +96,14 @@ def find_modules(model: ModelConfig, family: Family, weights: Mapping[str, Param
 
 
 def other_modules(model: ModelConfig, family: Family, adapted: Collection[PeftModule]) -> set[str]:
-    """Return the names of the modules of a model that have a matrix and no adapter, experts apart."""
+    """Return the names of the modules of a model with a matrix but no adapter, except experts."""
     mapping = family_mapping(model, family.layouts[0], family)
     matrices = {name.removesuffix(".weight") for name, shape in mapping.hf_shapes.items() if len(shape) == 2}
     return {name for name in matrices if ".experts." not in name} - {module.module for module in adapted}
 
 
 def _modules_of(mapping: StateDictMapping, name: str, weight: ParamSpec) -> list[PeftModule]:
-    """Return the modules of one matrix; [] if a tensor of the family also holds other values, or has another order."""
+    """Return the modules of one matrix; [] if a tensor of the family also has other values, or another order."""
     by_tensor: dict[str, list[SliceMapping]] = {}
     for piece in mapping.by_name[name]:
         by_tensor.setdefault(piece.hf_name, []).append(piece)
@@ -135,21 +135,21 @@ def _modules_of(mapping: StateDictMapping, name: str, weight: ParamSpec) -> list
 Shape = tuple[int, ...]
 Pair = tuple[Tensor, Tensor]
 _WITH_INPUTS_FIRST = ("gpt_oss",)
-"""Families whose parameters are [E, in, out] for PEFT (`is_transposed`); of others it takes the last dim for inputs."""
+"""Families whose parameters are [E, in, out] for PEFT (`is_transposed`); for others, inputs are its last dim."""
 
 
 @dataclass(frozen=True)
 class StackedParameter:
-    """A parameter of a family's model that stacks the experts of one or more of our matrices."""
+    """Parameter of a family's model that stacks the experts of one or several of our matrices."""
 
     hf_name: str
-    """Its name, such as "model.layers.1.mlp.experts.down_proj"."""
+    """Name of the parameter, such as "model.layers.1.mlp.experts.down_proj"."""
     inputs: int
     outputs: int
     pieces: tuple[SliceMapping, ...]
     """Our matrices, in the order of the outputs."""
     is_swapped: bool
-    """Whether PEFT takes the outputs for inputs: its A has them."""
+    """Whether PEFT interprets the outputs as inputs, so that they are in its A."""
 
     @property
     def module(self) -> str:
@@ -162,7 +162,7 @@ class StackedParameter:
         return ".".join(self.hf_name.split(".")[-2:])
 
     def fits(self, a: Shape, b: Shape) -> bool:
-        """Return whether A and B of these shapes adapt the parameter."""
+        """Return whether A and B with these shapes fit the parameter."""
         sizes = (self.outputs, self.inputs) if self.is_swapped else (self.inputs, self.outputs)
         return len(a) == len(b) == 2 and (a[1], b[0], a[0]) == (*sizes, b[1])
 
@@ -182,7 +182,7 @@ class StackedParameter:
         """Return the adapters of our matrices, A [E, in, r] and B [E, r, out], by name.
 
         Raises:
-            ConfigError: they have another rank.
+            ConfigError: the adapters have another rank.
         """
         experts = self.pieces[0].size[0]
         by_expert = a.reshape(experts, -1, a.shape[1])
@@ -217,10 +217,10 @@ class StackedParameter:
 def stacked_parameters(
     model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]
 ) -> dict[str, list[StackedParameter]]:
-    """Return the parameters that stack experts, by their module, inner ones first; empty if the family has none.
+    """Return the parameters with stacked experts, by their module, inner modules first; empty if there are none.
 
     Args:
-        family: its family; of several layouts with stacked experts, the last is transformers' model's.
+        family: the model's family; its last layout with stacked experts is the layout of transformers' model.
         weights: the matrices that may have adapters, by name.
     """
     found: dict[str, list[StackedParameter]] = {}
@@ -253,8 +253,8 @@ def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[St
     """Return the tensors of PEFT for adapters of experts.
 
     Args:
-        adapters: of our matrices, A [E, in, r] and B [E, r, out], by name.
-        parameters: as returned by `stacked_parameters`; those without an adapter are left out.
+        adapters: adapters of our matrices, A [E, in, r] and B [E, r, out], by name.
+        parameters: result of `stacked_parameters`; parameters without an adapter are ignored.
     """
     found: dict[str, Tensor] = {}
     for module, candidates in parameters.items():
@@ -272,11 +272,11 @@ def read_stacked(
     """Return the adapters of stacked experts by our names.
 
     Args:
-        parameters: as returned by `stacked_parameters`.
+        parameters: result of `stacked_parameters`.
         rank: r of adapter_config.json.
 
     Raises:
-        ConfigError: an adapter has another rank, or the shapes of no parameter.
+        ConfigError: an adapter has another rank, or shapes that fit no parameter.
     """
     found: dict[str, Pair] = {}
     for module, candidates in parameters.items():
@@ -297,7 +297,7 @@ def read_stacked(
 
 
 def _untrained_halves(found: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
-    """Return the matrices, such as w_up, whose adapter is zero in all layers where the other of a parameter is not."""
+    """Return the matrices, such as w_up, with a zero adapter in all layers where the other adapter is not zero."""
     trained = {leaf(name) for name, (_, b) in found.items() if b.any()}
     halves = [{leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
     return set().union(*(half - trained for half in halves if half & trained))
@@ -318,4 +318,4 @@ def _pair_names(module: str) -> list[tuple[str, str]]:
 
 
 INNER = ("", ".base_layer")
-"""Suffixes of a module whose parameters are adapted one inside the other."""
+"""Suffixes of a module whose parameters have nested adapters."""

@@ -1,4 +1,4 @@
-"""Checks of a conversion and of a run's initial weights, before torch is imported. Torch-free.
+"""Checks of a conversion and of a run's initial weights, before torch is imported.
 
 They include the rules of upcycling: legal pairs of dense and expert model, equal initial outputs, and exportability.
 """
@@ -43,7 +43,7 @@ from moefold.validate.config import check_model
 
 
 def new_folder_unsupported_reason(final: Path) -> str:
-    """Return why a new folder cannot have this path, or ""."""
+    """Return the reason why a new folder cannot have this path, or ""."""
     try:
         if final.exists() or final.is_symlink():
             return f"{str(final)!r} exists; name another folder, or remove it"
@@ -53,14 +53,13 @@ def new_folder_unsupported_reason(final: Path) -> str:
         return str(error)
     except (OSError, ValueError) as error:
         return f"{str(final)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
-    return "" if final.name not in ("", "..") else f"{str(final)!r} is no name of a new folder"
+    return "" if final.name not in ("", "..") else f"{str(final)!r} is not a name of a new folder"
 
 
 def upcycle_scale(model: ModelConfig, slices: int) -> float:
     """Return the factor that makes the weights of a slice's chosen copies sum to 1, for equal logits of all experts.
 
-    With routing weights that sum to 1, each slice gets 1/slices for any logits; otherwise the factor assumes equal
-    logits.
+    If routing weights sum to 1, each slice gets 1/slices for any logits; otherwise the factor assumes equal logits.
     """
     router = model.ffn.moe.router
     if router.weights_sum_to_one:
@@ -71,19 +70,19 @@ def upcycle_scale(model: ModelConfig, slices: int) -> float:
 
 
 def preserves_outputs(model: ModelConfig, upcycle: UpcycleConfig) -> bool:
-    """Return whether the upcycled model initially computes the same outputs as the dense one."""
+    """Return whether the upcycled model initially computes the same outputs as the dense model."""
     # Unless the weights sum to 1, they are only known for equal logits.
     is_whole = upcycle.router_init == "group" and model.ffn.moe.router.weights_sum_to_one
     return (is_whole or upcycle.router_init == "zero") and upcycle.noise == 0 and upcycle.scaling
 
 
 def dense_unsupported_reason(dense: ModelConfig) -> str:
-    """Return why a model cannot be upcycled; empty if it can."""
+    """Return the reason why a model cannot be upcycled; empty if it can."""
     return "it has experts already; name a dense model, or set checkpoint.init_from" if has_moe_layers(dense) else ""
 
 
 def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
-    """Return why a dense model cannot become a model with experts; empty if it can."""
+    """Return the reason why a dense model cannot become a model with experts; empty if it can."""
     if reason := dense_unsupported_reason(dense):
         return reason
     width = dense.ffn.dense.intermediate_size
@@ -102,7 +101,7 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             f"its feed-forward width has no counterpart of model.ffn.moe.latent_size={model.ffn.moe.latent_size}, "
             "the width of latent experts; leave latent_size out"
         )
-    # What a dense model leaves open. Experts keep its activation.
+    # Settings that a dense model does not determine. Experts keep its activation.
     kept = dense.ffn.moe
     experts = replace(
         model.ffn.moe,
@@ -139,7 +138,7 @@ def export_message(model: ModelConfig) -> str:
 
 
 def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
-    """Return settings of the experts that an upcycled model may adopt."""
+    """Return alternative settings of the experts of an upcycled model."""
     width = model.ffn.moe.shared_width or model.ffn.moe.intermediate_size
     # A single choice with normalised weights has weight 1, so its router would get no gradient.
     return [
@@ -149,10 +148,10 @@ def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
 
 
 def weights_path(name: str) -> Path:
-    """Return the path of weights by a user's name.
+    """Return the path of weights that a user named.
 
-    `hf://ORG/NAME` is a snapshot on this machine, a remote Hugging Face folder a copy of it. Remote checkpoints are
-    read where they are.
+    For `hf://ORG/NAME` it is a snapshot on this machine, for a remote Hugging Face folder a copy. Checkpoints are not
+    copied.
 
     Raises:
         ConfigError: the weights cannot be reached.
@@ -169,7 +168,7 @@ def resolve_weights_folder(path: Path) -> Path:
     """Resolve a user's path to a Hugging Face folder, a checkpoint, or the newest checkpoint of a run.
 
     Raises:
-        ConfigError: the path is none of these.
+        ConfigError: the path has another form.
     """
     if is_hf_folder(path):
         return path
@@ -199,9 +198,9 @@ def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
 
 
 def without_unused_mtp(weights: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model of some weights without its layers of multi-token prediction, if a recipe has none of them.
+    """Return the model of some weights without MTP (multi-token prediction) layers if the recipe has none.
 
-    They read the model's last hidden states and change nothing in it, so the other weights are the recipe's.
+    These layers read the model's last hidden states and change nothing in it, so the other weights fit the recipe.
     """
     return weights if model.mtp_layers else replace(weights, mtp_layers=0)
 
@@ -209,24 +208,24 @@ def without_unused_mtp(weights: ModelConfig, model: ModelConfig) -> ModelConfig:
 def init_from_unsupported_reason(
     model: ModelConfig, path: Path, ignored_keys: Collection[str] = (), *, is_dense: bool = False
 ) -> str:
-    """Return why a recipe cannot start with the weights of a folder; empty if it can.
+    """Return the reason why a recipe cannot start with the weights of a folder; empty if it can.
 
     Args:
         model: the recipe's model.
         ignored_keys: as in `read_model_config`.
-        is_dense: whether its weights are upcycled to the recipe's model.
+        is_dense: whether the folder's weights are upcycled to the recipe's model.
 
     Raises:
         ConfigError: the folder holds no weights that moefold knows.
     """
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
-        return f"it does not exist or is no folder; {advice or 'name a Hugging Face folder, a checkpoint or a run'}"
+        return f"it does not exist or is not a folder; {advice or 'name a Hugging Face folder, a checkpoint or a run'}"
     weights_model = read_model(path, ignored_keys)
     if is_dense:
         return upcycle_unsupported_reason(weights_model, model)
     if model.attention.selector and weights_model.attention.selector:
-        # No weight depends on the number of selected keys. Layers may share selections that had an indexer each, and
+        # No weight depends on the number of selected keys. Layers that had their own indexers may share selections, and
         # indexers that the weights lack start at random.
         indexer = replace(weights_model.attention.indexer, top_k=model.attention.indexer.top_k)
         attention = replace(weights_model.attention, indexer=indexer)
@@ -242,10 +241,10 @@ def init_from_unsupported_reason(
 
 
 def check_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig) -> None:
-    """Check before the ranks start that lora.init_from has the adapters of the recipe, and that there is a base.
+    """Check before the ranks start that lora.init_from has the adapters of the recipe, and that base weights exist.
 
     Raises:
-        ConfigError: it has others, or none; or no weights are given that the adapters could belong to.
+        ConfigError: the adapters differ or are missing, or no base weights are given.
     """
     if not lora.rank:
         return
@@ -313,7 +312,7 @@ def check_merge(
 
     Args:
         checkpoints: checkpoints, or runs.
-        weights: the weight of each; empty: equal weights.
+        weights: weight of each checkpoint; empty: equal weights.
         out: the checkpoint to write.
         rank_env: rank of this process, if a launcher started it.
 
@@ -335,7 +334,7 @@ def check_merge(
     found = [locate_checkpoint(path) for path in checkpoints]
     if adapters := [path for path in found if read_meta(path).lora]:
         raise ConfigError(
-            f"{str(adapters[0])!r} has adapters alone, whose products are not averaged with them; export each with "
+            f"{str(adapters[0])!r} only has adapters, whose products are not averaged with them; export each with "
             "moefold export --merge, and import the result"
         )
     first = read_model(found[0])

@@ -1,7 +1,7 @@
 """Quantised weights of Hugging Face folders, block-wise FP8 and MXFP4: read as bfloat16, and written.
 
 A quantised weight is several tensors of a folder. Each pair is replaced by one tensor that is dequantised while it is
-read, some rows at a time, so that the code that maps, compares and writes tensors does not know the formats.
+read, some rows at a time, so that mapping, comparing and writing tensors do not depend on the formats.
 """
 
 import re
@@ -33,7 +33,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS = 127
 DEQUANTIZED_DTYPE = "BF16"
 _ROWS_BYTES = 1 << 24
-"""Bytes of the rows that are dequantised at a time where a whole tensor is read."""
+"""Bytes of the rows that are dequantised at a time when a whole tensor is read."""
 
 
 def dequantize_tensors(
@@ -42,11 +42,11 @@ def dequantize_tensors(
     """Replace the parts of each quantised weight by one bfloat16 tensor.
 
     Args:
-        tensors: of the folder, by name.
-        quantization: its `quantization_config`, which `quantization_unsupported_reason` accepts.
+        tensors: tensors of the folder, by name.
+        quantization: the folder's `quantization_config`, which `quantization_unsupported_reason` accepts.
 
     Raises:
-        ConfigError: a part is missing, or has another shape or dtype than the others mean.
+        ConfigError: a part is missing, or its shape or dtype contradicts the other parts.
     """
     is_fp8 = quantization["quant_method"] == "fp8"
     found = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
@@ -104,7 +104,7 @@ def _pair_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, TensorLocati
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizedTensor(TensorLocation, ABC):
-    """A bfloat16 tensor that is computed from quantised values and their scales while it is read.
+    """bfloat16 tensor that is computed from quantised values and their scales while it is read.
 
     `file` and `start` locate the values.
     """
@@ -131,7 +131,7 @@ class DequantizedTensor(TensorLocation, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFp8Tensor(DequantizedTensor):
-    """Matrix in e4m3 with one scale for each block of rows and columns; blocks at the end may be smaller."""
+    """Matrix in e4m3 with a scale for each block of rows and columns; blocks at the end may be smaller."""
 
     block: tuple[int, int]
 
@@ -162,7 +162,7 @@ class BlockFp8Tensor(DequantizedTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Tensor(DequantizedTensor):
-    """Experts in e2m1, [E, out, in/32, 16] with two values a byte, low bits first; read as [E, in, out]."""
+    """Experts in e2m1, [E, out, in/32, 16] with two values per byte, low bits first; read as [E, in, out]."""
 
     def has_matching_parts(self) -> bool:
         """Return whether there is a scale for each group of 32 values."""
@@ -174,7 +174,7 @@ class Mxfp4Tensor(DequantizedTensor):
         return {f"{name}{MXFP4_BLOCKS}": self.values, f"{name}{MXFP4_SCALES}": self.scales}
 
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
-        """Read a part; one expert at a time is in memory as a whole."""
+        """Read a part; only one whole expert at a time is in memory."""
         experts = range(index[0].start, index[0].stop, index[0].step or 1)
         parts = [self._expert(expert)[index[1], index[2]] for expert in experts]
         return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:], dtype=torch.bfloat16)
@@ -236,7 +236,7 @@ class Quantization:
         }
 
     def row_chunks(self, shape: Shape, max_bytes: int) -> Iterator[range]:
-        """Yield ranges of rows that can be quantised alone: whole blocks of rows, or experts."""
+        """Yield ranges of rows that can be quantised separately: whole blocks of rows, or experts."""
         unit = FP8_BLOCK if self.kind == "fp8" else 1
         row_values = max(1, torch.Size(shape[1:]).numel())
         step = max(1, max_bytes // (4 * row_values * unit)) * unit
@@ -244,7 +244,7 @@ class Quantization:
             yield range(start, min(shape[0], start + step))
 
     def quantize(self, name: str, values: Tensor) -> dict[str, Tensor]:
-        """Quantise some rows of a tensor, float32; returns the rows of each tensor that is written for it."""
+        """Quantise some rows of a tensor, float32; return the rows of each tensor that is written for it."""
         if self.kind == "fp8":
             codes, scales = quantize_fp8(values)
             return {name: codes, f"{name}{FP8_SCALES}": scales}
@@ -260,7 +260,7 @@ def plan_quantization(
     Embedding, head, routers, norms and biases are never quantised.
 
     Raises:
-        ConfigError: the format does not go with the family or its sizes.
+        ConfigError: the format is incompatible with the family or its sizes.
     """
     if kind == "none":
         return Quantization(kind, frozenset())
@@ -291,7 +291,7 @@ def plan_quantization(
 
 
 def quantize_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix in blocks: codes in e4m3, [rows, columns], and float32 scales, largest magnitude / 448."""
+    """Quantise a matrix in blocks: codes in e4m3, [rows, columns], and float32 scales, maximum magnitude / 448."""
     rows, columns = values.shape
     height = -(-rows // FP8_BLOCK)
     width = -(-columns // FP8_BLOCK)
@@ -305,10 +305,10 @@ def quantize_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise experts [E, in, out]: two e2m1 codes a byte, [E, out, in/32, 16], and E8M0 scales, [E, out, in/32].
+    """Quantise experts [E, in, out]: two e2m1 codes per byte, [E, out, in/32, 16], and E8M0 scales, [E, out, in/32].
 
-    The scale of a group is the power of two below its largest magnitude, over 4 (OCP Microscaling Formats 1.0 sec.
-    6.3). Ties go to the even code.
+    The scale of a group is the power of two below its largest magnitude, divided by 4 (OCP Microscaling Formats 1.0
+    sec. 6.3). Ties go to the even code.
     """
     transposed = values.transpose(1, 2)
     grouped = transposed.reshape(*transposed.shape[:2], -1, MXFP4_GROUP)
@@ -326,7 +326,7 @@ def _nearest_codes(magnitudes: Tensor) -> Tensor:
     """Return the codes 0 to 7 of the nearest e2m1 magnitudes."""
     table = torch.tensor(E2M1_VALUES)
     middles = (table[1:] + table[:-1]) / 2
-    # A tie with an odd code below goes up, with an even one it stays.
+    # A tie with an odd code below it is rounded up, with an even code down.
     above = torch.bucketize(magnitudes, middles, right=True)
     below = torch.bucketize(magnitudes, middles, right=False)
     return torch.where(above % 2 == 0, above, below).int()
@@ -335,7 +335,7 @@ def _nearest_codes(magnitudes: Tensor) -> Tensor:
 def expand_files(
     files: Mapping[str, Mapping[str, tuple[str, Shape]]], quantization: Quantization
 ) -> dict[str, dict[str, tuple[str, Shape]]]:
-    """Return the tensors of each file with the parts of quantised ones in their place."""
+    """Return the tensors of each file, with quantised tensors replaced by their parts."""
     return {
         file: {
             part: spec

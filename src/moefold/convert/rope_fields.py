@@ -1,4 +1,4 @@
-"""Converter of the RoPE parameters of config.json. Torch-free."""
+"""Converter of the RoPE parameters of config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ class RopeParameters:
 
     theta: float
     is_required: bool = False
-    """Reject an absent key, for families whose default is not "no scaling"."""
+    """Whether to reject an absent key, for families whose default is not "no scaling"."""
     fraction: float = 0.0
     """Default of partial_rotary_factor; 0: the family rotates all dims."""
     rotary_dim_key: str = ""
-    """Key of older folders with the number of rotated dims, read where there is no partial_rotary_factor."""
+    """Key of older folders with the number of rotated dims, read if there is no partial_rotary_factor."""
     has_mscale: bool = False
-    """Read the scaling "longrope" alone, with its attention factors in short_mscale and long_mscale (Phi-3.5-MoE)."""
+    """Whether only the scaling "longrope" is allowed, with its attention factors in short_mscale and long_mscale
+    (Phi-3.5-MoE)."""
     scales_scores: bool = False
-    """yarn's mscale_all_dim also scales the scores (DeepSeek-V2 and other families with latent attention)."""
+    """Whether yarn's mscale_all_dim also scales the scores (DeepSeek-V2 and other families with latent attention)."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read theta and the RoPE scaling."""
-        # As in transformers, the older key wins if both are given.
+        # As in transformers, the older key takes precedence.
         mark_read(hf_config, *_OUTER_KEYS)
         given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         if hf_config.get("rope_scaling"):
@@ -61,7 +62,7 @@ class RopeParameters:
             legal = ", ".join(map(repr, kinds))
             raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
         # As in transformers: the original length outside of rope_parameters has precedence, and the context length of
-        # the model stands in for an absent one.
+        # the model replaces an absent one.
         if hf_config.get("original_max_position_embeddings") is not None:
             found["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
         found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
@@ -77,7 +78,7 @@ class RopeParameters:
         return {**keys, **_read(kind, found)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Write `rope_parameters` as transformers 5 does."""
+        """Write `rope_parameters` like transformers 5."""
         part = model.rope.scaling
         if _kinds().get(part.hf_type) != part.kind:
             raise ConfigError(f"transformers has no rope_type for {describe_part(part)}")
@@ -114,7 +115,7 @@ class RopeParameters:
         return keys
 
     def _resolve_yarn(self, found: dict[str, Any], hf_config: Json) -> None:
-        """Drop what transformers does not use: mscale next to attention_factor, or without mscale_all_dim."""
+        """Remove the keys that transformers ignores: mscale next to attention_factor, or without mscale_all_dim."""
         found["factor"] = _factor_of(found, hf_config)
         if found.get("attention_factor") is not None or not (found.get("mscale") and found.get("mscale_all_dim")):
             found["mscale"] = None
@@ -124,7 +125,7 @@ class RopeParameters:
             found[key] = found.get(key) or None
 
     def _write_longrope(self, part: Any) -> dict[str, Any]:
-        """Write the parameters of LongRoPE; what the family has no key for reads back as another model."""
+        """Write the parameters of LongRoPE; settings without a key of the family do not read back."""
         values: dict[str, Any] = {
             "original_max_position_embeddings": part.original_seq_len,
             "factor": part.factor,
@@ -163,7 +164,7 @@ def _kinds() -> dict[str, str]:
 
 @cache
 def _entries(kind: str) -> tuple[Renamed, ...]:
-    """Return the parameters of a kind of RoPE scaling in `rope_parameters`, besides theta."""
+    """Return the parameters of a kind of RoPE scaling in `rope_parameters`, except theta."""
     part: Any = find_part("rope_scaling", kind)
     return tuple(
         Renamed(
@@ -182,7 +183,7 @@ def _read(rope_type: str, found: Json) -> dict[str, Any]:
 
 
 def _factor_of(found: Json, hf_config: Json) -> Any:
-    """Return the scaling factor; as in transformers, an absent one is the ratio of both context lengths."""
+    """Return the scaling factor; if absent, it is the ratio of both context lengths, as in transformers."""
     factor = found.get("factor")
     longest = hf_config.get("max_position_embeddings")
     original = found.get("original_max_position_embeddings")
@@ -215,6 +216,6 @@ _ROPE_KEYS = (
     "mrope_section",
     "mrope_interleaved",
 )
-"""Keys of all scalings, of which each uses some. The axes of multimodal RoPE (M-RoPE) have equal positions for text, so
-that its keys are void."""
+"""Keys of all scalings; each scaling uses some of them. For text, the axes of multimodal RoPE (M-RoPE) have equal
+positions, so that its keys have no effect."""
 _ORIGINAL_SEQ_LEN = Renamed("original_max_position_embeddings", "rope.scaling.original_seq_len")

@@ -1,4 +1,4 @@
-"""Settings of the run that wrote a checkpoint, from the config.json next to it. Torch-free."""
+"""Settings of the run that wrote a checkpoint, from the config.json next to it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +46,7 @@ def find_run_config(path: Path, model: ModelConfig) -> Config | None:
 
 
 def missing_parts(path: Path, error: MissingPartError) -> str:
-    """Return which parts of a checkpoint are not here: all of its run, which records their files, if it is there."""
+    """Return the missing parts of a checkpoint: all missing parts of its run, if the run's config is available."""
     try:
         config_from_dict(upgraded(read_json_object(path.parent.parent / CONFIG_FILE))[0])
     except ConfigError as of_run:
@@ -58,7 +58,7 @@ def parse_run_config(tree: Mapping[str, Any], file: Path) -> Config:
     """Parse the settings of a run that were read from a file.
 
     Raises:
-        ConfigError: they are no settings of this version.
+        ConfigError: the values are not settings of this version.
     """
     try:
         cfg = config_from_dict(upgraded(tree)[0])

@@ -1,9 +1,8 @@
 """Safetensors format: a length, a JSON header, then the bytes of the tensors. Read and written in parts.
 
 The safetensors library needs all tensors of a file in memory to write it, and maps whole files, whose pages count as
-resident memory. Here only the rows of one read are mapped, so that a model that exceeds the memory can be converted.
-Nothing is unpickled.
-Format: https://github.com/huggingface/safetensors#format
+resident memory. This module only maps the rows of one read, so that a model that exceeds the memory can be converted.
+Nothing is unpickled. Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
@@ -37,7 +36,7 @@ ALIGNMENT_BYTES = 8
 DEFAULT_METADATA = MappingProxyType({"format": "pt"})
 """Metadata that transformers writes into every file."""
 BLOCK_BYTES = 1 << 24
-"""Bytes per read where a tensor need not be in memory."""
+"""Bytes per read if a tensor need not be in memory."""
 
 
 OnRows = Callable[["TensorLocation", int, Tensor], None]
@@ -49,7 +48,7 @@ class TensorLocation:
 
     file: Path
     dtype: str
-    """Dtype as the format spells it: BF16, F32 and so on."""
+    """Name of the dtype in the format: BF16, F32 and so on."""
     shape: tuple[int, ...]
     start: int
     """Byte offset of its values in the file."""
@@ -60,12 +59,12 @@ class TensorLocation:
         return math.prod(self.shape) * _STORED_DTYPES[self.dtype].itemsize
 
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
-        """Read a part of the tensor into a new tensor: only the rows from the first to the last one of the part.
+        """Read a part of the tensor into a new tensor; only the rows of the part are read.
 
         Args:
             index: a slice of every dim, with start, stop and step given.
-            on_rows: called with the rows that were read, and the byte offset of the first within the tensor. It is not
-                called for a tensor that is computed from others.
+            on_rows: called with the rows that were read, and the byte offset of the first within the tensor. Not called
+                for a tensor that is computed from others.
         """
         dtype = _STORED_DTYPES[self.dtype]
         if not self.shape:
@@ -104,25 +103,25 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
     """Return the tensors of a file by name.
 
     Args:
-        allows_quantized: accept the dtypes of `QUANTIZED_DTYPES` too.
+        allows_quantized: also accept the dtypes of `QUANTIZED_DTYPES`.
 
     Raises:
-        ConfigError: the file cannot be read, is no safetensors file, has missing or extra bytes, or holds a tensor of
-            a dtype that is not in `DTYPES`.
+        ConfigError: the file cannot be read, is not a safetensors file, has missing or extra bytes, or has a tensor
+            with an unsupported dtype.
     """
     try:
         with open_regular(file) as opened:
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise ConfigError(f"{str(file)!r} is no safetensors file, or was cut off in its header")
+                raise ConfigError(f"{str(file)!r} is not a safetensors file, or was cut off in its header")
             header = parse_json(opened.read(length))
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise ConfigError(f"{str(file)!r} is no safetensors file: its header is not JSON") from None
+        raise ConfigError(f"{str(file)!r} is not a safetensors file: its header is not JSON") from None
     found = {}
     end = 0
     legal = _STORED_DTYPES if allows_quantized else DTYPES
@@ -131,7 +130,7 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
         for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
             first, last = _parse_sizes(entry["data_offsets"])
             if not name.isprintable():
-                raise ConfigError(f"{str(file)!r} holds a tensor of the name {name!r}, which is no printable text")
+                raise ConfigError(f"{str(file)!r} holds a tensor of the name {name!r}, which is not a printable text")
             if entry["dtype"] not in legal:
                 raise ConfigError(
                     f"{str(file)!r}: tensor {name} has type {entry['dtype']}; moefold reads {', '.join(legal)} here"
@@ -143,7 +142,7 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{str(file)!r} is no safetensors file: its header makes no sense") from None
+        raise ConfigError(f"{str(file)!r} is not a safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
         lacking = 8 + length + end - size
         has, which = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")
@@ -192,7 +191,7 @@ def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tens
 
 
 def _map_values(opened: Any, start: int, like: Tensor) -> Tensor:
-    """Map values of a file into memory until the tensor is freed; writing to the tensor leaves the file as it is."""
+    """Map values of a file into memory until the tensor is freed; writing to the tensor does not change the file."""
     end = start + like.nbytes
     if os.fstat(opened.fileno()).st_size < end:
         raise ConfigError(f"{opened.name!r} ends before its tensors do")
@@ -240,7 +239,7 @@ def plan_file_layout(
 
 
 class FileWriter(ExitStack):
-    """Writer of tensors into files that `create_file` has created; several processes may write into one file."""
+    """Writer of tensors into files from `create_file`; several processes may write into one file."""
 
     def __init__(self) -> None:
         super().__init__()

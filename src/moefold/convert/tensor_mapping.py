@@ -1,7 +1,7 @@
-"""Mapping between our parameters and the tensors of Hugging Face (HF) folders: slices of one equal slices of the other.
+"""Mapping between slices of our parameters and of the tensors in Hugging Face (HF) folders.
 
-Integers only. A family's table has one rule per parameter. Our names and HF names use "{l}" for the layer number; HF
-names use "{e}" for the expert number.
+The module only computes with integers. A family's table has one rule per parameter. Our names and HF names use "{l}"
+for the layer number; HF names use "{e}" for the expert number.
 """
 
 import math
@@ -18,7 +18,7 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class SliceMapping:
-    """A slice of one of our parameters that equals a slice of one HF tensor, with permuted dims.
+    """Slice of one of our parameters that is equal to a slice of an HF tensor, with permuted dims.
 
     Attributes:
         name: name of our parameter.
@@ -53,7 +53,7 @@ class SliceMapping:
         return SliceMapping(self.name, tuple(start), size, self.hf_name, tuple(hf_start), self.hf_step, self.dims)
 
     def intersect_hf_rows(self, start: int, stop: int) -> "SliceMapping | None":
-        """Return the part of the slice in some rows (first dim) of the HF tensor; None if there is none."""
+        """Return the part of the slice in some rows (first dim) of the HF tensor; None if it is empty."""
         if 0 not in self.dims:
             return self if start <= 0 < stop else None
         first = self.hf_start[0]
@@ -77,7 +77,7 @@ class SliceMapping:
         )
 
     def permutation(self) -> tuple[int, ...]:
-        """Return the HF dims in the order of our dims, after those that ours lack."""
+        """Return the HF dims in the order of our dims, after the HF dims without a counterpart."""
         own = tuple(dim for dim in self.dims if dim is not None)
         return (*(dim for dim in range(len(self.hf_start)) if dim not in own), *own)
 
@@ -155,12 +155,12 @@ class TensorBlock:
     """Our parameter as a block of an HF tensor, by default the whole tensor with the same dims.
 
     Attributes:
-        hf_name: its name.
-        part: our block of a tensor that fuses several parameters of one shape: of gate and up, 0 is gate and 1 is up.
-        axis: HF dim along which they are fused.
-        step: 1 for parameters one after another; else the number of parameters whose indices alternate.
+        hf_name: name of the HF tensor.
+        part: number of our block in a tensor that fuses several parameters of one shape: 0 for gate, 1 for up.
+        axis: HF dim of the fusion.
+        step: 1 for consecutive parameters; else the number of parameters whose indices alternate.
         dims: for each of our dims the HF dim; empty: the same dims. Other HF dims have size 1.
-        num_dims: number of HF dims, if the last ones are not in `dims`.
+        num_dims: number of HF dims, if the last dims are not in `dims`.
     """
 
     hf_name: str
@@ -184,18 +184,18 @@ class TensorBlock:
 
 
 RowGroups = Callable[[ModelConfig], tuple[int, tuple[int, ...]]]
-"""Returns the number of groups of rows of an HF tensor, and the rows of each of our parameters in one."""
+"""Returns the number of groups of rows of an HF tensor, and the rows of each of our parameters in a group."""
 
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Rows of an HF tensor that fuses several of our matrices group by group: each group has rows of each of them.
+    """Rows of an HF tensor that fuses several of our matrices by groups: each group has rows of each matrix.
 
     Attributes:
-        hf_name: its name.
-        groups: of a model.
-        part: our matrix.
-        num_dims: HF dims: 1 of a bias, 2 of a matrix, 3 of a convolution [.., 1, K].
+        hf_name: name of the HF tensor.
+        groups: groups of a model.
+        part: number of our matrix.
+        num_dims: number of HF dims: bias 1, matrix 2, convolution [.., 1, K] 3.
     """
 
     hf_name: str
@@ -235,7 +235,7 @@ class PerExpertTensors:
 
 @dataclass(frozen=True)
 class ByAttention:
-    """Rule of a parameter that recurrent layers and layers of softmax attention both have, in other HF tensors.
+    """Rule of a parameter that recurrent layers and layers of softmax attention have in different HF tensors.
 
     Attributes:
         recurrent: rule of layers 'linear'.
@@ -252,7 +252,7 @@ class ByAttention:
 
 
 def fill_in_layer(template: str, layer: str) -> str:
-    """Return an HF name for a layer; "{pair}" and "{half}" are the number of a pair of our layers, and that in it."""
+    """Return an HF name for a layer; "{pair}" is the number of a pair of our layers, "{half}" the number in it."""
     if "{pair}" not in template:
         return template.replace("{l}", layer)
     return template.replace("{pair}", str(int(layer) // 2)).replace("{half}", str(int(layer) % 2))

@@ -1,4 +1,4 @@
-"""Export of the tokenizer that a checkpoint's weights were trained with, which the imported one need not be."""
+"""Export of the tokenizer in a checkpoint's training, which may differ from the imported tokenizer."""
 
 import json
 import os
@@ -56,23 +56,23 @@ PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Tokenizer of an exported folder. The default keeps the imported one, if there is any."""
+    """Tokenizer of an exported folder. The default keeps the imported tokenizer, if any."""
 
     file: Path | None = None
-    """The tokenizer.json of the run, to copy; None for none."""
+    """The run's tokenizer.json to copy; None: no copy."""
     sidecar_files: Mapping[str, Path] = field(default_factory=dict)
     """Files to copy with the tokenizer, by their names in the folder."""
     excluded: tuple[str, ...] = ()
     """Imported files that belong to another tokenizer."""
     token_ids: Mapping[str, int | None] = field(default_factory=dict)
-    """Keys of config.json that follow from the choice; empty if the imported ones stay."""
+    """Keys of config.json that follow from the choice; empty if the imported ids stay."""
     messages: tuple[str, ...] = ()
 
 
 def choose_tokenizer(
     meta: CheckpointMeta, sidecar_dir: Path | None, run_tokenizer: Path | None = None
 ) -> TokenizerChoice:
-    """Choose the tokenizer to export with a checkpoint: the one that its run read text with.
+    """Choose the tokenizer to export with a checkpoint: the tokenizer of its run.
 
     Args:
         meta: metadata of the checkpoint.
@@ -121,7 +121,7 @@ def choose_tokenizer(
 def _choose_copy(
     meta: CheckpointMeta, sidecar_dir: Path | None, run_tokenizer: Path, imported: tuple[str, ...]
 ) -> TokenizerChoice:
-    """Choose the tokenizer that was copied next to a checkpoint, unless the imported one makes the same ids."""
+    """Choose the tokenizer that was copied next to a checkpoint, unless the imported tokenizer has the same ids."""
     file = tokenizer_file(run_tokenizer)
     files = {
         name: found
@@ -168,7 +168,7 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
     """Add the id with which the chat template ends a turn to the ends of generation_config.json.
 
     transformers and vLLM stop at these ids. A base model that was trained on conversations ends its answers with the
-    end of a turn, and no longer with the end of a text.
+    end of a turn, not of a text.
 
     Args:
         folder: an exported folder with its tokenizer and its generation_config.json.
@@ -198,7 +198,7 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
-    """Return a note if a run reads text with another tokenizer than its initial weights have; else empty.
+    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights; else empty.
 
     Args:
         weights_folder: a Hugging Face folder or a checkpoint.
@@ -242,7 +242,7 @@ def _trained_tokenizer(weights_folder: Path) -> str:
 
 
 def _tokenizer_path(name: str) -> Path:
-    """Return the tokenizer.json that data.tokenizer means, which may no longer exist."""
+    """Return the tokenizer.json of data.tokenizer, which may no longer exist."""
     if is_remote(name):
         folder_or_file = existing_path("data.tokenizer", name)
         return tokenizer_file(folder_or_file)
@@ -251,7 +251,7 @@ def _tokenizer_path(name: str) -> Path:
 
 
 def _expand_user(name: str) -> Path:
-    """Expand `~` in a path, if the home folder is known; a remote file means its copy on this machine."""
+    """Expand `~` in a path, if the home folder is known; return the local copy of a remote file."""
     if is_remote(name):
         return existing_path("data.chat_template", name)
     return Path(os.path.expanduser(name))
@@ -281,7 +281,7 @@ def _sidecar_files(file: Path, meta: CheckpointMeta) -> tuple[dict[str, Path], t
 
 def _own_template(meta: CheckpointMeta) -> dict[str, tuple[str, Path]]:
     """Return data.chat_template of a run, by its name in an exported folder: its recorded name, and its path."""
-    # Metadata from an untrusted source may name any file: without a fingerprint of the training, none is copied.
+    # Untrusted metadata may name any file: without a fingerprint from the training, no file is copied.
     own = str(meta.order.get("chat_template", ""))
     return {CHAT_TEMPLATE_FILE: (own, _expand_user(own))} if own and meta.data_files.get(own) else {}
 
@@ -289,7 +289,7 @@ def _own_template(meta: CheckpointMeta) -> dict[str, tuple[str, Path]]:
 def _usable_files(
     wanted: Mapping[str, tuple[str, Path]], meta: CheckpointMeta
 ) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Return the files that are what they were at the training, by their names, and notes on the others."""
+    """Return the files that have not changed since the training, by name, and notes on the others."""
     reasons = {
         name: _unusable_reason(path, meta.data_files.get(recorded, "")) or unsendable_reason(path.parent, path)
         for name, (recorded, path) in wanted.items()
@@ -309,7 +309,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file.name} next to the tokenizer is not JSON ({error}); mend or remove it") from None
     if not isinstance(keys, dict):
-        raise ConfigError(f"{file.name} next to the tokenizer is no JSON object; mend or remove it")
+        raise ConfigError(f"{file.name} next to the tokenizer is not a JSON object; mend or remove it")
     return keys
 
 

@@ -1,4 +1,4 @@
-"""Export of the weights of a model in training in the layout of a Hugging Face folder, over and over in one place."""
+"""Export of the weights of a model in training in the layout of a Hugging Face folder, repeatedly in the same place."""
 
 import shutil
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from moefold.parallel.gathered_weights import GatheredWeights
 from moefold.parallel.parallel_model import ParallelModel
 
 WEIGHTS_DIR = "rollout_weights"
-"""Folder of the written weights, inside of the Hugging Face folder whose layout they have."""
+"""Folder of the written weights, inside the Hugging Face folder with their layout."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class _Layout:
 
 
 class WeightExport:
-    """Writes the weights of a model into `folder`/rollout_weights, by rank 0, some rows of one tensor at a time.
+    """Writer of a model's weights to `folder`/rollout_weights; rank 0 writes some rows of a tensor at a time.
 
     The tensors have the names, dtypes and files of the original folder, so a program that has loaded it can load them.
     Constructor and `write` are collective over all ranks; only rank 0 reads and writes files.
 
     Args:
         model: the model in training.
-        folder: a Hugging Face folder of the same model, which stays as it is.
+        folder: a Hugging Face folder of the same model, which stays unchanged.
 
     Raises:
-        ConfigError: the folder is of another model, quantised or in float16, or cannot be written to.
+        ConfigError: the folder belongs to another model, quantised or in float16, or cannot be written to.
     """
 
     def __init__(self, model: ParallelModel, folder: Path) -> None:
@@ -81,13 +81,13 @@ class WeightExport:
         with FileWriter() as writer:
             for group in group_by_parameters(self._mapping):
                 for name in group:
-                    # The other ranks send on after a failure of rank 0, so it keeps receiving.
+                    # The other ranks continue to send after a failure of rank 0, so rank 0 continues to receive.
                     failure = self._write_tensor(writer, name)
                     reason = reason or failure
         raise_on_all_ranks(self._world, reason)
 
     def _write_tensor(self, writer: FileWriter, name: str) -> str:
-        """Write a tensor; return why rank 0 cannot write it, empty if it can. Collective, also after a failure."""
+        """Write a tensor; return the reason if rank 0 cannot write it, else empty. Collective, even after a failure."""
         dtype = DTYPES[self._dtypes[name]]
         offset = 0
         reason = ""
@@ -117,10 +117,10 @@ class WeightExport:
 
 
 def _read_layout(folder: Path, source: GatheredWeights) -> _Layout:
-    """Return the tensors of a folder that holds the model of `source`.
+    """Return the tensors of a folder with the model of `source`.
 
     Raises:
-        ConfigError: the folder is of another model, quantised or in float16.
+        ConfigError: the folder belongs to another model, quantised or in float16.
     """
     opened = open_hf_folder(folder, ALL_KEYS)
     if opened.hf_config.get(QUANTIZATION_KEY) is not None:

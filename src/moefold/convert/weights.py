@@ -37,7 +37,7 @@ from moefold.remote_path import to_path
 
 Item = TypeVar("Item")
 MTP_REASON = "multi-token prediction"
-"""Reason to ignore a tensor of an MTP layer that is left out."""
+"""Reason to ignore a tensor of an omitted MTP layer."""
 
 
 class WeightSource(Protocol):
@@ -68,13 +68,13 @@ class HfSource:
         leaves_out_mtp: ignore the MTP layers after the other layers (DeepSeek-V3).
 
     Attributes:
-        model: the model of the folder, without MTP layers if they are left out.
-        ignored: tensors of the folder that are not mapped and need not be, with the reason.
+        model: the model of the folder, without MTP layers if they are ignored.
+        ignored: tensors of the folder that need no mapping, with the reason.
         hashes: receives the bytes of tensors while they are read, if set.
-        memory: holds the tensors that `read` returns, if set: each is valid until the next one.
+        memory: memory for the tensors that `read` returns, if set: each is valid until the next read.
 
     Raises:
-        ConfigError: a tensor of either side has no counterpart, or another shape; the message names it.
+        ConfigError: a tensor has no counterpart, or one with another shape; the message names it.
     """
 
     def __init__(self, folder: HfFolder, *, leaves_out_mtp: bool = False) -> None:
@@ -87,7 +87,7 @@ class HfSource:
         self.memory: ReusedMemory | None = None
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the folder stores a parameter."""
+        """Return the dtype of a parameter in the folder."""
         return DTYPES[self.location(self.mapping.by_name[name][0].hf_name).dtype]
 
     def location(self, hf_name: str) -> TensorLocation:
@@ -138,8 +138,8 @@ def load_hf_weights(
 
     Args:
         folder: config.json and safetensors files, of the same model as the parameters.
-        parameters: by their names in the whole model: plain tensors, or DTensors under any mapping.
-        buffers: the same, for buffers.
+        parameters: plain tensors, or DTensors under any mapping, by their names in the whole model.
+        buffers: buffers by name.
 
     Raises:
         ConfigError: the folder cannot be read, or holds another model.
@@ -154,7 +154,7 @@ def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name
     """Copy the weights of a source into this rank's shards. No communication.
 
     Raises:
-        ConfigError: the source lacks a tensor, or has another shape of it.
+        ConfigError: the source lacks a tensor, or has it in another shape.
     """
     reasons = [
         f"{name} of shape {list(tensor.shape)}, it has {list(source.shapes[name]) if name in source.shapes else 'none'}"
@@ -246,7 +246,7 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
 
 
 def _distance(shapes: Mapping[str, Shape], found: Mapping[str, TensorLocation]) -> tuple[int, int]:
-    """Return how many names of tensors differ, and how many shapes of tensors of the same name."""
+    """Return the number of different tensor names, and of different shapes under the same name."""
     both = shapes.keys() & found.keys()
     return len(shapes.keys() ^ found.keys()), sum(shapes[name] != found[name].shape for name in both)
 
@@ -269,7 +269,7 @@ def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
 
 
 def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
-    """Reject layer and expert counts of config.json that the tensors cannot match, before they exhaust the memory."""
+    """Reject layer and expert counts of config.json that contradict the tensors, before they exhaust the memory."""
     tensors = len(folder.tensors)
     max_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))
     experts = model.ffn.moe.num_experts if has_moe_layers(model) else 0
@@ -364,13 +364,13 @@ def verify_against_folder(source: WeightSource, folder: HfSource, world: World) 
 
 
 def copy_permuted(target: Tensor, source: Tensor) -> None:
-    """Copy values that may lie transposed in memory, in blocks that fit the cache.
+    """Copy values that may be transposed in memory, in blocks that fit the cache.
 
-    `Tensor.copy_` does so for two matrices of one dtype alone; otherwise it reads one value of each cache line.
+    `Tensor.copy_` only does this for two matrices of one dtype; otherwise it reads one value of each cache line.
 
     Args:
-        target: of any strides.
-        source: of the same shape up to dims of size 1; contiguous, or a permutation of a contiguous tensor.
+        target: tensor with any strides.
+        source: tensor of the same shape up to dims of size 1; contiguous, or a permutation of a contiguous tensor.
     """
     target = target.squeeze()
     source = source.squeeze().to(target.dtype)
@@ -386,15 +386,15 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
 class TensorHashes(OrderedHashes):
     """SHA-256 of tensors whose rows arrive in order.
 
-    Rows that come again, as a matrix that fuses two of our parameters is read twice, are passed over. A tensor of which
-    this process reads a part alone has no hash.
+    Repeated rows are ignored, such as of a matrix that fuses two of our parameters and is read twice. A tensor has no
+    hash if this process reads only a part of it.
     """
 
     def add_rows(self, name: str, location: TensorLocation, offset: int, values: Tensor) -> None:
-        """Add rows of a tensor, which nothing changes later.
+        """Add rows of a tensor, which must not change later.
 
         Args:
-            location: of the whole tensor.
+            location: location of the whole tensor.
             offset: bytes before the first row.
         """
         self.add(name, location.num_bytes, offset, bytes_of(values))
@@ -404,11 +404,11 @@ def open_weights(path: Path, base: Path | None = None) -> WeightSource:
     """Open the weights of a checkpoint or of a Hugging Face folder, with adapters merged into their base weights.
 
     Args:
-        path: the folder, as returned by `resolve_weights_folder`.
-        base: the base weights of a checkpoint with adapters; None: those that its metadata names.
+        path: the folder, result of `resolve_weights_folder`.
+        base: the base weights of a checkpoint with adapters; None: the weights that its metadata names.
 
     Raises:
-        ConfigError: the folder is neither of them, or damaged; the base weights do not exist or are others.
+        ConfigError: the folder has another form, or is damaged; the base weights do not exist or have changed.
     """
     if is_hf_folder(path):
         return HfSource(open_hf_folder(path, ALL_KEYS))
@@ -416,7 +416,7 @@ def open_weights(path: Path, base: Path | None = None) -> WeightSource:
 
 
 def open_checkpoint(path: Path, base: Path | None = None) -> "CheckpointWeights":
-    """Open the weights of a checkpoint, as `open_weights`."""
+    """Open the weights of a checkpoint; see `open_weights`."""
     source = CheckpointSource(path)
     if not source.meta.lora:
         return source
@@ -431,7 +431,7 @@ def load_merged_weights(path: Path, parameters: Mapping[str, Tensor], buffers: M
     Collective over all ranks, which share the check of the checkpoint's files. Each rank then reads its own shards.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or its base weights are gone or are others.
+        ConfigError: the checkpoint is damaged, or its base weights are missing or have changed.
     """
     check_integrity(path, current_world())
     source = open_weights(path)
@@ -440,13 +440,13 @@ def load_merged_weights(path: Path, parameters: Mapping[str, Tensor], buffers: M
 
 
 class AdaptedSource:
-    """Weight source of a model with merged adapters; sums are computed in float32 at least.
+    """Weight source of a model with merged adapters; sums are computed at least in float32.
 
     Args:
         adapters: the checkpoint with the adapters, kept as an attribute.
 
     Raises:
-        ConfigError: the adapters are of another model.
+        ConfigError: the adapters belong to another model.
     """
 
     def __init__(self, base: WeightSource, adapters: CheckpointSource) -> None:
@@ -468,7 +468,7 @@ class AdaptedSource:
             )
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor: float32 at least if it is merged."""
+        """Return the dtype of a tensor: at least float32 if it is merged."""
         dtype = self._base.dtype(name)
         if name not in self.adapted:
             return dtype
@@ -479,7 +479,7 @@ class AdaptedSource:
         return self._base.dtype(name)
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Return the values of a region; reads the rows of A and the columns of B that it needs."""
+        """Return the values of a region; only the needed rows of A and columns of B are read."""
         values = self._base.read(name, region)
         if name not in self.adapted:
             return values
@@ -502,7 +502,7 @@ class AdaptedSource:
 
 
 CheckpointWeights = CheckpointSource | AdaptedSource
-"""The weights of a checkpoint: as they are stored, or with its adapters merged."""
+"""Weights of a checkpoint: as stored, or with its adapters merged."""
 FLOAT = torch.float32
 
 

@@ -1,8 +1,8 @@
-"""Best-fit packing of documents for pretraining (arXiv:2404.10830): no document is split that fits into a sample.
+"""Best-fit packing of documents for pretraining (arXiv:2404.10830): documents that fit into a sample are not split.
 
 Documents longer than a sample are split into parts of a whole sample and a rest. The documents and rests of a window of
-the stream are packed by best fit decreasing; what is left of a sample is padding. The packing is computed once, stored
-in the cache, and memory-mapped: sample n is the same on every rank, and the position of a run is a number of samples.
+the stream are packed by best fit decreasing; the rest of a sample is padding. The packing is computed once, stored in
+the cache, and memory-mapped: sample n is the same on every rank, and the position of a run is a number of samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,11 @@ from moefold.errors import ConfigError
 
 FORMAT_VERSION = 1
 WINDOW_TOKENS = 2**24
-"""Tokens of the documents that are packed together, at least."""
+"""Minimum tokens of the documents that are packed together."""
 WINDOW_SAMPLES = 256
-"""Samples of a window, at least: the last ones of a window may be poorly filled."""
+"""Minimum samples of a window, because its last samples may be poorly filled."""
 WINDOW_DOCUMENTS = 2**17
-"""Documents that are packed together, at most."""
+"""Maximum number of documents that are packed together."""
 _CHUNK_TOKENS = 2**22
 _CHUNK_PARTS = 2**20
 
@@ -40,11 +40,11 @@ class DocumentBoundaries:
 
     stream: TokenStream
     end_id: int | None
-    """Token that ends a document and belongs to it; None: the index that `moefold tokenize` wrote has the places."""
+    """Token that ends a document and belongs to it; None: the index by `moefold tokenize` has the boundaries."""
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """Return values that distinguish these boundaries from others of the same stream."""
+        """Return values that distinguish these boundaries from other boundaries of the same stream."""
         return ("index",) if self.end_id is None else ("end token", self.end_id)
 
     def starts(self, first: int, stop: int) -> NDArray[np.int64]:
@@ -66,10 +66,10 @@ class PackingCounts:
     num_split: int = 0
     """Documents of more than S + 1 tokens."""
     num_single: int = 0
-    """Documents of one token, which have no target and are left out."""
+    """Documents of one token, which have no target and are not used."""
     num_samples: int = 0
     num_tokens: int = 0
-    """Tokens in the samples, padding aside."""
+    """Tokens in the samples, without padding."""
 
     def describe(self, sample_tokens: int) -> str:
         """Return a log message; a sample has `sample_tokens` tokens."""
@@ -88,7 +88,7 @@ class BestFitSamples(SampleSource):
     """Samples of whole documents, parts of long ones, and padding.
 
     A document of n > S + 1 tokens is split into parts of S + 1 tokens and a rest. Neighbouring parts share one token:
-    every token of a document but the first is a target exactly once. Attention and positions are within a part.
+    every token of a document except the first is a target exactly once. Attention and positions are within a part.
     Samples share no other token.
 
     Args:
@@ -111,7 +111,7 @@ class BestFitSamples(SampleSource):
             for first in range(0, num_parts, _CHUNK_PARTS)
         ]
         self._first_parts = np.concatenate([*begins, [num_parts]]).astype(np.int64)
-        # As if the last token of each sample was none.
+        # An estimate: the last token of a sample is not an input, but counts here.
         self.filled = min(1.0, self.counts.num_tokens / max(1, len(self) * (self.seq_len + 1)))
 
     def __len__(self) -> int:
@@ -160,8 +160,8 @@ def open_best_fit(
     """Open the samples of a stream packed by best fit, from the cache or packed now.
 
     Args:
-        sources: the files of the stream; a changed one is packed again.
-        cache_dir: cache folder; None: the default one.
+        sources: the files of the stream; a changed file is packed again.
+        cache_dir: cache folder; None: the default folder.
 
     Raises:
         ConfigError: no document has two tokens; no folder for the packing can be written; errors of the stream.
@@ -210,7 +210,7 @@ def document_windows(
 
     Args:
         window_tokens: a window ends with the document that brings it to this number of tokens.
-        window_documents: most documents of a window.
+        window_documents: maximum documents of a window.
     """
     pending = np.empty(0, dtype=np.int64)
     for first in range(0, num_tokens, _CHUNK_TOKENS):

@@ -39,7 +39,7 @@ def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path |
     """Return the .npy file with the tokens of a corpus, from the cache or tokenised now.
 
     Args:
-        corpus: the documents; each is followed by the tokenizer's separator, if it has one.
+        corpus: the documents; each is followed by the tokenizer's separator, if any.
         cache_dir: cache folder; None means `default_cache_dir()`. If it is not writable, a folder of this user below
             the system's temporary folder is used, with a warning.
 
@@ -59,7 +59,7 @@ def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path |
 def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path | None) -> Path:
     """Return the .npy file of ids named `key`, from the cache or written now by `write`.
 
-    Concurrent processes do the work once: one writes, the others wait for its lock.
+    Of concurrent processes, one writes and the others wait for its lock.
 
     Args:
         key: name of the entry; it changes with anything that changes the ids.
@@ -141,7 +141,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _remove_stale_tmp_files(folder: Path) -> None:
-    # A writer modifies its file continuously, so the writer of an old one was killed.
+    # A writer modifies its file continuously, so the writer of an old file was killed.
     for path in folder.glob("*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - _STALE_TMP_AGE_S:
@@ -158,9 +158,9 @@ def write_tokens(
     """Write the ids of documents as an .npy file; return the number of ids and of documents.
 
     Args:
-        chunks: the documents; each is followed by the tokenizer's separator, if it has one.
+        chunks: the documents; each is followed by the tokenizer's separator, if any.
         report: called with the bytes of source text, some megabytes at a time.
-        index: gets the end of each document, int64; None: there is no index.
+        index: receives the end of each document, int64; None: no index.
     """
     dtype = smallest_dtype(tokenizer.vocab_size)
     separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)

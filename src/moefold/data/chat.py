@@ -1,8 +1,8 @@
 """Chat templates for supervised fine-tuning.
 
-`ChatTemplate` renders a conversation to text and finds the assistant's turns in it. A template is a Jinja program that
-comes with a tokenizer; it runs in a subprocess with limited memory and time, in Jinja's sandbox, without files, imports
-or attributes of Python objects, and with a fixed date, so the text of a conversation is reproducible.
+`ChatTemplate` renders a conversation to text and finds the assistant's turns. A template is a Jinja program of a
+tokenizer. It runs in a subprocess with limited memory and time, in Jinja's sandbox, without files, imports or
+attributes of Python objects. Its date is fixed, so that the text of a conversation is reproducible.
 """
 
 import hashlib
@@ -42,10 +42,10 @@ class TemplateLimits:
     cpu_s: float = 30.0
     """CPU time to compile the template, and for one conversation.
 
-    Templates take milliseconds; a conversation of 1,000 turns is rendered some 2,000 times, which takes seconds.
+    Templates take milliseconds, but a conversation of 1,000 turns is rendered about 2,000 times, which takes seconds.
     """
     memory_bytes: int = 1 << 30
-    """Address space of the process, of which the interpreter takes 30 MB."""
+    """Address space of the process, including 30 MB for the interpreter."""
     most_characters: int = 1 << 26
     """Length of a rendered conversation; equals the maximum bytes of an input line."""
 
@@ -55,8 +55,8 @@ class TemplateProgram:
     """A template and its settings, as sent to the process."""
 
     sources: tuple[tuple[str, bool], ...]
-    """The programs, each with whether it has `{% generation %}` marks: the only one, or those for conversations without
-    and with tools."""
+    """The only program, or the programs for conversations without and with tools, each with whether it has `{%
+    generation %}` marks."""
     special_tokens: dict[str, str]
     marks: tuple[str, str]
     date: str
@@ -76,7 +76,7 @@ class TemplateProcess:
     def process_requests(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the answer to each request in order; a failed one has the reason as `refused`.
 
-        Requests after a refused one are sent only if the caller asks for their answers: each may cost the full CPU
+        Requests after a refused request are sent only if the caller wants their answers: each may cost the full CPU
         limit.
         """
         for request in requests:
@@ -93,7 +93,7 @@ class TemplateProcess:
 
     def _ask(self, process: LimitedProcess, request: dict[str, Any]) -> dict[str, Any]:
         limits = self._limits
-        # A character takes at most 6 bytes of JSON, as \\u001f does.
+        # A character takes at most 6 bytes of JSON, such as \\u001f.
         longest = 6 * limits.most_characters + (1 << 20)
         try:
             return process.ask(
@@ -118,12 +118,12 @@ CHAT_DATE = datetime(2024, 7, 26)
 """Date written by a template's `strftime_now`: the date that Llama's templates use without a clock."""
 
 _RENDERING_VERSION = 2
-"""Changes with the turns that are found in a conversation: they are part of cached tokens."""
+"""Version of the search for turns in a conversation, whose results are part of cached tokens."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Message = Mapping[str, Any]
 _TEXT_PROBE = "\u2460\n\u2461"
 _LIST_PROBE = [{"type": "text", "text": "\u2460"}, {"type": "text", "text": "\u2461"}]
-"""Contents of the same text, one of them a list."""
+"""Content that is a list of texts."""
 _END_PROBE = "answer"
 """Answer of the conversation whose end shows how a template ends a turn."""
 
@@ -139,7 +139,7 @@ class ChatRequest:
     location: str
     """FILE:LINE of the conversation, for messages."""
     targets: tuple[int, ...] | None = None
-    """Indices of the messages to train on; None: all of the assistant."""
+    """Indices of the messages to train on; None: all messages of the assistant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +152,17 @@ class RenderedChat:
     prompts: tuple[str, ...] = ()
     """The text that inference continues for each of these turns."""
     is_marked: bool = False
-    """Whether the template marks the assistant's output itself; if not, the prompts tell where it begins."""
+    """Whether the template marks the assistant's output itself; if not, the prompts determine its beginning."""
     altered_turn: int = 0
-    """1-based number of a turn that the template writes without a part of it since others follow; 0 for none."""
+    """1-based number of a turn that the template writes incompletely because others follow; 0: none."""
 
 
 class ChatTemplate:
     """Renders conversations and finds the assistant's turns in them.
 
-    The `{% generation %}` marks of a template (as in transformers) delimit the turns, if it has them. In other
-    templates, a turn is what follows the common prefix of the conversation and the prompt before the turn; whitespace
-    after the turn's end mark is not part of it.
+    If a template has `{% generation %}` marks (as in transformers), they delimit the turns. In other templates, a turn
+    is the text after the common prefix of the conversation and the prompt before the turn, without whitespace after the
+    turn's end mark.
     """
 
     def __init__(
@@ -177,12 +177,12 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            special_tokens: `bos_token` and the like, as the tokenizer spells them.
+            special_tokens: texts of `bos_token` and similar tokens of the tokenizer.
             tool_source: the program for conversations with tools; empty: the same.
             limits: resources of its process; None: the defaults of `TemplateLimits`.
 
         Raises:
-            ConfigError: it is not a Jinja template.
+            ConfigError: a source is not a Jinja template.
         """
         self.source = source
         self.location = location
@@ -204,7 +204,7 @@ class ChatTemplate:
 
         Args:
             messages: the turns, each with a `role` and a `content`.
-            tools: descriptions of tools, for templates that support them; None for none.
+            tools: descriptions of tools, for templates that support them; None: no tools.
             location: FILE:LINE of the conversation, for messages.
 
         Raises:
@@ -216,7 +216,7 @@ class ChatTemplate:
         return rendered
 
     def render_all(self, conversations: Sequence[ChatRequest]) -> Iterator[RenderedChat | ConfigError]:
-        """Render conversations in batches; one that cannot be rendered gives the error with the reason."""
+        """Render conversations in batches; return the error for a conversation that cannot be rendered."""
         requests = []
         for one in conversations:
             messages = self._join_parts(one.messages, one.tools)
@@ -227,7 +227,7 @@ class ChatTemplate:
             yield self._to_rendered_chat(answer, one.location)
 
     def check_roles(self, conversation: ChatRequest) -> None:
-        """Raise ConfigError if a message has a role that neither chat templates in general nor this one name."""
+        """Raise ConfigError if a message has a role that chat templates in general and this template do not know."""
         source = self.source_for(conversation.tools)
         check_roles([dict(message) for message in conversation.messages], source, conversation.location)
 
@@ -252,7 +252,7 @@ class ChatTemplate:
             add_generation_prompt: whether a new assistant turn begins after the last one; if not, the last turn stays
                 open.
             tools: descriptions of tools; None for none.
-            variables: further variables of the template, such as `enable_thinking`.
+            variables: other variables of the template, such as `enable_thinking`.
 
         Raises:
             ConfigError: the template refuses the conversation, or does not write the content of an open turn verbatim.
@@ -285,7 +285,7 @@ class ChatTemplate:
         )
 
     def _join_parts(self, messages: Sequence[Message], tools: Any) -> list[dict[str, Any]]:
-        """Return messages with contents that the template can write."""
+        """Return messages whose contents the template can write."""
         given = [dict(message) for message in messages]
         return join_parts(given, self.source_for(tools), lambda role: self._reads_lists(role, tools is not None))
 
@@ -299,7 +299,7 @@ class ChatTemplate:
         return self._list_roles[key]
 
     def _render_probe(self, role: str, content: Any, has_tools: bool) -> str:
-        """Return a short conversation with a content in the place of a role; empty if the template refuses it."""
+        """Render a short conversation with a content for a role; return "" if the template refuses it."""
         turns: dict[str, Any] = {"user": "question", "assistant": "answer"}
         turns = {role: content, **turns} if role in ("system", "developer") else {**turns, role: content}
         messages = [{"role": name, "content": one} for name, one in turns.items()]
@@ -332,7 +332,7 @@ class ChatTemplate:
 def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> ChatTemplate:
     """Return the template of a recipe: `data.chat_template`, else the tokenizer's, else ChatML for bytes.
 
-    The tokenizer's templates are those that its folder declares (`read_tokenizer_folder`).
+    The folder of the tokenizer declares its templates (`read_tokenizer_folder`).
 
     Args:
         tokenizer: the tokenizer that data.tokenizer names; None: it is read.

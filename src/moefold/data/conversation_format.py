@@ -1,7 +1,7 @@
 """Rows of fine-tuning data as conversations: the four common JSON formats, in normal form.
 
-A message in normal form has a known role, a text or a list of texts, no field that is null, and no weight: those that
-are not to be trained are listed by their numbers.
+A message in normal form has a known role, a text or a list of texts, no null fields, and no weight: untrained messages
+are listed by their numbers.
 """
 
 import json
@@ -15,7 +15,7 @@ from moefold.data.file_formats import JsonlRecord, column_text, reject_surrogate
 from moefold.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Roles of messages; a template may use others, but the answers to train on are the assistant's."""
+"""Roles of messages; a template may use other roles, but only answers of the assistant are trained on."""
 
 ANSWER_FIELDS = ("response", "completion")
 SHAREGPT_ROLES = {
@@ -33,9 +33,9 @@ SHAREGPT_ROLES = {
 
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names of the reasoning in a message; templates read the first, and gpt-oss's templates the second."""
+"""Names of the reasoning in a message; templates read the first name, gpt-oss's templates the second."""
 _TESTS_NULL = re.compile(r"""content['"]?\]?\s*(is\s+(not\s+)?|[!=]=\s*)none\b""", re.IGNORECASE)
-"""Test of a template for a content that is null."""
+"""Test for null content in a template."""
 _WEIGHT_FIELDS = ("weight", "train", "trainable", "training", "loss")
 
 
@@ -46,16 +46,17 @@ class Conversation:
     messages: tuple[dict[str, Any], ...]
     tools: Any = None
     untrained: frozenset[int] = frozenset()
-    """Indices of the assistant's messages that are part of the prompt only."""
+    """Indices of the assistant's messages that are only part of the prompt."""
 
 
 def parse_conversation(record: JsonlRecord) -> Conversation:
-    """Parse a record in one of four formats, detected by its fields, in this order.
+    """Parse a record in one of four formats, which are detected by their fields in this order.
 
     {"messages": [{"role", "content"}, ...], "tools": ...}; ShareGPT: {"conversations": [{"from", "value"}, ...]};
     Alpaca: {"instruction", "input", "output"}, a nonempty input is appended to the instruction; {"prompt", "response"}
-    (or "completion"): two texts, or, as in TRL, two lists of messages, of which only the completion is trained. In each
-    a text "system" precedes the messages. Other fields are ignored; in a message they are passed to the template.
+    (or "completion"): two texts, or, as in TRL, two lists of messages, and only the completion is trained. In each
+    format a text "system" precedes the messages. Other fields are ignored; in a message they are passed to the
+    template.
 
     Raises:
         ConfigError: the record has none of these formats, or a message has no role or no text; the message has its
@@ -71,7 +72,7 @@ def _with_system(found: Conversation, fields: dict[str, Any], location: str) -> 
     """Put the text "system" of a record before its messages.
 
     Raises:
-        ConfigError: it is no text, or there is another system message.
+        ConfigError: "system" is not a text, or there is another system message.
     """
     text = column_text(fields, "system", location)
     first = found.messages[0]
@@ -87,7 +88,7 @@ def _with_system(found: Conversation, fields: dict[str, Any], location: str) -> 
 
 
 def _parse_turns(fields: dict[str, Any], place: str) -> Conversation:
-    """Return the conversation of a record without what surrounds it: "system" and "tools"."""
+    """Return the conversation of a record without "system" and "tools"."""
     if "messages" in fields:
         return parse_messages(fields["messages"], place)
     if "conversations" in fields:
@@ -138,12 +139,12 @@ def _parse_tools(tools: Any, location: str) -> Any:
             raise ConfigError(f'{location}: "tools" is a text that is not JSON ({error}); give a list') from None
     if tools is not None and not isinstance(tools, list):
         raise ConfigError(f'{location}: "tools" must be a list of descriptions of tools; fix it')
-    # An empty list is no tool: templates test for null.
+    # An empty list means no tools: templates test for null.
     return tools or None
 
 
 def _parse_sharegpt(fields: dict[str, Any], location: str) -> Conversation:
-    """Return the messages of a ShareGPT record; turns with "role" and "content" are accepted, too."""
+    """Return the messages of a ShareGPT record; turns with "role" and "content" are also accepted."""
     turns = fields["conversations"]
     if not isinstance(turns, list) or not turns:
         raise ConfigError(f'{location}: "conversations" must be a list of at least one turn; fix it or remove the line')
@@ -178,7 +179,7 @@ def parse_messages(messages: object, location: str) -> Conversation:
     """Check a list of messages and return it in normal form.
 
     Raises:
-        ConfigError: it is no list, or a message has no role or no text; the message has the location.
+        ConfigError: the value is not a list, or a message has no role or no text; the message has the location.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(f'{location}: "messages" must be a list of at least one message; fix it or remove the line')
@@ -192,7 +193,7 @@ def parse_messages(messages: object, location: str) -> Conversation:
         if not isinstance(role, str):
             raise ConfigError(f'{place} has no role; give it "role": "system", "user", "assistant" or "tool"')
         reject_surrogates(role, place)
-        # Null fields are what APIs and tables write for absent ones.
+        # APIs and tables write null for absent fields.
         message = {name: value for name, value in message.items() if value is not None}
         if not _parse_weight(message, place):
             untrained.add(number - 1)
@@ -203,11 +204,11 @@ def parse_messages(messages: object, location: str) -> Conversation:
 
 
 def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str) -> None:
-    """Check that chat templates know the roles: a template writes nothing for others, or no turn to train on.
+    """Check that chat templates know the roles; for other roles a template writes nothing, or no turn to train on.
 
     Args:
-        messages: in normal form.
-        template: source of the template, which may name further roles.
+        messages: messages in normal form.
+        template: source of the template, which may name other roles.
 
     Raises:
         ConfigError: a role is unknown.
@@ -269,7 +270,7 @@ def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, 
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under the names that templates read, as transformers does."""
+    """Return a message with its reasoning under the names that templates read, like transformers."""
     reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
     if reasoning is None:
         return message
@@ -279,10 +280,10 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def join_parts(
     messages: Sequence[dict[str, Any]], template: str, reads_lists: Callable[[str], bool]
 ) -> list[dict[str, Any]]:
-    """Return messages with contents that a template can write: a list of texts stays one if the template reads lists.
+    """Return messages whose contents a template can write: a list of texts is kept if the template reads lists.
 
-    Otherwise its texts are joined by line ends, as vLLM joins them. The content of a message that only calls tools is
-    null if the template tests for null, else empty, so that no "None" is written.
+    Otherwise the texts are joined by line ends, like in vLLM. The content of a message that only calls tools is null if
+    the template tests for null, else empty, so that "None" is not written.
 
     Args:
         messages: the messages, in normal form.

@@ -1,8 +1,8 @@
 """Rendering, tokenisation and targets of a conversation, in one function.
 
-Where a template marks the assistant's output, the targets are the tokens of transformers'
-`return_assistant_tokens_mask`: every token that overlaps the output. Without marks they are the tokens that follow the
-longest common prefix of the conversation and the prompt that inference continues.
+If a template marks the assistant's output, the targets are the tokens of transformers' `return_assistant_tokens_mask`:
+every token that overlaps the output. Without marks, the targets are the tokens after the longest common prefix of the
+conversation and the prompt that inference continues.
 """
 
 import json
@@ -41,21 +41,21 @@ class RowReport:
 
     Args:
         template: origin of the chat template, for messages.
-        skips: skip rows that cannot be used, instead of raising their errors.
+        skips: skip unusable rows instead of raising their errors.
     """
 
     def __init__(self, template: str, *, skips: bool = False) -> None:
         self._template = template
         self.skipped = SkippedRows(skips=skips)
         self.mismatched: dict[str, None] = {}
-        """Rows in which the prompt at inference has other tokens than the same text in training."""
+        """Rows whose prompt has different tokens in inference than in training."""
         self.altered: dict[str, None] = {}
-        """Turns of which the template leaves out a part since others follow."""
+        """Turns that the template writes incompletely because others follow."""
         self.unwritten: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        """Rows of which the template does not write a part, such as the tools, by the part."""
+        """Rows by the part, such as the tools, that the template does not write."""
 
     def notes(self) -> list[str]:
-        """Return what was noticed, one line for each kind."""
+        """Return the notes, one line for each kind."""
         found = [note] if (note := self.skipped.note()) else []
         if self.mismatched:
             found.append(
@@ -84,7 +84,7 @@ def stored_notes(cached: Path, report: RowReport) -> list[str]:
     """Return the notes on a cached file of conversations, which are stored next to it when it is made.
 
     Args:
-        report: what was noticed when this process made the file; nothing if it did not.
+        report: notes from making the file in this process; empty if another process made it.
     """
     file = cached.with_suffix(".notes.json")
     if notes := report.notes():
@@ -95,7 +95,7 @@ def stored_notes(cached: Path, report: RowReport) -> list[str]:
     try:
         stored = read_json(file, MAX_CONFIG_BYTES)
     except (OSError, ValueError):
-        # Notes are a courtesy: without them the tokens are the same.
+        # A missing file of notes is not an error: the tokens do not depend on it.
         return []
     return [str(note) for note in stored] if isinstance(stored, list) else []
 
@@ -106,7 +106,7 @@ def tokenize_conversations(
     """Render and tokenise conversations, and find their targets.
 
     Args:
-        conversations: conversations of one row follow each other.
+        conversations: conversations; a row's conversations are consecutive.
 
     Yields:
         The tokens of each conversation; None for a conversation of a skipped row.
@@ -151,8 +151,8 @@ def _encode_prompts(
 ) -> list[list[NDArray[np.int64]]]:
     """Return the ids of the prompts of each conversation.
 
-    An added token divides a text before anything else, so that the tokens before one do not depend on the text after
-    it: of a prompt with which the conversation begins, only the part from its last added token on is tokenised.
+    Added tokens divide a text first, so that tokens before an added token do not depend on the text after it. For a
+    prompt that is a prefix of the conversation, only the part from its last added token on is tokenised.
     """
     starts: list[NDArray[np.int64]] = []
     texts: list[str] = []
@@ -174,7 +174,7 @@ def _checked(
     """Return a rendered conversation.
 
     Raises:
-        ConfigError: it could not be rendered, or its text cannot be tokenised.
+        ConfigError: the conversation could not be rendered, or its text cannot be tokenised.
     """
     template.check_roles(one)
     if isinstance(chat, ConfigError):
@@ -185,7 +185,7 @@ def _checked(
             f"{one.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
             "write; set a template that does (data.chat_template), or remove the row"
         )
-    # The text may contain other fields than the content, such as names and tool calls.
+    # The text may also contain other fields than the content, such as names and tool calls.
     reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
     if not chat.text:
         raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
@@ -200,7 +200,7 @@ def _unwritten(one: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
         found.append(TOOLS)
     answers = [i for i, message in enumerate(one.messages) if message["role"] == "assistant"]
     targets = answers if one.targets is None else list(one.targets)
-    # Of a turn that is altered since others follow, there is a note.
+    # A turn that changes because others follow has its own note.
     checked = targets[-1:] if chat.altered_turn else targets
     reasoning = [one.messages[i].get("reasoning_content") for i in checked]
     if not all(_is_written(text, chat.text) for text in reasoning if isinstance(text, str)):
@@ -216,7 +216,7 @@ def _tool_name(tool: object) -> str:
 
 
 def _is_written(part: str, text: str) -> bool:
-    """Return whether each line of a part is in a text, as it is or as in JSON."""
+    """Return whether each line of a part is in a text, verbatim or escaped as in JSON."""
     lines = [line.strip() for line in part.splitlines()]
     return all(line in text or json.dumps(line)[1:-1] in text for line in lines)
 
@@ -229,7 +229,7 @@ def _targets(
     for number, response in enumerate(chat.responses):
         overlaps = (places[:, 1] > response.start) & (places[:, 0] < response.stop)
         if not chat.is_marked and chat.text.startswith(chat.prompts[number]):
-            # Tokens that the prompt has otherwise: the first of the answer may begin in the prompt.
+            # The prompt has other tokens: the first token of the answer may begin in the prompt.
             first = _common_length(ids, prompts[number])
             overlaps[first:] |= places[first:, 0] < response.stop
         is_target |= overlaps
@@ -247,17 +247,17 @@ class SkippedRows:
     """Count of skipped rows.
 
     Args:
-        skips: skip rows that cannot be used, instead of raising their errors.
+        skips: skip unusable rows instead of raising their errors.
     """
 
     def __init__(self, *, skips: bool) -> None:
         self.skips = skips
         self.count = 0
         self.first = ""
-        """Error of the first one; empty if there is none."""
+        """Error of the first skipped row; empty if there is none."""
 
     def refuse(self, error: ConfigError) -> None:
-        """Count a row that cannot be used.
+        """Count an unusable row.
 
         Raises:
             ConfigError: `error`, unless such rows are skipped.

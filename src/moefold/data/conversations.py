@@ -1,4 +1,4 @@
-"""Open the samples of conversations: of fine-tuning, of fine-tuning by rewards, and of preference pairs."""
+"""Samples of conversations for fine-tuning, fine-tuning by rewards, and preference pairs."""
 
 from collections.abc import Callable, Set
 from functools import partial
@@ -31,9 +31,9 @@ def open_samples(
     """Return the training samples, the held-out samples, and the log-probabilities under the reference model.
 
     Args:
-        tokenizer: the recipe's.
-        skipped: files that are left out.
-        is_first: this process shows progress and logs what was skipped.
+        tokenizer: the recipe's tokenizer.
+        skipped: files that are not used.
+        is_first: this process shows progress and logs skipped files and rows.
     """
     is_preference = data.kind == "preference"
     reader = preference_reader(align) if is_preference else None

@@ -53,18 +53,18 @@ NEEDS_PROGRAM = (
     'data.kind="program" takes its samples from a program, which calls moefold.train_model(recipe, data=...); '
     "choose another kind for a command"
 )
-"""Message where no program passes samples."""
+"""Message if no program passes samples."""
 
 
 NEEDS_RL = (
     'data.kind="prompts" has no answers to train on: `moefold train` reads it, with rl.group_size above 0; choose '
     'data.kind="synthetic" for other commands'
 )
-"""Message where prompts are to be trained on as text."""
+"""Message if prompts would be trained on as text."""
 
 
 class NoSamples(Sampler):
-    """No sample."""
+    """Source without samples."""
 
     def __len__(self) -> int:
         """Return 0."""
@@ -79,8 +79,8 @@ class NoSamples(Sampler):
 class ProgramData:
     """Samples that a program passes to `train_model`, for data.kind="program".
 
-    A program derives from `Sampler` and returns in `annotated_sample` tokens, weights of the targets and the columns
-    of its loss. Every rank has its own copy and reads the samples of its data-parallel rank. Sample `index` must be the
+    A program derives from `Sampler`; its `annotated_sample` returns tokens, weights of the targets and the columns of
+    its loss. Every rank has its own copy and reads the samples of its data-parallel rank. Sample `index` must be the
     same on every rank; the position of a run is the number of samples it has read.
     """
 
@@ -88,10 +88,10 @@ class ProgramData:
     validation: Sampler = field(default_factory=NoSamples)
 
     def check(self, seq_len: int) -> None:
-        """Check that samples have the length of the recipe's, and that their annotations are read.
+        """Check that samples have the recipe's length, and that their annotations are read.
 
         Raises:
-            ConfigError: they have another length, or annotations although `has_annotations` is False.
+            ConfigError: samples have another length, or annotations although `has_annotations` is False.
         """
         for sampler in (self.train, self.validation):
             if not len(sampler):
@@ -123,8 +123,8 @@ def open_dataset(
     Args:
         seq_len: train.seq_len, S; a sample has S + 1 tokens.
         vocab_size: model.vocab_size; every id is below it.
-        seed: run.seed; it determines the order of the training samples, and all of the data of kind "synthetic".
-        cache_dir: folder of tokenised text; None means the default cache folder.
+        seed: run.seed; it determines the order of the training samples, and the whole data of kind "synthetic".
+        cache_dir: folder of tokenised text; None: the default folder.
         token_file_set: the token files recorded when the run began, for data of kind "tokens"; None: list the files
             now.
         align: the recipe's [align] section; None: its defaults.
@@ -271,7 +271,7 @@ class _DatasetBuilder:
     def _held_out_split(self, tokenizer: Tokenizer) -> Split:
         """Return the split named by data.validation_split, tokenised into the cache even if training data is streamed.
 
-        It is read at every evaluation, so caching it pays off.
+        The split is read at every evaluation, so it is cached.
         """
         if not self.data.validation_split:
             return Split(
@@ -372,7 +372,7 @@ class SyntheticSamples(SampleSource):
         self._strides = strides.astype(np.int64) + 1
 
     def __len__(self) -> int:
-        """Return more samples than any run takes."""
+        """Return a number of samples that no run reaches."""
         return NUM_SAMPLES
 
     def sample(self, number: int) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Readers of JSON lines, JSON arrays and parquet columns, with file and line (row) in every error.
 
-Files are untrusted: line lengths are limited. A file is opened here
-and given to the packages as an open file, so that no character of its name is a pattern, a URL or an option to them.
+Files are untrusted: line lengths are limited. Packages receive open files, not names, so that they cannot interpret a
+name as a pattern, a URL or an option.
 """
 
 import bz2
@@ -51,7 +51,7 @@ class JsonStream:
     """Values of a JSON file.
 
     Args:
-        blocks: its text.
+        blocks: the text of the file.
         path: the file, for messages.
     """
 
@@ -65,10 +65,10 @@ class JsonStream:
         self._decoder = json.JSONDecoder()
 
     def elements(self) -> Iterator[tuple[int, str]]:
-        """Yield the elements of the list that the file is, as JSON, each with the line on which it begins (1-based).
+        """Yield the elements of a file that is one JSON list, each as JSON with the line (1-based) where it begins.
 
         Raises:
-            ConfigError: it is not JSON; the message has the line.
+            ConfigError: the file is not JSON; the message has the line.
         """
         is_first = True
         self._skip("[")
@@ -91,7 +91,7 @@ class JsonStream:
         return self._next()[0]
 
     def peek(self) -> str:
-        """Return the next character that is no space, "" at the end of the file."""
+        """Return the next character that is not a space; "" at the end of the file."""
         while True:
             match = _SPACE.match(self._text, self._position)
             self._position = match.end() if match else self._position
@@ -105,7 +105,7 @@ class JsonStream:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._position)
-                # A number at the end of a block may go on in the next one.
+                # A number at the end of a block may continue in the next block.
                 if end < len(self._text) or not self._fill():
                     text = self._text[self._position : end]
                     self._position = end
@@ -133,7 +133,7 @@ class JsonStream:
         return self._line
 
     def _fill(self) -> bool:
-        """Read as much again as is left; return whether there was anything."""
+        """Read as many characters as are left in the buffer; return whether there were any."""
         self._count_lines()
         left = self._text[self._position :]
         parts = [left]
@@ -152,7 +152,7 @@ _ARRAY_START = re.compile(rb"\s*\[(?:\s*(?:\{|null|\]|$)|[ \t\r]*\n)")
 
 
 class ColumnError(ConfigError):
-    """A column that a readable file lacks, or a value in it that is no text: no damage of the file."""
+    """Error of a readable file that lacks a column, or has a value in it that is not a text; not a damaged file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class JsonlRecord:
     """A JSON object and its location."""
 
     location: str
-    """FILE:LINE, 1-based; in an array also the number of the element."""
+    """FILE:LINE, 1-based; for an array also the number of the element."""
     fields: dict[str, Any]
     size_bytes: int
     """Length of the line after decompression, including the line end."""
@@ -170,7 +170,7 @@ def open_lines(path: Path) -> BinaryIO:
     """Open a file for reading, decompressed if its name ends in one of `COMPRESSION_SUFFIXES`.
 
     Raises:
-        ConfigError: it is not readable.
+        ConfigError: the file is not readable.
     """
     try:
         opened = open_regular(path)
@@ -188,7 +188,7 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def decoded_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, each with its line end; a byte order mark is left out.
+    """Yield the lines of a file, each with its line end, without a byte order mark.
 
     Raises:
         ConfigError: the file is not readable, or a line is not UTF-8; the message has file and line.
@@ -229,10 +229,10 @@ def _decode_line(line: bytes, place: str) -> str:
 
 
 def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None) -> Iterator[JsonlRecord]:
-    """Yield the objects of a file in order: one a line, or the objects of a JSON array; empty lines are skipped.
+    """Yield the objects of a file in order: one for each non-empty line, or the elements of a JSON array.
 
     Args:
-        skip: called with the error of a line that is no object, which is then skipped; None: the error is raised.
+        skip: called with the error of a line that is not an object, which is then skipped; None: the error is raised.
 
     Raises:
         ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.
@@ -246,13 +246,13 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
 
 
 def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlRecord | None:
-    """Parse line `number` (1-based) of a file; returns None if the line is empty.
+    """Parse line `number` (1-based) of a file; return None if the line is empty.
 
     Args:
-        element: number of the element of an array (1-based), of which a line may hold many; 0: a line.
+        element: number of an element of an array (1-based; a line may hold several); 0: the whole line.
 
     Raises:
-        ConfigError: it is not one JSON object in UTF-8.
+        ConfigError: the text is not one JSON object in UTF-8.
     """
     place = f"{path}:{number} (element {element})" if element else f"{path}:{number}"
     text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
@@ -269,7 +269,7 @@ def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlR
     if not isinstance(fields, dict):
         texts = fields if isinstance(fields, list) else [fields] if element else []
         is_texts = texts != [] and all(isinstance(text, str) for text in texts)
-        # Another name: a shell empties the file that it writes first.
+        # The output needs another name: a shell first empties the file that it writes.
         command = f"jq -c '.[] | {{text: .}}' {quote(path.name)} > {quote(path.stem + '-rows.jsonl')}"
         hint = f"; for a list of texts: {command}" if is_texts else ""
         raise ConfigError(
@@ -294,25 +294,25 @@ def _parse_or_skip(
 
 
 def is_json_array(path: Path) -> bool:
-    """Return whether a file holds one JSON array, and not one value a line."""
+    """Return whether a file holds one JSON array, and not one value per line."""
     with open_lines(path) as file, translated_read_errors(path):
         return _is_array(file)
 
 
 def _is_array(file: BinaryIO) -> bool:
-    """Return whether an open file holds one JSON array of objects, and not one value a line."""
+    """Return whether an open file holds one JSON array of objects, and not one value per line."""
     start: bytes = cast(Any, file).peek(_PROBE_BYTES)[:_PROBE_BYTES]
     return _ARRAY_START.match(start.removeprefix(_BYTE_ORDER_MARK)) is not None
 
 
 def _array_elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the elements of a JSON array with the lines on which they begin."""
+    """Yield the elements of a JSON array with the lines where they begin."""
     for line, text in JsonStream(text_blocks(file, path), path).elements():
         yield line, text.encode()
 
 
 def _repeated_key(text: bytes) -> str:
-    """Return a key that an object, at any depth, has twice; empty if there is none."""
+    """Return a key that occurs twice in an object, at any depth; empty if there is none."""
     repeated: list[str] = []
 
     def check(pairs: list[tuple[str, Any]]) -> None:
@@ -368,13 +368,13 @@ _BATCH_ROWS = 1024
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a parquet file; reads its footer only.
+    """Open a parquet file; only its footer is read.
 
     Returns:
         A `pyarrow.parquet.ParquetFile`.
 
     Raises:
-        ConfigError: it is not readable, or not a complete parquet file.
+        ConfigError: the file is not readable, or not a complete parquet file.
     """
     pyarrow = import_pyarrow(path)
     from pyarrow.parquet import ParquetFile
@@ -386,11 +386,11 @@ def open_parquet(path: Path) -> Any:
 
 
 def open_seekable(path: Path) -> BinaryIO:
-    """Open a file to be read from any place; a compressed one as a temporary copy without compression.
+    """Open a file for random access; a compressed file is decompressed to a temporary copy.
 
     Raises:
-        OSError: it cannot be read.
-        ConfigError: it is compressed, and not complete.
+        OSError: the file cannot be read.
+        ConfigError: a compressed file is incomplete.
     """
     if path.suffix not in COMPRESSION_SUFFIXES:
         return open_regular(path)
@@ -402,7 +402,7 @@ def open_seekable(path: Path) -> BinaryIO:
 
 
 def import_pyarrow(path: Path) -> Any:
-    """Return the package pyarrow; `path` is for the message if it is missing."""
+    """Return the package pyarrow; `path` is for the message if the package is missing."""
     try:
         import pyarrow
     except ImportError as error:

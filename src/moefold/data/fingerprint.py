@@ -1,9 +1,9 @@
-"""Fingerprints of data files: detect that a file has changed by hashing a few blocks of it.
+"""Fingerprints of data files: hashes of a few blocks of a file detect that it has changed.
 
 A file of any size costs a few blocks of 4 KiB: the first, the last, and up to six at hashed positions between them;
-with more than 4,096 files only the first and the last. So another length, header or end is always noticed, and a
-rewritten file almost always; a change of some bytes in the middle of a large file is not. Tokenizers and chat templates
-are small, and one changed byte of theirs changes every id: they are hashed as a whole, too.
+with more than 4,096 files only the first and the last. A different length, header or end is always detected, and a
+rewritten file almost always, but not a change of some bytes in the middle of a large file. Tokenizers and chat
+templates are small, and a changed byte may change every id: they are also hashed as a whole.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ _MAX_FILES_WITH_MIDDLE_BLOCKS = 4096
 
 
 def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
-    """Return size and block hash of every file by its name in the recipe, "skipped" for one that is left out.
+    """Return size and block hash of every file by its name in the recipe, "skipped" for a skipped file.
 
-    Python's own text is one entry, as its files belong together; data without files has none.
+    Python's own text is one entry, because its files belong together; data without files has no entries.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -71,7 +71,7 @@ def settings_fingerprints(data: DataConfig) -> dict[str, str]:
 
 
 def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
-    """Return the size of every file by name, "skipped" for one that is left out; reads nothing.
+    """Return the size of every file by name, "skipped" for a skipped file, without reading the files.
 
     Empty for Python's own text.
     """
@@ -83,12 +83,12 @@ def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, 
 
 
 def size_differences(first: Mapping[str, str], local: Mapping[str, str]) -> list[str]:
-    """Return descriptions of how the files here differ from the files of the first rank, which may have more."""
+    """Return the differences of this rank's files from the files of the first rank, which may have more files."""
     return list(size_differences_by_file(first, local).values())
 
 
 def size_differences_by_file(first: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
-    """Return the descriptions of `size_differences` by file name."""
+    """Return the differences of `size_differences` by file name."""
     if not local:
         return {}
     missing = {n: f"{n} is not there" for n, seen in first.items() if n not in local and seen != SKIPPED}
@@ -144,25 +144,25 @@ def _fingerprint_file(name: str, file: Path, num_middle: int) -> str:
 
 
 LOCATION_KEYS = ("path", "tokenizer", "chat_template")
-"""Keys of [data] that say where files are; the files count, not their names."""
+"""Keys of [data] with locations of files; the files are compared, not their names."""
 
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Data files of a recipe, by what they are for."""
+    """Data files of a recipe, by purpose."""
 
     paths: tuple[str, ...]
-    """data.path."""
+    """Names in data.path."""
     sources: tuple[tuple[str, ...], ...]
-    """Names of the files of each path, in the order in which they are read; none for a data set on the hub."""
+    """Names of the files of each path, in reading order; empty for a data set on the hub."""
     settings: Mapping[str, str]
     """Names of the files of tokenizer and chat template, by role."""
     by_folder: bool
-    """Names below a folder have a meaning: they tell the splits and the formats apart (huggingface)."""
+    """Whether names below a folder have a meaning: they determine splits and formats (huggingface)."""
 
 
 def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
-    """Sort the names of data files by what they are for.
+    """Sort the names of data files by purpose.
 
     Args:
         order: data.kind, data.path, data.tokenizer and data.chat_template of the recipe.
@@ -185,7 +185,7 @@ def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
 
 
 def _roles(order: Mapping[str, Any]) -> dict[str, str]:
-    """Return the roles of the settings files by the names that they may have."""
+    """Return the roles of the settings files by their possible names."""
     tokenizer = str(order.get("tokenizer", "bytes"))
     template = str(order.get("chat_template", ""))
     roles = {}
@@ -198,7 +198,7 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
 def names_now(
     then: DataFiles, saved: Mapping[str, str], now: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the names that the files of a checkpoint have now, by their names in it; a file may be gone.
+    """Return the current names of the files of a checkpoint, by their names in the checkpoint; a file may be missing.
 
     Args:
         saved: their fingerprints.
@@ -224,7 +224,7 @@ def _matched(
     after: Sequence[str],
     fingerprints: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the new names by the old ones if all files have the same content, in the same order; else nothing."""
+    """Return the new names by the old names if all files have the same content in the same order; else {}."""
     if len(before) != len(after):
         return {}
     for one, other in zip(before, after, strict=True):
@@ -235,7 +235,7 @@ def _matched(
 
 
 def _place_now(name: str, then: DataFiles, index: int, root: str) -> str:
-    """Return the name that a file below a path of the checkpoint has below the path of the recipe."""
+    """Return the name below the recipe's path of a file below a path of the checkpoint."""
     relative = _relative(name, then.paths[index])
     if not relative and then.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
         return name
@@ -243,7 +243,7 @@ def _place_now(name: str, then: DataFiles, index: int, root: str) -> str:
 
 
 def _meaning(files: DataFiles, name: str) -> str:
-    """Return the part of a file's name that says how it is read: below a folder all of it, else the suffix."""
+    """Return the part of a file's name that determines its reader: the whole name below a folder, else the suffix."""
     root = next(root for root in files.paths if is_below(Path(name), Path(root)))
     relative = _relative(name, root)
     return relative or table_suffix(Path(name))
@@ -261,7 +261,7 @@ def _joined(root: str, relative: str) -> str:
 
 
 def comparable(then: DataFiles, now: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:
-    """Return the fingerprints, without a tokenizer's if the checkpoint, of an old version, has none of a tokenizer."""
+    """Return the fingerprints, without the tokenizer's if the checkpoint is of an old version that lacks it."""
     if TOKENIZER_FILE in then.settings:
         return dict(fingerprints)
     unknown = {name for role, name in now.settings.items() if role != "data.chat_template"}
@@ -269,7 +269,7 @@ def comparable(then: DataFiles, now: DataFiles, fingerprints: Mapping[str, str])
 
 
 def unmatched_locations(then: DataFiles, now: DataFiles, order: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return the keys of `LOCATION_KEYS` that have no files to compare, and other values.
+    """Return the keys of `LOCATION_KEYS` with different values and without files to compare.
 
     Args:
         then: the files of the checkpoint.

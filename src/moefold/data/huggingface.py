@@ -1,7 +1,7 @@
-"""Rows of text from tables: parquet, arrow, JSON, CSV, folders of them, saved data sets, data sets on the hub.
+"""Rows of text from tables: parquet, arrow, JSON and CSV files, folders, saved data sets, data sets on the hub.
 
-Files are read here, in parts of bounded size. The package `datasets` reads data sets on the hub, in streaming mode, so
-no second copy of the data is made. No code from a data set is executed: since version 4 the package runs no scripts.
+Files are read here, in parts of bounded size. The package `datasets` reads data sets on the hub in streaming mode,
+without a second copy of the data. Code of a data set is never executed: since version 4 the package runs no scripts.
 """
 
 import importlib.util
@@ -60,17 +60,17 @@ class TextTable:
         """Return the files of the split, in order.
 
         Raises:
-            ConfigError: the source is a folder without the split, or without a file that is a table.
+            ConfigError: the source is a folder without the split, or without tables.
         """
         assert self.path is not None
         return split_files(self.path, self.split, self.subset) if self.path.is_dir() else [self.path]
 
     def documents(self, number: int, place: Any) -> Iterator[tuple[str, int, Any]]:
-        """Yield the texts from a place on, each with the number of its row (0-based) and its place.
+        """Yield the texts from a place on, each with its row number (0-based) and place.
 
         Args:
-            place: a place that was yielded; None: the first row. It is JSON-serialisable: number of the file and of the
-                row in it, or the state of the package for a data set on the hub.
+            place: a yielded place, JSON-serialisable; None: the first row. It is the number of the file and of the row
+                in it, or the state of the package for a data set on the hub.
 
         Raises:
             ConfigError: the source is broken, or a row holds no text.
@@ -84,7 +84,7 @@ class TextTable:
         if isinstance(place, list | tuple):
             first, start = map(int, place)
         elif place is not None:
-            # The state that a version before wrote, of the package: the rows have the same order.
+            # A state of the package from an earlier version: the rows have the same order.
             for text, row, found in self._file_documents(0, None):
                 if row >= number:
                     yield text, row, found
@@ -173,7 +173,7 @@ class TextTables:
             yield TextChunk(text, ends_document=True, size_bytes=len(text))
 
     def documents(self, state: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the nonempty documents from a state on (None: from the first), each with the state to restart at it.
+        """Yield the nonempty documents from a state on (None: from the first), each with its own state for a restart.
 
         A state is JSON-serialisable: the number of the source, of the row, and its place (`TextTable.documents`).
         """
@@ -189,11 +189,11 @@ class TextTables:
 def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) -> TextTables:
     """Return the sources that data.path names, for one split, except skipped files.
 
-    A name that exists is a file or folder; one of the form `owner/name` that does not is a data set on the hub.
+    An existing name is a file or folder; any other name of the form `owner/name` is a data set on the hub.
 
     Raises:
         ConfigError: a file or folder does not exist, is named twice, or has no format that the package reads; or a key
-            is set that applies to none of them.
+            is set that applies to no source.
     """
     names = [name for name in ((data.path,) if isinstance(data.path, str) else data.path) if name]
     if not names:
@@ -213,7 +213,7 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
 
 
 def _exclude_files(table: TextTable, skipped: Set[Path]) -> list[TextTable]:
-    """Return a source without some files: unchanged if it has none of them, else its other files one by one."""
+    """Return a source without some files: unchanged if it has none of them, else its other files individually."""
     if table.path is None or not any(file == table.path or table.path in file.parents for file in skipped):
         return [table]
     return [replace(table, path=file, split="train", subset="") for file in table.files() if file not in skipped]

@@ -1,6 +1,6 @@
 """Random permutation of sample indices without memory, and counter-based random bits without state.
 
-Any element or draw is computed from its index, equal on every machine and numpy version. The mixer is the finaliser of
+An element or draw is a function of its index, equal on every machine and numpy version. The mixer is the finaliser of
 SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195).
 """
 

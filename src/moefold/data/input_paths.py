@@ -1,4 +1,4 @@
-"""Resolve the paths of a recipe to files, and compare their fingerprints with those in a checkpoint. Torch-free."""
+"""Resolve the paths of a recipe to files, and compare their fingerprints with those in a checkpoint."""
 
 import difflib
 import os
@@ -16,7 +16,7 @@ TOKENIZER_PATTERNS = (
     *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.*"),
     *("merges.txt", "config.json", "generation_config.json"),
 )
-"""Files that are fetched where only the tokenizer is read."""
+"""Files that are fetched if only the tokenizer is read."""
 _HUB_KIND_BY_KEY: dict[str, HubKind] = {
     "data.path": "dataset",
     "INPUT": "dataset",
@@ -24,14 +24,14 @@ _HUB_KIND_BY_KEY: dict[str, HubKind] = {
     "data.tokenizer": "model",
     "--tokenizer": "model",
 }
-"""Kind of Hugging Face hub repository that users may mean by a key."""
+"""Kind of repository on the Hugging Face hub that a key may name."""
 
 
 def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
     """Return the existing files and folders that data.path names, absolute, in the recipe's order.
 
     Raises:
-        ConfigError: none is named, one does not exist, or one is named twice.
+        ConfigError: no file is named, a file does not exist, or is named twice.
     """
     names = (path,) if isinstance(path, str) else path
     names = tuple(name for name in names if name)
@@ -50,7 +50,7 @@ def existing_path(key: str, name: str) -> Path:
     Remote files, and files on the hub, are copied to this machine: the path is the path of the copy.
 
     Raises:
-        ConfigError: it does not exist; the message suggests the most similar name in the nearest existing folder.
+        ConfigError: the file does not exist; the message suggests the most similar name in the nearest existing folder.
     """
     if is_remote(name):
         return _fetched(key, name)
@@ -91,7 +91,7 @@ def _fetched(key: str, name: str) -> Path:
             return snapshot(name, _HUB_KIND_BY_KEY.get(key, "model"), patterns=patterns)
         if "tokenizer" not in key:
             return local_copy(name.rstrip("/"))
-        # The settings next to the file belong to it, and weights in the same folder do not.
+        # The settings next to the file belong to it; weights in the same folder do not.
         remote = RemotePath(name)
         if remote.is_file():
             return local_copy(str(remote.parent), (*TOKENIZER_PATTERNS, escape(remote.name))) / remote.name
@@ -109,8 +109,8 @@ def data_file_path(name: str, roots: Iterable[str]) -> Path:
     """Return the absolute path of a data file by its name in the recipe; it need not exist, unless it is remote.
 
     Args:
-        name: as `name_below` returns it.
-        roots: data.path, one name of which is the file or a folder above it.
+        name: name from `name_below`.
+        roots: data.path, which names the file or a folder above it.
     """
     if not is_remote(name):
         return Path(name).expanduser().absolute()
@@ -120,15 +120,15 @@ def data_file_path(name: str, roots: Iterable[str]) -> Path:
 
 
 def _candidate_names(folder: Path, missing: str) -> list[str]:
-    """Return the names in a folder; hidden ones only if the missing name is hidden."""
+    """Return the names in a folder; hidden names only if the missing name is hidden."""
     return sorted(name for name in os.listdir(folder) if not name.startswith(".") or missing.startswith("."))
 
 
 def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yield the file itself, or all files of a folder, recursively: each folder's files by name, then its folders.
 
-    Hidden files and folders (a leading dot) and `skipped_folders` are left out, and links to folders are not followed.
-    Lazy, so that reading the first files of a big folder is cheap.
+    Hidden files and folders (a leading dot) and `skipped_folders` are skipped, and links to folders are not followed.
+    The function is lazy: reading the first files of a big folder is cheap.
 
     Raises:
         ConfigError: a folder is not readable.
@@ -161,7 +161,7 @@ SKIPPED = "skipped"
 ENDS_SUFFIX = ".ends"
 """Suffix of the document index of a token file; a run that uses the index cannot use the file without it."""
 ENDS_SUFFIXES = (ENDS_SUFFIX, ".idx")
-"""The same, and the suffix of Megatron's index."""
+"""`ENDS_SUFFIX` and the suffix of Megatron's index."""
 
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
@@ -186,7 +186,7 @@ def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> di
 
 
 def has_same_content(saved: str, current: str) -> bool:
-    """Return whether two fingerprints are of the same content; old versions wrote no hash of all bytes."""
+    """Return whether two fingerprints have the same content; old versions wrote no hash of all bytes."""
     one = saved.split()
     other = current.split()
     length = min(len(one), len(other))
@@ -204,8 +204,7 @@ def separate_dropped_files(
         tokens: the token files of the run, and the number of tokens in each.
 
     Returns:
-        The files that are lost, or were skipped from the start and have changed, with their descriptions; and the other
-        differences.
+        The files that are lost, or were always skipped and have changed, with descriptions; and other differences.
     """
     lost = {}
     others = {}
@@ -222,7 +221,7 @@ def separate_dropped_files(
 
 
 def is_below(file: Path, root: Path) -> bool:
-    """Return whether a file is a path that the recipe names, or is below it, judged by the path alone."""
+    """Return whether a file is equal to a path of the recipe or below it, without reading the disk."""
     return file == root or (root in file.parents and ".." not in file.parts[len(root.parts) :])
 
 

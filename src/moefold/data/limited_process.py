@@ -1,6 +1,6 @@
-"""Subprocess with limited memory that runs what a stranger wrote: a chat template, a tokenizer.
+"""Subprocess with limited memory for untrusted chat templates and tokenizers.
 
-A limit that is exceeded ends the subprocess alone. It ends with its client object, too.
+Exceeding a limit ends only the subprocess. The subprocess also ends with its client object.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _LAUNCHER = Path(__file__).with_name("limited_worker.py")
 
 
 class ProcessEndedError(Exception):
-    """A process has exceeded a limit; the message says which."""
+    """A process has exceeded a limit, which the message names."""
 
 
 class LimitedProcess:
@@ -27,11 +27,11 @@ class LimitedProcess:
         """Start a Python program.
 
         Args:
-            program: file next to this one, which imports nothing of the package.
+            program: file next to this one that imports nothing from the package.
             memory_bytes: limit of its memory, which it may change up to `hard_bytes`.
-            hard_bytes: highest limit; 0 for none.
+            hard_bytes: maximum of the limit; 0: none.
         """
-        # -P: the script's folder is not on sys.path, since its modules would shadow others.
+        # -P: the script's folder is not on sys.path, because its modules would shadow others.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_LAUNCHER), str(program), str(memory_bytes), str(hard_bytes)],
             stdin=subprocess.PIPE,
@@ -47,24 +47,24 @@ class LimitedProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Return whether it runs, belongs to this process and has answered: a caller may be interrupted before that."""
+        """Return whether the process is alive, was started by this process, and has no pending answer."""
         return self._owner == os.getpid() and not self._is_busy and self._process.poll() is None
 
     def ask(
         self, request: dict[str, Any], payload: bytes = b"", *, memory_bytes: int, cpu_s: float, limit: int, does: str
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request and return the answer and its data; one that the program refuses has the reason as `refused`.
+        """Send a request and return the answer and its data; a refused request has the reason as `refused`.
 
         Args:
-            request: the method of the program that answers as `do`, and its arguments.
-            payload: bytes for it.
-            memory_bytes: limit of the memory meanwhile.
+            request: the name of the program's method as `do`, and its arguments.
+            payload: bytes for the method.
+            memory_bytes: limit of the memory during the request.
             cpu_s: limit of the CPU time.
-            limit: most bytes of the answer, its data apart.
-            does: what the process does, for the message.
+            limit: maximum bytes of the answer, without its data.
+            does: work of the process, for the message.
 
         Raises:
-            ProcessEndedError: it has exceeded a limit.
+            ProcessEndedError: the process has exceeded a limit.
         """
         header = json.dumps(request | {"bytes": len(payload), "memory_bytes": memory_bytes, "cpu_s": cpu_s})
         self._is_busy = True
@@ -81,7 +81,7 @@ class LimitedProcess:
         raise ProcessEndedError(f"the process that {does} it has ended; it may use {memory_bytes:,} bytes of memory")
 
     def _send(self, data: bytes) -> None:
-        # If the process has ended, its answer is missing.
+        # If the process has ended, the answer is missing.
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(data)
             self._stdin.flush()

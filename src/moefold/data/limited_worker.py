@@ -1,7 +1,7 @@
 """Program that limits its own memory and runs another program: `limited_worker.py PROGRAM MEMORY_BYTES HARD_BYTES`.
 
 It imports only the standard library. The other program calls `serve` with an object that answers requests. A request is
-a line of JSON, with the number of bytes that follow it and with its limits; so is its answer.
+a line of JSON with its limits and the number of bytes after it. An answer has the same form.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 RESERVED_BYTES_PER_CORE = 192 << 20
-"""Address space that the allocator and the stack of a thread reserve without using it."""
+"""Address space that the allocator and the stack of a thread reserve but do not use."""
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def serve(worker: Any) -> None:
-    """Answer requests by the methods of an object, which return a header and bytes, until standard input ends."""
+    """Answer requests with the methods of an object, which return a header and bytes, until standard input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while line := requests.readline():
         request = json.loads(line)
@@ -39,10 +39,10 @@ def serve(worker: Any) -> None:
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
         try:
             header, data = getattr(worker, request["do"])(request, payload)
-        except BaseException as error:  # noqa: BLE001 - Rust cores panic by an exception that is no Exception
+        except BaseException as error:  # noqa: BLE001 - Rust cores panic with an exception that is not an Exception
             header, data = {"refused": str(error) or type(error).__name__}, b""
         signal.setitimer(signal.ITIMER_PROF, 0)
-        # Texts of templates may have lone surrogates.
+        # Texts of templates may contain lone surrogates.
         text = json.dumps(header | {"bytes": len(data)}, ensure_ascii=False)
         answers.write(text.encode("utf-8", "surrogatepass") + b"\n" + data)
         answers.flush()
@@ -53,7 +53,7 @@ def set_memory_limit(soft: int, hard: int = 0) -> None:
 
     Args:
         soft: the limit in bytes.
-        hard: limit that the soft one cannot exceed later; 0 leaves it as it is.
+        hard: limit that the soft limit cannot exceed later; 0: unchanged.
     """
     reserved = RESERVED_BYTES_PER_CORE * (os.cpu_count() or 1)
     for kind, more in ((resource.RLIMIT_DATA, 0), (resource.RLIMIT_AS, reserved)):

@@ -1,4 +1,4 @@
-"""Preference data: pairs of completions, or completions with a label, packed so that one row has both of a pair.
+"""Preference data: pairs of completions, or completions with a label; a row has both sequences of a pair.
 
 The formats are TRL's: {"prompt", "chosen", "rejected"}, {"chosen", "rejected"} with the prompt as their common
 prefix, and {"prompt", "completion", "label"}; each text is a message or a list of messages.
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 def preference_reader(align: AlignConfig) -> ConversationReader:
     """Return the reader of pairs: conversation 2k is chosen and 2k + 1 rejected.
 
-    For kto, conversation 2k is a completion and 2k + 1 the completion of the next row with another prompt, after the
-    prompt of the former; the label bit of 2k says that the completion is desirable.
+    For kto, conversation 2k is a completion. Conversation 2k + 1 has the same prompt and the completion of the next row
+    with another prompt. The label bit of 2k is set if the completion is desirable.
     """
     if _is_labelled(align):
         return ConversationReader(("preference", "kto"), _read_labelled, _read_labelled_alone)
@@ -56,12 +56,12 @@ class PackedPairs(PackedMembers):
     """Samples of whole pairs and padding; both sequences of a pair are documents of one sample.
 
     Columns of a sample, K = 2 * the largest number of pairs in any sample: "sequence_ids" [S], 2k and 2k + 1 for the
-    targets of the k-th pair, else -1; "pair_ids" [K / 2], number of each pair in the files, -1 for none;
-    "is_desirable" [K / 2], the label (kto); "reference_log_probs" [K], where the loss needs a reference. The weights of
-    the targets of sequence 2k add up to 1.
+    targets of the k-th pair, else -1; "pair_ids" [K / 2], number of each pair in the files, -1: none; "is_desirable" [K
+    / 2], the label (kto); "reference_log_probs" [K] if the loss needs a reference. The weights of the targets of
+    sequence 2k add up to 1.
 
     Args:
-        conversations: all conversations, the two of a pair one after the other.
+        conversations: all conversations; both sequences of a pair are consecutive.
         pairs: numbers of the pairs to pack, which have targets after `cut_lengths`.
         reference: log-probabilities of all pairs.
     """
@@ -130,7 +130,7 @@ def pack_pairs(
 
     Args:
         data: the recipe's section: validation_fraction, overlong.
-        conversations: all conversations, the two of a pair one after the other.
+        conversations: all conversations; both sequences of a pair are consecutive.
 
     Returns:
         (training, validation).
@@ -142,7 +142,7 @@ def pack_pairs(
     is_long = lengths.sum(1) > seq_len + 1
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
-        # With labels a row may be two pairs.
+        # With labels, a row may become two pairs.
         where = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
         raise ConfigError(
             f"{where}: the pair has {int(lengths[number].sum())} tokens, and "
@@ -175,7 +175,7 @@ def pack_pairs(
 
 
 def cut_lengths(lengths: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Cut pairs to `most` tokens: a sequence keeps half of them, or what the other sequence leaves; [pairs, 2]."""
+    """Cut pairs to `most` tokens: a sequence keeps half of them, or what the other does not need; [pairs, 2]."""
     half = most // 2
     other = lengths[:, ::-1]
     cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, most - np.minimum(other, most)))
@@ -195,9 +195,9 @@ def _read_pairs(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender
 
 
 def _read_labelled(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
-    """Yield each completion and, after its prompt, the completion of the next row with another prompt, cyclically."""
+    """Yield each completion, then its prompt with the completion of the next row with another prompt, cyclically."""
     waiting: list[tuple[JsonlRecord, Messages, Messages, bool]] = []
-    # The first completions of two prompts, for the last rows.
+    # First completion of each of the first two prompts, for the last rows.
     first_completions: dict[int, Messages] = {}
     waiting_hash = 0
     for record in records:
@@ -222,7 +222,7 @@ def _read_labelled(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRen
 
 
 def _read_labelled_alone(record: JsonlRecord) -> list[ConversationToRender]:
-    """Return the completions of one row, without one of another row."""
+    """Return the completions of one row, without completions of other rows."""
     return [_to_render(prompt, completion, record, size_bytes=0) for prompt, completion, _ in parse_labelled(record)]
 
 
@@ -259,7 +259,7 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
     for column in ("chosen", "rejected"):
         if column not in fields:
             raise ConfigError(
-                f'{place} is no pair: {unknown_column_message(column, fields)}; give it "prompt", "chosen" and '
+                f'{place} is not a pair: {unknown_column_message(column, fields)}; give it "prompt", "chosen" and '
                 '"rejected"'
             )
     are_messages = isinstance(fields["chosen"], list)
@@ -274,7 +274,7 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
 
 
 def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
-    """Take the longest common prefix of both completions for the prompt, as TRL does."""
+    """Split off the longest common prefix of both completions as the prompt, like TRL."""
     if isinstance(record.fields["chosen"], list):
         parts = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
         pairs = zip(*parts, strict=False)
@@ -283,7 +283,7 @@ def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messa
     else:
         texts = [column_text(record.fields, column, record.location) for column in ("chosen", "rejected")]
         shared = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
-        # A space belongs to the word after it.
+        # A space belongs to the following word.
         shared -= shared > 0 and texts[0][shared - 1] == " "
         prompt = [{"role": "user", "content": texts[0][:shared]}] if shared else []
         ends = [[{"role": "assistant", "content": text[shared:]}] if text[shared:] else [] for text in texts]
@@ -298,7 +298,7 @@ def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messa
 
 
 def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]:
-    """Return prompt, completion and label of a row; a pair is a desirable and an undesirable completion.
+    """Return prompt, completion and label of a row; a row with a pair has a desirable and an undesirable completion.
 
     Raises:
         ConfigError: a column is missing or has another type; the message has the line.
@@ -329,7 +329,7 @@ def _as_messages(record: JsonlRecord, column: str, role: str) -> Messages:
             raise ConfigError(f"{place} has a message of weight 0, which no preference can train; remove the weight")
         return list(found.messages)
     text = column_text(record.fields, column, record.location)
-    # A completion may be empty: the model ended at once.
+    # A completion may be empty, if the model ended immediately.
     if not text and column == "prompt":
         raise ConfigError(f"{place} is empty; fix or remove the line")
     return [{"role": role, "content": text}]

@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning: JSON lines with columns for the reward, or generated problems. Torch-free."""
+"""Prompts of reinforcement learning: JSON lines with columns for the reward, or generated problems."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from moefold.errors import ConfigError
 
 PROMPT_COLUMN = "prompt"
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})
-"""Arguments of a reward function that no column may be named after."""
+"""Names of arguments of a reward function, which columns may not have."""
 _VALIDATION = 1
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Prompt:
     """A prompt with the columns of its row."""
 
     source: Any
-    """The prompt as the reward function gets it: a text, or the messages of a conversation."""
+    """Prompt for the reward function: a text, or the messages of a conversation."""
     text: str
     """The text that the model continues."""
     ids: tuple[int, ...]
@@ -43,7 +43,7 @@ CheckPrompt = Callable[[Prompt], None]
 
 
 class TaskPrompts:
-    """The problems of a task as prompts; the reward function gets their columns."""
+    """Problems of a task as prompts; the reward function receives their columns."""
 
     def __init__(self, problems: Problems, tokenizer: Tokenizer, want: RewardPrompt | None = None) -> None:
         self._problems = problems
@@ -51,7 +51,7 @@ class TaskPrompts:
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
-        """Return the number of prompts, endless in effect."""
+        """Return the number of prompts, practically unlimited."""
         return 2**40
 
     def prompt(self, index: int) -> Prompt:
@@ -63,13 +63,13 @@ class TaskPrompts:
 
 
 class FilePrompts:
-    """The prompts of JSON lines files, reshuffled in each epoch."""
+    """Prompts of JSON lines files, reshuffled in each epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], order_key: int | None) -> None:
         """Order prompts.
 
         Args:
-            prompts: at least one.
+            prompts: the prompts, at least one.
             order_key: key of the shuffled order, which differs in each epoch; None: in the order of the files.
         """
         self.prompts = prompts
@@ -91,7 +91,7 @@ class FilePrompts:
 
 
 PromptSource = TaskPrompts | FilePrompts
-"""Prompts in the order in which a run visits them, without end."""
+"""Endless sequence of prompts, in the order of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def open_prompts(
         check: raises ConfigError for a prompt of a file that the reward cannot score.
 
     Raises:
-        ConfigError: a file is missing, a line is no prompt (the message has file and line), or the tokenizer has no
+        ConfigError: a file is missing, a line is not a prompt (the message has file and line), or the tokenizer has no
             end-of-text token.
     """
     check_task_tokenizer(data, tokenizer)
@@ -152,8 +152,8 @@ def read_prompts(
     """Read and tokenise all prompts of the files that data.path names.
 
     Args:
-        want: reward to ask for in the text of each prompt; None: for none.
-        report: called with a message on the rows that data.skip_bad_rows leaves out.
+        want: wanted reward for the text of each prompt; None: no reward.
+        report: called with a message on the rows that data.skip_bad_rows skips.
 
     Raises:
         ConfigError: see `open_prompts`.
@@ -178,7 +178,7 @@ def log_note(note: str) -> None:
 def _usable_prompts(
     reader: "_PromptReader", data: DataConfig, check: CheckPrompt | None, skipped: SkippedRows
 ) -> Iterator[Prompt]:
-    """Yield the prompts of the rows that are not skipped; the first one decides on the form of all."""
+    """Yield the prompts of the rows that are not skipped; the first prompt determines the form of all prompts."""
     first: Prompt | None = None
     for path in conversation_files(data):
         for record in jsonl_records(path, skipped.refuse):
@@ -205,7 +205,7 @@ class _PromptReader:
         self._template: ChatTemplate | None = None
 
     def read(self, record: JsonlRecord) -> Prompt:
-        """Return the prompt of a row; raise ConfigError if the row has none, or it cannot be rendered."""
+        """Return the prompt of a row; raise ConfigError if the row has no prompt, or it cannot be rendered."""
         source = prompt_of_row(record)
         if isinstance(source, str):
             text = source if self._want is None else self._want.fill(source)
@@ -219,7 +219,7 @@ class _PromptReader:
 
 
 def _check_alike(prompt: Prompt, first: Prompt) -> None:
-    """Raise ConfigError if a prompt has another form than the first one, or other columns."""
+    """Raise ConfigError if a prompt differs from the first prompt in form or columns."""
     if isinstance(prompt.source, str) != isinstance(first.source, str):
         raise ConfigError(
             f"{prompt.location} and {first.location}: one prompt is a text and one a list of messages; give all "
@@ -233,7 +233,7 @@ def _check_alike(prompt: Prompt, first: Prompt) -> None:
 
 
 def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
-    """Return the text or the messages of a row's prompt; raise ConfigError if it is neither."""
+    """Return the text or the messages of a row's prompt; raise ConfigError if it has another type."""
     source = record.fields.get(PROMPT_COLUMN)
     if isinstance(source, list):
         return list(parse_messages(source, f"{record.location}: the prompt").messages)
@@ -241,7 +241,7 @@ def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
 
 
 def has_conversations(data: DataConfig, tokenizer: Tokenizer, check: CheckPrompt | None = None) -> bool:
-    """Return whether the first prompt that `read_prompts` reads is a conversation; all are then of this form.
+    """Return whether the first prompt that `read_prompts` reads is a conversation; then all prompts are.
 
     Raises:
         ConfigError: see `open_prompts`.

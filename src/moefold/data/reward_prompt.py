@@ -14,10 +14,10 @@ LEFT_OUT = "none"
 
 @dataclass(frozen=True, slots=True)
 class RewardPrompt:
-    """The template of a run with align.method="condition", and the reward to ask for."""
+    """Template of a run with align.method="condition", and the wanted reward."""
 
     template: str
-    """As align.method.template."""
+    """Value of align.method.template."""
     reward: float
 
     def fill(self, prompt: str) -> str:
@@ -25,7 +25,7 @@ class RewardPrompt:
         return fill_template(self.template, prompt, self.reward)
 
     def fill_message(self, messages: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
-        """Return messages with the reward written into one of them, if there is one of this number and it is a text."""
+        """Return messages with the reward written into one of them, if its number exists and it is a text."""
         found = [dict(message) for message in messages]
         if number >= 0 and isinstance(content := found[number].get("content"), str):
             found[number]["content"] = self.fill(content)
@@ -33,17 +33,17 @@ class RewardPrompt:
 
 
 def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPrompt | None:
-    """Return the prompt that the metadata of a checkpoint asks for; None if its run had another method.
+    """Return the reward prompt from the metadata of a checkpoint; None if its run had another method.
 
     Args:
-        order: `CheckpointMeta.order`. Checkpoints of older versions have no reward to ask for.
-        location: of the checkpoint, for messages.
+        order: `CheckpointMeta.order`. Checkpoints of older versions have no wanted reward.
+        location: location of the checkpoint, for messages.
 
     Raises:
         ConfigError: the values are damaged.
     """
     method = order.get("align.method")
-    # A part that asks for no reward may have one of the two.
+    # A part without a wanted reward may have one of the two keys.
     if not isinstance(method, dict) or not {"template", "want"} <= method.keys():
         return None
     template = method["template"]
@@ -59,14 +59,14 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
 
 
 def override_want(stored: RewardPrompt | None, option: str, name: str = "--want") -> RewardPrompt | None:
-    """Return what prompts ask for after an option of a command.
+    """Return the reward prompt after an option of a command.
 
     Args:
-        option: a number; "none": prompts stay as they are; "": as stored.
-        name: of the option, for messages.
+        option: a number; "none": prompts are unchanged; "": as stored.
+        name: name of the option, for messages.
 
     Raises:
-        ConfigError: the option is no number, or the model was not trained to be asked for a reward.
+        ConfigError: the option is not a number, or the model was not trained with a reward in its prompts.
     """
     if not option:
         return stored

@@ -37,7 +37,7 @@ from moefold.errors import ConfigError
 
 FORMAT_VERSION = 1
 _WORDS = 4
-"""Words of 32 bits of a row of the cache: reward (float64) and hash of the prompt."""
+"""32-bit words of a row of the cache: reward (float64) and hash of the prompt."""
 
 
 class Rewards:
@@ -46,7 +46,7 @@ class Rewards:
     Args:
         reward_N: rewards, float64 [N].
         prompt_N: hash of the messages before the answer, uint64 [N].
-        column: that they were read from.
+        column: source of the rewards.
     """
 
     def __init__(self, reward_N: NDArray[np.float64], prompt_N: NDArray[np.uint64], column: str) -> None:
@@ -58,7 +58,7 @@ class Rewards:
         """Keep the conversations whose reward reaches a threshold, see align.method.threshold.
 
         Raises:
-            ConfigError: all rewards are equal, or none reaches it.
+            ConfigError: all rewards are equal, or no reward reaches it.
         """
         reward = self._check_differ(members, "filter")
         kind, number = parse_threshold(threshold)
@@ -83,13 +83,13 @@ class Rewards:
         )
 
     def weight(self, members: NDArray[np.int64], beta: float, cap: float) -> ScaledMembers:
-        """Scale the loss of conversation i by exp(reward_i / beta) over its mean, at most `cap`; 0: any factor.
+        """Scale the loss of conversation i by exp(reward_i / beta) divided by its mean, at most `cap`; 0: no limit.
 
         Raises:
             ConfigError: all rewards are equal.
         """
         reward = self._check_differ(members, "weight")
-        # The largest exponent is 0, so that none overflows; it cancels.
+        # The exponents are shifted so that the largest is 0 and none overflows; the shift cancels.
         factor = np.exp((reward - reward.max()) / beta)
         factor /= factor.mean()
         capped = np.minimum(factor, cap) if cap else factor
@@ -134,7 +134,7 @@ def open_rewards(
     records: Iterator[JsonlRecord] = chain.from_iterable(jsonl_records(path) for path in files)
     if data.skip_bad_rows:
         template = load_chat_template(data, tokenizer)
-        # The rows that are skipped are reported where they are tokenised for training.
+        # Skipped rows are reported when they are tokenised for training.
         job = Tokenization(tokenizer, template, RowReport(template.location, skips=True))
         records = usable_records(files, rewarded_reader(column), job)
         identity += [TOKENS_VERSION, tokenizer.identity, template.identity]
@@ -203,13 +203,13 @@ def prompt_hash(prompt: Sequence[Message], tools: Any = None) -> int:
 
 
 def reward_of(record: JsonlRecord, column: str) -> float:
-    """Return the reward of a row; raise ConfigError if it is absent or no finite number."""
+    """Return the reward of a row; raise ConfigError if it is absent or not a finite number."""
     if column not in record.fields:
         raise ConfigError(
             f"{record.location}: {unknown_column_message(column, record.fields)}; align.method.reward names the column"
         )
     reward = record.fields[column]
-    # A larger integer is no float.
+    # A larger integer does not fit into a float.
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= sys.float_info.max
     if not is_number:
         raise ConfigError(

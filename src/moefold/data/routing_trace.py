@@ -1,8 +1,8 @@
 """Routing traces in RUN_DIR/routing: the expert choices of traced steps, independent of the mapping. numpy only.
 
 `trace.json` holds the traced layers and the number of experts. `step-000001.npy` holds the choices of one step, [traced
-layer, sample of the global batch, position, choice], the best choice first, in the smallest of uint8, int16 and int32
-that can hold an expert index:
+layer, sample of the global batch, position, choice]. The best choice is first, and the dtype is the smallest of uint8,
+int16 and int32 for an expert index:
 
     numpy.load("RUN_DIR/routing/step-000001.npy")[layer, sample, position]
 """
@@ -46,7 +46,7 @@ class TraceShape:
     seq_len: int
     """S."""
     zero_experts: int = 0
-    """Of `num_experts`, the zero-computation experts, which are the last ones."""
+    """Zero-computation experts, the last of the `num_experts` choices."""
 
     @property
     def num_routed_experts(self) -> int:
@@ -106,8 +106,8 @@ def expert_index_dtype(num_experts: int) -> np.dtype[Any]:
 class RoutingTraceWriter:
     """Writes a trace into a run folder, one file per step; created on one rank only.
 
-    The constructor deletes the steps after `resume_step`, as a resumed run repeats them; and all steps if they have
-    another shape, for example after a change of the batch size: `num_dropped` of them.
+    The constructor deletes the steps after `resume_step`, which a resumed run repeats. It deletes all steps,
+    `num_dropped` in number, if they have another shape, for example after a change of the batch size.
 
     Args:
         shape: shape of every step.
@@ -130,7 +130,7 @@ class RoutingTraceWriter:
         """Write one step layer by layer, with one layer at a time in memory.
 
         Args:
-            step: 1-based.
+            step: number of the step, 1-based.
             layers: the choices of each traced layer in order, [G, S, K] of the trace's dtype.
         """
         _write_atomically(step_file(self._folder, step), lambda path: self._write_layers(path, layers))
@@ -300,7 +300,7 @@ def step_file(folder: Path, step: int) -> Path:
 
 
 def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a temporary file in the same folder and rename it: a kill leaves the old file or the new one."""
+    """Write to a temporary file in the same folder and rename it: a kill leaves the old or the new file."""
     draft = path.with_name(f".{path.name}.tmp")
     write(draft)
     draft.replace(path)
@@ -313,13 +313,13 @@ def _read_manifest(path: Path) -> TraceShape:
     sizes = {name: record[name] for name in ("num_experts", "top_k", "global_batch_size", "seq_len")}
     layers = record["layers"]
     if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < 2**31 for layer in layers):
-        raise ValueError("its layers are no list of numbers")
+        raise ValueError("its layers are not a list of numbers")
     for name, size in sizes.items():
         if type(size) is not int or not 0 < size < 2**31:
-            raise ValueError(f"its {name} is no number from 1 to {2**31 - 1}")
+            raise ValueError(f"its {name} is not a number from 1 to {2**31 - 1}")
     zero_experts = record.get("zero_experts", 0)
     if type(zero_experts) is not int or not 0 <= zero_experts < sizes["num_experts"]:
-        raise ValueError("its zero_experts is no number below num_experts")
+        raise ValueError("its zero_experts is not a number below num_experts")
     return TraceShape(layers=tuple(layers), zero_experts=zero_experts, **sizes)
 
 

@@ -1,7 +1,6 @@
 """Samples with optional document ids (attention and loss boundaries) and target weights (loss mask).
 
-A source of samples that implements `annotated_sample` is enough: batches, attention masks and the weighted mean of the
-loss follow from it.
+A source only implements `annotated_sample`: batches, attention masks and the weighted mean of the loss follow.
 """
 
 import math
@@ -27,11 +26,11 @@ BUILTIN_COLUMNS = frozenset(
         "token_weights",
     }
 )
-"""Columns that a batch has by itself."""
+"""Built-in columns of a batch."""
 RESERVED_COLUMNS = BUILTIN_COLUMNS | {"x", "document_bounds"}
-"""Names that a program's columns may not have: built-in ones, and arguments of stages."""
+"""Names that a program's columns may not have: built-in columns, and arguments of stages."""
 PADDING_DOCUMENT = 128
-"""Most tokens of a document of padding."""
+"""Maximum tokens of a document of padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ class Sample:
     """Document number of each token, [S + 1], non-decreasing; consecutive tokens with equal numbers share a document.
 
     Attention and position ids stay within a document, and no target is predicted across documents: the first token of a
-    document never counts. Padding is a document of its own, see `is_padding`. None: the whole sample is one
-    document.
+    document is never a target. Padding is a document of its own, see `is_padding`. None: one document.
     """
     weights: NDArray[Any] | None = None
     """Weight of each target, bool or floating [S], at least 0: 0 or False masks it. None: all weights are 1.
@@ -55,20 +53,20 @@ class Sample:
     weight_scale: NDArray[np.float64] | None = None
     """Factor of each target's weight after the division by the sum of all weights of the global batch, [S]; None: 1."""
     is_padding: NDArray[np.bool_] | None = None
-    """Tokens that only fill the sample up, [S + 1]; None: there are none.
+    """Tokens that only fill the sample, [S + 1]; None: no such tokens.
 
-    MoE layers do not route them. A token whose target has weight 0, such as one of a prompt, is not padding: it is
+    MoE layers do not route them. A token whose target has weight 0, such as a token of a prompt, is not padding: it is
     context of other tokens, is routed, and counts in the load of the experts. Padding is never a target and predicts
     none, whatever its weights.
     """
     token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Further columns of the batch for a loss function, one value or more per input token, [..., S]."""
+    """Other columns of the batch for a loss function, one value or more per input token, [..., S]."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Further columns of the batch with values per sample, of any shape."""
+    """Other columns of the batch with values per sample, of any shape."""
 
     @property
     def is_annotated(self) -> bool:
-        """Return whether the sample has more than tokens."""
+        """Return whether the sample has other fields than tokens."""
         has_arrays = any(x is not None for x in (self.document_ids, self.weights, self.weight_scale, self.is_padding))
         return has_arrays or bool(self.token_columns) or bool(self.sample_columns)
 
@@ -78,11 +76,11 @@ class SampleSource(ABC):
 
     seq_len: int
     document_end: int = -1
-    """Token that ends a document and belongs to it, to number documents by; -1: none."""
+    """Token that ends a document and belongs to it, for document numbers; -1: none."""
     has_annotations: bool = False
     """Samples may have document ids or target weights."""
     filled: float = 1.0
-    """Share of the inputs of all samples that are tokens and not padding, 0 to 1; an estimate for parts of data."""
+    """Share of all samples' inputs that are not padding, 0 to 1; an estimate for parts of the data."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -98,11 +96,11 @@ class SampleSource(ABC):
         return annotate_documents(tokens, self.document_end) if self.document_end >= 0 else Sample(tokens)
 
     def origin(self, number: int) -> str:
-        """Return file and position of a sample, for a message; empty if they are not known."""
+        """Return file and position of a sample, for a message; empty if unknown."""
         return ""
 
     def drop_files(self, names: Iterable[str]) -> None:
-        """Drop files, by their names in the recipe; does nothing if samples do not come from files."""
+        """Drop files, by their names in the recipe; do nothing if samples do not come from files."""
         return
 
     def is_dropped(self, number: int) -> bool:
@@ -124,11 +122,11 @@ class SampleBatch:
     document_ids: NDArray[np.int32] | None = None
     """[count, S + 1]; None if and only if the source has no annotations. The same holds for `weights`."""
     weights: NDArray[np.float64] | None = None
-    """[count, S]; as the source gave them, so first tokens of documents may still have a nonzero weight."""
+    """[count, S]; from the source, so first tokens of documents may still have a nonzero weight."""
     weight_scale: NDArray[np.float64] | None = None
-    """[count, S]; None if no sample has one."""
+    """[count, S]; None if no sample has a scale."""
     is_padding: NDArray[np.bool_] | None = None
-    """[count, S + 1]; None if no sample has any."""
+    """[count, S + 1]; None if no sample has padding."""
     token_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """[count, ..., S] each."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -154,15 +152,15 @@ class SampleBatch:
         return replace(self, is_padding=padding | is_unused[:, None])
 
     def is_token(self) -> NDArray[np.bool_]:
-        """Return which inputs are tokens of the data and not padding, [count, S]."""
+        """Return the mask of inputs that are not padding, [count, S]."""
         if self.is_padding is None:
             return np.ones(self.inputs.shape, dtype=np.bool_)
         return ~self.is_padding[:, :-1]
 
     def document_starts(self) -> NDArray[np.int64] | None:
-        """Return the position at which the document of each input begins, [count, S]; None without annotations.
+        """Return the position where the document of each input begins, [count, S]; None without annotations.
 
-        Documents of padding alone are split into short ones: their attention costs little, and nothing reads it.
+        Documents of padding are split into short documents: nothing reads their attention, which then costs little.
         """
         if self.document_ids is None:
             return None
@@ -171,7 +169,7 @@ class SampleBatch:
         starts: NDArray[np.int64] = np.maximum.accumulate(np.where(is_first, positions, 0), axis=1)
         if self.is_padding is None:
             return starts
-        # Of each document by its first token, in all samples at once.
+        # Documents of all samples together, each identified by its first token.
         first = (starts + np.arange(len(starts))[:, None] * len(positions)).ravel()
         has_tokens = np.bincount(first, ~self.is_padding[:, :-1].ravel(), starts.size)[first] > 0
         pieces = starts + (positions - starts) // PADDING_DOCUMENT * PADDING_DOCUMENT
@@ -192,7 +190,7 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
     """Stack samples of an annotated source.
 
     Raises:
-        ValueError: a sample has arrays of the wrong length, other columns than the first, or a reserved column name.
+        ValueError: a sample has arrays of the wrong length, other columns than the first sample, or a reserved name.
     """
     tokens = np.empty((len(samples), seq_len + 1), dtype=np.int64)
     documents = np.zeros((len(samples), seq_len + 1), dtype=np.int32)
@@ -226,7 +224,7 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
 
 
 def _stack_columns(columns: list[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """Stack the columns of samples, all of which have the same ones."""
+    """Stack the columns of samples, which must have the same columns."""
     for part in columns:
         if part.keys() != columns[0].keys():
             raise ValueError(f"samples of one batch have the columns {sorted(columns[0])} and {sorted(part)}")
@@ -241,18 +239,18 @@ def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
 
 
 def fill_up(parts: Sequence[NDArray[Any]], size: int, value: float) -> NDArray[Any]:
-    """Return arrays one after another, and a value up to a size."""
+    """Return concatenated arrays, filled to a size with a value."""
     whole = np.concatenate(parts)
     return np.concatenate((whole, np.full(size - len(whole), value, whole.dtype)))
 
 
 def packed_sample(parts: Sequence[NDArray[np.int64]], size: int, pad_id: int, **annotations: Any) -> Sample:
-    """Return a sample of whole documents and padding, which is its last document.
+    """Return a sample of whole documents, with padding as its last document.
 
     Args:
         parts: tokens of each document.
         size: tokens of the sample.
-        annotations: further fields of `Sample`.
+        annotations: other fields of `Sample`.
     """
     lengths = [len(part) for part in parts]
     filled = sum(lengths)
@@ -263,7 +261,7 @@ def packed_sample(parts: Sequence[NDArray[np.int64]], size: int, pad_id: int, **
 class ReferenceLogProbs:
     """Log-probabilities of the sequences of each pair under the reference model, once they are known.
 
-    `values` is float64 [pairs, 2]: sums over the targets of both sequences, of which there are `num_targets`.
+    `values` is float64 [pairs, 2]: sums over the targets of both sequences, whose numbers are `num_targets`.
     """
 
     def __init__(self, num_targets: NDArray[np.int64]) -> None:
@@ -271,5 +269,5 @@ class ReferenceLogProbs:
         self.values: NDArray[np.float64] = np.zeros(num_targets.shape)
 
     def fill_uniform(self, vocab_size: int) -> None:
-        """Take the uniform distribution over the vocabulary for the reference, for a comparison without a pass."""
+        """Use a reference in which every token is equally probable, for comparisons without a forward pass."""
         self.values = self._num_targets.astype(np.float64) * -math.log(vocab_size)

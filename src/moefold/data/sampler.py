@@ -1,12 +1,12 @@
 """Samplers: map a global sample index to tokens (train/validation split, shuffling, epochs, batches).
 
-The index alone determines the sample, whatever the parallel mapping.
+Only the index determines the sample, whatever the parallel mapping.
 
-Validation consists of up to 64 ranges of consecutive samples, one at a hashed position in each of as many equal
-stretches of the data: the tail of the data alone would have another distribution (only the last modules, only the
-newest texts). Consecutive samples share one token (the last label of one is the first input of the next), so the sample
-before and the sample after each range are left out of both parts. The positions depend on the number of samples and the
-fraction alone, never on run.seed: every seed is evaluated on the same text.
+Validation consists of up to 64 ranges of consecutive samples, each at a hashed position in one of as many equal parts
+of the data. The tail of the data would have another distribution, such as only the newest texts. Consecutive samples
+share one token (the last label is the next sample's first input), so the samples next to each range are in neither
+part. The positions depend only on the number of samples and the fraction, not on run.seed: every seed has the same
+held-out text.
 """
 
 import math
@@ -30,13 +30,13 @@ _MIN_RANGE_SAMPLES = 8
 
 @dataclass(frozen=True)
 class IndexRanges:
-    """Disjoint ascending ranges of sample numbers, indexed as if they were one list."""
+    """Disjoint ascending ranges of sample numbers, indexed like one list."""
 
     ranges: tuple[range, ...]
     _ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Compute the position in the concatenated list at which each range ends."""
+        """Compute the end of each range in the concatenated list."""
         object.__setattr__(self, "_ends", tuple(accumulate(len(r) for r in self.ranges)))
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class IndexRanges:
         return self.ranges[which][index - (self._ends[which - 1] if which else 0)]
 
     def count_in(self, others: Sequence[range]) -> int:
-        """Return how many of the sample numbers lie in other ranges, which are ascending and disjoint as well."""
+        """Return the number of these sample numbers in other ranges, which are also ascending and disjoint."""
         total = 0
         first = 0
         for mine in self.ranges:
@@ -67,10 +67,10 @@ class IndexRanges:
 def split_samples(num_samples: int, validation_fraction: float) -> tuple[IndexRanges, IndexRanges]:
     """Divide samples [0, num_samples) into training and validation.
 
-    At least one sample is held out when the fraction is above 0.
+    If the fraction is above 0, at least one sample is held out.
 
     Returns:
-        (training, validation); no training sample neighbours a validation sample.
+        (training, validation); no training sample is next to a validation sample.
 
     Raises:
         ConfigError: the fraction is outside [0, 1) or leaves no sample to train on.
@@ -117,7 +117,7 @@ def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
 
 
 class TokenStream(ABC):
-    """A long sequence of token ids that is read in parts; it may come from files, and have an index of documents."""
+    """Long sequence of token ids, read in parts; it may come from files, and have an index of documents."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class TokenStream(ABC):
         raise NotImplementedError
 
     def describe_location(self, token: int) -> str:
-        """Return the file and position of a token, for a message; empty if it is not of a file."""
+        """Return the file and position of a token, for a message; empty if it is not from a file."""
         return ""
 
     def drop_files(self, names: Iterable[str]) -> None:
@@ -141,7 +141,7 @@ class TokenStream(ABC):
 
     @property
     def dropped_tokens(self) -> list[range]:
-        """The token ranges of the dropped files, ascending."""
+        """Token ranges of the dropped files, ascending."""
         return []
 
     def is_dropped(self, start: int, stop: int) -> bool:
@@ -152,11 +152,11 @@ class TokenStream(ABC):
 class PackedSamples(SampleSource):
     """Documents packed without padding: sample i is tokens[i*S : i*S + S + 1], S = seq_len.
 
-    Consecutive samples share one token, so every token but the first of the stream is a label exactly once.
+    Consecutive samples share one token, so every token except the first is a label exactly once.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, document_end: int = -1) -> None:
-        """Split a stream into samples; a tail shorter than seq_len is left out."""
+        """Split a stream into samples; a tail shorter than seq_len is not used."""
         self.stream = stream
         self.seq_len = seq_len
         self.document_end = document_end
@@ -213,10 +213,11 @@ class IndexAnnotatedSamples(PackedSamples):
 
 
 class Sampler(SampleSource):
-    """Samples in the order in which a run visits them, without end, the same under every parallel mapping.
+    """Endless sequence of samples in the order of a run, the same under every parallel mapping.
 
-    The number of a sample is its index in the run, 0-based and without an upper limit; the length is an epoch's.
-    `annotated_sample` raises ConfigError if there is no sample, or the data holds an id outside the model's vocabulary.
+    The number of a sample is its index in the run, 0-based and without an upper limit; the length is the number of
+    samples in an epoch. `annotated_sample` raises ConfigError if there is no sample, or the data holds an id outside
+    the model's vocabulary.
     """
 
     split_name: str = "training"
@@ -282,19 +283,19 @@ class Sampler(SampleSource):
         return f"sample {index}"
 
     def state(self, index: int) -> Any:
-        """Return a JSON-serialisable state that speeds up reaching sample `index` later; None if none is needed."""
+        """Return a JSON-serialisable state for fast access to sample `index` later; None if no state is needed."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Restore a state returned by `state`; it only saves time, the samples are the same without it."""
+        """Restore a state returned by `state`; it only saves time and does not change the samples."""
         return
 
 
 class Split(Sampler):
-    """The training or the validation samples, in the order in which a run visits them.
+    """Training or validation samples, in the order of a run.
 
-    Sample n depends on n alone: epoch n // len(split), and a position in that epoch's order. The position of a run is
-    therefore the number of samples it has consumed, whatever the parallel mapping.
+    Sample n depends only on n: on the epoch n // len(split) and the position in that epoch's order. The position of a
+    run is therefore the number of samples it has consumed, whatever the parallel mapping.
     """
 
     def __init__(
@@ -305,13 +306,12 @@ class Split(Sampler):
         Args:
             source: all samples of the data.
             members: the sample numbers of this part.
-            order_key: key of the shuffled order, which differs in each epoch; None visits samples in the order of the
-                data.
+            order_key: key of the shuffled order, which differs in each epoch; None: the order of the data.
         """
         self.seq_len = source.seq_len
         self.split_name = split_name
         self.has_annotations = source.has_annotations
-        # Its samples may belong to other parts too.
+        # Samples of the source may also belong to other parts.
         self.filled = source.filled
         self._source = source
         self._members = members
@@ -378,14 +378,14 @@ _OFFSET = _MODULUS // 2
 
 
 class Mixture(Sampler):
-    """Samplers interleaved by their shares; each advances independently, through epochs of its own."""
+    """Samplers interleaved by their shares; each advances independently, in its own epochs."""
 
     def __init__(self, parts: Sequence[Sampler], shares: Sequence[float]) -> None:
         """Interleave samplers.
 
         Args:
             parts: the samplers, all of the same sequence length.
-            shares: the share of each, above 0, in any unit.
+            shares: share of each part, above 0, in any unit.
         """
         self.seq_len = parts[0].seq_len
         self.split_name = parts[0].split_name
@@ -447,7 +447,7 @@ class Mixture(Sampler):
         return min(length - 1, math.ceil(sum(lost)))
 
     def state(self, index: int) -> Any:
-        """Return the states of the parts, None if none has any."""
+        """Return the states of the parts; None if no part has a state."""
         states = [part.state(self._count(which, index)) for which, part in enumerate(self._parts)]
         return None if all(state is None for state in states) else states
 
@@ -457,7 +457,7 @@ class Mixture(Sampler):
             part.restore(part_state)
 
     def _count(self, which: int, num_samples: int) -> int:
-        """Return how many of the first samples come from a part."""
+        """Return the number of the first samples that come from a part."""
         start = self._ends[which - 1] if which else 0
         return _count_below(self._ends[which], num_samples) - _count_below(start, num_samples)
 
@@ -496,7 +496,7 @@ class StridedSampler(Sampler):
         """Select the samples of a site.
 
         Args:
-            number: this site, from 0.
+            number: number of this site, from 0.
         """
         self.seq_len = source.seq_len
         self.split_name = source.split_name
@@ -524,7 +524,7 @@ class StridedSampler(Sampler):
 
     @property
     def num_dropped(self) -> int:
-        """Estimated number of this site's dropped samples in an epoch; all of them if the source has no others."""
+        """Estimated number of this site's dropped samples in an epoch; all samples if the source drops all."""
         if self._source.is_all_dropped:
             return len(self)
         return min(len(self) - 1, math.ceil(self._source.num_dropped / self._count))

@@ -42,7 +42,7 @@ FORMAT_VERSION = 4
 RESPONSE_BIT = np.uint32(1 << 31)
 FIRST_TOKEN_BIT = np.uint32(1 << 30)
 LABEL_BIT = np.uint32(1 << 29)
-"""Of the first token of a conversation; its meaning depends on the kind of data."""
+"""Bit of the first token of a conversation; its meaning depends on the kind of data."""
 _ID_MASK = np.uint32((1 << 29) - 1)
 _BATCH_ROWS = 256
 _SCAN_CHUNK_TOKENS = 2**24
@@ -52,21 +52,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConversationToRender:
-    """A conversation of the files, as it is rendered."""
+    """Conversation of the files, ready for rendering."""
 
     messages: Sequence[Message]
     tools: Any
     location: str
     """FILE:LINE, for messages."""
     size_bytes: int
-    """Bytes of the files that it accounts for, for the progress."""
+    """Its bytes in the files, for the progress."""
     untrained: frozenset[int] = frozenset()
     """Indices of the assistant's messages that belong to the prompt, and have no targets."""
     has_label: bool = False
-    """Sets `LABEL_BIT`."""
+    """Whether to set `LABEL_BIT`."""
 
     def request(self) -> ChatRequest:
-        """Return what the template is asked to render."""
+        """Return the request to the template."""
         roles = enumerate(message["role"] for message in self.messages)
         targets = tuple(i for i, role in roles if role == "assistant" and i not in self.untrained)
         return ChatRequest(self.messages, self.tools, self.location, targets)
@@ -74,25 +74,25 @@ class ConversationToRender:
 
 @dataclass(frozen=True, slots=True)
 class ConversationReader:
-    """Reader that turns the rows of the files into conversations."""
+    """Reader that converts the rows of the files to conversations."""
 
     identity: tuple[str, ...]
-    """It changes with anything that changes the conversations; part of the name of the cache entry."""
+    """Part of the name of the cache entry, which differs for different conversations."""
     read: Callable[[Iterator[JsonlRecord]], Iterator[ConversationToRender]]
     read_alone: Callable[[JsonlRecord], Sequence[ConversationToRender]] | None = None
-    """Returns the conversations of one row without those that it has for other rows; None: `read` does."""
+    """Returns the conversations that depend only on one row; None: `read` does."""
 
     def of_row(self, record: JsonlRecord) -> Sequence[ConversationToRender]:
-        """Return the conversations of one row alone."""
+        """Return the conversations that depend only on one row."""
         return list(self.read(iter([record]))) if self.read_alone is None else self.read_alone(record)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedConversations:
-    """All conversations of the files, tokenised; memory holds their offsets only, the ids stay on disk."""
+    """All conversations of the files, tokenised; only their offsets are in memory, the ids stay on disk."""
 
     flagged: ShardReader
-    """Ids with `RESPONSE_BIT` and `FIRST_TOKEN_BIT`, one conversation after another, uint32 [tokens]."""
+    """Ids with `RESPONSE_BIT` and `FIRST_TOKEN_BIT` of all conversations, uint32 [tokens]."""
     starts: NDArray[np.int64]
     """Offset of each conversation's first token, and of the end, [conversations + 1]."""
 
@@ -134,17 +134,17 @@ class ScaledMembers:
     """Conversations to train on, and the factors of their losses."""
 
     members: NDArray[np.int64]
-    """Their numbers, ascending."""
+    """Numbers of the conversations, ascending."""
     scales: NDArray[np.float64] | None = None
     """Factor of the loss of each conversation of the files, [conversations]; None: 1."""
     message: str = ""
-    """Line for the log."""
+    """Message for the log."""
 
 
 class PackedMembers(SampleSource):
-    """Samples of whole members, conversations or pairs of them, and padding; no member spans two samples.
+    """Samples of padding and whole members, which are conversations or pairs; no member spans two samples.
 
-    A sample has S + 1 tokens and shares none with another sample.
+    A sample has S + 1 tokens and shares no token with another sample.
     """
 
     has_annotations = True
@@ -164,13 +164,13 @@ class PackedMembers(SampleSource):
 
         Args:
             members: numbers of the members.
-            lengths: tokens of each, at most seq_len + 1, [members].
+            lengths: tokens of each member, at most seq_len + 1, [members].
         """
         self.seq_len = seq_len
         self._conversations = conversations
         self._pad_id = pad_id
         self.num_tokens = int(lengths.sum())
-        """Tokens of the members, padding aside."""
+        """Tokens of the members, without padding."""
         packing = pack_best_fit(lengths.tolist(), seq_len + 1)
         self._bins = [members[packed] for packed in packing]
         self.filled = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
@@ -188,7 +188,7 @@ class PackedConversations(PackedMembers):
     """Samples of whole conversations, which are truncated to S + 1 tokens.
 
     Args:
-        members: numbers of those to pack, each with a target among its first seq_len + 1 tokens.
+        members: numbers of the conversations to pack, each with a target among its first seq_len + 1 tokens.
         scales: factor of the loss of each conversation, [conversations]; None: 1.
     """
 
@@ -231,15 +231,15 @@ def open_conversations(
     cache_dir: Path | None,
     shows_progress: bool,
 ) -> TokenizedConversations:
-    """Open the conversations that data.path names, except skipped files; tokenises them on the first call.
+    """Open the conversations that data.path names, except skipped files; the first call tokenises them.
 
     Args:
         skipped: files to leave out.
-        reader: how rows become conversations; None: each row is one.
+        reader: conversion of rows to conversations; None: each row is a conversation.
 
     Raises:
         ConfigError: a file is missing, a line is not a conversation (the message has file and line), the tokenizer has
-            no chat template, or there is no conversation at all.
+            no chat template, or there is no conversation.
     """
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     template = load_chat_template(data, tokenizer)
@@ -268,7 +268,7 @@ def open_conversations(
     cached = cached_ids(key, write, cache_dir=cache_dir)
     is_new = bool(report.notes())
     for note in stored_notes(cached, report):
-        # Once a run: of its processes, one shows progress, and one makes the file.
+        # Logged once per run: one process shows progress, and one makes the file.
         if shows_progress or is_new:
             logger.warning("%s", note)
     flagged = read_npy_header(cached).open()
@@ -290,18 +290,19 @@ def pack_conversations(
 ) -> tuple[PackedConversations, PackedConversations]:
     """Split conversations into training and validation, and pack both parts.
 
-    The split depends on the number of conversations and the fraction alone. Conversations without a target among their
+    The split depends only on the number of conversations and the fraction. Conversations without a target among their
     first seq_len + 1 tokens are skipped.
 
     Args:
         data: the recipe's section: validation_fraction, overlong.
-        select: chooses among the conversations that have a target, and scales their losses; None: all, unscaled.
+        select: chooses from the conversations with a target, and scales their losses; None: all, unscaled.
 
     Returns:
         (training, validation).
 
     Raises:
-        ConfigError: none has a response, one is too long and data.overlong is "refuse", or none is left to train on.
+        ConfigError: there is no response, a conversation is too long and data.overlong is "refuse", or no training data
+            is left.
     """
     lengths = np.diff(conversations.starts)
     is_long = lengths > seq_len + 1
@@ -356,7 +357,7 @@ def read_conversations(records: Iterator[JsonlRecord]) -> Iterator[ConversationT
 def _readable(
     records: Iterator[JsonlRecord], reader: ConversationReader, skipped: SkippedRows
 ) -> Iterator[tuple[JsonlRecord, Sequence[ConversationToRender]]]:
-    """Yield the records that a reader can read alone, with their conversations."""
+    """Yield the records that can be read without the other rows, with their conversations."""
     for record in records:
         try:
             conversations = reader.of_row(record)
@@ -383,10 +384,10 @@ class Tokenization:
 def usable_records(files: Sequence[Path], reader: ConversationReader, job: Tokenization) -> Iterator[JsonlRecord]:
     """Yield the records of files that can be read, rendered and tokenised without the other rows.
 
-    A file is tokenised for that: where rows are compared with one another, it is known before which ones there are.
+    This requires tokenising the file, so that readers that compare rows know the usable rows in advance.
 
     Raises:
-        ConfigError: one cannot, unless the report skips such rows.
+        ConfigError: a record cannot be used, unless the report skips such rows.
     """
     skipped = job.report.skipped
     records = (record for path in files for record in jsonl_records(path, skipped.refuse))
@@ -406,7 +407,7 @@ def _write_conversations(
     dtype = np.dtype("<u4")
     file.write(npy_header(dtype, 0))
     num_tokens = 0
-    # The conversations of one row stay together: a row is skipped as a whole.
+    # The conversations of one row stay together, because a row is skipped as a whole.
     rows = (list(of_row) for _, of_row in groupby(conversations, key=lambda one: one.location))
     while batch := list(islice(rows, _BATCH_ROWS)):
         flat = [one for row in batch for one in row]
@@ -431,7 +432,7 @@ def _flag(tokenized: TokenizedConversation, *, has_label: bool) -> NDArray[np.ui
 
 
 def _is_target(flagged: NDArray[np.integer]) -> NDArray[np.bool_]:
-    # The first token of a conversation has no context to be predicted from.
+    # The first token of a conversation has no context for a prediction.
     is_target: NDArray[np.bool_] = (flagged & (RESPONSE_BIT | FIRST_TOKEN_BIT)) == RESPONSE_BIT
     return is_target
 
@@ -452,7 +453,7 @@ def hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.in
 
 
 def conversation_location(data: DataConfig, number: int) -> str:
-    """Return FILE:LINE of a conversation; its number where rows may have been skipped."""
+    """Return FILE:LINE of a conversation; its number if rows may have been skipped."""
     if data.skip_bad_rows:
         return f"data.path: conversation {number + 1}, of those not skipped"
     records = (record for path in conversation_files(data) for record in jsonl_records(path))
@@ -477,7 +478,7 @@ def filled_share(lengths: Sequence[int], seq_len: int) -> float:
     """Return the share of the inputs of samples that are tokens; 1 without samples.
 
     Args:
-        lengths: tokens of each sample, at most seq_len + 1; the last one of a full sample is no input.
+        lengths: tokens of each sample, at most seq_len + 1; the last token of a full sample is not an input.
     """
     return sum(min(length, seq_len) for length in lengths) / (len(lengths) * seq_len) if lengths else 1.0
 
@@ -485,7 +486,7 @@ def filled_share(lengths: Sequence[int], seq_len: int) -> float:
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items into bins by best fit decreasing: longest first, each into the bin with the least sufficient space.
 
-    Uses at most 11/9 of the fewest possible bins and one more (D. S. Johnson, 1973); local, O(n * capacity / 64).
+    Uses at most 11/9 of the minimum number of bins, plus one (D. S. Johnson, 1973); local, O(n * capacity / 64).
 
     Args:
         lengths: length of each item, 1 .. capacity.

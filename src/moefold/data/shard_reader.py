@@ -1,6 +1,6 @@
 """Read parts of token files with `pread`, so that a truncated or deleted file raises an error that names it.
 
-With memory mapping, a page that is gone kills the process by SIGBUS, which names no file and cannot be handled.
+With memory mapping, a missing page kills the process by SIGBUS, which names no file and cannot be handled.
 """
 
 import os
@@ -19,7 +19,7 @@ from moefold.errors import ConfigError, RunError
 
 _ENDS_DTYPE = np.dtype("<i8")
 _BLOCK_ENDS = 512
-"""Document ends in a block of 4 KiB; the last one of each block is kept in memory."""
+"""Document ends in a block of 4 KiB; the last end of each block is kept in memory."""
 _CHECKED_BLOCKS = 2048
 
 
@@ -32,7 +32,7 @@ class DataFileError(Exception):
         Args:
             cause: the defect, with the file.
             remedy: advice if the file is not skipped.
-            shard: name of the file in the recipe; empty if it has none there.
+            shard: name of the file in the recipe; empty if it has no name there.
             seen_at: the rank and step that found it; empty before ranks read.
         """
         super().__init__(cause, remedy, shard, seen_at)
@@ -111,7 +111,7 @@ class ShardReader:
         return self.read(start, max(start, stop))
 
     def read(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Return ids start .. stop-1, which are within the file, [stop - start]; read-only.
+        """Return ids start .. stop-1, which must be in the file, [stop - start]; read-only.
 
         Raises:
             BrokenShardError: the read fails, or the file ends earlier.
@@ -153,8 +153,8 @@ def open_ends_file(index: Path, *, shard: str) -> ShardReader:
         index: the file, of int64.
 
     Raises:
-        ValueError: no index has its size.
-        BrokenShardError: it cannot be read.
+        ValueError: an index cannot have this size.
+        BrokenShardError: the file cannot be read.
     """
     size_bytes = index.stat().st_size
     if size_bytes == 0 or size_bytes % _ENDS_DTYPE.itemsize:
@@ -164,13 +164,13 @@ def open_ends_file(index: Path, *, shard: str) -> ShardReader:
 
 
 class DocumentEnds:
-    """Document index of a token file: for each document one past its last token, ascending.
+    """Document index of a token file: the position after the last token of each document, ascending.
 
-    It is read from disk on demand; one number in 512 is kept in memory.
+    The index is read from disk on demand; one number in 512 is kept in memory.
     """
 
     def __init__(self, index: "EndsReader", num_tokens: int) -> None:
-        """Check that an index is of a file with `num_tokens` tokens.
+        """Check that an index belongs to a file with `num_tokens` tokens.
 
         Raises:
             ValueError: the index is invalid; the text has the reason.
@@ -188,7 +188,7 @@ class DocumentEnds:
         """Return the ends from `start` to `stop` - 1, ascending.
 
         Raises:
-            BrokenShardError: the index cannot be read any more.
+            BrokenShardError: the index is no longer readable.
         """
         first = self._find_block(start - 1)
         last = self._find_block(stop - 1)
@@ -196,10 +196,10 @@ class DocumentEnds:
         return ends[np.searchsorted(ends, start) : np.searchsorted(ends, stop)]
 
     def document_of(self, token: int) -> int:
-        """Return the number of a token's document: how many documents end at or before the token.
+        """Return the number of a token's document: the number of documents that end at or before the token.
 
         Raises:
-            BrokenShardError: the index cannot be read any more.
+            BrokenShardError: the index is no longer readable.
         """
         block = self._find_block(token)
         return block * _BLOCK_ENDS + int(np.searchsorted(self._read(block, block + 1), token, side="right"))
@@ -213,7 +213,7 @@ class DocumentEnds:
         return self._reader.read(first_block * _BLOCK_ENDS, stop).astype(np.int64, copy=False)
 
     def _check(self, num_tokens: int) -> NDArray[np.int64]:
-        """Read the whole index, some blocks at a time; returns the last end of each block."""
+        """Read the whole index, some blocks at a time; return the last end of each block."""
         num_blocks = -(-self._count // _BLOCK_ENDS)
         last_of_block = np.empty(num_blocks, dtype=np.int64)
         before = 0
@@ -245,10 +245,10 @@ _INVALID_FILE_ERRORS = (
 
 
 def map_npy(path: Path) -> np.ndarray[Any, np.dtype[Any]]:
-    """Memory-map an array read-only; reads its header only.
+    """Memory-map an array read-only; only its header is read.
 
     Raises:
-        ValueError: the file cannot be read, is not a complete array of plain numbers, or is an archive of several.
+        ValueError: the file cannot be read, is not a complete array of plain numbers, or has several arrays.
     """
     try:
         check_regular_file(path)

@@ -1,9 +1,8 @@
-"""data.corrupt="skip": find unreadable data files once, before a run starts, and leave them out.
+"""data.corrupt="skip": unreadable data files are found once, before a run starts, and skipped.
 
-Every file is read through before the ranks start, and the result is stored in the token cache, keyed by the sizes and
-times of the files; ranks and later runs use that result. A file is left out as a whole or not at all, so the numbers of
-the samples do not depend on where a reader fails. For token files only headers are checked; `token_file` handles files
-that break later.
+Every file is read completely before the ranks start. The result is stored in the token cache, keyed by the sizes and
+times of the files, for ranks and later runs. A file is skipped as a whole, so the numbers of the samples do not depend
+on where a reader fails. For token files only headers are checked; `token_file` handles files that break later.
 """
 
 import logging
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: bool = False) -> Set[Path]:
-    """Return the files of data.path that are corrupt and left out; none if data.corrupt is "fatal".
+    """Return the corrupt files of data.path, which are skipped; empty if data.corrupt is "fatal".
 
     Args:
         reports: log each file with the reason.
@@ -40,7 +39,7 @@ def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: b
 
 
 def report_skipped(reasons: Mapping[Path, str]) -> None:
-    """Log the files that are left out."""
+    """Log the skipped files."""
     for file, fault in reasons.items():
         # Most reasons already contain the file's path.
         logger.warning("data.corrupt: left out a file: %s", fault if str(file) in fault else f"{file}: {fault}")
@@ -80,7 +79,7 @@ def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]
 
 
 def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path | None) -> dict[str, str]:
-    """Return the cached result for these files; without one, read them all and store it."""
+    """Return the cached result for these files; without a cached result, read all files and store it."""
     states = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = entry_key([FORMAT_VERSION, data.kind, states])
     folders = cache_folders(cache_dir)
@@ -97,10 +96,10 @@ def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path 
 
 
 def _unreadable_reason(data: DataConfig, file: Path) -> str:
-    """Read a file through, and return why it is unreadable; empty if it is readable.
+    """Read a whole file, and return the reason why it is unreadable; empty if it is readable.
 
     Raises:
-        ColumnError: it is readable, and lacks the column of the recipe.
+        ColumnError: a readable file lacks the column of the recipe.
     """
     from moefold.data.file_formats import ColumnError, jsonl_records
     from moefold.data.table_rows import check_rows_readable

@@ -19,7 +19,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
     """Return the source files of the samples in order: named files, and files in named folders.
 
     Names are as in the recipe; below a folder the relative path is appended, so names are the same on every machine.
-    Data sets on the hub have none. A missing token file that data.corrupt="skip" may leave out is included.
+    Data sets on the hub have no files. A missing token file that data.corrupt="skip" may skip is included.
 
     Raises:
         ConfigError: a path is missing.
@@ -47,7 +47,7 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
 
 
 def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
-    """Return whether data.path names a missing token file that data.corrupt="skip" leaves out."""
+    """Return whether data.path names a missing token file that data.corrupt="skip" skips."""
     if is_remote(name):
         return False
     path = Path(name).expanduser()
@@ -73,7 +73,7 @@ def _is_source(data: DataConfig, file: Path) -> bool:
 
 
 def is_jsonl(path: Path) -> bool:
-    """Return whether a file's suffix is one of JSON lines."""
+    """Return whether a file has a suffix of JSON lines."""
     return path.name.lower().endswith(JSONL_SUFFIXES)
 
 

@@ -1,9 +1,8 @@
 """Streaming sampler: tokenise documents on the fly, with bounded memory, no cache and a small resumable state.
 
 The stream is divided into blocks of up to 1,024 samples; a block is packed and shuffled as a whole. The content of
-sample n follows from n and the data alone. The state of a block is its first document and the number of tokens of it
-that belong to the previous block, so a resumed run reads on from there; without a state it reads and discards
-everything before.
+sample n depends only on n and the data. The state of a block is its first document and the number of tokens of it that
+belong to the previous block. A resumed run continues reading there; without a state it reads all earlier data.
 """
 
 from collections import deque
@@ -44,8 +43,8 @@ class StreamingSampler(Sampler):
 
         Args:
             tokenizer: converts text to ids; its separator follows each document.
-            order_key: key of the shuffled order within blocks; None keeps the order of the data.
-            document_end: id that ends a document, to number documents by; -1: no document ids.
+            order_key: key of the shuffled order within blocks; None: the order of the data.
+            document_end: id that ends a document, for document numbers; -1: no document ids.
         """
         self.seq_len = seq_len
         self.block_samples = max(1, min(MAX_BLOCK_SAMPLES, _MAX_BLOCK_TOKENS // seq_len))
@@ -57,11 +56,11 @@ class StreamingSampler(Sampler):
         self._restart()
 
     def __len__(self) -> int:
-        """Return more samples than any run takes: the length of an epoch is unknown in advance."""
+        """Return a number of samples that no run reaches: the length of an epoch is unknown in advance."""
         return NUM_SAMPLES
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index` of the run; reads on to its block.
+        """Return sample `index` of the run; continue reading up to its block.
 
         Raises:
             ConfigError: the data cannot be read, or holds no text.
@@ -81,7 +80,7 @@ class StreamingSampler(Sampler):
         return annotate_documents(tokens, self.document_end) if self.has_annotations else Sample(tokens)
 
     def state(self, index: int) -> Any:
-        """Return the start of the block of sample `index`, or of an earlier block if that one has not been read yet."""
+        """Return the start of the block of sample `index`, or of an earlier block if that block is not read yet."""
         if self._tokens is None or index // self.block_samples < self._block:
             return None
         return self._state
@@ -117,7 +116,7 @@ class StreamingSampler(Sampler):
             tokens[filled : filled + len(part)] = part
             document.used += len(part)
             filled += len(part)
-        # Consecutive samples share a token, so the last token is also the first one of the next block.
+        # Consecutive samples share a token, so the last token is also the first token of the next block.
         document = self._current_document()
         tokens[size] = document.ids[document.used]
         self._block = self._block + 1
@@ -136,7 +135,7 @@ class StreamingSampler(Sampler):
         return self._queue[0]
 
     def _refill(self) -> bool:
-        """Tokenise more documents; at the end of the data, start the next epoch. Returns whether there were any."""
+        """Tokenise more documents; at the end of the data, start the next epoch. Return whether there were any."""
         texts: list[str] = []
         states = []
         size = 0

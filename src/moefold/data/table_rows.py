@@ -1,7 +1,7 @@
 """Texts of one column of a table file: parquet, arrow, CSV, TSV, JSON lines, a JSON array; text files by line.
 
-Text stays text: no cell is taken for a number, a date or a missing value. Files are read in parts of bounded size, and
-every error names the file and the row.
+Text stays text: a cell is never interpreted as a number, a date or a missing value. Files are read in parts of bounded
+size, and every error names the file and the row.
 """
 
 import csv
@@ -50,10 +50,10 @@ FOLDER_SUFFIXES = (*TABLE_SUFFIXES, ".txt")
 """Suffixes of files in a folder: the lines of a text file are rows, as in the package `datasets`."""
 _SLICE_ROWS = 1024
 _END = "\0end of file"
-"""Line after the last one of a CSV file: it is a row of its own, unless a quote is still open."""
+"""Line appended to a CSV file: it is a separate row, unless a quote is still open."""
 _INNER_LINE_END = re.compile(r"(?<=\r)(?!\n)")
 _LONG_LINE_CHARACTERS = 1 << 18
-"""Characters of a first line that need not be whole in the first block of a file."""
+"""Characters after which a first line may continue beyond the first block of a file."""
 
 
 def text_rows(file: Path, column: str, start: int = 0) -> Iterator[tuple[int, str]]:
@@ -154,7 +154,7 @@ def _line_texts(file: Path, column: str) -> Iterator[str]:
 
 
 def _csv_texts(file: Path, column: str) -> Iterator[str]:
-    # The limit belongs to the process; without it, a cell of more than 128 KiB is an error.
+    # The limit applies to the process; by default, a cell of more than 128 KiB is an error.
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = (part for line in decoded_lines(file) for part in (_INNER_LINE_END.split(line) if "\r" in line else [line]))
     rows = csv.reader(chain(lines, [_END]), delimiter="\t" if table_suffix(file) == ".tsv" else ",")
@@ -168,7 +168,7 @@ def _csv_texts(file: Path, column: str) -> Iterator[str]:
         for cells in rows:
             if cells == [_END]:
                 return
-            # An empty line is no row.
+            # An empty line is not a row.
             if cells:
                 row += 1
                 yield _cell(cells, place, names, f"row {row} of {file}")
@@ -207,7 +207,7 @@ def _json_text(fields: dict[str, Any], column: str, location: str) -> str:
 
 
 def _is_json(text: str) -> bool:
-    """Return whether the start of a file is JSON; a longer line than the start is a line of JSON lines, too."""
+    """Return whether the start of a file is JSON; a line that is longer than the start is a line of JSON lines."""
     try:
         parse_json(text)
     except ValueError:
@@ -238,7 +238,7 @@ METADATA_FILES = (*SAVED_DATASET_FILES, "dataset_info.json", "dataset_infos.json
 _CARD = "README.md"
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\n(.*?\n)---[ \t]*(?:\n|\Z)", re.DOTALL)
 _CONFIG_KEYS = frozenset({"config_name", "data_files", "data_dir", "default", "description", "version", "features"})
-"""Keys of a configuration; others are options of a reader of the package."""
+"""Keys of a configuration; other keys are options of a reader of the package."""
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
 
@@ -246,7 +246,7 @@ def check_rows_readable(file: Path, column: str) -> None:
     """Read all rows of a file.
 
     Raises:
-        ColumnError: it lacks the column, or a row holds no text.
+        ColumnError: the file lacks the column, or a row holds no text.
         ConfigError: the file is broken.
     """
     if table_suffix(file) in FOLDER_SUFFIXES and file.name not in METADATA_FILES:
@@ -264,10 +264,10 @@ def split_files(folder: Path, split: str, subset: str) -> list[Path]:
 
     Args:
         split: name of the split.
-        subset: name of a configuration of its README.md; empty: the default one.
+        subset: name of a configuration of its README.md; empty: the default configuration.
 
     Raises:
-        ConfigError: there is no such split or configuration, or no file of it is a table.
+        ConfigError: there is no such split or configuration, or it has no tables.
     """
     if is_saved_dataset(folder):
         return _saved_files(folder, split)
@@ -282,7 +282,7 @@ def split_files(folder: Path, split: str, subset: str) -> list[Path]:
 
 
 def _is_listed(file: Path, folder: Path) -> bool:
-    """Return whether a file may be data: it describes no data set, and is in no folder such as __MACOSX."""
+    """Return whether a file may be data: it does not describe a data set, and is not in a folder such as __MACOSX."""
     inside = file.relative_to(folder).parent.parts
     return file.name not in (*METADATA_FILES, _CARD, "config.json") and not any(
         name.startswith("__") for name in inside
@@ -307,7 +307,7 @@ def _saved_files(folder: Path, split: str) -> list[Path]:
         return [folder / Path(file["filename"]).name for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{folder} is no complete saved data set ({reason}); copy it again") from error
+        raise ConfigError(f"{folder} is not a complete saved data set ({reason}); copy it again") from error
 
 
 def _read(file: Path) -> Any:
@@ -315,7 +315,7 @@ def _read(file: Path) -> Any:
 
 
 def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
-    """Return the files of the format that most of them have."""
+    """Return the files of the most frequent format."""
     formats = Counter(table_suffix(Path(name)) for name in names)
     tables = [(count, suffix) for suffix, count in formats.items() if suffix in FOLDER_SUFFIXES]
     if not tables:
@@ -323,7 +323,7 @@ def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
         raise ConfigError(f"{folder} has no file in {', '.join(FOLDER_SUFFIXES)} for this split (found: {found})")
     most = max(tables)[0]
     best = [suffix for count, suffix in tables if count == most]
-    # A description such as stats.json may stand next to the one file with text.
+    # A description such as stats.json may be next to the only file with text.
     best = [suffix for suffix in best if suffix not in (".json", ".txt")] or best
     if len(best) > 1:
         raise ConfigError(
@@ -353,19 +353,19 @@ def _named_splits(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Return the names that match a pattern, names that match the first pattern first."""
+    """Return the names that match some patterns, in the order of the patterns."""
     from fsspec.utils import glob_translate
 
     found: dict[str, None] = {}
     for pattern in patterns:
-        # A file that has the very name is meant, whatever characters it has.
+        # A file with exactly this name takes precedence over a pattern.
         matches = re.compile(glob_translate(pattern)).match
         found |= dict.fromkeys([pattern] if pattern in names else [name for name in names if matches(name)])
     return list(found)
 
 
 def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[str, list[str]] | None:
-    """Return the files of each split of a configuration of README.md; None if it has none."""
+    """Return the files of each split of a configuration of README.md; None if there is no such configuration."""
     configs = _configurations(folder)
     if not configs:
         return None

@@ -1,4 +1,4 @@
-"""Generated problems with known answers (data.kind="task"): sorting, addition, countdown. Torch-free.
+"""Generated problems with known answers (data.kind="task"): sorting, addition, countdown.
 
 A problem is a pure function of seed and number. The held-out problems are those whose prompt has a small hash, so no
 prompt is in both parts, whatever the seed.
@@ -21,7 +21,7 @@ from moefold.errors import ConfigError
 Draw = Callable[[int], int]
 """Returns a uniform number in [0, n)."""
 MAX_COUNTDOWN_NUMBER = 20
-"""With 9, three numbers have 1,959 problems, which a small model memorises; with 20, 13,633."""
+"""Largest number: with 9, three numbers have 1,959 problems, which a small model memorises; with 20, 13,633."""
 MAX_COUNTDOWN_TARGET = 99
 _MAX_ATTEMPTS = 10_000
 _HASH_RANGE = 2**32
@@ -34,9 +34,9 @@ class TaskProblem:
 
     prompt: str
     answer: str
-    """A correct answer; others may be correct as well."""
+    """A correct answer; others may also be correct."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What the reward function gets, by name."""
+    """Arguments of the reward function, by name."""
 
 
 def sort_problem(draw: Draw, size: int) -> TaskProblem:
@@ -56,8 +56,8 @@ def add_problem(draw: Draw, size: int) -> TaskProblem:
 def countdown_problem(draw: Draw, size: int) -> TaskProblem:
     """Draw numbers and a target that they reach by + - *, each used once.
 
-    The prompt has the numbers in ascending order, so that a held-out problem is not trained on in another order. The
-    answer is one of many: random operators between the numbers in a random order.
+    The prompt has the numbers in ascending order, so that training has no held-out problem in another order. The answer
+    is one of many: random operators between the numbers in a random order.
     """
     for _ in range(_MAX_ATTEMPTS):
         shuffled = [1 + draw(MAX_COUNTDOWN_NUMBER) for _ in range(size)]
@@ -91,7 +91,7 @@ TASKS: Mapping[str, Callable[[Draw, int], TaskProblem]] = {
     "add": add_problem,
     "countdown": countdown_problem,
 }
-"""The generator of each data.task."""
+"""Generator of each data.task."""
 
 
 def draw_numbers(key: int) -> Draw:
@@ -117,7 +117,7 @@ class Problems:
         Args:
             data: the recipe's section: task, task_size, validation_fraction.
             seed: run.seed; the held-out problems are the same for every seed.
-            is_validation: the held-out problems, instead of those to train on.
+            is_validation: select the held-out problems instead of the training problems.
         """
         self._make = TASKS[data.task]
         self._size = data.task_size
@@ -143,12 +143,12 @@ def _prompt_hash(prompt: str) -> int:
 
 
 NUM_SAMPLES = 2**40
-"""Samples of a task; endless in effect."""
+"""Samples of a task; practically unlimited."""
 _PROBLEMS_A_SAMPLE = 2**20
 
 
 class TaskSampler(Sampler):
-    """Samples of problems with their answers, for supervised fine-tuning: packed, and the loss is on the answers."""
+    """Samples of problems with their answers, packed for supervised fine-tuning with the loss on the answers."""
 
     has_annotations = True
 
@@ -171,7 +171,7 @@ class TaskSampler(Sampler):
         return self._num_samples
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return a sample of as many whole problems as fit; the rest is padding, which is not trained on."""
+        """Return a sample of as many whole problems as fit; the rest is padding."""
         size = self.seq_len + 1
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
@@ -217,7 +217,7 @@ def open_task(
 
 
 def check_task_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer has an end-of-text token, which ends answers; raise ConfigError if it has none."""
+    """Check that a tokenizer has an end-of-text token, which ends answers; else raise ConfigError."""
     if tokenizer.separator_id is None:
         raise ConfigError(
             f"data.tokenizer={data.tokenizer!r} has no end-of-text token, so no answer would ever end; name a "

@@ -1,10 +1,10 @@
 """Program of the subprocess that renders chat templates; imports only Jinja and the standard library.
 
-A template comes with a tokenizer and is untrusted. Jinja's sandbox keeps it from files and Python objects, but not from
-endless loops and texts: so it runs in a separate process, with limits on memory and on the CPU time of each
+A template of a tokenizer is untrusted. Jinja's sandbox prevents access to files and Python objects, but not endless
+loops and texts. The template therefore runs in a separate process, with limits on memory and on the CPU time of each
 conversation.
 
-It is run by `limited_worker.py`. The first request compiles the template; all others render conversations.
+`limited_worker.py` runs it. The first request compiles the template; all other requests render conversations.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ Answer = dict[str, Any]
 Message = dict[str, Any]
 Render = Callable[[Mapping[str, Any]], str]
 _PROBE = "\ue000\ue001\ue002"
-"""Content that no conversation has and that no template strips, to find the place of a turn."""
+"""Content for finding the place of a turn; conversations do not contain it, and templates do not strip it."""
 
 
 class TemplateRenderError(Exception):
@@ -67,7 +67,7 @@ class TurnMovedError(Exception):
 
 
 class _Conversation:
-    """A conversation, as a template writes it and its beginnings."""
+    """Conversation whose prefixes a template writes."""
 
     def __init__(
         self, messages: Sequence[Message], request: Mapping[str, Any], render: Render, settings: Mapping[str, Any]
@@ -86,7 +86,7 @@ class _Conversation:
         Args:
             count: number of messages.
             prompts: add the generation prompt.
-            messages: to write instead of the conversation's messages.
+            messages: messages to write instead of the conversation's.
         """
         values = {
             "messages": (self._messages if messages is None else messages)[:count],
@@ -112,7 +112,7 @@ class _Conversation:
             spans = found
         prompts: list[int | str] = []
         for i in targets:
-            # Some templates refuse a conversation that ends before an answer: the marks are right all the same.
+            # Some templates refuse a conversation that ends before an answer; the marks are correct anyway.
             with contextlib.suppress(TemplateRenderError):
                 prompts.append(_as_prefix(self.write(i, prompts=True)[0], text))
         return {"text": text, "spans": spans, "prompts": prompts, "altered": 0}
@@ -130,7 +130,7 @@ class _Conversation:
             if text.startswith(after) and begins:
                 spans.append((min(len(before), len(after)), len(after)))
             elif text.startswith(after) and text.startswith(head := self.write(i, prompts=False)[0] if i else ""):
-                # The generation prompt is not how the template begins a finished turn: it may open <think>.
+                # The generation prompt may differ from the start of a finished turn, such as by an opening <think>.
                 spans.append((min(max(len(head), _common_length(text, before)), len(after)), len(after)))
             else:
                 span, is_whole = self._find_turn(i, text)
@@ -140,10 +140,10 @@ class _Conversation:
         return {"text": text, "spans": spans, "prompts": prompts, "altered": altered}
 
     def _find_turn(self, i: int, text: str) -> tuple[tuple[int, int], bool]:
-        """Find a turn that the template writes differently when others follow, by writing another content in its place.
+        """Find a turn that the template changes when others follow, by replacing its content.
 
         Returns:
-            The span of the content and its end mark, and whether the whole content is there.
+            The span of the content and its end mark, and whether the content is complete.
         """
         content = self._messages[i].get("content")
         if not isinstance(content, str) or not content.strip():
@@ -224,7 +224,7 @@ def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:
     def render(values: Mapping[str, Any]) -> str:
         try:
             return template.render(**values)
-        # An untrusted template may fail in any way that an expression can.
+        # An untrusted template may raise any exception.
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             reason = str(error)
         except (RecursionError, MemoryError) as error:

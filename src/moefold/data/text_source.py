@@ -33,17 +33,17 @@ class TextFile:
     size_bytes: int
     mtime_ns: int
     is_named: bool
-    """The recipe names the file itself, not its folder: then it may not be skipped."""
+    """Whether the recipe names the file itself, not its folder; such a file may not be skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A part of a document, at most about 1 MiB long, to bound the memory for documents of any size."""
+    """A part of a document, at most about 1 MiB long, which bounds the memory for documents of any size."""
 
     text: str
     ends_document: bool
     size_bytes: int
-    """Bytes of source text that the chunk stands for, for progress."""
+    """Bytes of the source of the chunk, for progress."""
 
 
 class TextSource(Protocol):
@@ -51,7 +51,7 @@ class TextSource(Protocol):
 
     @property
     def kind(self) -> str:
-        """Kind of data; the same identity means other text under another kind."""
+        """Kind of data, which is part of the cache key."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class Corpus:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files, including files that turn out not to be text."""
+        """Bytes of all files, including files that are not text."""
         return sum(file.size_bytes for file in self.files)
 
     @property
@@ -100,7 +100,7 @@ class Corpus:
 
 
 def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -> Corpus:
-    """Return the text files that data.path names, folders recursively, except skipped ones; each file is a document.
+    """Return the text files that data.path names, folders recursively, except skipped files; each file is a document.
 
     Raises:
         ConfigError: a path is missing or named twice, or there is no file with text.
@@ -131,7 +131,7 @@ def python_docs_corpus() -> Corpus:
     """Return the language reference (pydoc_data.topics, one document per topic) and the standard library's sources.
 
     Raises:
-        ConfigError: this Python installation has neither.
+        ConfigError: this Python installation has no such texts.
     """
     files = tuple(_stat_text_file(file, is_named=True) for file in _python_docs_files())
     if not files:
@@ -246,7 +246,7 @@ def _decoded_chunks(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator
 def _split_position(text: str) -> int:
     """Return the end of the last line that is followed by a line starting with a word.
 
-    Byte-level tokenizers split words there, so the chunks encode to the same tokens as the whole text.
+    Byte-level tokenizers split words there, so that chunks have the same tokens as the whole text.
     """
     end = len(text) - 1
     while (end := text.rfind("\n", 1, end)) > 0:

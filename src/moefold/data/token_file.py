@@ -1,7 +1,7 @@
 """Token files (.bin, .npy) read as one stream, and the list of token files recorded when a run begins.
 
 The numbers of the samples follow from the files and their lengths. A checkpoint stores both: if a file breaks later,
-the samples with a token of it are skipped, and all others keep their numbers.
+only samples with its tokens are skipped, and all others keep their numbers.
 """
 
 import os
@@ -50,10 +50,10 @@ class MegatronIndex:
 
     Attributes:
         path: the file.
-        dtype: of the ids in the .bin.
+        dtype: dtype of the ids in the .bin.
         num_sequences: N.
-        num_documents: M; document m begins with the sequence whose number is its element.
-        num_tokens: ids in the .bin.
+        num_documents: M; document m begins with sequence documents[m].
+        num_tokens: number of ids in the .bin.
     """
 
     path: Path
@@ -67,7 +67,7 @@ class MegatronIndex:
         return self.num_documents
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return for the documents start .. stop-1 one past their last token.
+        """Return the positions after the last tokens of the documents start .. stop-1.
 
         Raises:
             BrokenShardError: the index cannot be read.
@@ -94,7 +94,7 @@ class BinLayout:
     """Layout of a .bin file.
 
     Attributes:
-        dtype: of the ids.
+        dtype: dtype of the ids.
         offset_bytes: bytes before the first id.
         num_tokens: ids.
     """
@@ -108,7 +108,7 @@ def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
     """Return the layout of a .bin file: by Megatron's index, by llm.c's header, or bare ids of `token_dtype`.
 
     Raises:
-        ConfigError: the size of the file is not what index, header or dtype say.
+        ConfigError: the size of the file contradicts the index, header or dtype.
         OSError: the file cannot be read.
     """
     size_bytes = path.stat().st_size
@@ -130,7 +130,7 @@ def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
     dtype = np.dtype(token_dtype).newbyteorder("<")
     if size_bytes % dtype.itemsize:
         raise ConfigError(
-            f"{path} has {size_bytes} bytes, which is no multiple of the {dtype.itemsize} bytes of "
+            f"{path} has {size_bytes} bytes, which is not a multiple of the {dtype.itemsize} bytes of "
             f"data.token_dtype={token_dtype}; set the type it was written with, or copy the file again"
         )
     return BinLayout(dtype, 0, size_bytes // dtype.itemsize)
@@ -140,7 +140,7 @@ def read_megatron_index(path: Path) -> MegatronIndex | None:
     """Read the head of the .idx next to a .bin file; None if there is no such file.
 
     Raises:
-        ConfigError: it is no index of Megatron, or of another file.
+        ConfigError: the file is not an index of Megatron, or belongs to another file.
     """
     index = path.with_suffix(MEGATRON_SUFFIX)
     if path.suffix != ".bin" or not index.is_file():
@@ -153,8 +153,8 @@ def read_megatron_index(path: Path) -> MegatronIndex | None:
         raise ConfigError(f"{index} cannot be read: {error.strerror}") from None
     if len(head) < _MEGATRON_HEADER.size or not head.startswith(_MEGATRON_MAGIC):
         raise ConfigError(
-            f"{index}, next to {path.name}, is no index of Megatron (MMIDIDX), the only one that is read; move it away "
-            "if the .bin is bare ids of data.token_dtype"
+            f"{index}, next to {path.name}, is not an index of Megatron (MMIDIDX), the only index that is read; "
+            "move it away if the .bin is bare ids of data.token_dtype"
         )
     _, version, code, num_sequences, num_ends = _MEGATRON_HEADER.unpack(head)
     if version != 1 or code not in _MEGATRON_DTYPES:
@@ -177,7 +177,7 @@ def read_megatron_index(path: Path) -> MegatronIndex | None:
 
 
 def _end_of_last_sequence(index: MegatronIndex) -> int:
-    """Return the byte after the last sequence."""
+    """Return the position of the byte after the last sequence."""
     count = index.num_sequences
     if not count:
         return 0
@@ -192,7 +192,7 @@ def _end_of_last_sequence(index: MegatronIndex) -> int:
 SUFFIXES = (".bin", ".npy")
 TOKENIZE_INFO_FILE = "tokenize.json"
 """File with which `moefold tokenize` describes an output folder."""
-# Bounded, since data sets have up to thousands of shards.
+# Bounded, because data sets have up to thousands of shards.
 _MAX_OPEN_FILES = 64
 _MAX_PROBED_TOKENS = 2**24
 _PROBE_TOKENS = 2**14
@@ -247,10 +247,10 @@ class TokenFileStream(TokenStream):
         """Concatenate files in their order.
 
         Args:
-            files: files of at least one token each.
+            files: files with at least one token each.
             vocab_size: rows of the model's embedding; ids must be below.
-            dropped: names of files that are dropped from the start.
-            is_indexed: the run uses the document index next to each file; otherwise such an index is ignored.
+            dropped: names of files that are dropped initially.
+            is_indexed: whether the run uses the document index next to each file.
         """
         self._files = files
         self._ends = tuple(accumulate(file.num_tokens for file in files))
@@ -298,7 +298,7 @@ class TokenFileStream(TokenStream):
     def describe_location(self, token: int) -> str:
         """Return file and position of a token and, if documents are indexed, its document number, for a message.
 
-        Never raises, since it is used in messages of other errors.
+        Raises no exception, because messages of other errors use it.
         """
         which, offset, _ = next(self._file_segments(token, token + 1))
         file = self._files[which]
@@ -328,10 +328,10 @@ class TokenFileStream(TokenStream):
         return begins
 
     def find_bad_files(self) -> dict[str, BrokenShardError | OutOfVocabError]:
-        """Read up to 16 Mi tokens, spread evenly, to find most out-of-vocabulary ids before a run starts.
+        """Read up to 16 Mi evenly spread tokens, which finds most out-of-vocabulary ids before a run starts.
 
         Returns:
-            The errors by file name; a bad file is not read any further.
+            The errors by file name; reading of a bad file stops at its first error.
         """
         found: dict[str, BrokenShardError | OutOfVocabError] = {}
         num_probes = min(_MAX_PROBED_TOKENS // _PROBE_TOKENS, -(-len(self) // _PROBE_TOKENS))
@@ -358,7 +358,7 @@ class TokenFileStream(TokenStream):
             raise fault
 
     def _file_segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the file segments that contain tokens start .. stop-1: file index, offset in it and length."""
+        """Yield the file segments that contain tokens start .. stop-1: file index, offset in the file and length."""
         which = bisect_right(self._ends, start)
         while start < stop:
             offset = start - (self._ends[which] - self._files[which].num_tokens)
@@ -393,9 +393,9 @@ class TokenFileStream(TokenStream):
 
 
 def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[TokenFile, ...]:
-    """Return the .bin and .npy files that data.path names, folders recursively, except the skipped ones.
+    """Return the .bin and .npy files that data.path names, folders recursively, except skipped files.
 
-    Reads headers and sizes only. Files without a token are left out if others have some.
+    Only headers and sizes are read. Files without tokens are ignored if others have tokens.
 
     Raises:
         ConfigError: a path is missing, named twice, or not of these two formats; or all files are empty.
@@ -426,8 +426,8 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
     """Open and validate the document index next to a token file of `num_tokens` tokens.
 
     Raises:
-        ConfigError: there is none, it is broken, or it is of a file with another number of tokens.
-        BrokenShardError: it cannot be read to its end.
+        ConfigError: the index is missing, broken, or of a file with another number of tokens.
+        BrokenShardError: it cannot be read completely.
     """
     index = document_ends_path(path)
     try:
@@ -440,7 +440,7 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{index} is no index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending "
+            f"{index} is not an index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending "
             f"({error}); tokenise again"
         ) from error
 
@@ -472,7 +472,7 @@ def check_finished(folder: Path) -> None:
 
 
 def read_tokenize_info(folder: Path) -> dict[str, Any]:
-    """Return what `moefold tokenize` recorded about the token files of a folder; empty if it made none of them.
+    """Return the record of `moefold tokenize` on the token files of a folder; empty if it did not make them.
 
     Raises:
         ConfigError: the record is broken.
@@ -496,7 +496,7 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
     """Read the header and size of a token file.
 
     Raises:
-        ConfigError: it is neither a .bin of whole ids, of Megatron or of llm.c, nor a complete .npy.
+        ConfigError: the file is not a .bin of whole ids, of Megatron or of llm.c, and not a complete .npy.
     """
     if not os.access(path, os.R_OK):
         raise ConfigError(f"data.path: {path} is not readable; give read access or leave it out")
@@ -516,22 +516,22 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
 
 @dataclass(frozen=True)
 class TokenFileSet:
-    """Token files by their names in the recipe, in the order of the data, as recorded when a run began."""
+    """Token files by their names in the recipe, in the order of the data, recorded at the start of a run."""
 
     num_tokens: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens in each file, at least one."""
     dropped: Mapping[str, str] = field(default_factory=dict)
-    """Files that are left out, each with the reason."""
+    """Dropped files, each with the reason."""
 
     def without(self, dropped: Mapping[str, str]) -> Self:
-        """Return the same files with more of them dropped; a reason that was given before stays."""
+        """Return the files with more of them dropped; earlier reasons are kept."""
         return replace(self, dropped={**dropped, **self.dropped})
 
     def files(self, data: DataConfig) -> tuple[TokenFile, ...]:
-        """Return the files that data.path names, including the dropped ones.
+        """Return the files that data.path names, including dropped files.
 
         Raises:
-            ConfigError: there is none, or a path is named twice.
+            ConfigError: there is no file, or a path is named twice.
         """
         names = (data.path,) if isinstance(data.path, str) else data.path
         roots = [Path(name) for name in names]
@@ -548,7 +548,7 @@ class TokenFileSet:
 
 
 def _recorded_file(path: Path, num_tokens: int, token_dtype: str, name: str) -> TokenFile:
-    """Return a file of a run by its name; one that is gone is reported when it is read."""
+    """Return a file of a run by its name; a missing file is reported when it is read."""
     if path.suffix != ".bin":
         return TokenFile(path, num_tokens, None, name)
     if not path.is_file():
@@ -558,7 +558,7 @@ def _recorded_file(path: Path, num_tokens: int, token_dtype: str, name: str) -> 
 
 
 def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str] = frozenset()) -> TokenFileSet:
-    """Return the token files of a new run; under data.corrupt="skip", files with out-of-vocabulary ids are dropped.
+    """Return the token files of a new run; data.corrupt="skip" drops files with out-of-vocabulary ids.
 
     Args:
         skipped: names of files that cannot be read.
@@ -581,14 +581,14 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
 
 
 def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped: Set[str]) -> None:
-    """Check that the token files of a checkpoint are the recipe's, with the same lengths and order.
+    """Check that the token files of a checkpoint equal the recipe's, with the same lengths and order.
 
     Args:
-        token_file_set: the files in the checkpoint; the dropped ones are not checked.
+        token_file_set: the files in the checkpoint; dropped files are not checked.
         skipped: names of files of data.path that the run never had, or that cannot be read now.
 
     Raises:
-        ConfigError: they differ; the run would read files that the recipe does not name, or renumber its samples.
+        ConfigError: the files differ: the run would read files that the recipe does not name, or renumber its samples.
     """
     theirs = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}
     ours = _count_tokens(data, skipped | token_file_set.dropped.keys())
@@ -609,7 +609,7 @@ def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped:
 
 
 def _count_tokens(data: DataConfig, skipped: Set[str]) -> dict[str, int]:
-    """Return the number of tokens of each non-empty file of data.path, by name; reads headers."""
+    """Return the number of tokens of each non-empty file of data.path, by name, from the headers."""
     counts = {
         name: read_header(path, data.token_dtype).num_tokens
         for name, path in named_sources(data)

@@ -1,4 +1,4 @@
-"""The tokenizer that made the ids of token files, compared with the one that a run names."""
+"""Comparison of the tokenizer of token files with the tokenizer of a run."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from moefold.errors import ConfigError
 
 
 def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: str) -> str:
-    """Compare the tokenizer of token files with the tokenizer of a run, by what makes the ids of a text.
+    """Compare the tokenizers of token files and of a run, by the facts that determine the ids of a text.
 
     Args:
-        tokenizer: the tokenizer of the run; bare numbers are compared with none.
+        tokenizer: the tokenizer of the run; bare numbers are not compared.
         name: data.tokenizer, for messages.
 
     Returns:

@@ -1,6 +1,6 @@
 """Offline tokenisation (`moefold tokenize`): plan shards, write them in parallel, and resume after a kill.
 
-The input alone determines the shards, so the output does not depend on the number of processes. A shard is complete or
+Only the input determines the shards, so the output does not depend on the number of processes. A shard is complete or
 absent, and has a document index next to it. `TOKENIZE_INFO_FILE` records the input and settings of a folder.
 """
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InputSlice:
-    """A part of a file: a byte range of JSON lines, row groups of parquet, or a whole text or compressed file."""
+    """Part of a file: a byte range of JSON lines, row groups of parquet, or a whole text or compressed file."""
 
     path: Path
     input_format: InputFormat
@@ -78,7 +78,7 @@ class Shard:
 
 
 def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tuple[Path, InputFormat], ...]:
-    """Return the named files, folders recursively, each with its format; excludes the output folder.
+    """Return the named files, folders recursively, each with its format, except the output folder.
 
     Args:
         input_format: an `InputFormat`, or "auto": by the file's suffix, text if it is unknown.
@@ -133,21 +133,21 @@ class TextColumn:
     tokenizer: OffsetTokenizer
 
     def check(self, text: str, location: str) -> str:
-        """Return a text that the tokenizer can take; raise ConfigError for another one."""
+        """Return a text if the tokenizer accepts it; else raise ConfigError."""
         reject_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
         return text
 
     def text(self, record: JsonlRecord) -> str:
-        """Return the text of a record; raise ConfigError if it has none."""
+        """Return the text of a record; raise ConfigError if it has no text."""
         return self.check(column_text(record.fields, self.name, record.location), record.location)
 
 
 def read_chunks(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[TextChunk]:
-    """Yield the documents of a slice, long texts in chunks; empty ones are left out.
+    """Yield the non-empty documents of a slice, long texts in chunks.
 
     Args:
         input_slice: the part of a file.
-        skipped: gets the errors of lines and rows that hold no text.
+        skipped: receives the errors of lines and rows without text.
 
     Raises:
         ConfigError: the input cannot be read, is not text, or lacks the column; the message has file and line (row).
@@ -205,7 +205,7 @@ def _split_file(path: Path, input_format: InputFormat, shard_bytes: int) -> Iter
 
 
 def _has_one_slice(path: Path) -> bool:
-    """Return whether a file of JSON cannot be read from the middle: it is compressed, or one JSON array."""
+    """Return whether a JSON file cannot be read from the middle, because it is compressed or one JSON array."""
     return path.suffix == ".gz" or is_json_array(path)
 
 
@@ -230,7 +230,7 @@ def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: Skipp
             try:
                 text = _line_text(line, path, 2 if at else 1, column)
             except ConfigError as error:
-                # The line number, which requires reading the file, is needed for the message only.
+                # Only the message needs the line number, which requires reading the file.
                 skipped.refuse(error if skipped.count else _numbered_error(line, path, at, column))
                 continue
             yield text, len(line)
@@ -300,20 +300,20 @@ class ShardSize:
     num_tokens: int
     num_documents: int
     num_skipped: int = 0
-    """Lines and rows that held no text."""
+    """Lines and rows without text."""
     first_skipped: str = ""
-    """Error of the first of them."""
+    """Error of the first such line or row."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardWriter:
-    """Tokenises shards; picklable and small, since worker processes load the tokenizer themselves."""
+    """Writer of tokenised shards; picklable and small, because worker processes load the tokenizer themselves."""
 
     out: Path
     tokenizer_name: str
     column: str
     skip_bad_rows: bool = False
-    """Skip lines and rows that hold no text, and count them."""
+    """Whether to skip and count lines and rows without text."""
 
     def load_tokenizer(self) -> OffsetTokenizer:
         """Load the tokenizer: bytes or a tokenizer.json.
@@ -385,7 +385,7 @@ def shard_path(out: Path, number: int) -> Path:
 
 
 def _skipped_path(path: Path) -> Path:
-    """Return the file with the skipped rows of a token file; it exists if there are some."""
+    """Return the file with the skipped rows of a token file; it exists if rows were skipped."""
     return path.with_suffix(".skipped.json")
 
 
@@ -403,7 +403,7 @@ def _read_skipped(path: Path) -> tuple[int, str]:
 
 
 FORMAT_VERSION = 2
-"""Version 1 named a tokenizer by the bytes of its file."""
+"""Version of the record; version 1 identified a tokenizer by the bytes of its file."""
 _MISMATCH_MESSAGES = {
     "format": "of another version of this program",
     "tokenizer": "another --tokenizer",
@@ -428,27 +428,27 @@ class TokenizationResult:
     num_new_tokens: int
     """Tokens written by this call; the others were written by earlier, interrupted calls."""
     num_skipped: int
-    """Lines and rows that held no text, with the ones of earlier calls."""
+    """Lines and rows without text, including earlier calls."""
     first_skipped: str
-    """Error of the first of them."""
+    """Error of the first such line or row."""
 
 
 def tokenize_files(
     inputs: Sequence[str], writer: ShardWriter, *, input_format: str, shard_bytes: int, num_processes: int
 ) -> TokenizationResult:
-    """Tokenise files into a folder that data.kind="tokens" reads.
+    """Tokenise files into a folder for data.kind="tokens".
 
     The shards and every byte of them depend on the input, the tokenizer and shard_bytes, not on the number of
     processes. A call with the same arguments resumes an interrupted one: finished shards stay.
 
     Args:
         writer: the folder, the tokenizer and the column.
-        input_format: of the files: "text", "jsonl", "parquet", or "auto".
+        input_format: format of the files: "text", "jsonl", "parquet", or "auto".
         shard_bytes: input bytes of one shard.
         num_processes: number of parallel processes.
 
     Raises:
-        ConfigError: the input cannot be used (the message has file and line), or the folder holds something else.
+        ConfigError: the input cannot be used (the message has file and line), or the folder has other contents.
     """
     tokenizer = writer.load_tokenizer()
     report_notes(tokenizer)
@@ -545,7 +545,7 @@ def _lock_output_folder(out: Path) -> Iterator[None]:
                 stack.callback(_remove_lock_of_others, out)
         except OSError as error:
             raise unwritable_error(out, error) from error
-        # Errors of the input are ConfigErrors already, so an OSError is of the output folder.
+        # Errors of the input are ConfigErrors already, so an OSError comes from the output folder.
         try:
             yield
         except OSError as error:
@@ -582,7 +582,7 @@ def _check_same_job(out: Path, info: dict[str, Any]) -> None:
             f"{out / TOKENIZE_INFO_FILE} is broken, so the input of its tokens is unknown; remove --out {out}"
         )
     if found.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
-        # A call that failed before its first shard does not restrict the input of this one.
+        # A call that failed before its first shard does not restrict the input of this call.
         return
     wrong = [key for key, value in info.items() if found.get(key) != value]
     if wrong:

@@ -22,24 +22,24 @@ class Tokenizer(Protocol):
     vocab_size: int
     """One more than the largest id."""
     separator_id: int | None = None
-    """The id appended to every document; None joins documents without one."""
+    """Id appended to every document; None: no separator."""
     bos_id: int | None = None
-    """The id that is declared to begin a text; None if there is none."""
+    """Declared id for the start of a text; None: no such id."""
     identity: str
     """Cache key: must stay the same for a tokenised copy to stay valid."""
     notes: tuple[str, ...] = ()
-    """What the files of the tokenizer do not declare and was guessed, or declare and cannot be followed."""
+    """Notes on guesses for missing declarations, and on declarations that are not supported."""
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a text, [tokens], without a separator."""
 
     def encode_start(self, text: str) -> NDArray[np.int64]:
-        """Return the ids of a text, [tokens], with the special tokens that the tokenizer puts around one."""
+        """Return the ids of a text, [tokens], with the special tokens that the tokenizer adds around it."""
         return self.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.int64]]:
-        """Return the ids of several texts, each as `encode` does."""
+        """Return the ids of several texts, each like `encode`."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
 
     @abstractmethod
     def token_table(self) -> TokenTable:
-        """Return what each id writes."""
+        """Return the table of the text of each id."""
 
 
 class OffsetTokenizer(Tokenizer, Protocol):
@@ -59,11 +59,11 @@ class OffsetTokenizer(Tokenizer, Protocol):
 
     @abstractmethod
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return for each text its ids, [tokens], and the range of characters of each id, [tokens, 2]."""
+        """Return the ids of each text, [tokens], and the range of characters of each id, [tokens, 2]."""
 
 
 class ByteTokenizer(OffsetTokenizer):
-    """UTF-8 bytes as ids 0 .. 255; byte 0, which text does not contain, separates documents."""
+    """UTF-8 bytes as ids 0 .. 255; byte 0, which does not occur in text, separates documents."""
 
     vocab_size = 256
     separator_id: int | None = 0
@@ -71,7 +71,7 @@ class ByteTokenizer(OffsetTokenizer):
     added_ids = np.zeros(0, dtype=np.int64)
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the UTF-8 bytes of a text, [bytes]; a chat template may end a turn by a NUL character."""
+        """Return the UTF-8 bytes of a text, [bytes]; a chat template may end a turn with a NUL character."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -79,7 +79,7 @@ class ByteTokenizer(OffsetTokenizer):
         pairs = []
         for text in texts:
             octets = self.encode(text)
-            # Bytes 10xxxxxx continue a character, all others begin one.
+            # Bytes 10xxxxxx continue a character, all other bytes begin a character.
             characters = np.cumsum((octets & 0xC0) != 0x80)
             pairs.append((octets, np.stack([characters - 1, characters], axis=1)))
         return pairs
@@ -92,7 +92,7 @@ class ByteTokenizer(OffsetTokenizer):
         return octets.decode("utf-8", errors="replace")
 
     def token_table(self) -> TokenTable:
-        """Return the bytes; none is special."""
+        """Return the bytes; no id is special."""
         return TokenTable([bytes([byte]) for byte in range(256)], frozenset())
 
 
@@ -116,7 +116,7 @@ class NumberTokenizer(Tokenizer):
         return " ".join(str(i) for i in np.asarray(ids, dtype=np.int64).reshape(-1))
 
     def token_table(self) -> TokenTable:
-        """Return the numbers; none is special."""
+        """Return the numbers; no id is special."""
         return TokenTable([str(i).encode() for i in range(self.vocab_size)], frozenset())
 
 
@@ -152,7 +152,7 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
 
 
 def report_notes(tokenizer: Tokenizer) -> None:
-    """Log what was guessed about a tokenizer; called once by a command."""
+    """Log the notes on a tokenizer; called once per command."""
     for note in tokenizer.notes:
         logger.warning("note: %s", note)
 
@@ -160,13 +160,13 @@ def report_notes(tokenizer: Tokenizer) -> None:
 def reject_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
     """Check that texts of data have no NUL character with the tokenizer "bytes", whose byte 0 ends documents.
 
-    A NUL of a chat template is not part of a text of data: it may end a turn.
+    A NUL of a chat template is allowed, because it is not part of a text of data.
 
     Args:
         value: a text, or JSON values with texts.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: a text has a NUL character.
     """
     if isinstance(tokenizer, ByteTokenizer) and (before := _before_nul(value)) is not None:
         raise ConfigError(
@@ -191,7 +191,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[NDArray[np.
     """Return the ids of texts of documents, without separators.
 
     Raises:
-        ConfigError: one cannot be tokenised, or has a character that would end the document (`reject_nul`).
+        ConfigError: a text cannot be tokenised, or has a character that would end the document (`reject_nul`).
     """
     for text in texts:
         reject_nul(tokenizer, text, "a text")

@@ -1,10 +1,9 @@
-"""The reader of a tokenizer folder: ids, special tokens, chat templates and ends, as transformers declares them.
+"""Reader of a tokenizer folder: ids, special tokens, chat templates and ends, like transformers.
 
-`read_tokenizer_folder` reads every file that `AutoTokenizer` takes something from: tokenizer.json, or vocab.json and
-merges.txt; tokenizer_config.json, special_tokens_map.json, added_tokens.json; chat_template.jinja and
-additional_chat_templates; config.json, which may choose the class of the tokenizer; and, for the ends of a text,
-generation_config.json. No code of the folder is run. The tokenizer itself is loaded in a subprocess
-(`TokenizerProcess`), where the declarations are applied to it. Torch-free.
+`read_tokenizer_folder` reads every file that `AutoTokenizer` uses: tokenizer.json, or vocab.json and merges.txt;
+tokenizer_config.json, special_tokens_map.json, added_tokens.json; chat_template.jinja and additional_chat_templates;
+config.json, which may choose the class of the tokenizer; and, for the ends of a text, generation_config.json. No code
+of the folder is run. A subprocess (`TokenizerProcess`) loads the tokenizer itself and applies the declarations to it.
 """
 
 import json
@@ -33,30 +32,30 @@ from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, Toke
 from moefold.errors import ConfigError
 
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
-"""Classes that use a tokenizer.json as it is."""
+"""Classes that use a tokenizer.json without changes."""
 PLAIN = PLAIN_CLASSES[0]
 _REGISTERED_PLAIN = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast", "MistralCommonBackend")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerClass:
-    """A class that rebuilds its tokenizer."""
+    """Class that rebuilds its tokenizer."""
 
     parts: Mapping[str, Any]
     """normalizer, pre_tokenizer and decoder of a tokenizer.json, and "model": the options of its BPE model."""
     special_tokens: Mapping[str, str]
-    """Special tokens that the class has where no file declares others."""
+    """Special tokens of the class unless a file declares others."""
     takes_unk_token: bool
-    """Whether the BPE model has the declared unk_token."""
+    """Whether the BPE model uses the declared unk_token."""
     replaces_post_processor: bool
-    """Whether the post-processor of a tokenizer.json is replaced by the settings add_bos_token and add_eos_token."""
+    """Whether the settings add_bos_token and add_eos_token replace the post-processor of a tokenizer.json."""
     reads_merges: bool
-    """Whether the class reads vocab.json and merges.txt, where there is no tokenizer.json."""
+    """Whether the class reads vocab.json and merges.txt if there is no tokenizer.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassTable:
-    """The table of classes."""
+    """Table of tokenizer classes."""
 
     classes: Mapping[str, Any]
     model_types: Mapping[str, str]
@@ -73,7 +72,7 @@ class ClassTable:
         return cls(**{**table, "distrusted_model_types": tuple(table["distrusted_model_types"])})
 
     def choose(self, settings: Mapping[str, Any], config: Mapping[str, Any], *, is_byte_level: bool) -> str:
-        """Return the name of the class that `AutoTokenizer` chooses, without "Fast"; `PLAIN` for one of no family.
+        """Return the name of the class that `AutoTokenizer` chooses, without "Fast"; `PLAIN`: no family.
 
         Args:
             settings: tokenizer_config.json.
@@ -97,7 +96,7 @@ class ClassTable:
         return PLAIN if chosen in PLAIN_CLASSES or chosen not in self.known else chosen
 
     def rebuilt(self, name: str, settings: Mapping[str, Any]) -> TokenizerClass | None:
-        """Return the parts of a class under the settings of tokenizer_config.json; None if it is not in the table."""
+        """Return the parts of a class with the settings of tokenizer_config.json; None if the table lacks the class."""
         entry = self.classes.get(name)
         if entry is None:
             return None
@@ -113,7 +112,7 @@ def _class_name(name: object) -> str:
 
 
 def form_key(switches: Mapping[str, Any]) -> str:
-    """Return the key of a form: the given switches in order; any value but a truth value counts as null."""
+    """Return the key of a form: the given switches in order; values that are not booleans become null."""
     return json.dumps({name: value if value in (True, False) else None for name, value in sorted(switches.items())})
 
 
@@ -127,13 +126,13 @@ TEMPLATE_DIR = "additional_chat_templates"
 SLOW_FILES = ("vocab.json", "merges.txt")
 """Files of a byte-pair encoder without a tokenizer.json."""
 UNREAD_FILES = ("*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-"""Patterns of vocabularies that are not read, but for vocab.json with merges.txt; transformers converts them."""
+"""Patterns of vocabularies that are not read, except vocab.json with merges.txt; transformers converts them."""
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _VERSIONED_FILE = re.compile(r"tokenizer\..*\.json")
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
-"""Name of the template for conversations with tools, where there are several."""
+"""Name of the template for conversations with tools, if there are several templates."""
 END_OF_TEXT_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -143,7 +142,7 @@ END_OF_TEXT_NAMES = (
     "<|eos|>",
     "[EOS]",
 )
-"""End-of-text tokens of published tokenizers, in order of preference, for a folder that declares none."""
+"""End-of-text tokens of published tokenizers, in order of preference, for a folder without a declaration."""
 
 
 @dataclass(frozen=True)
@@ -163,26 +162,26 @@ class TokenizerFolder:
     special_tokens: Mapping[str, str]
     """Declared tokens by name, such as `bos_token`; a template may use each by its name."""
     templates: Mapping[str, str]
-    """Chat templates by name; one without a name is `DEFAULT_TEMPLATE`."""
+    """Chat templates by name; a template without a name is `DEFAULT_TEMPLATE`."""
     template_file: Path
     """Origin of the templates, for messages."""
     ends: tuple[int, ...]
-    """Ids that end a generated text, as generation_config.json, else config.json, declares them; may be empty."""
+    """Ids that end a generated text, declared by generation_config.json, else config.json; may be empty."""
     usable_end: int | None
-    """The first of `ends`, if it is in the vocabulary."""
+    """First id of `ends`, if it is in the vocabulary."""
     notes: tuple[str, ...]
-    """What is not declared and was guessed, or is declared and cannot be followed."""
+    """Notes on guesses for missing declarations, and on declarations that are not supported."""
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a special token by its name, such as "bos_token"; None if none is declared."""
+        """Return the id of a special token by its name, such as "bos_token"; None if it is not declared."""
         token = self.special_tokens.get(name)
         return None if token is None else self.ids.get(token)
 
     def end_of_text(self) -> tuple[int | None, str]:
         """Return the id that ends documents, and a note if no file declares it.
 
-        It is the declared eos_token, else `usable_end`, else the first of `END_OF_TEXT_NAMES` in the
-        vocabulary, else None.
+        The id is the declared eos_token, else `usable_end`, else the first of `END_OF_TEXT_NAMES` in the vocabulary,
+        else None.
         """
         if (declared := self.token_id("eos_token")) is not None:
             return declared, ""
@@ -208,7 +207,7 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def missing_file_reason(folder: Path) -> str:
-    """Return why a folder without a tokenizer.json cannot be read, with the way out."""
+    """Return the reason why a folder without a tokenizer.json cannot be read, and the way out."""
     found = [file.name for pattern in UNREAD_FILES for file in sorted(folder.glob(pattern))]
     if not found:
         return f"{str(folder)!r} has no tokenizer ({TOKENIZER_FILE}), so the model could read no text; add its files"
@@ -220,7 +219,7 @@ def missing_file_reason(folder: Path) -> str:
 
 
 def _check_file_choice(file: Path, settings: Mapping[str, Any]) -> None:
-    """Check that no setting chooses another file than tokenizer.json by the version of transformers."""
+    """Check that no setting replaces tokenizer.json by another file, depending on the version of transformers."""
     listed = settings.get("fast_tokenizer_files")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     if versioned := [name for name in names if _VERSIONED_FILE.search(name)]:
@@ -231,9 +230,9 @@ def _check_file_choice(file: Path, settings: Mapping[str, Any]) -> None:
 
 
 def declaring_files(path: Path) -> dict[str, Path]:
-    """Return the files that `read_tokenizer_folder` reads, by their names in a folder of their own.
+    """Return the files that `read_tokenizer_folder` reads, by their names in a separate folder.
 
-    A file of another name than tokenizer.json is one in that folder.
+    A tokenizer file with another name becomes tokenizer.json in that folder.
     """
     file = tokenizer_file(path)
     names = [SETTINGS_FILE, TOKENS_MAP_FILE, ADDED_TOKENS_FILE, TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE]
@@ -247,10 +246,10 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     """Read a tokenizer.json and the files next to it, or a folder.
 
     Args:
-        limits: resource limits of the subprocess that runs the tokenizer; None for the defaults.
+        limits: resource limits of the subprocess that runs the tokenizer; None: the defaults.
 
     Raises:
-        ConfigError: a file is missing, cannot be read, or is not what its name says.
+        ConfigError: a file is missing, cannot be read, or does not match its name.
     """
     file = tokenizer_file(path)
     folder = file.parent
@@ -331,9 +330,9 @@ def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any
     """Return the settings of a folder, and the tokens of the files that transformers reads with them.
 
     Raises:
-        ConfigError: a file has another form.
+        ConfigError: a file has an unknown form.
     """
-    # A template may be long, and makes no token.
+    # A template may be long, and declares no token.
     given = {key: value for key, value in settings.items() if key != "chat_template"}
     if "added_tokens_decoder" not in given:
         others = {"tokens_map": TOKENS_MAP_FILE, "added_tokens": ADDED_TOKENS_FILE}
@@ -345,7 +344,7 @@ def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any
 
 
 def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: str) -> list[str]:
-    """Return a note if transformers would not use a tokenizer.json as it is, and its changes are not known."""
+    """Return a note if transformers would change a tokenizer.json in an unknown way."""
     if rebuilt is None and name != PLAIN:
         return [
             f"{file} is read as it is; transformers has a class {name} for it, whose code may replace parts of it: "
@@ -353,14 +352,14 @@ def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: s
         ]
     if rebuilt is not None and model != "BPE":
         return [
-            f"{file} is read as it is: it is no byte-pair encoder, which transformers' class {name} would take it for; "
-            f'set "tokenizer_class": "PreTrainedTokenizerFast" in {SETTINGS_FILE}'
+            f"{file} is read as it is: it is not a byte-pair encoder, which transformers' class {name} would take it "
+            f'for; set "tokenizer_class": "PreTrainedTokenizerFast" in {SETTINGS_FILE}'
         ]
     return []
 
 
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """Return the chat templates of a folder by name, and their origin; files take the place of all in the settings."""
+    """Return the chat templates of a folder by name, and their origin; files replace all templates in the settings."""
     found = {}
     file = folder / TEMPLATE_FILE
     if file.is_file():
@@ -379,7 +378,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str
 
 
 def read_template(file: Path) -> str:
-    """Return the source of a chat template; raise ConfigError if it cannot be read, or is not text."""
+    """Return the source of a chat template; raise ConfigError if the file cannot be read, or is not text."""
     try:
         return read_text(file, MAX_TEMPLATE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
@@ -414,8 +413,8 @@ class JsonTokenizer:
     """The tokenizer of a folder: a tokenizer.json of the `tokenizers` package and the files next to it.
 
     Documents are separated by the declared end-of-text token (`TokenizerFolder.end_of_text`). Special tokens that occur
-    in the text become their ids. It runs in a subprocess with limited memory and time, since the files may be a
-    stranger's.
+    in the text become their ids. The tokenizer runs in a subprocess with limited memory and time: its files are
+    untrusted.
     """
 
     def __init__(self, path: Path, limits: TokenizerLimits | None = None) -> None:
@@ -423,14 +422,14 @@ class JsonTokenizer:
 
         Args:
             path: the file or the folder.
-            limits: resource limits of the subprocess that runs it; None for the defaults.
+            limits: resource limits of the subprocess that runs it; None: the defaults.
 
         Raises:
             ConfigError: the file is missing or is not a tokenizer.
         """
         self._limits = limits
         self.folder = read_tokenizer_folder(path, limits)
-        """What the files declare."""
+        """Declarations of the files."""
         self._file = self.folder.file
         self._process = self.folder.process
         self.vocab_size = self.folder.vocab_size
@@ -476,6 +475,6 @@ class JsonTokenizer:
             return self._process.decode(flat)
 
     def token_table(self) -> TokenTable:
-        """Return what each id writes; takes about a second for a large vocabulary."""
+        """Return the table of the text of each id; takes about a second for a large vocabulary."""
         with translate_tokenizer_errors(self._file, "cannot list its tokens"):
             return TokenTable(*self._process.pieces())

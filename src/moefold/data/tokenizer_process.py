@@ -1,4 +1,4 @@
-"""Client of the subprocess that runs a tokenizer: started again after it exceeded a limit, and after a fork."""
+"""Client of the subprocess that runs a tokenizer; it is restarted after it exceeded a limit, and after a fork."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from moefold.bounded_read import batch_by_size
 from moefold.data.limited_process import LimitedProcess, ProcessEndedError
 
 BATCH_BYTES = 4 << 20
-"""Size of texts sent at once: bounds the memory that a batch may take, and is enough work for many cores."""
+"""Size of texts sent at once: it bounds the memory of a batch, and is enough work for many cores."""
 _WORKER = Path(__file__).with_name("tokenizer_worker.py")
 _LINE_BYTES = 64 << 20
 _MAX_ID = (1 << 32) - 1
@@ -24,14 +24,14 @@ _MAX_ID = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class TokenizerLimits:
-    """Resource limits of a tokenizer: several times what tokenizers of published models take."""
+    """Resource limits of a tokenizer: several times the needs of published tokenizers."""
 
     cpu_s: float = 60.0
-    """CPU time of a request, without its bytes."""
+    """CPU time of a request, in addition to `cpu_s_per_byte`."""
     cpu_s_per_byte: float = 20e-6
     """CPU time of a byte of text; byte pair encoding takes 0.2e-6 to 2e-6."""
     memory_bytes: int = 1 << 30
-    """Memory without file and text."""
+    """Memory in addition to file and text."""
     memory_per_file_byte: int = 32
     memory_per_text_byte: int = 512
 
@@ -51,7 +51,7 @@ class TokenizerProcess:
                 each start of the process.
 
         Raises:
-            TokenizerError: it is no tokenizer.
+            TokenizerError: the content is not a tokenizer.
             OSError: `read` failed.
         """
         self._read_files = read
@@ -65,20 +65,21 @@ class TokenizerProcess:
         self._declarations = b""
         self._process, answer = self._start(files)
         self.model: str = answer["model"]
-        """Class of its model, such as "BPE"."""
+        """Class of the model, such as "BPE"."""
         self.is_byte_level: bool = answer["is_byte_level"]
-        """Whether its file names a byte-level part."""
+        """Whether the file names a byte-level part."""
 
     def declare(self, declarations: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply what the files next to a tokenizer declare. It is done once, before any text.
+        """Apply the declarations of the files next to a tokenizer; called once, before any text.
 
         Args:
             declarations: `settings`, `tokens_map` and `added_tokens`, as in their files; the `class` that rebuilds the
-                tokenizer, or None; `is_slow`: it has no tokenizer.json; `asked_tokens` and `asked_ids`: to look up.
+                tokenizer, or None; `is_slow`: it has no tokenizer.json; `asked_tokens` and `asked_ids`: tokens and ids
+                to look up.
 
         Returns:
-            `special_tokens` by name; the `ids` of these and of asked tokens that are in the vocabulary; asked ids that
-            are, `known_ids`; one more than the largest id, `vocab_size`; `added_ids`.
+            `special_tokens` by name; the `ids` of special and asked tokens in the vocabulary; asked ids in the
+            vocabulary, `known_ids`; one more than the largest id, `vocab_size`; `added_ids`.
 
         Raises:
             TokenizerError: the tokenizer refuses them.
@@ -112,7 +113,7 @@ class TokenizerProcess:
                 yield numbers[first:end], pairs
 
     def decode(self, ids: NDArray[np.int64]) -> str:
-        """Return the text of ids; those that are no token are left out."""
+        """Return the text of ids; ids that are not tokens are ignored."""
         known = np.where((ids < 0) | (ids > _MAX_ID), _MAX_ID, ids).astype(np.uint32)
         return self._ask({"do": "decode"}, known.tobytes())[1].decode()
 
@@ -121,12 +122,12 @@ class TokenizerProcess:
         return self._ask({"do": "serialize"}, b"")[1]
 
     def content_hash(self) -> str:
-        """Return a hash of what makes the ids of a text and the text of ids, whatever the bytes of the files."""
+        """Return a hash of the facts that determine ids and text, whatever the bytes of the files."""
         found: str = self._ask({"do": "content_hash"}, b"")[0]["sha256"]
         return found
 
     def pieces(self) -> tuple[list[bytes], frozenset[int]]:
-        """Return the bytes of each id in a text, empty for those that are no token, and the ids of special tokens."""
+        """Return the bytes of each id in a text, empty for ids that are not tokens, and the ids of special tokens."""
         header, data = self._ask({"do": "pieces"}, b"")
         ends = np.cumsum(header["sizes"], dtype=np.int64).tolist()
         found = [data[end - size : end] for end, size in zip(ends, header["sizes"], strict=True)]
@@ -134,7 +135,7 @@ class TokenizerProcess:
 
     def _ask(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
         if self._owner != os.getpid():
-            # The lock may be held by a thread that the fork left.
+            # A thread that does not exist after the fork may hold the lock.
             self._owner = os.getpid()
             self._lock = threading.Lock()
         with self._lock:
@@ -188,9 +189,9 @@ def _hash(files: Sequence[bytes]) -> str:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Table of what each id of a tokenizer writes."""
+    """Table of the text of each id of a tokenizer."""
 
     pieces: Sequence[bytes]
-    """Bytes of each id, [ids]; empty for those that are no token."""
+    """Bytes of each id, [ids]; empty for ids that are not tokens."""
     special_ids: frozenset[int]
-    """Ids of the tokens that are marks and no text."""
+    """Ids of the tokens that are marks, not text."""

@@ -1,10 +1,10 @@
 """Program of the subprocess that runs a tokenizer; imports only `tokenizers` and the standard library.
 
-A tokenizer.json is untrusted: its normalizer may turn a short text into gigabytes, and its regular expressions may
-never end. So it runs in a separate process, with limits on memory and on the CPU time of each request.
+A tokenizer.json is untrusted: its normalizer may expand a short text to gigabytes, and its regular expressions may not
+terminate. It therefore runs in a separate process, with limits on memory and on the CPU time of each request.
 
-It is run by `limited_worker.py`. The first request loads a tokenizer.json, or vocab.json and merges.txt; the second one
-declares what the files next to it say (`read_tokenizer_folder`).
+`limited_worker.py` runs it. The first request loads a tokenizer.json, or vocab.json and merges.txt; the second request
+has the declarations of the files next to it (`read_tokenizer_folder`).
 """
 
 import array
@@ -37,7 +37,7 @@ class TokenizerWorker:
 
     _tokenizer: tokenizers.Tokenizer
     _post_processor: Any
-    """Post-processor of the tokenizer, which encodes without one."""
+    """Post-processor of the tokenizer, which `encode` uses only on request."""
     _cleans_up: bool
     """Whether spaces before punctuation are removed from the text of ids."""
 
@@ -52,7 +52,7 @@ class TokenizerWorker:
         return {"model": type(self._tokenizer.model).__name__, "is_byte_level": b'"ByteLevel"' in payload}, b""
 
     def declare(self, request: dict[str, Any], payload: bytes) -> Answer:
-        """Apply the declarations of the files next to the tokenizer, and return what is in its vocabulary."""
+        """Apply the declarations of the files next to the tokenizer, and return facts of its vocabulary."""
         del request
         found: dict[str, Any] = json.loads(payload)
         names = _apply_declarations(self._tokenizer, found)
@@ -123,10 +123,10 @@ class TokenizerWorker:
         return {}, content.encode()
 
     def content_hash(self, request: dict[str, Any], payload: bytes) -> Answer:
-        """Return a hash of what makes the ids of a text and the text of ids.
+        """Return a hash of the facts that determine ids and text.
 
-        These are vocabulary, merges, added tokens, normaliser, pre-tokeniser and decoder. Saving a tokenizer again,
-        with another version of its package, rewrites its bytes and keeps them.
+        These are vocabulary, merges, added tokens, normaliser, pre-tokeniser and decoder. Saving a tokenizer with
+        another version of its package changes its bytes, but not these facts.
         """
         del request, payload
         tree = json.loads(self._tokenizer.to_str())
@@ -137,7 +137,7 @@ class TokenizerWorker:
 
 
 class _Tokens:
-    """The special and added tokens of a folder: of its files, and of the class."""
+    """Special and added tokens of a folder, from its files and the class."""
 
     def __init__(self, backend: tokenizers.Tokenizer, found: Mapping[str, Any]) -> None:
         settings = found["settings"]
@@ -152,7 +152,7 @@ class _Tokens:
             for text, number in found["added_tokens"].items():
                 is_special = text in special
                 by_id[int(number)] = tokenizers.AddedToken(text, normalized=not is_special, special=is_special)
-        # As transformers does, which replaces a token of another file by its id.
+        # Like transformers: a token of another file is replaced by its id.
         self.by_id = {**backend.get_added_tokens_decoder(), **by_id}
         padding = backend.padding or {}
         if "pad_token" in padding:
@@ -183,7 +183,7 @@ def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
 
 
 def _special_token(declared: Any) -> tokenizers.AddedToken:
-    """Return a token that is declared as a text, or as an object with its flags."""
+    """Return a token declared as a text, or as an object with its flags."""
     return _added_token(declared) if isinstance(declared, dict) else tokenizers.AddedToken(declared, special=True)
 
 
@@ -198,7 +198,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _extra(settings: Mapping[str, Any]) -> Any:
-    """Return the special tokens without a name, or with names of the model's own."""
+    """Return the special tokens without a name, or with model-specific names."""
     return settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
 
 
@@ -217,7 +217,7 @@ def _apply_declarations(backend: tokenizers.Tokenizer, found: Mapping[str, Any])
     settings, rebuilt = found["settings"], found["class"]
     if rebuilt:
         _replace_parts(backend, rebuilt, tokens.names)
-    # Adding a token again gives it the flags that are declared last.
+    # Adding a token again gives it the last declared flags.
     backend.add_tokens([token for _, token in sorted(tokens.by_id.items())])
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in [*tokens.special(), *tokens.extra] if token.content not in known])
@@ -234,7 +234,7 @@ def _apply_declarations(backend: tokenizers.Tokenizer, found: Mapping[str, Any])
 
 
 def _cleans_up(settings: Mapping[str, Any], *, is_bpe: bool) -> bool:
-    """Return whether transformers removes spaces before punctuation; of byte-pair encoders, a second key says so."""
+    """Return whether transformers removes spaces before punctuation; for byte-pair encoders a second key decides."""
     key = "clean_up_tokenization_spaces"
     return bool(settings.get(key)) and (not is_bpe or bool(settings.get(f"{key}_{_EVEN_FOR_BPE}")))
 
@@ -271,16 +271,16 @@ def _start_and_end(
 
 
 def _read_merges(content: bytes) -> list[tuple[str, str]]:
-    """Return the pairs of a merges.txt, as the package reads them."""
+    """Return the pairs of a merges.txt, like the package."""
     pairs = []
     lines = content.decode().split("\n")
-    # The last line ends with a line feed, too.
+    # The last line also ends with a line feed.
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         words = line.removesuffix("\r").split(" ")
         if line.startswith("#version"):
             continue
         if len(words) != 2:
-            raise ValueError(f"line {number} of merges.txt is no pair of tokens")
+            raise ValueError(f"line {number} of merges.txt is not a pair of tokens")
         pairs.append((words[0], words[1]))
     return pairs
 
@@ -310,7 +310,7 @@ def _steps(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for, as in GPT-2."""
+    """Return the byte for each character of a byte-level vocabulary, as in GPT-2."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

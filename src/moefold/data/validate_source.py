@@ -1,4 +1,4 @@
-"""Validate a recipe's data without reading it, so that the command line refuses it within two seconds."""
+"""Validation of a recipe's data without reading it, so that the command line refuses it within two seconds."""
 
 from pathlib import Path
 
@@ -14,18 +14,18 @@ from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
 
 _FIRST_LINE_BYTES = 2**20
-"""A longer first line is not parsed."""
+"""Maximum length of a first line that is parsed."""
 
 
 def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     """Check that data is not missing, empty, too small or beyond the model's vocabulary.
 
-    Looks at names, sizes, headers and the tokenizer, not at the data itself: defects that only the text or the ids
-    reveal (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json) are found by
-    `prepare`. The modules of one kind of data are imported alone.
+    Only names, sizes, headers and the tokenizer are checked, not the data itself: `prepare` finds defects in the text
+    or the ids (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json). Only the
+    modules of the recipe's kind of data are imported.
 
     Raises:
-        ConfigError: with key, value, rule and way out.
+        ConfigError: the message has key, value, rule and way out.
     """
     if data.kind == "huggingface":
         from moefold.data.huggingface import check_package
@@ -108,7 +108,7 @@ def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
 def _reject_json_lines(root: Path) -> None:
     """Reject JSON lines as plain text: a model would learn braces, names of fields and escapes.
 
-    A named file is detected by its suffix or its first line, a folder if all its files have such a suffix.
+    A named file is detected by its suffix or its first line, and a folder by the suffixes of all its files.
 
     Raises:
         ConfigError: the message names the kinds of data that read the text of JSON lines.
@@ -126,7 +126,7 @@ def _reject_json_lines(root: Path) -> None:
 
 
 def _starts_with_json_object(file: Path) -> bool:
-    """Return whether the first line of a file that is text is a JSON object."""
+    """Return whether the first line of a text file is a JSON object."""
     try:
         with open_regular(file) as opened:
             line = opened.readline(_FIRST_LINE_BYTES)

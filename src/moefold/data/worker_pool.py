@@ -1,4 +1,4 @@
-"""Process pool for tokenisation, whose workers end with their parent even if it is killed."""
+"""Process pool for tokenisation; workers end with their parent, even if it is killed."""
 
 import contextlib
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Checked jobs of evaluation and generation, made before any rank starts. Torch-free on the CPU.
+"""Checked jobs of evaluation and generation, made before any rank starts, on the CPU without torch.
 
 Messages name the options of `moefold eval` and `moefold generate`.
 """
@@ -57,7 +57,7 @@ ENGINE_OPTIONS = (
     ("a larger cache_gib", "a larger --cache-gib"),
     (r"\bslots=", "--slots "),
 )
-"""Rewords errors about the settings of the rollout engine for the command line."""
+"""Names of settings of the rollout engine in error messages for the command line."""
 MAX_GENERATED_AT_ONCE = 64
 """Prompts that a data-parallel rank continues at once."""
 MAX_DEFAULT_SEQ_LEN = 2048
@@ -66,30 +66,30 @@ MAX_DEFAULT_SEQ_LEN = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(ModelOptions):
-    """Settings of an evaluation apart from the model and its data."""
+    """Settings of an evaluation, except the model and its data."""
 
     seq_len: int | None = None
-    """Tokens of a sequence; None takes train.seq_len of the run, or the model's context length up to 2048."""
+    """Tokens of a sequence; None: train.seq_len of the run, or the model's context length up to 2048."""
     keep_tail: bool = False
-    """Evaluate the tokens after the last whole sequence as a shorter sequence."""
+    """Whether to evaluate the tokens after the last whole sequence as a shorter sequence."""
     batch_size: int = 8
-    """Sequences at once on each data-parallel rank."""
+    """Sequences of each data-parallel rank at a time."""
     force: bool = False
-    """Replace the file of the logits if it exists."""
+    """Whether to replace an existing file of logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(SamplingOptions):
-    """Settings of a generation apart from the model, its prompts and the sampling."""
+    """Settings of a generation, except the model, its prompts and the sampling."""
 
     chat: bool = False
-    """Prompts are messages, which the chat template encloses; `chat_template`, `want` and `system` need it."""
+    """Whether prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
     system: str = ""
     """System message before each prompt."""
     ignore_eos: bool = False
-    """Continue after an end-of-text token."""
+    """Whether to continue after an end-of-text token."""
     cache_gib: float = 0.0
-    """GiB of the KV cache of a rank; 0: for all prompts, up to 64 on a data-parallel rank."""
+    """GiB of the KV cache of a rank; 0: enough for all prompts, up to 64 on a data-parallel rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,10 @@ class EvalRequest:
 
     model: str
     tokens: Path | np.ndarray | None = None
-    """Row of ids or the .npy file that holds it."""
+    """Row of ids, or the .npy file with the ids."""
     text: Path | None = None
     logits: Path | None = None
-    """File to write the logits to."""
+    """Output file of the logits."""
     overrides: Sequence[str] = ()
     options: EvalOptions = EvalOptions()
 
@@ -112,7 +112,7 @@ class GenerationRequest:
 
     model: str
     read_prompts: Callable[[], tuple[str, ...]]
-    """Returns the prompts, once the mapping and the tokenizer have been checked."""
+    """Returns the prompts; called after the checks of the mapping and the tokenizer."""
     max_tokens: int = 128
     sampling: SamplingParams = SamplingParams()
     overrides: tuple[str, ...] = ()
@@ -121,14 +121,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class EvalJob:
-    """One evaluation; checked."""
+    """Checked evaluation."""
 
     source: ModelSource
     cfg: Config
     device_type: str
     """"cpu" or "cuda"."""
     ids: np.ndarray | Path
-    """Row of ids, or the .npy file that holds it."""
+    """Row of ids, or the .npy file with the ids."""
     seq_len: int
     keeps_tail: bool
     logits: Path | None
@@ -136,23 +136,23 @@ class EvalJob:
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """One batch of prompts; checked."""
+    """Checked batch of prompts."""
 
     source: ModelSource
     cfg: Config
     device_type: str
     """"cpu" or "cuda"."""
     tokenizer: str
-    """"bytes" or a path; "" takes the source's tokenizer."""
+    """"bytes" or a path; "": the source's tokenizer."""
     prompts: tuple[str, ...]
     requests: tuple[Request, ...]
-    """One for each prompt."""
+    """A request for each prompt."""
     settings: EngineSettings
     sampling: SamplingParams
     is_chat: bool = False
-    """The prompts are messages; their ids come from the chat template around them."""
+    """Whether the prompts are messages, whose ids include the chat template around them."""
     stop_string: str = ""
-    """Text that ends a continuation, where no single token does."""
+    """Text that ends a continuation if no single token does."""
 
 
 Notify = Callable[[str], None]
@@ -165,7 +165,7 @@ def prepare_evaluation(
     """Check an evaluation before any rank starts.
 
     Args:
-        notify: receives the sequence length, if none was given.
+        notify: receives a default sequence length.
 
     Raises:
         ConfigError: the model, the data, an option or the mapping cannot work, or the memory is too small.
@@ -274,7 +274,7 @@ def prepare_generation(
 def cache_of_requests(
     cfg: Config, device_type: str, requests: Sequence[Sequence[Request]], settings: EngineSettings
 ) -> int:
-    """Return the bytes of the cache of the data-parallel rank that needs most, from the requests of each.
+    """Return the cache bytes of the data-parallel rank with the largest need, given the requests of each rank.
 
     Raises:
         ConfigError: the cache that the settings allow is too small for a request.
@@ -298,13 +298,13 @@ def choose_inference_device(
     """Return the device type, after a check of its memory and of the checkpoint's files.
 
     Args:
-        cfg: of the command.
-        extra_bytes: returns the bytes of a rank besides its weights, by their name in the message, on a type of
+        cfg: config of the command.
+        extra_bytes: returns the bytes of a rank in addition to its weights, by their name in the message, on a type of
             device; may raise.
         suggestion: the way out if the memory is too small.
 
     Raises:
-        ConfigError: the device is missing, the memory is too small, or a file of the checkpoint is cut off.
+        ConfigError: the device is missing, the memory is too small, or a file of the checkpoint is truncated.
     """
     check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
     with reworded_errors(*DEVICE_OPTION):
@@ -320,7 +320,7 @@ def choose_inference_device(
 
 
 def _token_ids(request: EvalRequest, source: ModelSource) -> tuple[np.ndarray | Path, str]:
-    """Return the ids, or the file that holds them, and their name in messages."""
+    """Return the ids or their file, and their name in messages."""
     override = request.options.tokenizer
     if isinstance(request.tokens, Path):
         named = "--tokenizer " if override else "the model's tokenizer "

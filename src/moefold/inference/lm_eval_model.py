@@ -31,10 +31,10 @@ ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 class MoefoldLM(TemplateLM):
     """lm-eval model of a checkpoint or Hugging Face folder: `--model moefold --model_args path=MODEL`.
 
-    By itself it loads the model in this process; `moefold lm-eval` passes one that is sharded over ranks.
+    Alone, it loads the model in this process; `moefold lm-eval` passes a model that is sharded over ranks.
 
     Args:
-        model: a loaded model; None loads it according to the arguments.
+        model: a loaded model; None: it is loaded according to the arguments.
         arguments: fields of `LmSettings`.
     """
 
@@ -80,7 +80,7 @@ class MoefoldLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token id that precedes a text without context: the declared token that begins a text, else `eot_token_id`."""
+        """Token id that precedes a text without context: the declared start token, else `eot_token_id`."""
         bos_id = self._text_tokenizer.bos_id
         return self.eot_token_id if bos_id is None else bos_id
 
@@ -112,11 +112,11 @@ class MoefoldLM(TemplateLM):
         return self._template
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the token ids of a text, with the first and last tokens that the tokenizer declares, as HFLM does.
+        """Return the token ids of a text, with the tokenizer's declared first and last tokens, like HFLM.
 
         Args:
-            string: the text; one that begins with the text of `prefix_token_id` gets none of them.
-            add_special_tokens: add them or not; None: as the argument add_bos_token says.
+            string: the text; if it begins with the text of `prefix_token_id`, no tokens are added.
+            add_special_tokens: whether to add them; None: the argument add_bos_token decides.
         """
         tokenizer = self._text_tokenizer
         bos_id = tokenizer.bos_id
@@ -130,7 +130,7 @@ class MoefoldLM(TemplateLM):
         return ids
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts, in windows that give each token as much context as fits."""
+        """Return the log-likelihood of whole texts, in windows with the maximum context for each token."""
         windows: list[ScoredPair] = []
         owner: list[int] = []
         for number, request in enumerate(requests):
@@ -222,7 +222,7 @@ class MoefoldLM(TemplateLM):
 
 
 class _GenerationArguments:
-    """The generation arguments of a task."""
+    """Generation arguments of a task."""
 
     def __init__(self, stops: tuple[str, ...], max_tokens: int, sampling: SamplingParams) -> None:
         self.stops = stops
@@ -231,7 +231,7 @@ class _GenerationArguments:
 
 
 def _parse_generation_arguments(given: dict[str, Any], default_max_tokens: int) -> _GenerationArguments:
-    """Parse a task's generation arguments; reject unknown ones."""
+    """Parse a task's generation arguments; reject unknown arguments."""
     known = dict(given)
     until = known.pop("until", [])
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -290,7 +290,7 @@ def lm_eval_worker(settings: LmSettings, argv: list[str], rank_env: RankEnv, dev
 
 
 def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) -> int:
-    """Run lm-eval's command line, with the model "moefold" registered as the one that `load_here` loads.
+    """Run lm-eval's command line, with the model of `load_here` registered as "moefold".
 
     Raises:
         ConfigError: lm-eval rejects its options, or a task's requirements are missing.
@@ -305,7 +305,7 @@ def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) ->
                 super().__init__(load(), **arguments)
 
         register_model("moefold")(OpenLM)
-    # The module of the command is not needed where lm-eval itself runs the model.
+    # If lm-eval itself runs the model, the module of the command is not needed.
     from lm_eval.__main__ import cli_evaluate
 
     previous_argv = sys.argv

@@ -1,4 +1,4 @@
-"""Parsing of lm-eval's `--model_args` and related options for moefold models. Torch-free."""
+"""Parsing of lm-eval's `--model_args` and related options for moefold models."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,25 +29,25 @@ class LmSettings:
     ep: int = 1
     etp: int = 1
     world_size: int = 0
-    """Number of ranks; 0: as many as the other degrees need."""
+    """Number of ranks; 0: as required by the other degrees."""
     dtype: str = "auto"
     device: str = "auto"
     batch_size: int = 8
     max_length: int = 0
     """Maximum sequence length in tokens; 0: the model's context length."""
     max_gen_toks: int = 256
-    """Default limit of new tokens for tasks that set none."""
+    """Default limit of new tokens for tasks without a limit."""
     tokenizer: str = ""
     chat_template: str = ""
-    """Template file for --apply_chat_template; "" uses the model's template."""
+    """Template file for --apply_chat_template; "": the model's template."""
     add_bos_token: str = ""
-    """true or false: whether a text gets the token that begins a text; "": the tokens that the tokenizer declares."""
+    """true or false: whether a start token is added to texts; "": the tokens that the tokenizer declares."""
     ignore_key: str = ""
     """Keys of the JSON files of a Hugging Face folder that may have any value, with + between them."""
     part: str = ""
-    """Files of parts with which the model was trained, FILE.py:CLASS, with + between them; they are imported."""
+    """Parts of the model's training in files, FILE.py:CLASS, with + between them; the files are imported."""
     want: str = ""
-    """Reward that --apply_chat_template asks for instead of align.method.want, or "none"."""
+    """Reward that --apply_chat_template writes into prompts instead of align.method.want, or "none"."""
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "LmSettings":
@@ -88,7 +88,7 @@ class LmSettings:
         """Find the model and build its inference config.
 
         Args:
-            world_size: number of ranks that a launcher started, if one did.
+            world_size: number of ranks started by a launcher, if any.
 
         Raises:
             ConfigError: there is no such model, or the mapping does not fit it.

@@ -32,14 +32,14 @@ class LoadedModel:
 
     model: InferenceModel
     tokenizer: Tokenizer | None
-    """None if text is neither read nor written."""
+    """None if no text is read or written."""
     parallel: ParallelConfig
     groups: ParallelGroups
 
 
 @contextmanager
 def joined_job(rank_env: RankEnv, device_type: str, oom_hint: str) -> Iterator[torch.device]:
-    """Join the ranks of a command and yield the device of this one; report errors, with a hint if memory ran out."""
+    """Join the ranks of a command and yield this rank's device; report errors, with a hint if memory ran out."""
     with (
         RankErrorHandler(rank_env, lambda: False),
         init_distributed(rank_env, device_type) as device,
@@ -49,7 +49,7 @@ def joined_job(rank_env: RankEnv, device_type: str, oom_hint: str) -> Iterator[t
 
 
 def report_decoding(loaded: LoadedModel, run: RunConfig) -> None:
-    """Report how the model decodes, as `decoding_notice`, on stderr of the first rank; not where the user chose it."""
+    """Print `decoding_notice` on stderr of the first rank, unless the user chose the kernels."""
     notice = decoding_notice(loaded.model)
     if notice and loaded.groups.rank == 0 and run.kernels != "plain" and run.dtype != "float64":
         print_escaped(f"moefold: {notice}", file=sys.stderr)

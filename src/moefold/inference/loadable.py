@@ -1,4 +1,4 @@
-"""Check that the description of a checkpoint can be read, and describes its tensors."""
+"""Check that the description of a checkpoint is readable and matches its tensors."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ WEIGHTS_PREFIX = "model."
 
 
 def loading_faults(path: Path) -> list[str]:
-    """Return why a checkpoint whose files are intact cannot be loaded: they may have been sealed after a change."""
+    """Return the reasons why a checkpoint with intact files cannot be loaded: a change may precede the manifest."""
     try:
         meta = read_meta(path)
         model = read_model(path)

@@ -1,4 +1,4 @@
-"""Checked jobs of `moefold rollout`, made before any rank starts. Torch-free on the CPU; messages name its options."""
+"""Checked jobs of `moefold rollout`, made before any rank starts, without torch on the CPU; messages name options."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ ROLLOUT_WORDS = (
     (r"data\.task=", "--task "),
     (r", or set reward\.on_error='drop'", ""),
 )
-"""Rewords errors about recipe keys for the command line."""
+"""Names of recipe keys in error messages for the command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class RolloutRequest(SamplingOptions):
     task: Literal["", "sort", "add", "countdown"] = ""
     task_size: int = 4
     count: int = 0
-    """Prompts; 0: all of the files, or 256 problems."""
+    """Number of prompts; 0: all prompts of the files, or 256 problems."""
     held_out: bool = False
-    """Problems that no training uses."""
+    """Whether to use problems that no training uses."""
     reward: Sequence[str] = ()
-    """Names of reward functions; of a task none: its verifier."""
+    """Names of reward functions; empty for a task: its verifier."""
     reward_weight: Sequence[float] = ()
-    """Weight of each; empty: 1."""
+    """Weight of each function; empty: 1."""
     samples: int = 8
     max_tokens: int = 64
     sampling: SamplingParams = SamplingParams()
@@ -63,12 +63,12 @@ class RolloutRequest(SamplingOptions):
     cache_gib: float = 0.0
     force: bool = False
     skip_bad_rows: bool = False
-    """Skip rows of the files that are no prompt, and log their number."""
+    """Whether to skip rows of the files that are not prompts, and log their number."""
 
 
 @dataclass(frozen=True)
 class RolloutJob:
-    """Rollouts of some prompts; checked."""
+    """Checked rollouts of some prompts."""
 
     source: ModelSource
     cfg: Config
@@ -134,7 +134,7 @@ def open_rollout_prompts(
     """Open the prompts of a job, in the order of their files; log notes on the tokenizer if `reports`.
 
     Raises:
-        ConfigError: a file or a line of it cannot be used.
+        ConfigError: a file or a line of a file cannot be used.
     """
     with reworded_errors(*(TOKENIZER_OPTION if request.tokenizer else ())):
         tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)

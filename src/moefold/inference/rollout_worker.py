@@ -20,7 +20,7 @@ from moefold.rl.rollout import RolloutGroup
 from moefold.rl.statistics import mean_rewards
 
 ROUNDS_OF_SLOTS = 8
-"""Rollouts that are sampled before they are scored and written, as a multiple of the slots of all ranks."""
+"""Rollouts that are sampled before scoring and writing, as a multiple of the slots of all ranks."""
 
 
 def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
@@ -61,13 +61,13 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
 def _write(file: TextIO, groups: Sequence[RolloutGroup], collector: RolloutCollector) -> None:
     for group in groups:
         for record in rollout_records(group, collector.completion_text):
-            # Nothing adjusts rewards here.
+            # Rewards are not adjusted here.
             del record["adjusted_reward"]
             file.write(json.dumps(record) + "\n")
 
 
 class RolloutSummary:
-    """Means over all rollouts, and the probability that one of k rollouts is right."""
+    """Means over all rollouts, and the probability that at least one of k rollouts is right."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples

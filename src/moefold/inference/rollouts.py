@@ -31,12 +31,12 @@ RolloutKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class StopRule:
-    """Conditions that end a rollout, apart from the limit of tokens."""
+    """Conditions that end a rollout, in addition to the limit of tokens."""
 
     eos_ids: frozenset[int]
     """End-of-text tokens, and end-of-turn tokens of a conversation."""
     string: str = ""
-    """Text that ends a turn of a conversation where no single token does; "" for none."""
+    """Text that ends a turn of a conversation if no single token does; "": no such text."""
 
 
 @dataclass(frozen=True)
@@ -44,34 +44,34 @@ class CollectedRollouts:
     """Groups of all ranks."""
 
     groups: list[RolloutGroup]
-    """In the order of the prompts."""
+    """Groups in the order of the prompts."""
     failures: list[FailedReward]
     rollout_s: float
-    """Seconds of sampling on the slowest rank: the groups of all ranks over it are the rate of the job."""
+    """Seconds of sampling on the slowest rank; the job's rate is the number of all groups divided by it."""
     reward_s: float
-    """Further seconds until all ranks had the rewards."""
+    """Additional seconds until all ranks had the rewards."""
     shards: list[int] = field(default_factory=list)
     """Data-parallel rank that sampled each group."""
     expert_ids: dict[RolloutKey, NDArray[np.integer]] = field(default_factory=dict)
-    """Experts chosen for the rollouts that this rank sampled, as in `Completion`, if the engine records them."""
+    """Experts of the rollouts that this rank sampled, as in `Completion`, if the engine records them."""
 
 
 class CompletionEngine(Protocol):
-    """Generates completions: the own `RolloutEngine`, or a server. Collective over the ranks of a mapping."""
+    """Generator of completions: `RolloutEngine`, or a server. Collective over the ranks of a mapping."""
 
     def generate(self, requests: Sequence[Request], *, is_complete: StopCondition | None = None) -> list[Completion]:
-        """Return a completion of every request, in their order, see `RolloutEngine.generate`."""
+        """Return a completion of every request, in their order; see `RolloutEngine.generate`."""
         ...
 
 
 class RolloutCollector:
-    """Samples and scores groups of rollouts on all ranks of a mapping.
+    """Collector that samples and scores groups of rollouts on all ranks of a mapping.
 
     Args:
         engine: samples the completions.
         reward: scores them, on the first rank of tp and pp.
-        tokenizer: makes text of them.
-        stop: what ends a rollout.
+        tokenizer: converts them to text.
+        stop: conditions that end a rollout.
         max_tokens: maximum number of new tokens.
     """
 
@@ -105,13 +105,13 @@ class RolloutCollector:
         """Sample and score completions; collective over all ranks.
 
         Args:
-            indices: numbers of the prompts, which are the keys of the random numbers.
+            indices: numbers of the prompts, the keys of the random numbers.
             open_prompt: returns a prompt by its number.
-            group_size: completions of each prompt.
+            group_size: number of completions of each prompt.
             adjust: computes rewards from scores.
 
         Raises:
-            RunError: a reward function failed, and failures stop the run.
+            RunError: a reward function failed and reward.on_error stops the run.
         """
         recorder = self._groups.recorder
         started_s = time.perf_counter()
@@ -148,7 +148,7 @@ class RolloutCollector:
         return CollectedRollouts(found_groups, failures, rollout_s, reward_s, shards, expert_ids)
 
     def completion_text(self, rollout: Rollout) -> str:
-        """Return the text of a rollout, without the token or the text that ended it."""
+        """Return the text of a rollout, without the final stop token or stop text."""
         tokens = rollout.tokens
         if rollout.finish_reason == "eos":
             tokens = tokens[:-1]
@@ -188,7 +188,7 @@ class RolloutCollector:
 
 
 def stop_rule(data: DataConfig, reward: RewardConfig, tokenizer: Tokenizer) -> StopRule:
-    """Return what ends a rollout: the end of text, and in conversations the end of the assistant's turn.
+    """Return the conditions that end a rollout: the end of text, and in conversations of the assistant's turn.
 
     Args:
         data: the kind of prompts, their files, the tokenizer and the chat template.

@@ -1,4 +1,4 @@
-"""Sampling parameters of generation and their validation. Torch-free."""
+"""Sampling parameters of generation and their validation."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,16 @@ class SamplingParams:
     top_k: int = 0
     """Number of likeliest tokens to sample from; 0: all."""
     top_p: float = 1.0
-    """Nucleus sampling: sample from the fewest likeliest tokens whose probabilities sum to this (arXiv:1904.09751)."""
+    """Nucleus sampling: sample from the smallest set of likeliest tokens whose probabilities sum to this
+    (arXiv:1904.09751)."""
     min_p: float = 0.0
-    """Sample from tokens at least this times as likely as the likeliest, before the other two (arXiv:2407.01082)."""
+    """Minimum probability of a token, relative to the likeliest token; applied before top_k and top_p
+    (arXiv:2407.01082)."""
     seed: int = 0
 
     @property
     def takes_all_tokens(self) -> bool:
-        """Return whether no token is left out of the distribution."""
+        """Return whether the distribution contains all tokens."""
         return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
     def check(self) -> None:
@@ -42,7 +44,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p:g} must lie in (0, 1]: above 0 and at most 1 (1: all tokens)")
         if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"--min-p {self.min_p:g} must lie between 0 (all tokens) and 1 (the likeliest alone)")
+            raise ConfigError(f"--min-p {self.min_p:g} must lie between 0 (all tokens) and 1 (only the likeliest)")
         if self.top_k < 0:
             raise ConfigError(f"--top-k {self.top_k} must be at least 0 (0: all tokens)")
         if not 0 <= self.seed < 2**63:

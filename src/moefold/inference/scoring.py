@@ -53,15 +53,15 @@ class GenerateRequest:
     eos_ids: frozenset[int]
     stops: tuple[str, ...]
     batch_size: int
-    """Prompts at once on each data-parallel rank."""
+    """Prompts of each data-parallel rank at a time."""
 
 
 @torch.no_grad()
 def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
-    """Score sequences in one batch on each data-parallel rank, without cp. Collective; all ranks get the result.
+    """Score sequences in one batch on each data-parallel rank, without cp. Collective; returned on all ranks.
 
     Args:
-        request: sequences of at least two tokens, of which all but the first can be scored.
+        request: sequences of at least two tokens; all tokens except the first can be scored.
     """
     model = loaded.model
     device = loaded.groups.device
@@ -94,14 +94,14 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     model.wait_send()
     model.stage.set_positions(model.positions)
     if loaded.groups.attn.tp.rank:
-        # All tp ranks of the last stage have the same scores: one of them counts.
+        # All tp ranks of the last stage have the same scores, so only one of them is used.
         scores.zero_()
     sums, are_greedy = all_reduce_sum(scores, loaded.groups.world).tolist()
     return [Score(total, bool(is_greedy)) for total, is_greedy in zip(sums, are_greedy, strict=True)]
 
 
 class ServedModel:
-    """Model driven by rank 0: rank 0 broadcasts requests, and the other ranks execute them in `serve`.
+    """Model controlled by rank 0, which broadcasts requests; the other ranks execute them in `serve`.
 
     This allows rank 0 to run a single-process program on a sharded model.
     """
@@ -210,7 +210,7 @@ def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | N
 
 
 class LogitsFile:
-    """Context manager: float32 logits [sequences, S, V] in a memory-mapped .npy file, written batch by batch.
+    """Context manager for float32 logits [sequences, S, V] in a memory-mapped .npy file, written by batch.
 
     The file has a temporary name until it is complete. Only the first rank of the last stage opens and writes it.
     """

@@ -1,4 +1,4 @@
-"""Config of evaluation and generation: a source's model under its own mapping, and its memory needs. Torch-free."""
+"""Config of evaluation and generation: a source's model under its own mapping, and its memory needs."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -45,11 +45,11 @@ _MODEL_SIZE_ONLY_HINT = re.compile(
     r"(?P<before>parallel\.(?P<axis>\w+)=(?P<degree>\d+) must (?P<rule>divide|be at most) (?:model\.[\w.]+=|the )"
     rf"(?P<size>\d+)[^;\n]*){_CHOICE}(?=\n|$)"
 )
-"""Suggestions of `validate/parallel.py` that change the model."""
+"""Pattern of suggestions by `validate/parallel.py` that change the model."""
 EXPERTS_OPTION = ((r"rollout\.experts='fetch'", "--experts fetch"), ("or choose 'exchange'", "or leave it out"))
-"""Rewords errors about rollout.experts for the command line."""
+"""Name of rollout.experts in error messages for the command line."""
 KERNELS_OPTION = ((r"run\.(kernels|dtype|device)='(\w+)'", r"--\1 \2"), (r"run\.(kernels|dtype|device)\b", r"--\1"))
-"""Rewords errors about run.kernels for the command line."""
+"""Name of run.kernels in error messages for the command line."""
 REQUEST_OPTIONS = ("dtype", "device", "experts", "kernels")
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
@@ -75,16 +75,16 @@ class SamplingOptions(ModelOptions):
     chat_template: str = ""
     """File of a chat template instead of the model's."""
     want: str = ""
-    """Reward to ask for instead of align.method.want, or "none"."""
+    """Wanted reward instead of align.method.want, or "none"."""
     experts: Literal["exchange", "fetch"] = "exchange"
-    """How data-parallel ranks reach experts of other ranks, see rollout.experts."""
+    """Access of data-parallel ranks to experts of other ranks, see rollout.experts."""
     kernels: Literal["auto", "plain", "triton", "c"] = "auto"
     """Kernels of the layers, see run.kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRequest:
-    """User settings of an inference command, apart from the model."""
+    """User settings of an inference command, except the model."""
 
     overrides: tuple[str, ...] = ()
     """Config overrides such as `parallel.tp=2`."""
@@ -92,7 +92,7 @@ class InferenceRequest:
     """Compute dtype; "auto" is the dtype of the stored weights."""
     device: str = "auto"
     world_size: int | None = None
-    """Number of ranks that a launcher started; None if the command starts the ranks itself."""
+    """Number of ranks started by a launcher; None if the command starts the ranks itself."""
     seq_len: int
     """Maximum sequence length in tokens."""
     batch_size: int
@@ -104,7 +104,7 @@ class InferenceRequest:
 
     @classmethod
     def of(cls, options: ModelOptions, overrides: Sequence[str], *, seq_len: int = 2, batch_size: int = 1) -> Self:
-        """Return the settings that a command's options have."""
+        """Return the settings in the options of a command."""
         given = {name: value for name, value in vars(options).items() if name in REQUEST_OPTIONS}
         return cls(overrides=tuple(overrides), seq_len=seq_len, batch_size=batch_size, **given)
 
@@ -113,7 +113,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     """Build and check the config of an inference command.
 
     No tokens are dropped unless `moe.eval_capacity_factor` is set. `train.seq_len` is the requested length, rounded up
-    to a multiple that the mapping can shard: samples are right-padded, which causal attention ignores.
+    to a multiple that the mapping can shard. Samples are right-padded; causal attention ignores the padding.
 
     Raises:
         ConfigError: an override is not supported here, or the mapping does not fit the model.
@@ -165,10 +165,10 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
 def launched_config(
     source: ModelSource, request: InferenceRequest, purpose: Purpose, rank_env: RankEnv | None
 ) -> Config:
-    """Build the config of an inference command for the ranks that a launcher started, if one did.
+    """Build the config of an inference command for the ranks of a launcher, if any.
 
     Raises:
-        ConfigError: as `inference_config`, or the mapping has another number of ranks.
+        ConfigError: see `inference_config`; or the mapping has another number of ranks.
     """
     if rank_env is None:
         return inference_config(source, request, purpose)
@@ -276,7 +276,7 @@ def batch_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, tr
 
 @contextmanager
 def explain_oom(hint: str) -> Iterator[None]:
-    """Convert out-of-memory errors inside the block into one message.
+    """Convert out-of-memory errors inside the block to one message.
 
     Raises:
         ConfigError: memory ran out.

@@ -1,4 +1,4 @@
-"""Model source: resolve a path to a checkpoint, run folder or Hugging Face folder and read its metadata. Torch-free."""
+"""Model source: resolve a path to a checkpoint, run folder or Hugging Face folder and read its metadata."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from moefold.errors import ConfigError
 from moefold.remote_path import is_remote
 
 DEFAULT_CONTEXT_TOKENS = 2048
-"""Context length of a model whose metadata has none."""
+"""Context length of a model whose metadata lacks it."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,30 @@ class ModelSource:
     dtype: Literal["bfloat16", "float32", "float64"]
     """Dtype of the stored weights; float32 for any other type."""
     context: int
-    """Context length in tokens: of the training run, or from the Hugging Face config."""
+    """Context length in tokens, from the training run or the Hugging Face config."""
     trained_len: int = 0
-    """Sequence length of the training run; 0 for a Hugging Face folder and for weights not trained further here."""
+    """Sequence length of the training run; 0 for a Hugging Face folder and for weights not trained here."""
     eos_ids: frozenset[int] = frozenset()
-    """End-of-text ids of a Hugging Face folder, or of the one from which a checkpoint's weights were imported."""
+    """End-of-text ids of a Hugging Face folder, or of the folder that a checkpoint's weights were imported from."""
     uses_hf_text_start: bool = False
     """Whether texts start with the special tokens of the Hugging Face tokenizer: a Hugging Face folder, or weights
     imported from one and not trained further."""
     tokenizer_fingerprint: str = ""
     """Fingerprint of the tokenizer of the training, for a checkpoint without a copy of it; empty if it is unknown."""
     want: RewardPrompt | None = None
-    """What prompts ask for: the model was trained with align.method="condition"."""
+    """Reward prompt of a model that was trained with align.method="condition"."""
     has_adapters: bool = False
-    """Whether the checkpoint has adapters alone, to be merged into the base weights that its metadata names."""
+    """Whether the checkpoint only has adapters, for merging into the base weights that its metadata names."""
     notices: tuple[str, ...] = ()
-    """Notes for the user: later checkpoints of the run that are damaged, ignored keys of a Hugging Face folder."""
+    """Notes for the user: damaged later checkpoints of the run, ignored keys of a Hugging Face folder."""
 
 
 def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
     """Find the model at a path and read its metadata; no tensors are read.
 
     Args:
-        name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, of which the newest complete
-            checkpoint is used, or RUN/best, the one with the lowest held-out loss; or a Hugging Face folder.
+        name: a checkpoint (`step-000100`); a folder of checkpoints or a run folder, for its newest complete checkpoint;
+            RUN/best, for the checkpoint with the lowest held-out loss; or a Hugging Face folder.
 
     Raises:
         ConfigError: there is no complete model, or its format version is not supported.
@@ -85,7 +85,7 @@ def find_source(name: str, ignored_keys: Collection[str] = ()) -> ModelSource:
 
 
 def _path_of_model(name: str) -> Path:
-    """Return the path that a name of a model means; RUN/best needs not exist."""
+    """Return the path for the name of a model; RUN/best need not exist."""
     if is_remote(name):
         return weights_path(name)
     return Path(name) if names_best(Path(name)) else existing_path("MODEL", name)
@@ -95,7 +95,7 @@ def checkpoint_source(path: Path) -> ModelSource:
     """Return the model of a checkpoint folder.
 
     Raises:
-        ConfigError: its metadata cannot be read, or is of another version.
+        ConfigError: the metadata cannot be read, or has another version.
     """
     meta = read_meta(path)
     others = ("seed", "seq_len")
@@ -118,7 +118,7 @@ def checkpoint_source(path: Path) -> ModelSource:
 
 
 def _with_run_tokenizer(source: ModelSource, meta: CheckpointMeta) -> ModelSource:
-    """Return the checkpoint source with the tokenizer and the chat template next to it, if there are any."""
+    """Return the checkpoint source with the tokenizer and the chat template next to it, if any."""
     saved = find_run_tokenizer(source.path)
     if saved is None:
         return replace(source, tokenizer_fingerprint=recorded_fingerprint(meta))
@@ -131,14 +131,14 @@ def _with_run_tokenizer(source: ModelSource, meta: CheckpointMeta) -> ModelSourc
 
 
 def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSource:
-    """Return the checkpoint source with the text settings of the Hugging Face folder from which it was imported.
+    """Return the checkpoint source with the text settings of the Hugging Face folder that it was imported from.
 
     Imported and upcycled weights without further training use all settings of that folder. A trained checkpoint uses
     the tokenizer of its recipe; if that is still the folder's tokenizer, the folder's end-of-text ids apply.
     """
     folder = find_sidecar_dir(source.path)
     if folder is not None and (folder / CONFIG_FILE).is_file():
-        # The model was made for at least these, however short the sequences of the run are.
+        # The model supports at least these, even if the sequences of the run are shorter.
         given = _context_tokens(_read_hf_configs(folder)[0], folder)
         source = replace(source, context=max(source.context, given) if is_trained else given)
     file = tokenizer_file(source.path if folder is None else folder)

@@ -1,4 +1,4 @@
-"""Text input and output of a model: tokenizer, chat template, decoding, stop strings, token datasets. Torch-free."""
+"""Text input and output of a model: tokenizer, chat template, decoding, stop strings, token datasets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 
 REPLACEMENT_CHARACTER = "\ufffd"
-"""Character to which an incomplete or invalid UTF-8 sequence decodes."""
+"""Result of decoding an incomplete or invalid UTF-8 sequence."""
 
 
 def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = False) -> Tokenizer:
     """Open the tokenizer of a model.
 
     Args:
-        override: "bytes" or the path of a tokenizer.json to use instead; "" uses the source's tokenizer.
-        reports: log what was guessed about it.
+        override: "bytes" or the path of a tokenizer.json to use instead; "": the source's tokenizer.
+        reports: log the notes on the tokenizer.
 
     Raises:
         ConfigError: the tokenizer is missing or invalid, or has more ids than the model's vocabulary.
@@ -55,7 +55,7 @@ def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
     """Compare the tokenizer of a file of ids of `moefold tokenize` with a model's tokenizer, if both are known.
 
     Raises:
-        ConfigError: the ids were made with another tokenizer, or the model's cannot be read.
+        ConfigError: the ids were made with another tokenizer, or the model's tokenizer cannot be read.
     """
     name = override or source.data.tokenizer
     if read_tokenize_info(file.parent) and (name == "bytes" or Path(name).exists()):
@@ -65,8 +65,8 @@ def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:
     """Tokenise a text, int64 [tokens], with the start-of-text tokens that the model was trained with.
 
-    Hugging Face models, imported ones included, use the start tokens of their tokenizer (such as a BOS id); our
-    training adds none.
+    Hugging Face models, including imported models, use the start tokens of their tokenizer (such as a BOS id); our
+    training adds no tokens.
 
     Raises:
         ConfigError: the text is not valid Unicode, or the model was trained on ids and the text is not numbers.
@@ -114,17 +114,17 @@ def read_text(path: Path, option: str) -> str:
 
 
 def has_stop_string(tokenizer: Tokenizer, stops: Sequence[str], tokens: Sequence[int]) -> bool:
-    """Return whether the last token completes a stop string; only the tokens that can be part of it are decoded."""
-    # Each token has at least one byte; 4 more, as the first ones may be part of a character.
+    """Return whether the last token completes a stop string; only tokens that can be part of it are decoded."""
+    # Each token has at least one byte; 4 more bytes, because the first may be part of a character.
     text = tokenizer.decode(tokens[-max(len(stop.encode()) for stop in stops) - 4 :])
     return any(stop in text for stop in stops)
 
 
 class TextStream:
-    """Incremental detokenizer: converts ids into text pieces that are final.
+    """Incremental detokenizer: converts ids to final pieces of text.
 
-    Ids are decoded together with the previous ones, as a tokenizer may emit a space or part of a character that depends
-    on them. A piece that ends in an incomplete character is held until the character is complete.
+    Ids are decoded together with previous ids, because a tokenizer may emit a space or part of a character that depends
+    on them. A piece with an incomplete character at its end is held back until the character is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, prefix_ids: Sequence[int] = ()) -> None:
@@ -134,7 +134,7 @@ class TextStream:
         self._emitted_end = len(self._ids)
         """Index of the first id whose text has not been emitted."""
         self._context_start = 0
-        """Index of the first id that is decoded again as context of later ids."""
+        """Index of the first id that is decoded again, as context for later ids."""
 
     def push(self, token: int) -> str:
         """Add an id and return the text that is now final; often empty."""
@@ -155,12 +155,12 @@ class TextStream:
 
 
 def open_chat_template(source: ModelSource, tokenizer_override: str, template_override: str) -> ChatTemplate:
-    """Load the chat template of a model: of its fine-tuning, of its tokenizer's folder, or ChatML for bytes.
+    """Load the chat template of a model, from its fine-tuning or its tokenizer's folder, or ChatML for bytes.
 
-    Its prompts ask for the reward of `source.want`.
+    Its prompts contain the reward of `source.want`.
 
     Args:
-        tokenizer_override: "bytes" or a path to use instead of the model's tokenizer; "" uses the model's.
+        tokenizer_override: "bytes" or a path to use instead of the model's tokenizer; "": the model's.
         template_override: a template file to use instead of the model's; "" uses the model's.
 
     Raises:
@@ -181,8 +181,8 @@ def encode_messages(
     No special tokens are added beyond the template's.
 
     Args:
-        messages: what the user says in each conversation.
-        system: system message before each of them; "" for none.
+        messages: the user's text in each conversation.
+        system: system message before each text; "": no message.
 
     Raises:
         ConfigError: the template rejects a message, or the model was trained on token ids without a tokenizer.
@@ -203,10 +203,10 @@ def encode_messages(
 
 
 class StopStringFilter:
-    """Streaming filter that emits text up to the first stop string, and holds back a possible prefix of one.
+    """Streaming filter that emits text up to the first stop string, and holds back possible prefixes of stop strings.
 
     Args:
-        stop_strings: the stop strings; without one, or with "" alone, all text is emitted.
+        stop_strings: the stop strings; without any, or only with "", all text is emitted.
     """
 
     def __init__(self, *stop_strings: str) -> None:
@@ -240,7 +240,7 @@ class StopStringFilter:
 
 
 _CHECK_BATCH_TOKENS = 2**24
-"""Number of ids that are checked at once."""
+"""Number of ids that are checked at a time."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class TokenDataset:
 
     @property
     def num_predicted(self) -> int:
-        """Number of predicted tokens: all but the first of each sequence."""
+        """Number of predicted tokens: all tokens except the first of each sequence."""
         tail = self.tail - 1 if self.num_sequences > self.num_full_sequences else 0
         return self.num_full_sequences * (self.seq_len - 1) + tail
 
@@ -316,7 +316,7 @@ def open_ids(path: Path, option: str = "--tokens") -> ShardReader:
 
 
 def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
-    """Check that a dataset can be evaluated; reads all of its ids.
+    """Check that a dataset can be evaluated, by reading all of its ids.
 
     Raises:
         ConfigError: there is no full sequence, or an id is outside the vocabulary.

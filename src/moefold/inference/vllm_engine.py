@@ -1,4 +1,4 @@
-"""Sampling of rollouts by a vLLM server: weights through a folder, requests by the first rank of each dp rank."""
+"""Sampling of rollouts by a vLLM server; weights are sent through a folder, requests by a rank of each dp rank."""
 
 import time
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ from moefold.parallel.parallel_model import ParallelModel
 
 
 class VllmEngine:
-    """Generates completions by a vLLM server, to which `update` gives the weights of training.
+    """Engine that generates completions by a vLLM server; `update` sends it the weights of training.
 
     All methods are collective over all ranks.
 
     Args:
-        records_routing: whether completions have the experts that were chosen for their tokens.
+        records_routing: whether completions contain the chosen experts of their tokens.
 
     Raises:
-        ConfigError: rollout.folder is of another model, or cannot be written to.
+        ConfigError: rollout.folder has another model, or cannot be written to.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class VllmEngine:
         self._version = ""
 
     def update(self) -> float:
-        """Write the current weights to the folder and let the server load them. Returns the seconds that it took.
+        """Write the current weights to the folder and let the server load them; return the seconds.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -84,11 +84,11 @@ class VllmEngine:
         """Generate a completion of every request, in their order.
 
         Args:
-            requests: of this data-parallel rank, maybe none; the same on its ranks of tp and pp.
-            is_complete: stop condition: a completion is cut off after the first token after which it holds.
+            requests: requests of this data-parallel rank, possibly none; the same on its ranks of tp and pp.
+            is_complete: stop condition; a completion ends after the first token that satisfies it.
 
         Raises:
-            RunError: on all ranks, the server failed.
+            RunError: the server failed; raised on all ranks.
         """
         assert self._version, "update() before the first round"
         tp = self._groups.attn.tp
@@ -111,7 +111,7 @@ class VllmEngine:
         return [_cut_off(number, completion, is_complete) for number, completion in enumerate(completions)]
 
     def _send(self, requests: Sequence[Request]) -> list[tuple[Completion, NDArray[np.integer] | None]]:
-        """Send all requests, at most rollout.slots at once, and return the answers in their order."""
+        """Send all requests, at most rollout.slots at a time, and return the answers in their order."""
         if not requests:
             return []
         deadline_s = time.monotonic() + self._server.timeout_s
@@ -152,7 +152,7 @@ class VllmEngine:
 
 
 def _cut_off(number: int, completion: Completion, is_complete: StopCondition) -> Completion:
-    """End a completion after the first token with which a stop condition holds, the end-of-text token apart."""
+    """End a completion after the first token, except the end-of-text token, that satisfies a stop condition."""
     is_eos = completion.finish_reason == "eos"
     for count in range(1, len(completion.tokens) + 1 - is_eos):
         if is_complete(number, completion.tokens[:count]):

@@ -1,6 +1,6 @@
-"""Client of a vLLM server: its model, new weights from a folder, and completions of token ids. Torch-free.
+"""Client of a vLLM server: its model, new weights from a folder, and completions of token ids.
 
-It uses the interface of vLLM 0.32.0 and 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models,
+The client uses the interface of vLLM 0.32.0 and 0.33.0, with VLLM_SERVER_DEV_MODE=1 and --tokens-only: /v1/models,
 /server_info, /collective_rpc, /reset_prefix_cache, /update_weight_version and /inference/v1/generate.
 """
 
@@ -33,17 +33,17 @@ from moefold.inference.engine.requests import Request as SampleRequest
 from moefold.inference.sampling import SamplingParams
 
 LOGPROBS_MODE = "processed_logprobs"
-"""Log-probabilities of the distribution that was sampled from: softmax(logits / temperature)."""
+"""Log-probabilities of the sampled distribution: softmax(logits / temperature)."""
 VLLM_DTYPES = ("bfloat16", "float32")
-"""Values of run.dtype that vLLM computes in."""
+"""Values of run.dtype that vLLM supports."""
 MAX_ROUNDING = 1e-3
-"""A log-probability above 0 by less than this is 0, rounded."""
+"""Rounding error of log-probabilities: a smaller positive value counts as 0."""
 MAX_SHOWN = 300
-"""Characters of a server's answer that a message shows."""
+"""Maximum characters of a server's answer in a message."""
 
 
 class VllmError(RunError):
-    """The server cannot be reached, or answers otherwise than vLLM does; the message has the way out."""
+    """The server cannot be reached, or its answer is not from vLLM; the message has the way out."""
 
 
 def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: bool) -> str:
@@ -51,15 +51,16 @@ def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: 
 
     Args:
         folder: the Hugging Face folder to serve.
-        dtype: the dtype of training, as vLLM names it: its own choice for float32 weights is bfloat16.
+        dtype: the dtype of training in vLLM's spelling; vLLM's own choice for float32 weights is bfloat16.
         max_tokens: length of the longest prompt with its completion.
-        returns_experts: whether completions have the experts of their tokens.
+        returns_experts: whether completions contain the experts of their tokens.
     """
     variables = "VLLM_SERVER_DEV_MODE=1"
     options = f"--dtype {dtype} --tokens-only --generation-config vllm --logprobs-mode {LOGPROBS_MODE}"
     positions = _positions(folder)
     if positions is not None and positions < max_tokens:
-        # The last token of a rollout is never computed with, so positions reach one less; more have no rotation.
+        # The last token of a rollout is never an input, so there is one position less; vLLM has no rotation for more
+        # positions.
         variables += " VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
         options += f" --max-model-len {min(max_tokens, positions + 1)}"
     experts = " --enable-return-routed-experts" if returns_experts else ""
@@ -67,7 +68,7 @@ def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: 
 
 
 def _positions(folder: str) -> int | None:
-    """Return max_position_embeddings of a Hugging Face folder; None if it names none."""
+    """Return max_position_embeddings of a Hugging Face folder; None if it is absent."""
     try:
         keys = read_json_object(Path(folder) / "config.json")
     except (ConfigError, OSError):
@@ -78,15 +79,15 @@ def _positions(folder: str) -> int | None:
 
 @dataclass(frozen=True)
 class VllmServer:
-    """A vLLM server.
+    """vLLM server.
 
     Args:
-        url: its address.
-        folder: the Hugging Face folder that it was started with.
+        url: address of the server.
+        folder: the Hugging Face folder of its start.
         dtype: the dtype of training, run.dtype.
-        max_tokens: tokens that a prompt and its completion may have, train.seq_len + 1.
+        max_tokens: maximum tokens of a prompt and its completion, train.seq_len + 1.
         timeout_s: maximum time of loading weights, and of sampling the rollouts of one round on one rank.
-        returns_experts: whether completions have the experts that were chosen for their tokens.
+        returns_experts: whether completions contain the chosen experts of their tokens.
     """
 
     url: str
@@ -103,11 +104,11 @@ class VllmServer:
             max_tokens: length of the longest prompt with its completion.
 
         Raises:
-            VllmError: it does not.
+            VllmError: the server does not run, or differs.
         """
         if self.dtype not in VLLM_DTYPES:
             raise VllmError(
-                f"run.dtype={self.dtype!r} is no dtype of vLLM (rollout.engine='vllm'); set run.dtype to "
+                f"run.dtype={self.dtype!r} is not a dtype of vLLM (rollout.engine='vllm'); set run.dtype to "
                 f"{' or '.join(map(repr, VLLM_DTYPES))}"
             )
         model = self._served_model()
@@ -148,7 +149,7 @@ class VllmServer:
         self.complete(probe, SamplingParams(), None, time.monotonic() + self.timeout_s)
 
     def _check_dtype(self, found: object) -> None:
-        """Check that the server computes in the dtype of training; raise VllmError if it does not."""
+        """Check that the server uses the dtype of training; raise VllmError if it does not."""
         served = str(found).removeprefix("torch.")
         if served == self.dtype:
             return
@@ -159,7 +160,7 @@ class VllmServer:
         )
 
     def _longer(self) -> str:
-        """Return how to start the server with room for the longest rollout."""
+        """Return the advice to start the server with space for the longest rollout."""
         positions = _positions(self.folder)
         if positions is not None and positions < self.max_tokens - 1:
             return (
@@ -169,10 +170,10 @@ class VllmServer:
         return f"start it by: {self._command()}"
 
     def load_weights(self, folder: Path, version: str) -> None:
-        """Load the weights of a folder, forget the keys and values of the former ones, and name the new ones.
+        """Load the weights of a folder, clear the cached keys and values of the old weights, and set the new version.
 
         Raises:
-            VllmError: the server did not do it.
+            VllmError: the server failed.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": self.timeout_s}
         self._call("/collective_rpc", body)
@@ -193,11 +194,11 @@ class VllmServer:
 
         Args:
             sampling: sampling parameters, without top-k and top-p.
-            version: the weights that must sample; None: any.
+            version: required version of the weights; None: any.
             deadline_s: latest end, on the clock of time.monotonic.
 
         Returns:
-            The completion, and the experts of each token but the last [prompt + new tokens - 1, layers, K], None
+            The completion, and the experts of each token except the last [prompt + new tokens - 1, layers, K], None
             without `returns_experts`.
 
         Raises:
@@ -239,7 +240,7 @@ class VllmServer:
         data = None if body is None else json.dumps(body).encode()
         request = Request(self.url.rstrip("/") + path, data, {"Content-Type": "application/json"})
         try:
-            # A proxy of the environment is not meant for a server of the job.
+            # The proxy of the environment does not apply to a server of the job.
             with build_opener(ProxyHandler({})).open(request, timeout=timeout_s or self.timeout_s) as answer:
                 found = json.loads(answer.read())
         except HTTPError as error:
@@ -298,7 +299,7 @@ def vllm_server(run: RunConfig, train: TrainConfig, rollout: RolloutConfig, *, r
 
 
 def generate_body(request: SampleRequest, sampling: SamplingParams) -> dict[str, Any]:
-    """Return the body of /inference/v1/generate: `SamplingParams` of vLLM that leave the distribution unchanged."""
+    """Return the body of /inference/v1/generate: vLLM's `SamplingParams` without changes of the distribution."""
     key = f"{sampling.seed} {request.prompt_number} {request.sample_number}".encode()
     return {
         "token_ids": list(request.prompt),
@@ -312,7 +313,7 @@ def generate_body(request: SampleRequest, sampling: SamplingParams) -> dict[str,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "seed": int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1,
-            # The recipe's tokens end a rollout, not the tokens of the folder's generation_config.json.
+            # The recipe's end tokens are used, not the tokens of the folder's generation_config.json.
             "ignore_eos": True,
             "stop_token_ids": sorted(request.eos_ids),
             "max_tokens": request.max_tokens,
@@ -343,7 +344,7 @@ def _parse_experts(text: str) -> NDArray[np.integer]:
     """Return an array in NumPy's file format, in base64.
 
     Raises:
-        ValueError: the text is none, or the array has not three dimensions of integers.
+        ValueError: the text is not such an array, or the array does not have three dimensions of integers.
     """
     array: NDArray[np.integer] = np.load(BytesIO(b64decode(text, validate=True)), allow_pickle=False)
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):

@@ -33,7 +33,7 @@ class Generation:
     text: str
     """Continuation without the prompt."""
     tokens: tuple[int, ...]
-    """New tokens; the token that ended the text is not among them."""
+    """New tokens without the token that ended the text."""
     finish_reason: Literal["length", "eos"]
     """Reason for the end: the limit of tokens, or the end of the text or of the turn."""
 
@@ -73,7 +73,7 @@ def _print_evaluation(found: Evaluation, dataset: TokenDataset, *, as_json: bool
             file=sys.stderr,
         )
     if as_json:
-        # JSON has neither NaN nor infinity.
+        # JSON has no NaN and no infinity.
         loss, perplexity = (x if math.isfinite(x) else None for x in (found.loss, found.perplexity))
         print(json.dumps({"loss": loss, "perplexity": perplexity, "tokens": found.tokens}))
         return
@@ -124,7 +124,7 @@ def _generate(
     on_token: TokenCallback,
     output: "_StreamedOutput | None" = None,
 ) -> list[Completion]:
-    """Load the model and continue the prompts; the output begins once the model is loaded.
+    """Load the model and continue the prompts; the output begins after loading.
 
     Each data-parallel rank continues its share of the prompts; all ranks return all completions.
     """
@@ -143,18 +143,18 @@ def _generate(
 
 
 class _StreamedOutput:
-    """The one continuation that is printed while it comes, after its prompt if that is echoed.
+    """Output of a single continuation while it is generated, after its prompt if that is echoed.
 
     Args:
         echoes: print the prompt before its continuation.
-        exits_on_broken_pipe: whether the program ends once the reader has gone (`| head`); if not, the remaining
-            text is discarded, as the other ranks wait for this one.
+        exits_on_broken_pipe: whether the program ends when the reader ends (`| head`); if not, the remaining text is
+            discarded, because the other ranks wait for this rank.
     """
 
     def __init__(self, job: GenerateJob, tokenizer: Tokenizer, *, echoes: bool, exits_on_broken_pipe: bool) -> None:
         self._job = job
         self._echoes = echoes
-        # Some tokenizers write a space between two ids that neither has alone: it must be seen after the prompt.
+        # Some tokenizers write a space between two ids although none of them has it: it must follow the prompt.
         joins = echoes and not job.is_chat
         self._stream = TextStream(tokenizer, job.requests[0].prompt if joins else ())
         self._stop_filter = StopStringFilter(job.stop_string)
@@ -191,7 +191,7 @@ def _terminal_text(text: str) -> str:
 
 
 def _finished_texts(job: GenerateJob, found: Sequence[Completion], tokenizer: Tokenizer) -> list[Generation]:
-    """Return the completions as text, each cut before the stop string."""
+    """Return the completions as text, each truncated before the stop string."""
     texts = []
     for prompt, completion in zip(job.prompts, found, strict=True):
         tokens = completion.tokens[:-1] if completion.finish_reason == "eos" else completion.tokens

@@ -1,7 +1,8 @@
-"""Expert balance of a run: the file of expert counts, and loads for `moefold inspect`. Torch-free.
+"""Expert balance of a run: the file of expert counts, and loads for `moefold inspect`.
 
 RUN_DIR/expert_counts.bin is append-only: one line of JSON with layers and number of experts, padded to a multiple of 64
-bytes, then records of equal length: the step as int64, then the counts as uint32 [layers, experts], all little-endian.
+bytes, then records of equal length. A record has the step as int64 and the counts as uint32 [layers, experts]
+(little-endian).
 """
 
 import json
@@ -33,21 +34,21 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertCounts:
-    """Expert counts of a run, in the order in which they were written."""
+    """Expert counts of a run, in the order of writing."""
 
     layers: tuple[int, ...]
     """Indices of the L MoE layers in the whole model."""
     steps: Array
     """Step numbers, int64 [N]."""
     counts: Array
-    """Tokens routed to each expert, before any is dropped, uint32 [N, L, E]."""
+    """Tokens routed to each expert, before drops, uint32 [N, L, E]."""
 
 
 class ExpertCountsWriter:
-    """Appends the counts of each step to RUN_DIR/expert_counts.bin; used on one rank only.
+    """Writer that appends the counts of each step to RUN_DIR/expert_counts.bin; used on one rank only.
 
-    Opening drops the steps past `resume_step` and a truncated last record, as for metrics.jsonl; an invalid file, or
-    one with other layers or experts, is replaced.
+    Opening removes the steps after `resume_step` and a truncated last record, as for metrics.jsonl. A file that is
+    invalid, or has other layers or experts, is replaced.
 
     Args:
         layers: indices of the MoE layers.
@@ -85,7 +86,7 @@ class ExpertCountsWriter:
 
 
 def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
-    """Memory-map the counts of a run without a truncated last record; None if the run wrote none.
+    """Memory-map the counts of a run without a truncated last record; None if the run wrote no counts.
 
     Raises:
         ConfigError: the file is invalid.
@@ -116,7 +117,7 @@ def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
 
 
 def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
-    """Drop the records past `last_step` and a truncated one; an invalid file is left unchanged."""
+    """Remove the records after `last_step` and a truncated record; an invalid file is unchanged."""
     path = run_dir / COUNTS_FILE
     if not path.is_file():
         return
@@ -127,7 +128,7 @@ def truncate_expert_counts(run_dir: Path, last_step: int) -> None:
         start = file.tell()
         record = header.record_dtype
         num_records = (path.stat().st_size - start) // record.itemsize
-        # Mapped: the counts of a long run take gigabytes, and only the steps are read.
+        # Memory-mapped: the counts of a long run take gigabytes, and only the steps are read.
         steps = (
             np.memmap(path, record, mode="r", offset=start, shape=(num_records,))["step"]
             if num_records
@@ -190,11 +191,11 @@ def _make_record_dtype(num_layers: int, num_experts: int) -> np.dtype[Any]:
 
 _MIN_POSITIVE = np.finfo(np.float64).tiny
 _COUNTS_PER_CHUNK = 1 << 22
-"""Limit of the counts that are converted to floats at once; at least one step."""
+"""Limit of the counts that are converted to floats at a time; at least one step."""
 _MAX_TRACED_COUNTS = 1 << 28
 """Limit of steps * layers * experts of a trace, whose counts take 4 bytes each in memory."""
 END_WINDOW_DIVISOR = 10
-"""Values for the start and end of a run are means over 1/10 of its steps."""
+"""Divisor: values for the start and end of a run are means over 1/10 of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +220,7 @@ class ExpertBalance:
 
     run_dir: Path
     source: str
-    """File or folder from which the loads were read."""
+    """File or folder of the loads."""
     layers: tuple[int, ...]
     """Indices of the L MoE layers in the whole model."""
     steps: Array
@@ -227,17 +228,17 @@ class ExpertBalance:
     load: Array
     """Routed tokens of the most loaded expert over the mean, float64 [N, L]."""
     counts: Array | None
-    """Routed tokens of each expert, [N, L, E]; None if the run wrote neither counts nor a trace."""
+    """Routed tokens of each expert, [N, L, E]; None if the run wrote no counts and no trace."""
     drop_steps: Array
     """Steps of `dropped`, int64 [M]."""
     dropped: Array
-    """Dropped over all routed tokens, float64 [M, L], NaN where not recorded."""
+    """Dropped tokens divided by all routed tokens, float64 [M, L]; NaN: not recorded."""
     entropy: Array
-    """Entropy of a token's scores in nats, float64 [M, L], NaN where not recorded."""
+    """Entropy of a token's scores in nats, float64 [M, L]; NaN: not recorded."""
 
     @property
     def cut_short(self) -> str:
-        """Message that the loads end before the run's metrics, by at least one recording interval; else ""."""
+        """Message if the loads end before the run's metrics by at least one recording interval; else ""."""
         last = int(self.steps[-1])
         end = int(self.drop_steps[-1]) if len(self.drop_steps) else 0
         interval = int(self.steps[-1] - self.steps[-2]) if len(self.steps) > 1 else 1
@@ -249,7 +250,7 @@ class ExpertBalance:
         return None if self.counts is None else int(self.counts.shape[2])
 
     def shares(self, max_bins: int) -> Array:
-        """Return each expert's routed tokens over the mean, float64 [bins, L, E], in at most `max_bins` step ranges."""
+        """Return each expert's tokens over the mean, float64 [bins, L, E], in at most `max_bins` step ranges."""
         assert self.counts is not None, "a run without counts has no shares"
         sums = [self.counts[a:b].sum(0, dtype=np.float64) for a, b in split_into_bins(len(self.steps), max_bins)]
         binned: Array = np.stack(sums)
@@ -356,7 +357,7 @@ def _count_trace(run_dir: Path) -> ExpertCounts | None:
     for i, step in enumerate(trace.steps):
         for j, choices in enumerate(trace.step(step)):
             indices = shape.check_expert_indices(choices, step, "the trace").ravel()
-            # Zero-computation experts, the last ones, compute nothing that could be balanced.
+            # Zero-computation experts, which are last, have no computation to balance.
             counts[i, j] = np.bincount(indices, minlength=shape.num_experts)[: shape.num_routed_experts]
     return ExpertCounts(layers=shape.layers, steps=np.array(trace.steps, dtype=np.int64), counts=counts)
 
@@ -388,14 +389,14 @@ def _record_loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
 
 
 def _record_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the `moe_layers` records of a step; [] if they have another form."""
+    """Return the `moe_layers` records of a step; [] for another form."""
     found = record.get("moe_layers")
     is_list = isinstance(found, list) and all(isinstance(layer, dict) for layer in found)
     return found if is_list and found is not None else []
 
 
 def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array, Array, Array]:
-    """Return (steps, dropped, entropy) of metrics.jsonl; a record without layers has one drop rate for all of them."""
+    """Return (steps, dropped, entropy) of metrics.jsonl; a record without layers has one drop rate for all layers."""
     steps = np.array([record["step"] for record in records], dtype=np.int64)
     dropped, entropy = np.full((2, len(records), num_layers), np.nan)
     for i, record in enumerate(records):

@@ -33,7 +33,7 @@ class Allocation:
     part: str
     phase: Phase
     is_tagged: bool = False
-    """Whether the part was set explicitly, independent of where the storage was allocated."""
+    """Whether the part was set explicitly, independent of the part that allocated the storage."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class MemoryTracker(TorchDispatchMode):
         return wrap_calls(function, lambda *args, **kwargs: CallContext(partial(self.part, name)))
 
     def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Assign tensors to a part, wherever they were allocated."""
+        """Assign tensors to a part, independent of the part that allocated them."""
         for tensor in tensors:
             block = self._allocation(tensor)
             block.part = name
             block.is_tagged = True
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Leave the storages of tensors out of all counts."""
+        """Exclude the storages of tensors from all counts."""
         for tensor in tensors:
             self._allocation(tensor, is_counted=False)
 
@@ -106,7 +106,7 @@ class MemoryTracker(TorchDispatchMode):
         return by_part
 
     def peak(self, is_counted: Callable[[str], bool] = lambda part: True) -> MemoryPeak:
-        """Return the peak of the total bytes of the counted parts, with all parts at that moment."""
+        """Return the peak of the total bytes of the counted parts, with the bytes of all parts at that time."""
         self._record_frees()
         now = best = 0
         best_at = 0
@@ -136,7 +136,7 @@ class MemoryTracker(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 block = self._allocation(leaf)
                 if func is CAST_OP and self._allocation(args[0]).part == "weights":
-                    # Without FSDP, low-precision weights are casts of the master weights.
+                    # Without FSDP, low-precision weights are copies of the master weights.
                     block.part = GATHERED_WEIGHTS
                     block.is_tagged = True
         return result

@@ -10,19 +10,19 @@ from moefold.metrics.reader import read_records, value_of
 from moefold.metrics.table import SHOWN, TABLES, title_of
 
 ENDS = 10
-"""The start and the end of a curve are means over a tenth of its values."""
+"""Divisor: the start and the end of a curve are means over a tenth of its values."""
 
 
 @dataclass(frozen=True)
 class MetricCurve:
-    """One metric over the steps at which it was recorded."""
+    """Metric over its recorded steps."""
 
     name: str
     title: str
     steps: Array
-    """Ascending, float64 [N], N at least 1."""
+    """Recorded steps, ascending, float64 [N]; N is at least 1."""
     values: Array
-    """[N], finite."""
+    """Finite values, [N]."""
 
     def summary(self) -> dict[str, float]:
         """Return mean values at start and end, and the extremes."""
@@ -42,7 +42,7 @@ class MetricCurve:
 
 
 def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
-    """Read the curves of a run by the keys of their tables; values of other types count as not recorded.
+    """Read the curves of a run by the keys of their tables; values of other types are ignored.
 
     Raises:
         ConfigError: metrics.jsonl cannot be read.

@@ -22,7 +22,7 @@ _EVAL = "#d1495b"
 _MEAN = "#8d99ae"
 _TEXT_COLOR = "#333333"
 _SMOOTH_FROM_STEPS = 20
-"""Shorter runs are plotted without smoothing."""
+"""Minimum length of a run for smoothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +31,15 @@ class Curves:
 
     steps: list[int]
     loss: list[float]
-    """Loss; the mean reward in reinforcement learning, and likewise `eval_loss`."""
+    """Loss; like `eval_loss`, the mean reward in reinforcement learning."""
     eval_steps: list[int]
     eval_loss: list[float]
     lr: list[float]
     grad_norm: list[float]
     worst_load: list[float]
-    """Largest expert load (max/mean) of the MoE layers; empty for a model without them."""
+    """Largest expert load (max/mean) of the MoE layers; empty without MoE layers."""
     mean_load: list[float]
-    """Mean expert load (max/mean) of the MoE layers; empty for a model without them."""
+    """Mean expert load (max/mean) of the MoE layers; empty without MoE layers."""
     tokens: int
     """Total trained tokens."""
     is_reward: bool = False
@@ -47,7 +47,7 @@ class Curves:
 
 
 def plot_loss(run_dir: Path) -> Path:
-    """Plot RUN_DIR/metrics.jsonl as RUN_DIR/loss.png and return its path.
+    """Plot RUN_DIR/metrics.jsonl to RUN_DIR/loss.png, and return its path.
 
     The upper panel shows training loss, smoothed loss and evaluations; below are the gradient norm with the learning
     rate and, for MoE models, the expert balance.
@@ -117,8 +117,8 @@ def read_curves(run_dir: Path) -> Curves:
 def smooth(values: list[float], half_window: int) -> list[float]:
     """Return a centred moving average with up to `half_window` neighbours on each side; NaN values are excluded.
 
-    Centred, so that the curve does not lag a falling loss. Near the start the window shrinks on both sides; only at the
-    end, where the newest values matter, is it one-sided.
+    A centred window does not lag a falling loss. It shrinks on both sides near the start, and becomes one-sided
+    at the end, where the newest values matter.
     """
     sums = list(accumulate((0.0 if isnan(value) else value for value in values), initial=0.0))
     counts = list(accumulate((not isnan(value) for value in values), initial=0))
@@ -185,7 +185,7 @@ def _draw_gradients(axes: "Axes", curves: Curves) -> None:
 
 
 def _marker(curves: Curves) -> str:
-    """Return a marker for a curve of a single point, which a line would not show."""
+    """Return a marker for a curve with a single point, which a line would not show."""
     return "o" if len(curves.steps) == 1 else ""
 
 
@@ -207,7 +207,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def escape_plot_text(text: str) -> str:
-    """Return text for matplotlib: characters missing in its font replaced (they raise warnings), and `$` escaped."""
+    """Return text for matplotlib, with `$` and characters that its font lacks (they raise warnings) replaced."""
     known = _characters()
     plain = "".join(character if ord(character) in known else REPLACEMENT for character in text)
     # matplotlib reads text between two dollar signs as a formula.

@@ -24,21 +24,21 @@ Clock = Callable[[], float]
 SHORT_RUN_STEPS = 100
 """Runs up to this length print a plain line for every step."""
 PLAIN_INTERVAL_S = 5.0
-"""Approximate time between plain lines of a longer run, which come at a fixed interval in steps."""
+"""Approximate time between plain lines of a longer run; the interval in steps is fixed."""
 TIMED_STEPS = 10
-"""Number of first steps whose fastest one determines the interval: a run may start slowly."""
+"""Number of first steps; the fastest of them determines the interval, because a run may start slowly."""
 PLAIN_WIDTH = 120
 """Width of a plain line in columns."""
 COMMAND_LABELS = ("next:", "or ", "curves:")
-"""First words of messages with a command, which a terminal must not wrap: it could not be copied."""
+"""First words of messages with a command, which must not be wrapped, so that it can be copied."""
 LIVE_INTERVAL_S = 0.1
-"""Least interval between two redraws of the live line."""
+"""Minimum interval between two redraws of the live line."""
 MIN_STEP_S = 1e-6
-"""Least time of a step, for clocks that do not move."""
+"""Minimum time of a step, for clocks that do not advance."""
 BAR_WIDTH = 12
 """Width of the progress bar in columns."""
 ETA_WINDOW_STEPS = 50
-"""Number of last steps from which the remaining time is estimated."""
+"""Number of last steps for the estimate of the remaining time."""
 
 
 class Progress:
@@ -47,9 +47,9 @@ class Progress:
     Args:
         steps: last step of the run.
         first_step: first step of this process, 1-based; more than 1 after a resume.
-        stream: output stream. A terminal gets a live line, other streams plain lines: every step of a short run, one
-            every few seconds of a long one, at a fixed interval in steps, and always the first, the last and those with
-            an evaluation.
+        stream: output stream. A terminal shows a live line, other streams plain lines: every step of a short run; in a
+            long run a step every few seconds, at a fixed interval in steps, and always the first, the last and
+            evaluated steps.
         line: formatter of the steps.
         clock: clock for step times and line intervals.
         on_broken_pipe: called when the reader of the stream has closed it; later output is discarded.
@@ -96,13 +96,13 @@ class Progress:
             self._display.message(printable(text, MULTILINE_CHARS))
 
     def end(self) -> None:
-        """Show the last step as a permanent line and remove what is redrawn; messages may follow."""
+        """Show the last step as a permanent line and remove the live line; messages may follow."""
         with self._discard_lost_output():
             self._display.close()
 
     @contextmanager
     def _discard_lost_output(self) -> Iterator[None]:
-        """Redirect the stream to the null device if its reader, its terminal or its disk is gone: training goes on."""
+        """Redirect the stream to the null device if its reader, terminal or disk is gone; training continues."""
         try:
             yield
         except OSError as error:
@@ -126,7 +126,7 @@ class Progress:
         return PlainDisplay(self._stream, self._line, shows_every_step=is_short, clock=self._clock)
 
     def _time_left_s(self, values: Mapping[str, Any]) -> float:
-        """Estimate the remaining seconds from the wall time of the last steps, evaluation and saving included."""
+        """Estimate the remaining seconds from the wall time of the last steps, including evaluation and saving."""
         num_timed = len(self._step_ends_s) - 1
         mean_s: float = (
             (self._step_ends_s[-1] - self._step_ends_s[0]) / num_timed if num_timed else values["step_time_s"]
@@ -155,7 +155,7 @@ class PlainDisplay:
             self.message(self._line.format(values, time_left_s, PLAIN_WIDTH))
 
     def _time_step(self) -> None:
-        """Record the wall time since the last step, of the first `TIMED_STEPS` steps."""
+        """Record the wall time since the last step, for the first `TIMED_STEPS` steps."""
         if self._num_timed == TIMED_STEPS:
             return
         now_s = self._clock()
@@ -176,8 +176,8 @@ class PlainDisplay:
 class LiveDisplay:
     """Progress display that redraws a bar with the step's numbers at the bottom of a terminal.
 
-    Messages and the steps with an evaluation scroll above it. The bar goes when the run ends; its last step stays as a
-    line.
+    Messages and the steps with an evaluation scroll above it. The bar disappears when the run ends; its last step
+    stays.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class LiveDisplay:
         self._drawn_s = float("-inf")
         self._eval_loss: float | None = None
         self._pending = ""
-        """The newest step, unless a line above the bar has it."""
+        """Newest step, unless a line above the bar shows it."""
         self._bar = self._draw(first_step - 1, [f"step {first_step - 1}/{steps}"])
         self._live = Live(self._bar, console=console, auto_refresh=False, transient=True)
         self._live.start(refresh=True)
@@ -249,18 +249,18 @@ def round_steps(steps: float) -> int:
 
 
 class StepLine:
-    """Formatter of a step's numbers in columns of fixed width, so that the lines of a run stand below each other.
+    """Formatter of a step's numbers in columns of fixed width, so that the lines of a run are aligned.
 
-    A column that has appeared stays, blank where a step has no value.
+    A column that has appeared stays; it is blank if a step has no value.
 
     Args:
         steps: the last step of the run.
-        is_gpu: whether the ranks train on GPUs: memory and MFU of a CPU say nothing and are left out.
-        evaluates: whether the run evaluates; its column then stands from the first line on.
+        is_gpu: whether the ranks train on GPUs: memory and MFU of a CPU are not useful and not shown.
+        evaluates: whether the run evaluates; the column is then shown from the first line on.
     """
 
     def __init__(self, steps: int, *, is_gpu: bool, evaluates: bool) -> None:
-        # The table of all numbers, which only the rank with the line needs.
+        # Lazy import of the table of all numbers, which only the rank with the line needs.
         from moefold.metrics.table import LINE
 
         self._table = LINE
@@ -269,7 +269,7 @@ class StepLine:
         self._seen = {"eval"} if evaluates else set()
 
     def format(self, values: Mapping[str, Any], time_left_s: float, width: int) -> str:
-        """Return a step as one line of at most `width` columns; the least important columns are left out.
+        """Return a step as one line of at most `width` columns, without the least important columns if necessary.
 
         Args:
             time_left_s: seconds to the end of the run; not shown for the last step.

@@ -1,4 +1,4 @@
-"""Read metrics.jsonl: the lines of training steps, and of the evaluation before the first step. Torch-free."""
+"""Read metrics.jsonl: the lines of training steps and of the evaluation before the first step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,15 +11,15 @@ from moefold.errors import ConfigError
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in the run folder: one JSON object per line, one line per step."""
 NONFINITE = "nonfinite"
-"""Key of the names of the numbers of a line that are not finite."""
+"""Key of the names of a line's numbers that are not finite."""
 MAX_STEP = 2**53
 """Largest step number that float64 represents exactly."""
 MAX_VALUE = 1e300
-"""Largest magnitude of a measurement; sums of larger ones overflow."""
+"""Largest magnitude of a measurement; sums of larger values overflow."""
 
 
 def is_step(value: Any) -> TypeGuard[int]:
-    """Return whether a value is the number of a step; 0 stands for the weights before the first step."""
+    """Return whether a value is the number of a step; 0 means the weights before the first step."""
     return type(value) is int and 0 <= value <= MAX_STEP
 
 
@@ -54,7 +54,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of a run, of the evaluation before the first step too.
+    """Return the valid lines of a run, including the evaluation before the first step.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -68,14 +68,14 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def finite_number(value: Any) -> float:
-    """Return a measurement as float; NaN for a value of another type or too large a number."""
+    """Return a measurement as float; NaN for a value of another type or a too large number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_VALUE:
         return math.nan
     return float(value)
 
 
 def value_of(record: Mapping[str, Any], path: str) -> float:
-    """Return a number of a line by its path, "rl.reward"; NaN if there is none, or it was not finite."""
+    """Return a number of a line by its path, "rl.reward"; NaN if it is missing, or was not finite."""
     section, _, name = path.rpartition(".")
     values = record.get(section) if section else record
     return finite_number(values.get(name)) if isinstance(values, Mapping) else math.nan

@@ -1,6 +1,6 @@
-"""Compute numbers of a step: of each MoE layer, replicas, times of ranks, activation offload, memory of a process.
+"""Numbers of a step: MoE layers, replicas, times of ranks, activation offload, memory of a process.
 
-`metrics/table.py` has the definition of each number. Needs numpy, not torch.
+`metrics/table.py` has the definition of each number. The module needs numpy, not torch.
 """
 
 import resource
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoELayerMetrics:
-    """Metrics of one MoE layer over the global batch; loads are routed tokens before any is dropped."""
+    """Metrics of one MoE layer over the global batch; loads are routed tokens before drops."""
 
     layer: int
     load: float
@@ -52,13 +52,13 @@ class MoELayerMetrics:
             dropped: dropped routed tokens.
             entropy: sum over tokens.
             top_k: experts of a token.
-            losses: aux loss and z-loss, coefficients included.
-            bias: bias of each expert; empty if there is none.
+            losses: aux loss and z-loss, including coefficients.
+            bias: bias of each expert; empty: no bias.
             zero_counts: routed tokens of each zero-computation expert.
         """
         counts_E = np.asarray(counts, dtype=np.float64)
         num_zero = float(sum(zero_counts))
-        # A step of padding alone routes nothing, and no token may have chosen an expert with computation.
+        # A step with only padding routes nothing, and possibly no token has chosen an expert with computation.
         num_routed = float(counts_E.sum()) + num_zero or 1.0
         mean = float(counts_E.mean()) or 1.0
         return cls(
@@ -78,11 +78,11 @@ class MoELayerMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaMetrics:
-    """Agreement of the data-parallel replicas in one checked step; None where there is only one replica.
+    """Agreement of the data-parallel replicas in one checked step; fields are None for a single replica.
 
     A dispersion is standard deviation over mean. Loss and dense gradients are compared between the dp replicas, expert
-    gradients between the edp replicas. A trend indicates a fault: a replica that diverges raises the dispersions and
-    lowers the cosines.
+    gradients between the edp replicas. A trend indicates a fault: divergence raises the dispersions and lowers the
+    cosines.
     """
 
     loss_dispersion: float | None
@@ -104,14 +104,14 @@ class ReplicaMetrics:
     ) -> Self:
         """Compute the metrics from losses and gradient dot products of the replicas.
 
-        They describe losses and gradients per sample; replicas of padding alone are left out.
+        The metrics describe losses and gradients per sample; replicas with only padding are ignored.
 
         Args:
             losses: loss of each replica, in any common unit, [dp].
             dense: dot products of the dense gradients, [dp, dp].
             experts: dot products of the expert gradients, [edp, edp].
             samples: samples of each replica without padding, in any common unit, [dp].
-            expert_samples: samples of each replica of the experts, likewise, [edp].
+            expert_samples: samples of each replica of the experts, in the same unit, [edp].
         """
         norm, mean, least = _gradient_agreement(_per_sample(dense, samples))
         expert_norm, expert_mean, expert_least = _gradient_agreement(_per_sample(experts, expert_samples))
@@ -136,7 +136,7 @@ def _per_sample(dot_products: NDArray[np.float64], samples: NDArray[np.float64])
 
 
 def _gradient_agreement(dot_products: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:
-    """Return norm dispersion, mean and least pairwise cosine; None if a norm is 0, as without experts."""
+    """Return norm dispersion, mean and minimum pairwise cosine; None if a norm is 0, such as without experts."""
     norms = np.sqrt(np.diag(dot_products))
     if len(norms) < 2 or not norms.all():
         return None, None, None
@@ -192,12 +192,12 @@ def peak_memory_gib(device_type: str) -> float:
     """Return the peak memory of this process in GiB, since it started.
 
     On `cuda` this is the peak of allocated tensor bytes on the current device (`torch.cuda.max_memory_allocated`),
-    which the recipe's sizes determine. The caching allocator's unused blocks, the CUDA context and NCCL's buffers come
-    on top, so leave headroom above it.
+    which the recipe's sizes determine. The caching allocator's unused blocks, the CUDA context and NCCL's buffers need
+    additional memory, so leave a reserve.
 
-    On `cpu` it is the peak resident set of the process, code and libraries included (about 0.3 GiB for torch), as torch
-    has no CPU tensor statistics. On Linux it is VmHWM of /proc; elsewhere `getrusage`, which is second choice because a
-    child process inherits its parent's peak.
+    On `cpu` this is the peak resident set of the process, including code and libraries (about 0.3 GiB for torch),
+    because torch has no CPU tensor statistics. Linux reports it as VmHWM in /proc. Elsewhere it comes from `getrusage`,
+    where a child process inherits its parent's peak.
 
     Args:
         device_type: "cuda" or "cpu".
@@ -218,19 +218,19 @@ def peak_memory_gib(device_type: str) -> float:
 WINDOW_STEPS = 16
 REPORT_SLOW_STEPS = 12
 RECOVERED_SLOW_STEPS = 4
-"""A rank is reported as slow once it was slow in REPORT_SLOW_STEPS of the last WINDOW_STEPS steps, and counts as
-recovered once it was slow in at most RECOVERED_SLOW_STEPS of them."""
+"""Limits of slow steps among the last WINDOW_STEPS steps: a rank is reported as slow after REPORT_SLOW_STEPS of them,
+and has recovered with at most RECOVERED_SLOW_STEPS."""
 MIN_IMPACT = 0.05
-"""Least excess time of a slow rank, as a fraction of the step."""
+"""Minimum excess time of a slow rank, as a fraction of the step."""
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Stragglers:
-    """Detects ranks whose own time exceeds `factor` times the median of their stage in most steps of a window.
+    """Detector of ranks whose own time exceeds `factor` times the median of their stage in most steps of a window.
 
-    Times of single steps scatter widely on a shared machine, so slow steps are counted: one long pause counts once. For
-    an even number of ranks the lower median is used, so that one of two ranks can be detected. A rank is reported once,
+    Times of single steps vary widely on a shared machine, so slow steps are counted: a long pause counts once. For an
+    even number of ranks the lower median is used, so that one of two ranks can be detected. A rank is reported once,
     and again only after it has recovered.
 
     Args:
@@ -248,7 +248,7 @@ class Stragglers:
         self._reported: set[int] = set()
 
     def update(self, times: Array) -> list[dict[str, Any]]:
-        """Add the times of one step, [ranks, (own, data, wait)]; return a record of each newly detected rank."""
+        """Add the times of one step, [ranks, (own, data, wait)]; return a record for each newly detected rank."""
         if not times.any():
             return []
         own = times[:, COMPUTE]

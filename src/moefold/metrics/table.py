@@ -1,7 +1,7 @@
-"""List every reported number once: name, unit, definition, name in other frameworks, and where it is shown.
+"""Table of every reported number: name, unit, definition, name in other frameworks, and places where it is shown.
 
-metrics.jsonl, the line of a step, the trackers, `moefold inspect`, the board and the page docs/metrics.md
-(`python -m tools.metrics_page > docs/metrics.md`) read this table. Torch-free.
+metrics.jsonl, the line of a step, the trackers, `moefold inspect`, the board and the page docs/metrics.md (`python -m
+tools.metrics_page > docs/metrics.md`) read this table.
 """
 
 import math
@@ -17,17 +17,17 @@ from moefold.terminal import format_count
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Definition of one number."""
+    """Definition of a number."""
 
     name: str
     """Key of a record; "*" stands for any key."""
     unit: str
-    """Unit; empty for a ratio, a label or a number without one."""
+    """Unit; empty for a ratio, a label or a number without a unit."""
     counts: str
     elsewhere: str = ""
-    """Name and, where it differs, definition in Megatron-LM, torchtitan, transformers, TRL or vLLM; may be empty."""
+    """Name and, if different, definition in Megatron-LM, torchtitan, transformers, TRL or vLLM; may be empty."""
     reduce: Literal["", "sum", "mean", "max", "min"] = ""
-    """Reduction of the values of all ranks; empty if every rank has the same value, or the producer has reduced it."""
+    """Reduction of the values of all ranks; empty if every rank has the same value, or the value is already reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class MetricGroup:
 
 
 def _metrics(*rows: tuple[str, ...]) -> tuple[Metric, ...]:
-    """Make a table of rows of name, unit, what is counted and, in some, the name elsewhere."""
+    """Make a table from rows of name, unit, definition and an optional name elsewhere."""
     return tuple(Metric(row[0], row[1], row[2], "".join(row[3:])) for row in rows)
 
 
@@ -417,7 +417,7 @@ ELSEWHERE = _metrics(
 
 
 def number_of(values: Mapping[str, Any], path: str) -> float | None:
-    """Return a number of a step by its path, "rl.reward"; of a list the largest, NaN if one is; None without one."""
+    """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None: no number."""
     found: Any = values
     for key in path.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -427,7 +427,7 @@ def number_of(values: Mapping[str, Any], path: str) -> float | None:
 
 
 def _loss(loss: float) -> str:
-    """Return a loss with four decimals, or two from 100 on, in seven columns."""
+    """Return a loss in seven columns, with four decimals, or two from 100 on."""
     return f"{loss:7.2f}" if abs(loss) >= 100 else f"{loss:7.4f}"
 
 
@@ -441,17 +441,17 @@ class LineColumn:
     """Column of the line of a step."""
 
     rank: int
-    """Columns of a higher rank are left out first where a line is too short."""
+    """Columns of a higher rank are dropped first if a line is too short."""
     name: str
     unit: str
     counts: str
     path: str
-    """Path of the number; empty: the line knows the text."""
+    """Path of the number; empty: the line itself has the text."""
     form: Callable[[float], str]
     width: int
     """Width of a blank column."""
     when: Callable[[Mapping[str, Any], bool], Any] = lambda values, is_gpu: True
-    """Whether a step shows it."""
+    """Returns whether a step shows the column."""
 
     def text(self, values: Mapping[str, Any], *, is_gpu: bool) -> str:
         """Return the text of a step; empty without a value."""
@@ -460,7 +460,7 @@ class LineColumn:
 
 
 def _on_pairs(values: Mapping[str, Any], is_gpu: bool) -> bool:
-    """Return whether the loss compares completions; a loss of a program may have one of the metrics too."""
+    """Return whether the loss compares completions; a loss of a program may also have one of the metrics."""
     return (values["loss_metrics"] or {}).keys() >= {"accuracy", "margin"}
 
 
@@ -510,16 +510,16 @@ LINE = (
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Places of a number besides metrics.jsonl, the line of a step and the page."""
+    """Places of a number in addition to metrics.jsonl, the line of a step and the page."""
 
     chart: str
-    """Group of its chart on the board; empty: it has none."""
+    """Group of the number's chart on the board; empty: no chart."""
     title: str = ""
-    """Of the chart and in `moefold inspect`; empty: its name."""
+    """Title of the chart and in `moefold inspect`; empty: the number's name."""
     curve: str = ""
-    """Its curve in trackers; empty: it has none, or `TRACKED` names its record."""
+    """Curve in trackers; empty: no curve, or `TRACKED` names the record."""
     table: str = ""
-    """Its table in `moefold inspect`, a key of `TABLES`; empty: it is in none."""
+    """Table in `moefold inspect`, a key of `TABLES`; empty: no table."""
 
 
 TABLES = {
@@ -530,7 +530,7 @@ TABLES = {
 }
 """Titles of the tables of `moefold inspect` by their keys in `--json`."""
 TRACKED = {"loss_terms": "train/loss_terms", "loss_metrics": "train/loss_metrics", "rl": "rl"}
-"""Records whose numbers are all curves of trackers, and the beginning of the names of those."""
+"""Records whose numbers are all curves of trackers, and the prefix of the curves' names."""
 _RL = "Reinforcement learning"
 _PARTS = "Parts of the loss"
 _RANKS = "Memory and ranks"
@@ -538,7 +538,7 @@ CHARTS = {
     "rl": _RL, "loss_terms": _PARTS, "loss_metrics": _PARTS, "rank_times": _RANKS, "offload": _RANKS,
     "replicas": "Replicas", "sites": "Sites",
 }  # fmt: skip
-"""Groups of the charts of records whose numbers `SHOWN` does not name."""
+"""Groups of the charts of records whose numbers are not in `SHOWN`."""
 SHOWN = {
     "loss": Shown("Training", "loss, nats", "train/loss"),
     "eval_loss": Shown("Training", "held-out loss, nats", "eval/loss"),
@@ -597,7 +597,7 @@ SHOWN = {
     "sites.router_distance": Shown("Sites", table="sites"),
     "sites.spike": Shown("Sites", "loss spike", table="sites"),
 }
-"""Where the numbers of a step are shown, by path, in the order of the charts. Others have a chart under their names."""
+"""Places of the numbers of a step, by path, in the order of the charts. Others have a chart under their name."""
 LAYER_CURVES = {
     "load": "expert_load", "load_cv": "expert_load_cv", "dead_experts": "dead_experts",
     "dropped_fraction": "dropped_fraction", "zero_fraction": "zero_expert_fraction", "router_entropy": "router_entropy",
@@ -606,7 +606,7 @@ LAYER_CURVES = {
 }  # fmt: skip
 """Curves of the numbers of an MoE layer in trackers."""
 _UNITS = {"_per_s": "/s", "_s": ", s", "_gib": ", GiB", "_bytes": ", bytes"}
-"""Units that stand at the ends of names."""
+"""Units at the ends of names."""
 
 
 def title_of(path: str) -> str:
@@ -618,7 +618,7 @@ def title_of(path: str) -> str:
 
 
 def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
-    """Return place, path, group and title of the charts of some numbers; also of numbers that the table lacks."""
+    """Return place, path, group and title of the charts of some numbers, even if the table lacks a number."""
     places = {path: place for place, path in enumerate(SHOWN)}
     charts = []
     for path in paths:
@@ -629,7 +629,7 @@ def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
 
 
 def _or_nan(extreme: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
-    """Return max or min with NaN for values with a NaN: by itself each takes or leaves a NaN by its place."""
+    """Return max or min, or NaN if a value is NaN: with max and min alone, the result depends on the order."""
     return lambda values: math.nan if any(map(math.isnan, values)) else extreme(values)
 
 
@@ -646,13 +646,13 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
     """Check the metrics that the callbacks of a program declare.
 
     Raises:
-        ConfigError: an entry is no `Metric`, a name has another form or is taken, or a reduction does not exist.
+        ConfigError: an entry is not a `Metric`, a name has another form or is taken, or a reduction does not exist.
     """
     taken = {metric.name for metric in STEP}
     for metric in metrics:
         if not isinstance(metric, Metric):
             raise ConfigError(
-                f"`metrics` of a callback holds {metric!r:.60}, which is no moefold.Metric; `metrics` has the "
+                f"`metrics` of a callback holds {metric!r:.60}, which is not a moefold.Metric; `metrics` has the "
                 "definitions of what `measure` returns, so give an attribute of another kind another name"
             )
         if not metric.name.isidentifier():
@@ -671,7 +671,7 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
 
 
 def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str, float | None]:
-    """Return what `measure` of a callback returned, as numbers of Python.
+    """Return the result of a callback's `measure` as Python numbers.
 
     Args:
         metrics: the definitions of the callback.
@@ -679,7 +679,7 @@ def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str,
         callback: name of its class, for messages.
 
     Raises:
-        RunError: it is no dict, or a value has no definition or is no number.
+        RunError: the result is not a dict, or a value has no definition or is not a number.
     """
     if not isinstance(values, Mapping):
         raise RunError(
@@ -706,7 +706,7 @@ def _as_number(name: str, value: Any, callback: str) -> float:
 
 
 def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Reduce the values of all ranks by the rules of their definitions; None does not count, NaN makes the result NaN.
+    """Reduce the values of all ranks by the rules of their definitions; None is ignored, NaN makes the result NaN.
 
     Args:
         ranks: values of each rank by name.
@@ -719,10 +719,10 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
 
 
 def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> dict[str, Any]:
-    """Return the numbers of a step in the order of the table, None for what has no value.
+    """Return the numbers of a step in the order of the table; None: no value.
 
     Args:
-        values: by name.
+        values: values by name.
         further: metrics that the callbacks of a program declare.
 
     Raises:

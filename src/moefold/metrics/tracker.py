@@ -18,9 +18,9 @@ from moefold.metrics.table import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
 GIB = 2**30
 EVAL_CURVE = SHOWN["eval_loss"].curve
 _MINIMUM_IS_LOGGED = ("router_entropy", "expert_bias_min")
-"""Curves whose minimum over the layers is logged too."""
+"""Curves whose minimum over the layers is also logged."""
 _TENSORBOARD_FIRST = {"train/loss": "1_loss/train", EVAL_CURVE: "1_loss/eval", "speed/": "2_speed/"}
-"""Renamed tags and groups that TensorBoard shows first, as it sorts groups by name and digits before letters."""
+"""Renamed tags and groups that TensorBoard shows first: it sorts groups by name, digits before letters."""
 _WANDB_VARIABLES = (
     ("project", "WANDB_PROJECT"),
     ("entity", "WANDB_ENTITY"),
@@ -28,7 +28,7 @@ _WANDB_VARIABLES = (
     ("group", "WANDB_RUN_GROUP"),
     ("tags", "WANDB_TAGS"),
 )
-"""Arguments of wandb.init that metrics.wandb_* sets, and the environment variables from which wandb reads them."""
+"""Arguments of wandb.init that metrics.wandb_* sets, and the corresponding environment variables of wandb."""
 
 
 def check_trackers(metrics: MetricsConfig) -> None:
@@ -51,7 +51,7 @@ def tracker_starters(
     """Return functions that start the trackers that the recipe enables, by name.
 
     Args:
-        resume_step: last step that remains from an earlier process of this run; 0 for a new run.
+        resume_step: last step of an earlier process of this run; 0: a new run.
         config: the resolved recipe, logged with the curves.
     """
     starters: dict[str, Callable[[], Tracker]] = {}
@@ -93,7 +93,7 @@ class WandbTracker:
     """Tracker that logs to one Weights & Biases run per run folder, online or offline according to WANDB_MODE.
 
     RUN_DIR/wandb_id.txt contains the id of the run, so that a resumed process continues the same curves. Steps that an
-    earlier process logged past its last checkpoint keep their first values, as wandb's history is append-only.
+    earlier process logged after its last checkpoint keep their first values, because wandb's history is append-only.
     """
 
     def __init__(self, run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]) -> None:
@@ -114,7 +114,7 @@ class WandbTracker:
         self._run.log(_scalars(values, per_layer=self._per_layer), step=values["step"])
 
     def log_evaluation(self, step: int, eval_loss: float) -> None:
-        """Log the evaluation loss of a past step as a summary, as wandb's history is append-only."""
+        """Log the evaluation loss of a past step as a summary, because wandb's history is append-only."""
         self._run.summary[f"{EVAL_CURVE} of step {step}"] = eval_loss
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def _scalars(values: Mapping[str, Any], *, per_layer: bool) -> dict[str, float]:
 
 
 def _tree(start: str, values: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the numbers of a record, also below its names."""
+    """Return the numbers of a record and of its nested records."""
     found: dict[str, float | None] = {}
     for name, value in values.items():
         found |= _tree(f"{start}/{name}", value) if isinstance(value, Mapping) else {f"{start}/{name}": value}
@@ -152,7 +152,7 @@ def _tree(start: str, values: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _over_layers(curve: str, values: list[float]) -> dict[str, float]:
-    """Return mean and maximum over the MoE layers (NaN if one is NaN); {} if no layer has a value."""
+    """Return mean and maximum over the MoE layers (NaN if a value is NaN); {} if no layer has a value."""
     if not values:
         return {}
     scalars = {f"moe_layers/{curve}_mean": float(np.mean(values)), f"moe_layers/{curve}_max": float(np.max(values))}
@@ -184,7 +184,7 @@ def _as_markdown(config: Mapping[str, Any]) -> str:
 def _wandb_names(run_dir: Path, metrics: MetricsConfig) -> dict[str, Any]:
     """Return the arguments of wandb.init that describe the run: keys of the recipe, else defaults.
 
-    An argument takes precedence over the environment, so defaults are left out where a WANDB_* variable is set.
+    An argument takes precedence over the environment, so a default is omitted if its WANDB_* variable is set.
     """
     names: dict[str, Any] = {"project": "moefold", "name": run_dir.resolve().name}
     for argument, variable in _WANDB_VARIABLES:
@@ -205,7 +205,7 @@ def _wandb_id(run_dir: Path, *, is_new: bool) -> str:
 
 
 def _is_installed(package: str) -> bool:
-    # A folder ./wandb, as wandb itself creates it, is importable as a namespace package, which has no origin.
+    # A folder ./wandb, which wandb itself creates, is importable as a namespace package, which has no origin.
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 

@@ -1,4 +1,4 @@
-"""Writers of RUN_DIR/metrics.jsonl (one JSON object per step) and RUN_DIR/faults.jsonl (one per fault). Torch-free.
+"""Writers of RUN_DIR/metrics.jsonl (one JSON object per step) and RUN_DIR/faults.jsonl (one per fault).
 
 One rank writes metrics.jsonl and flushes it every step. faults.jsonl is append-only: unlike metrics.jsonl it is not
 truncated by a rollback or a resume.
@@ -29,10 +29,10 @@ Result = TypeVar("Result")
 
 
 class AuxiliaryOutputs:
-    """Metrics, faults, trackers and plots of a run, which may fail while the training and its checkpoints go on.
+    """Metrics, faults, trackers and plots of a run; training and checkpoints continue if these fail.
 
-    A full disk, a folder that is gone or a tracker that raises must not cost the state of a run: the first failure of
-    an output is reported in one line, and nothing more is written to it until the next start.
+    A full disk, a deleted folder or an exception of a tracker must not lose the state of a run. The first failure of an
+    output is reported in one line, and the output is not used again until the next start.
 
     Args:
         report: shows the line.
@@ -42,10 +42,10 @@ class AuxiliaryOutputs:
         self._report = report
         self._failed: set[str] = set()
         self.rejects_settings = False
-        """Whether a ConfigError is raised: before the first step, when the user can correct it and nothing is lost."""
+        """Whether a ConfigError is raised, so that the user can correct it: only before the first step."""
 
     def has_failed(self, name: str) -> bool:
-        """Return whether an output is left out."""
+        """Return whether an output has failed."""
         return name in self._failed
 
     def attempt(
@@ -55,8 +55,8 @@ class AuxiliaryOutputs:
 
         Args:
             name: the output, for the message: a file of the run folder, or a tracker.
-            write: must not communicate with other ranks, unless `errors` excludes the errors of that.
-            errors: the failures that are reported; others are raised.
+            write: must not communicate with other ranks, unless `errors` excludes errors of the communication.
+            errors: the reported failures; other failures are raised.
         """
         if name in self._failed:
             return None
@@ -74,17 +74,17 @@ class AuxiliaryOutputs:
 
 
 class MetricsWriter:
-    """Appends each step to RUN_DIR/metrics.jsonl and logs it to the recipe's trackers; used on one rank only.
+    """Writer that appends each step to RUN_DIR/metrics.jsonl and logs it to the trackers; used on one rank only.
 
-    Opening removes the lines past `resume_step`, as a run that was killed after its last checkpoint repeats those
-    steps, and a line that the kill truncated. `removed_lines` is their number.
+    Opening removes `removed_lines` lines: lines after `resume_step`, whose steps a killed run repeats after its last
+    checkpoint, and a line that the kill truncated.
 
     Args:
         run_dir: folder of the run; created if missing.
         metrics: settings of the trackers.
         resume_step: step of the checkpoint that the run continues from; 0 for a new run.
         config: the resolved recipe, for trackers that show it.
-        outputs: reports an output that fails, which is left out from then on.
+        outputs: reports an output that fails and disables it.
     """
 
     def __init__(
@@ -164,9 +164,9 @@ class MetricsWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the file and finish the trackers; one that has failed may hang, and is left alone."""
+        """Close the file and finish the trackers, except a failed tracker, which may hang."""
         if self._file is not None and self._outputs.has_failed(METRICS_FILE):
-            # Closing would write the rest of the buffer once more.
+            # Closing would write the rest of the buffer again.
             with contextlib.suppress(OSError):
                 self._file.close()
         elif self._file is not None:
@@ -181,7 +181,7 @@ class MetricsWriter:
 
 
 def to_record(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the line in metrics.jsonl of the numbers of a step.
+    """Return the record in metrics.jsonl of the numbers of a step.
 
     JSON has no NaN and no infinity: such a value is written as null, and the key `nonfinite`, present only then,
     names each value: `{"loss": null, ..., "nonfinite": {"loss": "nan", "expert_load[2]": "inf"}}`.
@@ -206,7 +206,7 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
 
 
 def truncate_metrics(path: Path, last_step: int) -> int:
-    """Remove the steps past `last_step` and invalid lines from a metrics file, which is replaced atomically.
+    """Remove the steps after `last_step` and invalid lines from a metrics file, which is replaced atomically.
 
     Returns:
         Number of removed lines.
@@ -241,11 +241,11 @@ def _ends_mid_line(path: Path) -> bool:
 
 
 FAULTS_FILE = "faults.jsonl"
-"""Name of the fault log in the run folder; absent as long as no fault has occurred."""
+"""Name of the fault log in the run folder; absent before the first fault."""
 ROLLOUTS_FILE = "rollouts.jsonl"
 """Name of the file of rollouts in the run folder: one JSON object per rollout."""
 MISMATCH_FILE = "mismatch.jsonl"
-"""Name of the file of the rollouts at which a run ended, as the sampler does not match training."""
+"""Name of the file of the rollouts that ended a run because the sampler did not match training."""
 
 
 def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:
@@ -256,7 +256,7 @@ def log_fault(run_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def to_json_value(value: Any) -> Any:
-    """Return a value of JSON with NaN and infinities as strings, which JSON does not have."""
+    """Return a JSON value with NaN and infinities as strings, because JSON lacks them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

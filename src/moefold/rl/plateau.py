@@ -11,7 +11,7 @@ class Plateau:
     """Held-out rewards so far, and the reference model; its fields are JSON values, for a checkpoint."""
 
     best: float | None = None
-    """Highest reward of an evaluation; None before the first one."""
+    """Highest reward of an evaluation; None before the first evaluation."""
     num_since_best: int = 0
     """Evaluations since the highest reward, or since the last reset."""
     num_resets: int = 0
@@ -19,7 +19,7 @@ class Plateau:
     reference: str = ""
     """Weights that the recipe names for the reference model; "" for random weights, and without a KL penalty."""
     reference_folder: str = ""
-    """The checkpoint or Hugging Face folder with these weights: a run has newer checkpoints later."""
+    """Checkpoint or Hugging Face folder with these weights, recorded because a run may have newer checkpoints later."""
 
     def record(self, reward: float) -> Self:
         """Return the state after an evaluation."""
@@ -29,16 +29,16 @@ class Plateau:
 
     @classmethod
     def from_json(cls, state: object) -> Self:
-        """Return the state that a checkpoint has; for None, the state of a new run.
+        """Return the state in a checkpoint; for None, the state of a new run.
 
         Raises:
-            TypeError: it is not such a state.
+            TypeError: the value is not such a state.
         """
         if state is None:
             return cls()
         if not isinstance(state, dict):
             raise TypeError(f"rl is {state!r}")
-        # Next to it are the rollouts that are not trained on yet.
+        # The same state also has the rollouts that are not trained on yet.
         state = {name: value for name, value in state.items() if name != TABLE_KEY}
         if state.keys() != {field.name for field in fields(cls)}:
             raise TypeError(f"rl is {state!r}")

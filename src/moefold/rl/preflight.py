@@ -1,4 +1,4 @@
-"""Checks of the prompts and the reward function of reinforcement learning, before ranks start. Torch-free."""
+"""Checks of the prompts and the reward function of reinforcement learning, before ranks start."""
 
 from moefold.config.data import DataConfig
 from moefold.config.rl import RolloutConfig
@@ -10,7 +10,7 @@ from moefold.errors import ConfigError
 from moefold.rl.reward import check_columns, check_reward
 
 MAX_CHECKED_PROBLEMS = 1000
-"""Problems of a task that are checked; prompts of files are all checked."""
+"""Maximum number of checked problems of a task; all prompts of files are checked."""
 
 
 def check_rollout_data(cfg: Config) -> int:
@@ -20,7 +20,7 @@ def check_rollout_data(cfg: Config) -> int:
         The tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
-        ConfigError: they do not; the message has the line of the prompt.
+        ConfigError: a check failed; the message has the line of the prompt.
     """
     tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
     report_notes(tokenizer)

@@ -1,4 +1,4 @@
-"""Reward of rollouts: a built-in verifier, or a Python function of the user in worker processes. Torch-free."""
+"""Reward of rollouts: a built-in verifier, or a Python function of the user in worker processes."""
 
 import math
 import reprlib
@@ -20,12 +20,12 @@ from moefold.rl.reward_pool import RewardError, RewardPool, RewardTimeoutError
 from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_fault
 
 SCORING_FRACTION = 0.9
-"""Fraction of faults.timeout_s, for which the other ranks wait, within which the prompts of a rank must be scored."""
+"""Fraction of faults.timeout_s, the wait of the other ranks, for scoring the prompts of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedReward:
-    """A prompt whose reward function failed."""
+    """Prompt whose reward function failed."""
 
     prompt: Prompt
     function: str
@@ -47,9 +47,9 @@ class Scores:
     """Rewards of the completions of one prompt."""
 
     total: NDArray[np.float64]
-    """Weighted sum over the functions that returned a number, [completions]; NaN where none of a weight did."""
+    """Weighted sum over the functions that returned a number, [completions]; NaN if no function with a weight did."""
     parts: Mapping[str, NDArray[np.float64]]
-    """Of several functions: what each of them returned, [completions], by its name in metrics; NaN for None."""
+    """Results of each of several functions, [completions], by its name in metrics; NaN for None."""
 
 
 def reward_names(data: DataConfig, reward: RewardConfig) -> tuple[str, ...]:
@@ -58,14 +58,14 @@ def reward_names(data: DataConfig, reward: RewardConfig) -> tuple[str, ...]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return the names of reward functions in metrics: without their file, unless two files have an equal one."""
+    """Return the names of reward functions in metrics, without their file unless two files have the same name."""
     short = [name.rpartition(":")[2] for name in names]
     return [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
 
 
 def weighted_sum(parts: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
-    """Return the sum of scores times weights without NaN, [completions]; NaN where all scores of a weight are NaN."""
-    # A weight of 0 only reports: it makes no rollout one that has a reward.
+    """Return the weighted sum of scores without NaN, [completions]; NaN if all scores with a weight are NaN."""
+    # A function of weight 0 is only reported: its score alone does not give a rollout a reward.
     counts = np.array(weights) != 0
     scores_FG = np.stack(parts)[counts]
     total_G = np.nansum(scores_FG * np.array(weights)[counts, None], axis=0)
@@ -98,7 +98,7 @@ def length_penalty(lengths: NDArray[np.int64], start: int, max_tokens: int) -> N
 
 
 def split_reference(use: str) -> tuple[Path, str] | None:
-    """Split FILE.py:FUNCTION; None for a name of another form."""
+    """Split FILE.py:FUNCTION; return None for a name of another form."""
     path, colon, function = use.rpartition(":")
     return (Path(path), function) if colon and path.endswith(".py") and function.isidentifier() else None
 
@@ -119,7 +119,7 @@ class Reward:
         self._failures: list[FailedReward] = []
         self._reward = reward
         self._faults = faults
-        # A single rank keeps no other waiting.
+        # No other rank waits for a single rank.
         self._limit_s = SCORING_FRACTION * faults.timeout_s if num_ranks > 1 else None
         for name in self._names:
             if name in VERIFIERS:
@@ -140,7 +140,7 @@ class Reward:
         Args:
             prompts: the prompts.
             completions: texts of the completions of each prompt.
-            ids: their tokens.
+            ids: tokens of the completions.
             on_scored: called after each prompt.
 
         Raises:
@@ -151,7 +151,7 @@ class Reward:
             reward_arguments(prompt, texts, tokens)
             for prompt, texts, tokens in zip(prompts, completions, ids, strict=True)
         ]
-        # The pools work at the same time: the results are read as they come.
+        # The pools work at the same time: results are read as they arrive.
         results = [self._call_all(name, calls) for name in self._names]
         scores: list[Scores] = []
         num_timeouts = 0
@@ -183,7 +183,7 @@ class Reward:
         self.close()
 
     def _slowness(self, num_scored: int, num_prompts: int, num_timeouts: int) -> str:
-        """Return the message on prompts that are not scored in time."""
+        """Return the error message on prompts that are not scored in time."""
         reward = self._reward
         return (
             f"the reward function has scored {num_scored} of the {num_prompts} prompts of a rank after "
@@ -220,7 +220,7 @@ class Reward:
 
 
 def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the keyword arguments of a reward function for the completions of one prompt, as TRL passes them.
+    """Return the keyword arguments of a reward function for the completions of one prompt, like TRL.
 
     Columns are repeated for each completion. Completions of a conversation are messages of the assistant.
     """
@@ -236,12 +236,12 @@ def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequenc
 
 
 def _fault(scores: Sequence[Any], count: int) -> str:
-    """Return what is wrong with the returned scores; empty if nothing is."""
+    """Return the fault of the returned scores; empty if they are valid."""
     if len(scores) != count:
         return f"returned {len(scores)} rewards for {count} completions"
     for score in scores:
         if score is not None and not _is_finite(score):
-            return f"returned {reprlib.repr(score)}, which is no finite number"
+            return f"returned {reprlib.repr(score)}, which is not a finite number"
         if score is not None and abs(score) > MAX_NUMBER:
             return f"returned {score:g}, and rewards are at most {MAX_NUMBER:.0e}"
     return ""
@@ -261,7 +261,7 @@ def check_reward(data: DataConfig, reward: RewardConfig, prompts: Sequence[Promp
         prompts: at least one prompt of the run; a verifier needs its columns in each.
 
     Raises:
-        ConfigError: there is no such function, a column that it reads is missing or useless, or the call fails.
+        ConfigError: the function does not exist, a column that it reads is missing or useless, or the call fails.
     """
     names = reward_names(data, reward)
     if not names:

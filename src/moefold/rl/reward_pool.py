@@ -1,7 +1,7 @@
 """Pool of worker processes that run a user's reward function, with a time limit for each call.
 
 The workers are processes of the same user with the same rights: they protect a run from functions that hang or crash,
-not a machine from hostile code.
+but not a machine from hostile code.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ START_TIMEOUT_S = 60.0
 
 
 class RewardError(Exception):
-    """A reward function that failed, hung, or returned what is no list of rewards; the message says which."""
+    """Reward function that failed, hung, or did not return a list of rewards; the message has the reason."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class RewardError(Exception):
 
 
 class RewardTimeoutError(RewardError):
-    """A reward function, or its import, that took longer than its time limit."""
+    """Reward function, or its import, that exceeded its time limit."""
 
 
 class _Worker:
@@ -48,7 +48,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            # A Ctrl-C of the terminal stops the run, which then ends the workers.
+            # Ctrl-C in the terminal stops the run, which then ends the workers.
             start_new_session=True,
         )
         self._lines: queue.Queue[str] = queue.Queue()
@@ -80,12 +80,12 @@ class _Worker:
         return rewards
 
     def close(self) -> None:
-        """End the process, with those that the function has forked."""
+        """End the process and the processes that the function has forked."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None
-        # A request that a dead worker did not read is still in the buffer.
+        # The buffer may contain a request that a dead worker did not read.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
@@ -136,19 +136,19 @@ class RewardPool:
     ) -> Iterator[list[Any] | RewardError]:
         """Call the function with each of several keyword arguments; yield results in order, or their errors.
 
-        All calls are queued at once; those that have not started are dropped when the pool is closed.
+        All calls are queued at once; pending calls are dropped when the pool is closed.
 
         Args:
             calls: the keyword arguments.
-            limit_s: time limit of all calls together; None for none.
+            limit_s: time limit of all calls together; None: no limit.
 
         Raises:
-            TimeoutError: a result is not there in time; the calls that have not started are dropped.
+            TimeoutError: a result is late; pending calls are dropped.
         """
         return self._threads.map(self._call, calls, timeout=limit_s)
 
     def close(self) -> None:
-        """End all workers, also in the middle of a call."""
+        """End all workers, even during a call."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in tuple(self._workers):
@@ -164,7 +164,7 @@ class RewardPool:
     def _call(self, arguments: Mapping[str, Any]) -> list[Any] | RewardError:
         worker = self._free.get()
         try:
-            # The function did not run when a process ended between two calls.
+            # If a process ended between two calls, the function did not run.
             if worker is not None and not worker.is_running:
                 self._end(worker)
                 worker = None
@@ -172,12 +172,12 @@ class RewardPool:
                 worker = _Worker(self._path, self._function)
                 self._workers.add(worker)
                 if self._is_closed:
-                    # It was starting while the others were ended.
+                    # The worker was starting while the others were ended.
                     raise RewardError("was not called, as the pool is closed")
             return worker.call(arguments, self._timeout_s)
         except RewardError as error:
             if worker is not None and not error.details:
-                # It hangs or is dead; a function that raised is still there.
+                # The worker hangs or is dead; after an exception of the function it is still usable.
                 self._end(worker)
                 worker = None
             return error

@@ -1,7 +1,7 @@
 """Worker process of the reward pool: runs a user's reward function on JSON lines from standard input.
 
-Started as `python -m moefold.rl.reward_worker FILE FUNCTION` in a session of its own. What the function prints goes to
-standard error, and its standard input is empty. The worker ends with the process that started it.
+Started as `python -m moefold.rl.reward_worker FILE FUNCTION` in its own session. Output of the function goes to
+standard error, and its standard input is empty. The worker ends with its parent process.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def main(path: str, name: str) -> None:
 
 
 def _end_with_parent(pipe: int) -> None:
-    """Kill this process, also in the middle of a call, and those that it has forked, once a pipe has no writer."""
+    """Kill this process, even during a call, and the processes that it has forked, once a pipe has no writer."""
     poll = select.poll()
     poll.register(pipe, 0)
     poll.poll()
@@ -54,7 +54,7 @@ def _end_with_parent(pipe: int) -> None:
 def _load(path: str, name: str) -> Any:
     spec = importlib.util.spec_from_file_location("moefold_reward", path)
     if spec is None or spec.loader is None:
-        raise ImportError("it is no Python file")
+        raise ImportError("it is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))

@@ -1,6 +1,6 @@
 """Rollouts: completions of a version of the policy, their rewards, and their packing into training samples.
 
-Pure functions of numpy arrays; torch-free.
+Pure functions of numpy arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ class Rollout:
     """One completion of a prompt."""
 
     prompt_number: int
-    """Number of the prompt in the run; with `sample_number` the key of the random numbers."""
+    """Number of the prompt in the run; together with `sample_number` the key of the random numbers."""
     sample_number: int
     prompt_ids: NDArray[np.int64]
     """[prompt tokens]."""
     tokens: NDArray[np.int64]
     """Sampled tokens, [T]; the last is the end-of-text token unless the rollout is truncated."""
     log_probs: NDArray[np.float64]
-    """Log-probability of each token in the sampler, [T]; of float32 values unless run.dtype is float64."""
+    """Log-probability of each token in the sampler, [T]; float32 values unless run.dtype is float64."""
     finish_reason: str
 
     @property
@@ -49,13 +49,13 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class SampledRouting:
-    """Experts that were chosen for the rollouts of a round, where they are recorded for replay."""
+    """Chosen experts of the rollouts of a round, if they are recorded for replay."""
 
     shard_of_prompt: Mapping[int, int]
-    """Data-parallel rank of sampling that sampled each prompt, by its number."""
+    """Data-parallel rank of sampling that sampled each prompt, by the prompt's number."""
     expert_ids: Mapping[tuple[int, int], NDArray[np.integer]]
     """Choices of the rollouts that this rank sampled, by prompt number and sample number, [MoE layers of this rank,
-    tokens but the last, K]."""
+    tokens except the last, K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     """[G]."""
     scores: NDArray[np.float64]
-    """What the reward function returned, or the weighted sum of several, [G]; NaN: nothing."""
+    """Result of the reward function, or weighted sum of several, [G]; NaN: no result."""
     rewards: NDArray[np.float64]
     """Scores after the rules on truncated and long rollouts, [G]."""
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """With several reward functions: what each returned, [G], by its name; NaN: nothing."""
+    """Results of each of several reward functions, [G], by its name; NaN: no result."""
 
     @property
     def is_mixed(self) -> bool:
@@ -95,7 +95,7 @@ class TrainingRollout:
     rollout: Rollout
     advantage: float
     weight: float
-    """Weight of each of its tokens in the loss; 0: not trained on."""
+    """Weight of each token of the rollout in the loss; 0: not trained on."""
 
 
 def weigh_rollouts(groups: Sequence[RolloutGroup], rl: RLConfig, max_tokens: int) -> list[TrainingRollout]:
@@ -135,9 +135,9 @@ def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: 
     """Pack rollouts into samples by best fit; each is a document, and only its sampled tokens are targets.
 
     Args:
-        rollouts: each with at most seq_len + 1 tokens.
+        rollouts: rollouts with at most seq_len + 1 tokens each.
         seq_len: S.
-        pad_id: id of the padding, which is a document of its own.
+        pad_id: id of the padding, which is a separate document.
 
     Returns:
         Samples with the columns "weights", "advantages", "old_log_probs" (float64 [S]) and "sequence_ids" (int64 [S]:
@@ -150,12 +150,12 @@ def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: 
 def rollout_positions(
     rollouts: Sequence[Rollout], *, seq_len: int, num_samples: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where the inputs of the samples of `pack_rollouts` come from.
+    """Return the sources of the inputs of the samples of `pack_rollouts`.
 
     Args:
-        rollouts: as for `pack_rollouts`.
+        rollouts: see `pack_rollouts`.
         seq_len: S.
-        num_samples: N; those after the packed ones are padding.
+        num_samples: N; samples after the packed samples are padding.
 
     Returns:
         Index of the rollout of each input, -1 for padding, and its position in the rollout, int64 [N, S] each.

@@ -1,4 +1,4 @@
-"""Statistics of a round of rollouts, for metrics.jsonl. Pure and torch-free."""
+"""Statistics of a round of rollouts, for metrics.jsonl. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from moefold.rl.rollout import RolloutGroup
 
 @dataclass(frozen=True, slots=True)
 class RoundStatistics:
-    """Counts and seconds of sampling one round, replaced groups included."""
+    """Counts and seconds of sampling one round, including replaced groups."""
 
     num_groups: int = 0
     num_mixed: int = 0
@@ -21,16 +21,16 @@ class RoundStatistics:
     num_dropped: int = 0
     """Groups without any reward."""
     rollout_s: float = 0.0
-    """Of sampling, on the slowest rank."""
+    """Seconds of sampling, on the slowest rank."""
     reward_s: float = 0.0
-    """Of scoring after it, until all ranks have the rewards."""
+    """Seconds of scoring after sampling, until all ranks have the rewards."""
     reshard_s: float = 0.0
-    """Of copying the weights to the mapping of sampling."""
+    """Seconds of copying the weights to the mapping of sampling."""
     wait_s: float = 0.0
-    """Of waiting for new weights, on ranks that only sample."""
+    """Seconds of waiting for new weights, on ranks that only sample."""
 
     def add(self, groups: Sequence[RolloutGroup], rollout_s: float, reward_s: float) -> Self:
-        """Return the statistics with further groups."""
+        """Return the statistics including more groups."""
         return replace(
             self,
             num_groups=self.num_groups + len(groups),
@@ -44,9 +44,8 @@ class RoundStatistics:
     def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         """Return the metrics of the groups that a step trains on.
 
-        Rewards are what the reward function returned, or the weighted sum of several. `solved` is the fraction of
-        groups with the reward 1 only, and `mixed_groups` the fraction of groups with two different rewards, of all
-        that were sampled.
+        Rewards are results of the reward function, or the weighted sum of several. `solved` is the fraction of sampled
+        groups whose rewards are all 1, and `mixed_groups` the fraction of sampled groups with two different rewards.
         """
         scores = np.concatenate([group.scores for group in groups])
         known = scores[~np.isnan(scores)]
@@ -71,13 +70,13 @@ class RoundStatistics:
 
 
 def mean_rewards(scores: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float | None] | None:
-    """Return the mean of what each of several reward functions returned; None for a function without a number.
+    """Return the mean result of each of several reward functions; None for a function without a number.
 
     Args:
         scores: `RolloutGroup.parts` of some groups.
 
     Returns:
-        Means by name; None with one function.
+        Means by name; None for a single function.
     """
     # Rounds of a resumed run may be older than a function of the recipe.
     names = {name: None for parts in scores for name in parts}

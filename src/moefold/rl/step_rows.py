@@ -1,4 +1,4 @@
-"""Rows of packed rollouts that one data-parallel rank trains on in one optimizer step. Pure and torch-free."""
+"""Rows of packed rollouts that one data-parallel rank trains on in one optimizer step. Pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from moefold.rl.rollout import RolloutGroup, empty_sample, pack_rollouts, weigh_
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of one data-parallel rank."""
+    """Rows of one data-parallel rank."""
 
     samples: SampleBatch
     first: int
-    """Index of the first of them in the global batch."""
+    """Index of the first row in the global batch."""
     num_micro_batches: int
 
 

@@ -1,8 +1,8 @@
-"""Table of the rollouts that are sampled and not trained on yet, with its form in a checkpoint. Pure and torch-free.
+"""Table of the rollouts that wait for training, with its form in a checkpoint.
 
 A row is one rollout, with the key (round, prompt, sample); its columns are tokens, log-probabilities, score and reward.
-A round has the rollouts of `rl.updates` optimizer steps. Rounds are trained on in the order in which they are added.
-The table follows the table of AsyncFlow (arXiv:2507.01663).
+A round has the rollouts of `rl.updates` optimizer steps. Rounds are trained on in the order of their addition. The
+table follows the table of AsyncFlow (arXiv:2507.01663).
 """
 
 from collections import deque
@@ -26,17 +26,17 @@ Arrays = dict[str, NDArray[Any]]
 FINISH_REASONS = ("eos", "length", "stop")
 """Codes of the column of finish reasons."""
 ROW_COLUMNS = ("round", "prompt_number", "sample_number", "tokens", "finish_reason")
-"""Columns of the array "rows"; the arrays "tokens" and "log_probs" have the tokens of all rows, one after another."""
+"""Columns of the array "rows"; the arrays "tokens" and "log_probs" have the tokens of all rows, concatenated."""
 FUNCTIONS = "reward_functions"
 """Key of a header: names of the reward functions, if there are several."""
 PARTS = "parts."
-"""Prefix of the array of what several reward functions returned, [rollouts, functions], by the number of the round."""
+"""Prefix of the array of results of several reward functions, [rollouts, functions], by the number of the round."""
 TABLE_KEY = "rollouts"
 """Key of the headers in the state of reinforcement learning of a checkpoint."""
 TABLE_PREFIX = "rollouts."
 """Prefix of the columns in a checkpoint."""
 COUNTS = ("num_groups", "num_mixed", "num_tokens", "num_dropped")
-"""Fields of `RoundStatistics` that belong to a round under every mapping; seconds do not."""
+"""Fields of `RoundStatistics` that do not depend on the mapping, unlike seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Round:
     """The rollouts of a round, all sampled by one version of the weights."""
 
     version: int
-    """Optimizer steps of the run after which the weights were taken that sampled."""
+    """Optimizer steps of the run up to the weights that sampled."""
     prompts: tuple[int, ...]
-    """Numbers of the prompts that were sampled, prompts of replaced groups included; ascending."""
+    """Numbers of the sampled prompts, including replaced groups; ascending."""
     num_groups: int
     num_rollouts: int
     num_tokens: int
@@ -54,13 +54,13 @@ class Round:
     statistics: RoundStatistics
     failures: tuple[FailedReward, ...] = ()
     groups: tuple[RolloutGroup, ...] | None = None
-    """None on a rank that got only its rows from the ranks that sample."""
+    """Groups of the round; None on a rank that only received its rows from the ranks that sample."""
     steps: tuple[StepRows, ...] | None = None
-    """The rows of this rank and their metrics, by step; None if they are made from the groups."""
+    """Rows of this rank, by step; None if they are made from the groups."""
     metrics: tuple[dict[str, Any], ...] = ()
-    """Metrics of the rollouts of each step, where there are `steps`."""
+    """Metrics of the rollouts of each step, if there are `steps`."""
     routing: SampledRouting | None = None
-    """For routing replay; not in checkpoints, as rounds with it are trained on at once."""
+    """Choices for routing replay; not in checkpoints, because rounds with it are trained on immediately."""
     functions: tuple[str, ...] = ()
     """Names of the reward functions, if there are several."""
 
@@ -105,7 +105,7 @@ def make_round(
 
 
 class RolloutTable:
-    """Rounds of rollouts that wait for training, oldest first; at most `rl.staleness / rl.updates` + 1 of them."""
+    """Rounds of rollouts that wait for training, oldest first; at most `rl.staleness / rl.updates` + 1 rounds."""
 
     def __init__(self, rounds: Iterable[Round] = ()) -> None:
         self._rounds = deque(rounds)
@@ -128,17 +128,17 @@ class RolloutTable:
         return self._rounds.popleft()
 
     def drop(self, skipped: Sequence[range]) -> int:
-        """Remove the rounds that have prompts to skip; return how many."""
+        """Remove the rounds that have prompts to skip; return their number."""
         kept = [one for one in self._rounds if not any(prompt in part for part in skipped for prompt in one.prompts)]
         num_dropped = len(self._rounds) - len(kept)
         self._rounds = deque(kept)
         return num_dropped
 
     def drop_older(self, step: int, staleness: int, updates: int) -> int:
-        """Remove the first round that is older than a staleness allows, and those after it; return how many.
+        """Remove the first round that exceeds a staleness, and all later rounds; return their number.
 
         Args:
-            step: optimizer steps of the run before the oldest round is trained on.
+            step: optimizer steps of the run before training on the oldest round.
             staleness: rl.staleness.
             updates: rl.updates.
         """
@@ -191,7 +191,7 @@ class RolloutTable:
 
 
 def empty_arrays(headers: Sequence[Mapping[str, Any]]) -> Arrays:
-    """Return arrays of the sizes that `RolloutTable.arrays` has for these headers, to be read into."""
+    """Return empty arrays with the sizes of `RolloutTable.arrays` for these headers, for reading."""
     num_rows = sum(header["rollouts"] for header in headers)
     num_tokens = sum(header["tokens"] for header in headers)
     if not num_rows:
@@ -216,8 +216,8 @@ def restore_table(
     """Return the table of a checkpoint.
 
     Args:
-        headers: of its rounds.
-        arrays: of its rows.
+        headers: headers of the rounds.
+        arrays: arrays of the rows.
         open_prompt: returns a prompt by its number.
         group_size: rollouts of a prompt.
     """
@@ -257,10 +257,10 @@ def restore_table(
 
 
 def table_headers(state: object) -> list[dict[str, Any]]:
-    """Return the headers in the state of reinforcement learning of a checkpoint; none for None.
+    """Return the headers in the state of reinforcement learning of a checkpoint; empty for None.
 
     Raises:
-        TypeError: they are none.
+        TypeError: the values are not headers.
     """
     headers = state.get(TABLE_KEY, []) if isinstance(state, dict) else []
     names = {"version", "prompts", "rollouts", "groups", "tokens", *(f"sampled_{name}" for name in COUNTS)}
@@ -280,10 +280,10 @@ def table_headers(state: object) -> list[dict[str, Any]]:
 
 
 def check_headers(headers: Sequence[Mapping[str, Any]], train: TrainConfig, rl: RLConfig) -> None:
-    """Check that the rounds of a checkpoint are rounds of a recipe.
+    """Check that the rounds of a checkpoint fit a recipe.
 
     Raises:
-        ConfigError: they have another number of rollouts or of groups.
+        ConfigError: the number of rollouts or of groups differs.
     """
     needed = rl.updates * train.global_batch_size
     for header in headers:

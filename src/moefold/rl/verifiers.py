@@ -1,7 +1,7 @@
-"""Verifiers: reward functions that compare a completion with the columns of its prompt. Pure and torch-free.
+"""Verifiers: reward functions that compare a completion with the columns of its prompt.
 
-Each has TRL's signature, `f(prompts, completions, **columns) -> list[float]`, and returns 1.0 for a correct completion
-and 0.0 for another. Expressions are parsed and never executed.
+Each has TRL's signature, `f(prompts, completions, **columns) -> list[float]`, and returns 1.0 for a correct completion,
+else 0.0. Expressions are parsed and never executed.
 """
 
 import ast
@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 Completion = str | Sequence[Mapping[str, Any]]
-"""A text, or the messages of a conversation."""
+"""Text, or messages of a conversation."""
 RewardFunction = Callable[..., Sequence[float | None]]
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
@@ -26,21 +26,22 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
     ast.Div: operator.truediv,
 }
 MAX_EXPRESSION_CHARACTERS = 1000
-"""A longer expression is wrong: its evaluation recurses."""
+"""Maximum length of an expression, because its evaluation is recursive; a longer expression is wrong."""
 _MAX_DEPTH = 50
 MAX_NUMBER_CHARACTERS = 1000
-"""A longer number is wrong: Python converts at most 4300 digits, which a policy that repeats itself exceeds."""
+"""Maximum length of a number; a longer number is wrong. Python converts at most 4300 digits, which a policy that
+repeats itself may exceed."""
 
 
 def text_of(completion: Completion) -> str:
-    """Return the text of a completion, of the last message in a conversation."""
+    """Return the text of a completion, for a conversation of its last message."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1]["content"]) if completion else ""
 
 
 def exact(prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """Return 1.0 where the completion, without surrounding whitespace, is the column `answer`."""
+    """Return 1.0 if the completion, without surrounding whitespace, is equal to the column `answer`."""
     return [
         float(text_of(completion).strip() == str(wanted).strip())
         for completion, wanted in zip(completions, answer, strict=True)
@@ -48,7 +49,7 @@ def exact(prompts: Sequence[Any], completions: Sequence[Completion], answer: Seq
 
 
 def number(prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """Return 1.0 where the last number of the completion equals the last number of the column `answer`."""
+    """Return 1.0 if the last numbers of the completion and of the column `answer` are equal."""
     rewards = []
     for completion, wanted in zip(completions, answer, strict=True):
         found = last_number(text_of(completion))
@@ -57,7 +58,7 @@ def number(prompts: Sequence[Any], completions: Sequence[Completion], answer: Se
 
 
 def sort(prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """Return the fraction of positions of the column `answer` that are right; 0.0 for another length."""
+    """Return the fraction of correct positions of the column `answer`; 0.0 for another length."""
     rewards = []
     for completion, wanted in zip(completions, answer, strict=True):
         text = text_of(completion)
@@ -73,7 +74,7 @@ def countdown(
     target: Sequence[int],
     **_: Any,
 ) -> list[float]:
-    """Return 1.0 where the completion is an expression of exactly the column `numbers` with the value `target`."""
+    """Return 1.0 if the completion is an expression of exactly the column `numbers` with the value `target`."""
     rewards = []
     for completion, given, wanted in zip(completions, numbers, target, strict=True):
         parsed = evaluate(text_of(completion))
@@ -83,7 +84,7 @@ def countdown(
 
 
 VERIFIERS: Mapping[str, RewardFunction] = {"exact": exact, "number": number, "sort": sort, "countdown": countdown}
-"""The built-in values of reward.use."""
+"""Built-in values of reward.use."""
 REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "exact": ("answer",),
     "number": ("answer",),
@@ -94,7 +95,7 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 def column_fault(verifier: str, column: str, value: Any) -> str:
-    """Return the rule that a value of a column breaks, with which every reward would be 0; empty if it breaks none."""
+    """Return the violated rule of a value of a column for which every reward would be 0; empty if there is none."""
     if value is None:
         return "must not be null"
     if verifier == "number" and last_number(str(value)) is None:
@@ -107,14 +108,14 @@ def column_fault(verifier: str, column: str, value: Any) -> str:
 
 
 TASK_VERIFIERS: Mapping[str, str] = {"sort": "exact", "add": "number", "countdown": "countdown"}
-"""The verifier of each data.task."""
+"""Verifier of each data.task."""
 
 
 def last_number(text: str) -> Fraction | None:
     """Return the last number of a text, exactly; commas between digits are dropped.
 
     Returns:
-        The number; None if there is none, or if it is longer than MAX_NUMBER_CHARACTERS.
+        The number; None if there is no number, or it is longer than MAX_NUMBER_CHARACTERS.
     """
     found = _NUMBER.findall(text)
     if not found or len(found[-1]) > MAX_NUMBER_CHARACTERS:
@@ -126,13 +127,13 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     """Evaluate an expression of whole numbers, + - * / and parentheses.
 
     Returns:
-        The value, and the numbers in their order; None if the text is no such expression, or divides by zero.
+        The value, and the numbers in their order; None if the text is not such an expression, or divides by zero.
     """
     if len(text) > MAX_EXPRESSION_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return None
     if max(accumulate((one == "(") - (one == ")") for one in text)) > _MAX_DEPTH:
         return None
-    # Python's own numbers have no zeros in front.
+    # Python's own numbers have no leading zeros.
     plain = re.sub(r"\d+", lambda found: str(int(found[0])), " ".join(text.split()))
     numbers: list[int] = []
     try:

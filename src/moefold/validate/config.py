@@ -1,9 +1,9 @@
 """Validation of a config before any rank starts, without torch.
 
 `check_config` uses the settings only; `train/start.py` checks the machine that will run them. Each rule is a function
-that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key stand on its
-field (`config/field.py`), rules between keys in `moe.py`, `parallel.py`, `train.py` and `memory.py`,
-settings without effect in `unused.py`, and the memory of a step in `memory_need.py`.
+that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in the
+annotation of its field (`config/field.py`). Rules between keys are in `moe.py`, `parallel.py`, `train.py` and
+`memory.py`, settings without effect in `unused.py`, the memory of a step in `memory_need.py`.
 """
 
 import re
@@ -45,7 +45,7 @@ def validate_layer_words(model: ModelConfig) -> Iterator[str]:
 
 
 def layer_problems(cfg: Config) -> Iterator[Problem]:
-    """Yield the broken rules of the parts of the layers."""
+    """Yield the violations of the rules of the layers' parts."""
     parts = dict.fromkeys(part for layer in dict.fromkeys(cfg.model.all_layers) for part in layer.parts())
     for part in parts:
         if isinstance(part, Part):
@@ -100,7 +100,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     raise_all(validate_layer_words(cfg.model))
     p = cfg.parallel
     layout = fold_mapping(p)
-    # A model is used with the data section of its training, which names its tokenizer.
+    # Inference reads the data section of the training, which names the tokenizer.
     training_only = (
         *TRAINING_ONLY_RULES,
         *SPARSE_TRAINING_RULES,
@@ -123,11 +123,11 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
 
 
 def _slot_problems(cfg: Config) -> Iterator[str]:
-    """Yield the keys whose part has no kind, or one that they do not take, in a recipe that a program has made."""
+    """Yield the keys with a part of an unknown or a wrong kind, in a recipe that a program made."""
     for name, value in tables_in(cfg):
         owner: Any = type(value)
         if not isinstance(value, str | Part) or group_at(name) is None:
-            # A table, or a key of a part that does not belong here.
+            # A table, or a key of a part that is not allowed here.
             continue
         if isinstance(value, str):
             yield wrong_kind(name, value)
@@ -139,7 +139,7 @@ def check_rollout_mapping(cfg: Config) -> None:
     """Check the mapping that samples rollouts, if it differs from the mapping of training.
 
     Raises:
-        ConfigError: it does not fit the ranks or the model.
+        ConfigError: the mapping does not fit the ranks or the model.
     """
     if not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         return
@@ -165,5 +165,5 @@ def check_model(model: ModelConfig) -> None:
     messages = [message for rule in MODEL_RULES if rule is not validate_layers for message in ask(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
     problems = [*layer_problems(cfg), *(problem for part in parts for problem in part_problems(part, cfg))]
-    # The other sections hold defaults, which a part may refuse, not the settings of the run.
+    # The other sections have defaults, not the settings of the run, and a part may refuse defaults.
     raise_all(dict.fromkeys((*messages, *(str(problem) for problem in problems if problem.key.startswith("model.")))))

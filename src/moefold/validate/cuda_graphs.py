@@ -1,4 +1,4 @@
-"""Rules on CUDA graphs: what they capture has fixed shapes and addresses, and no work of the host."""
+"""Rules on CUDA graphs: captured work has fixed shapes and addresses, and no work of the host."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,18 +14,18 @@ from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 
 RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")
-"""Parts that may be recomputed where attention is captured."""
+"""Parts that may be recomputed if attention is captured."""
 GROUPED_MM_ALIGNMENT = 8
 """bfloat16 widths that are multiples of this are 16 bytes aligned, as torch's grouped_mm requires."""
 
 Obstacle = tuple[str, bool, str]
-"""A setting, whether a recipe has it, and why it does not go with graphs."""
+"""Setting, whether a recipe has it, and the reason why it is incompatible with graphs."""
 
 
 def validate_cuda_graphs(
     run: RunConfig, model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, train: TrainConfig
 ) -> Iterator[str]:
-    """Check that what is captured has fixed shapes, addresses and memory, and no communication or host work."""
+    """Check that captured work has fixed shapes, addresses and memory, and no communication or host work."""
     if not run.uses_cuda_graphs:
         return
     by_mode = _OBSTACLES_BY_MODE[run.cuda_graphs]
@@ -120,7 +120,7 @@ def _routing_trace_obstacles(moe: MoEConfig) -> Iterator[Obstacle]:
 
 
 def _reads_counts(run: RunConfig, model: ModelConfig) -> bool:
-    """Return whether the experts on a GPU read the token counts on the host: without kernels and grouped_mm."""
+    """Return whether the experts on a GPU read the token counts on the host: they do without kernels and grouped_mm."""
     if run.kernels == "triton":
         return False
     if run.dtype != "bfloat16":
@@ -136,20 +136,20 @@ def check_cuda_graphs_device(run: RunConfig, device_type: str) -> None:
     """Check that the ranks' devices have CUDA graphs, if the recipe asks for them.
 
     Raises:
-        ConfigError: they have not.
+        ConfigError: a device has no CUDA graphs.
     """
     if run.uses_cuda_graphs and device_type != "cuda":
         raise ConfigError(_needs_cuda(run, device_type))
 
 
 def check_graphed_loss(run: RunConfig, metric_names: list[str]) -> None:
-    """Check that the loss function does not record metrics, which it would do once, where it is captured.
+    """Check that a captured loss function records no metrics: it would record them only once, at the capture.
 
     Args:
         metric_names: the metrics that the loss function declares.
 
     Raises:
-        ConfigError: it has metrics, and is captured.
+        ConfigError: a captured loss function has metrics.
     """
     if run.cuda_graphs == "full" and metric_names:
         raise ConfigError(
@@ -166,4 +166,4 @@ def _needs_cuda(run: RunConfig, device_type: str) -> str:
 
 
 CUDA_GRAPH_RULES = (validate_cuda_graphs, validate_graphed_data)
-"""CUDA graphs are refused where what they captured would change, communicate, or not be kept."""
+"""Rules that refuse CUDA graphs whose captured work would change, communicate, or not be kept."""

@@ -1,7 +1,7 @@
-"""Settings that make sampling differ by bits from the forward pass of training; see docs/exact-sampling.md.
+"""Settings with which sampling does not have the bits of the forward pass of training; see docs/exact-sampling.md.
 
-Without such a setting, the log-probability that the rollout engine gives a sampled token is the one that the next
-training step computes from the same weights, bit by bit: the ratio of policy to sampler is 1.
+Without such a setting, the rollout engine and the next training step compute bitwise equal log-probabilities of sampled
+tokens from the same weights: the ratio of policy to sampler is 1.
 """
 
 from collections.abc import Iterator
@@ -24,21 +24,21 @@ from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_degrees
 
 MAX_EXACT_SEQ_LEN = 16384
-"""Longest sample that training attends to with the C kernel, as `MAX_SEQ_LEN` of ops/cpu/attention.py."""
+"""Longest sample for the C kernel of attention in training, as `MAX_SEQ_LEN` of ops/cpu/attention.py."""
 MAX_EXACT_HEAD_DIM = 256
 """Widest head of the C kernel, as `MAX_HEAD_DIM` of ops/cpu/attention.py."""
 MAX_COMMUTING_RANKS = 2
-"""Ranks whose partial sums are the same in any order: an all-reduce of more adds them in an order that depends on the
+"""Maximum ranks of an all-reduce whose sum does not depend on the order. With more ranks the order depends on the
 number of tokens."""
 
 
 def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = True) -> tuple[str, ...]:
-    """Return one line for each setting that makes sampling differ by bits from training; none: sampling is exact.
+    """Return a line for each setting with which sampling is not bitwise equal to training; empty: sampling is exact.
 
     Args:
         cfg: a checked recipe, without "auto" values of the mapping.
-        has_c_kernels: whether the ranks compute with the C kernels; False only where they were selected and this
-            machine has no compiler, or its libraries are faster, see `uses_c_kernels` in parallel/select_ops.py.
+        has_c_kernels: whether the ranks compute with the C kernels. False only if they were selected and this machine
+            has no compiler or faster libraries; see `uses_c_kernels` in parallel/select_ops.py.
     """
     if cfg.is_rl and cfg.rollout.uses_server:
         return ("rollout.engine='vllm': it computes with kernels of its own; choose 'own'",)
@@ -95,7 +95,7 @@ def _mapping(p: ParallelConfig, moe: MoEConfig, rl: RLConfig, rollout: RolloutCo
 
 
 def caches_latents(layer: Layer) -> bool:
-    """Return whether decoding attends to all cached latents, by projections that training does not use."""
+    """Return whether decoding attends to all cached latents with projections that training does not use."""
     return layer.core.cached_expanded > 0 and not layer.core.selected
 
 
@@ -173,17 +173,17 @@ def replays_routing(model: ModelConfig, moe: MoEConfig, rl: RLConfig, *, is_exac
 
 
 def counts_replayed_choices(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> bool:
-    """Return whether the expert bias would be updated by counts of choices of older weights."""
+    """Return whether counts of the choices of older weights would update the expert bias."""
     has_bias = model.routed is not None and model.routed.router.expert_bias
     return rl.updates > 1 and has_bias and moe.bias_update_rate > 0
 
 
 EXACT_LIMIT = 1e-6
-"""Limit in nats where sampling has the bits of training, in any dtype."""
+"""Limit in nats if sampling is bitwise equal to training, in any dtype."""
 STALE_LIMIT = 1.0
-"""Limit in nats on rollouts of older weights: some updates move them by hundredths, broken weights by more than it."""
+"""Limit in nats on rollouts of older weights: updates cause a mismatch of hundredths, broken weights more."""
 ROUNDING_LIMITS = {"float64": 1e-6, "float32": 0.01, "bfloat16": 0.1}
-"""Limit in nats by run.dtype where sampling differs by rounding: some tokens go to other experts then."""
+"""Limit in nats by run.dtype if sampling differs by rounding, which sends some tokens to other experts."""
 
 
 def mismatch_limit(run: RunConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bool, is_stale: bool = False) -> float:
@@ -192,7 +192,7 @@ def mismatch_limit(run: RunConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bo
     Args:
         run, moe, rl: sections of a recipe of reinforcement learning.
         is_exact: whether sampling has the bits of training, see `inexact_settings`.
-        is_stale: whether the weights have been trained since they sampled the round (`rl.staleness`).
+        is_stale: whether older weights sampled the round (`rl.staleness`).
     """
     if is_stale:
         return max(rl.mismatch_limit, STALE_LIMIT)
@@ -201,7 +201,7 @@ def mismatch_limit(run: RunConfig, moe: MoEConfig, rl: RLConfig, *, is_exact: bo
     if is_exact:
         return EXACT_LIMIT
     if chosen_in(moe, WirePart).rounds:
-        # The input of the experts is rounded more coarsely than any dtype does.
+        # The rounding of the experts' input is coarser than the rounding of any dtype.
         return ROUNDING_LIMITS["bfloat16"]
     return ROUNDING_LIMITS[run.dtype]
 
@@ -214,7 +214,7 @@ def mismatch_advice(
     rl: RLConfig,
     rollout: RolloutConfig,
 ) -> str:
-    """Return the likely causes of a larger mismatch, and the ways out."""
+    """Return likely causes of a larger mismatch, and ways out."""
     if rollout.uses_server:
         causes = (
             f"the server computes in another dtype than run.dtype={run.dtype!r}; its reload left stale weights or "
@@ -236,13 +236,13 @@ def mismatch_advice(
 def _own_engine(
     run: RunConfig, model: ModelConfig, parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig
 ) -> tuple[str, str]:
-    """Return causes and ways out for sampling by the own engine, without what the recipe has already."""
+    """Return causes and ways out for the own engine, except changes that the recipe has already."""
     causes = ["kernels that compute wrongly on this machine"]
     ways_out = [] if run.kernels == "plain" else ["set run.kernels='plain'"]
     if run.dtype == "bfloat16":
         causes.append("run.dtype='bfloat16' rounds too coarsely for a router whose experts are nearly tied")
         ways_out.append("set run.dtype='float32'")
-    # Rollouts of older weights keep no choices to replay.
+    # Rollouts of older weights have no recorded choices.
     if rl.replay != "on" and not rl.staleness and has_moe_layers(model):
         causes.append("training chooses other experts than sampling")
         ways_out.append("set rl.replay='on'")

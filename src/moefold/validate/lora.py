@@ -44,7 +44,7 @@ def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[str]:
 
 
 def _listed(names: dict[str, None]) -> str:
-    """Return the names that a target may have, without matrices of single parts."""
+    """Return the legal names of targets, without matrices of single parts."""
     return ", ".join(name for name in names if "." not in name)
 
 
@@ -68,7 +68,7 @@ def validate_adapted_dispatch(model: ModelConfig, parallel: ParallelConfig, lora
 def validate_adapter_training(
     run: RunConfig, model: ModelConfig, train: TrainConfig, lora: LoraConfig
 ) -> Iterator[str]:
-    """Refuse what adapters do not go with."""
+    """Refuse settings that are incompatible with adapters."""
     if not lora.rank:
         return
     name = f"lora.rank={lora.rank}"
@@ -80,7 +80,7 @@ def validate_adapter_training(
     if run.uses_cuda_graphs:
         yield f"run.cuda_graphs={run.cuda_graphs!r} does not record adapters; set run.cuda_graphs='none'"
     if train.trains_indexers_only(model):
-        yield f"train.indexer_stage='warmup' trains the indexers alone, and {name} adapters alone; choose one of them"
+        yield f"train.indexer_stage='warmup' trains only the indexers, and {name} only adapters; choose one of them"
 
 
 LORA_RULES = (validate_targets, validate_adapted_dispatch, validate_adapter_training)

@@ -13,9 +13,9 @@ from moefold.errors import ConfigError
 
 
 def validate_memory(cfg: Config) -> Iterator[str]:
-    """Check that some choice fits with train.recompute "auto", for a recipe that passed all other rules.
+    """Check that a choice of train.recompute "auto" fits, for a recipe that passed all other rules.
 
-    Only for run.device "cpu": otherwise `check_memory_device` checks once the device is known.
+    Only for run.device "cpu"; with other values `check_memory_device` checks when the device is known.
     """
     if cfg.run.device == "cpu":
         try:
@@ -25,17 +25,17 @@ def validate_memory(cfg: Config) -> Iterator[str]:
 
 
 def check_memory_device(cfg: Config, device_type: str) -> None:
-    """Check that train.recompute "auto" has a budget and that some choice fits; cheap, before ranks start.
+    """Check that train.recompute "auto" has a budget and that a choice fits, before ranks start.
 
-    A budget that is a fraction of GPU memory is known only on the GPUs: see `parallel/recompute.py`.
+    A budget as a fraction of GPU memory is known only on the GPUs: see `parallel/recompute.py`.
 
     Raises:
-        ConfigError: the budget of a CPU rank is missing, or nothing fits.
+        ConfigError: the budget of a CPU rank is missing, or no choice fits.
     """
     if AUTO not in cfg.train.recompute:
         return
     if cfg.train.memory_budget_gib:
-        # numpy takes a tenth of a second to import: recipes that choose their parts do without it.
+        # numpy takes a tenth of a second to import, and other recipes do not need it.
         from moefold.cost.auto_recompute import GIB, choose_recompute
 
         choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), KERNEL_PROFILES[device_type])
@@ -53,13 +53,13 @@ class PartListKey:
     key: str
     legal_parts: Callable[[], tuple[str, ...]]
     unknown_message: str
-    """Message for an unknown part."""
+    """Error for an unknown part."""
     containment_message: str
-    """Relation of a part to the parts inside it."""
+    """Text of the error on a part and the parts inside it."""
 
 
 RECOMPUTE_KEY = PartListKey(
-    "train.recompute", lambda: (*recompute_parts(), AUTO), "is no part of a layer", "recomputes it anyway"
+    "train.recompute", lambda: (*recompute_parts(), AUTO), "is not a part of a layer", "recomputes it anyway"
 )
 
 
@@ -71,7 +71,7 @@ def validate_recompute(run: RunConfig, model: ModelConfig, train: TrainConfig) -
         return
     if train.memory_budget_gib:
         yield (
-            f"train.memory_budget_gib={train.memory_budget_gib:g} is read with train.recompute=['{AUTO}'] alone; "
+            f"train.memory_budget_gib={train.memory_budget_gib:g} is only read with train.recompute=['{AUTO}']; "
             "leave it out"
         )
     yield from validate_parts(RECOMPUTE_KEY, parts, model)
@@ -94,7 +94,7 @@ def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -
 
 
 def _validate_auto_recompute(run: RunConfig, train: TrainConfig) -> Iterator[str]:
-    """Check that "auto" is alone in the list, and has a budget on a CPU and no activation offload."""
+    """Check that "auto" is the only value of the list, and has a budget on a CPU and no activation offload."""
     if len(train.recompute) > 1:
         yield f"train.recompute={list(train.recompute)!r} names parts with '{AUTO}', which chooses them; leave one out"
     elif train.memory_budget_gib == 0 and run.device == "cpu":

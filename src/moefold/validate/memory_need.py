@@ -1,4 +1,4 @@
-"""Memory check before a run: refuse a step whose minimum memory by formula exceeds the machine's. Torch-free.
+"""Memory check before a run: a step is refused if its minimum memory by formula exceeds the machine's memory.
 
 States are exact to the byte. Activations are within a quarter of measurements, so three quarters of them are certain.
 """
@@ -33,7 +33,7 @@ GIB = 2**30
 CERTAIN_FRACTION = 0.75
 """Fraction of the estimated activations that is certainly needed."""
 MIN_PROCESS_BYTES = GIB // 10
-"""Minimum memory of a CPU rank besides its tensors: pages that it does not share with other processes."""
+"""Minimum memory of a CPU rank in addition to its tensors: pages not shared with other processes."""
 MAX_ACTIONS = 50_000
 """Maximum number of simulated schedule actions; for longer schedules only states are counted."""
 STEADY_MICRO_BATCHES_PER_STAGE = 4
@@ -57,7 +57,7 @@ class HostCapacity:
     pp_ranks: tuple[int, ...]
     """Pipeline rank of each rank of the machine."""
     available: AvailableMemory
-    """Memory of all ranks together on a CPU; of the smallest GPU."""
+    """Memory of all ranks together on a CPU, or of the smallest GPU."""
     process_limit: AvailableMemory | None = None
     """Memory limit of one process, if there is one."""
 
@@ -69,7 +69,7 @@ class MemoryShortage:
     needed: int
     available: AvailableMemory
     parts: BytesByPart
-    """Parts of `needed`."""
+    """Needed bytes by part."""
     subject: str
 
 
@@ -81,7 +81,7 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     """
     steps = _step_memory(cfg, device_type)
     if device_type == "cpu":
-        # Elsewhere they are in other memory than the step.
+        # With another placement they are not in the memory of the step.
         for parts, size in zip(steps, snapshot_bytes(cfg), strict=True):
             if size:
                 parts[SNAPSHOT_PART] = size
@@ -89,7 +89,7 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
         return steps
     if cfg.rollout.ranks:
         return tuple(step + further for step, further in zip(steps, further_weights(cfg), strict=True))
-    # A step and sampling take turns.
+    # A step and sampling alternate.
     return tuple(
         max(step, sampling, key=BytesByPart.total) + further
         for step, sampling, further in zip(
@@ -99,7 +99,7 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
 
 
 def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
-    """Return the minimum memory of a rank of each pipeline stage while rollouts are sampled, without further models."""
+    """Return the minimum memory of a rank of each pipeline stage while rollouts are sampled, without other models."""
     from moefold.cost.rollout_memory import drawn_bytes, gathered_weight_bytes
 
     memory = StateMemory(cfg, KERNEL_PROFILES[device_type])
@@ -107,7 +107,7 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     p = cfg.parallel
     drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
-        # Every stage may have ranks that draw under the other mapping: their mean is certain.
+        # Every stage may have ranks that draw under the other mapping: only their mean is certain.
         of_sampling = rollout_config(cfg).parallel
         draws = [drawn // (of_sampling.tp * of_sampling.pp)] * p.pp
     else:
@@ -130,15 +130,15 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
 
 
 def _draws_by_stage(drawn: int, num_stages: int, tp: int, device_type: str) -> list[int]:
-    """Return the bytes of draws of each stage of the mapping that samples: of one rank of each tp group of the last.
+    """Return the bytes of draws of each stage when sampling: one rank of each tp group of the last stage draws.
 
-    On a CPU, whose ranks share memory, their mean; on GPUs the bytes of the rank that draws.
+    On a CPU, whose ranks share memory, this is the mean of the ranks; on GPUs it is for the rank that draws.
     """
     return [0] * (num_stages - 1) + [drawn // (tp if device_type == "cpu" else 1)]
 
 
 def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
-    """Return the minimum memory of a rank of rollout.ranks, of each pipeline stage of sampling; empty without them."""
+    """Return the minimum memory of a rank of rollout.ranks for each pipeline stage of sampling; empty without them."""
     if not cfg.rollout.ranks:
         return ()
     from moefold.cost.rollout_memory import drawn_bytes, rollout_weight_bytes
@@ -158,7 +158,7 @@ def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ..
 
 
 def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
-    """Return the weights of the reference model and of a second model that samples, of each pipeline stage."""
+    """Return the weight bytes of the reference model and of a second model for sampling, for each pipeline stage."""
     found = [BytesByPart() for _ in range(cfg.parallel.pp)]
     if not cfg.is_rl:
         return tuple(found)
@@ -173,14 +173,14 @@ def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
         sizes: list[list[int]] = [[] for _ in found]
         for rank, size in enumerate(rollout_weight_bytes(cfg)):
             sizes[view.coordinate(rank, "pp")].append(size)
-        # The ranks of a stage differ under the other mapping; their mean is certain, for all of them and the fullest.
+        # The ranks of a stage differ under the other mapping; their mean is a lower bound for the fullest rank.
         for parts, of_stage in zip(found, sizes, strict=True):
             parts["rollout weights"] = sum(of_stage) // len(of_stage)
     return tuple(found)
 
 
 def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
-    """Return the minimum memory of a rank of each pipeline stage, without a second model that samples rollouts."""
+    """Return the minimum memory of a rank of each pipeline stage, without a second model for sampling."""
     shortened = _with_fewer_micro_batches(cfg)
     p = shortened.parallel
     if p.pp * p.virtual_stages * shortened.num_micro_batches > MAX_ACTIONS:
@@ -189,7 +189,7 @@ def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
             _state_bytes(states, moments.offloaded)
             for states, moments in zip(memory.max_by_pp_rank, memory.offloaded_moments, strict=True)
         )
-    # "auto" needs at least as much as recomputing whole layers.
+    # "auto" needs at least the memory of recomputing whole layers.
     recompute = ("layer",) if AUTO in cfg.train.recompute else None
     ranks = compute_rank_memory(shortened, recompute=recompute, kernels=KERNEL_PROFILES[device_type])
     return tuple(_rank_bytes(cfg.train, rank) for rank in ranks)
@@ -211,7 +211,7 @@ def inference_weight_memory(cfg: Config) -> tuple[BytesByPart, ...]:
 
 
 def find_shortage(required: tuple[BytesByPart, ...], host: HostCapacity) -> MemoryShortage | None:
-    """Return by how much the ranks of a machine exceed its memory, or None if they may fit.
+    """Return the memory that the ranks of a machine lack, or None if they may fit.
 
     Args:
         required: minimum memory of a rank of each pipeline stage.
@@ -288,7 +288,7 @@ def _training_shortage_message(parallel: ParallelConfig, shortage: MemoryShortag
 
 
 def _suggest_changes(cfg: Config, shortage: MemoryShortage, host: HostCapacity) -> str:
-    """Suggest cheap changes that make the step fit; if none do, the memory they leave and a way out."""
+    """Suggest cheap changes that make the step fit; else state the remaining need and a way out."""
     changes: list[str] = []
     for section, key, value in _memory_saving_changes(cfg, shortage, host.device_type):
         section_cfg: Any = getattr(cfg, section)
@@ -322,9 +322,9 @@ def _memory_saving_changes(cfg: Config, shortage: MemoryShortage, device_type: s
 
 
 def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage, device_type: str) -> float:
-    """Return the rollout.cache_gib with which sampling fits; 0 if the cache is not what is missing.
+    """Return the rollout.cache_gib with which sampling fits; 0 if a smaller cache does not help.
 
-    It holds at least a sample of train.seq_len.
+    The cache holds at least a sample of train.seq_len.
     """
     share = shortage.parts[CACHE_PART]
     left = share - (shortage.needed - shortage.available.size)
@@ -359,7 +359,7 @@ def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:
 
 
 def _with_fewer_micro_batches(cfg: Config) -> Config:
-    """Return the recipe with only as many micro-batches as the peak needs."""
+    """Return the recipe with the fewest micro-batches that reach the peak."""
     p = cfg.parallel
     train = cfg.train
     count = STEADY_MICRO_BATCHES_PER_STAGE * p.pp * p.virtual_stages

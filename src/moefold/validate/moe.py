@@ -1,6 +1,6 @@
 """Rules on routing and load balancing, and the requirements of DeepEP.
 
-DeepEP is refused where the recipe names it; with "auto" the reasons decide the fallback. Torch-free.
+DeepEP is refused if the recipe names it; with "auto" the reasons decide the fallback.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str
 
 
 def _validate_zero_experts(part: RoutedPart) -> Iterator[str]:
-    """Check what zero-computation experts do not go with, and their share."""
+    """Check the settings that are incompatible with zero-computation experts, and their share."""
     if part.zero_experts and part.router.num_groups > 1:
         yield (
             f"model.ffn.moe.zero_experts={part.zero_experts} does not go with model.ffn.moe.router.num_groups="
@@ -72,7 +72,7 @@ def _validate_zero_experts(part: RoutedPart) -> Iterator[str]:
 
 
 def _validate_expert_groups(part: RoutedPart) -> Iterator[str]:
-    """Check that groups divide the experts and that the top groups have enough of them."""
+    """Check that groups divide the experts and that the top groups have enough experts."""
     groups = part.router.num_groups
     top = part.router.top_groups
     experts = part.num_experts
@@ -111,7 +111,7 @@ def check_dispatch_package(model: ModelConfig, parallel: ParallelConfig) -> None
     """Check that the kernels of the dispatcher are installed if the recipe names it.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: they are not installed.
     """
     part = chosen_in(parallel, DispatcherPart)
     if requests_dispatch_kernels(model, parallel) and not part.has_package():
@@ -125,7 +125,7 @@ def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, device_t
     """Check that the ranks run on GPUs if the recipe names a dispatcher that needs them.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the ranks run on CPUs.
     """
     part = chosen_in(parallel, DispatcherPart)
     if requests_dispatch_kernels(model, parallel) and device_type != "cuda":
@@ -136,7 +136,7 @@ def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, device_t
 
 
 def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Return whether the recipe names a dispatcher with a package of kernels, and that tokens leave their rank."""
+    """Return whether the recipe names a dispatcher with a package of kernels, and tokens leave their rank."""
     return (
         bool(chosen_in(parallel, DispatcherPart).kernel_package)
         and parallel.ep * parallel.etp > 1

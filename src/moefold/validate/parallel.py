@@ -1,7 +1,7 @@
-"""Rules on parallel degrees and what they shard, and on the pipeline: schedule, virtual stages, layout.
+"""Rules on parallel degrees and the sharded sizes, and on the pipeline: schedule, virtual stages, layout.
 
 Each axis has a function of (config, degree) that yields its violations, so that the legal values of a degree are found
-by trying them, with all other settings unchanged. Also the rules of `parallel.overlap_experts` and `overlap_tp`.
+by trials with all other settings unchanged. Also rules of `parallel.overlap_experts` and `overlap_tp`.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def validate_attention_pool(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLConfig) -> Iterator[str]:
-    """Check that what reads whole samples is off."""
+    """Check that features that read whole samples are off."""
     plan = chosen_in(parallel, ContextPart).plan
     if not plan.moves_tokens:
         return
@@ -80,7 +80,7 @@ def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLCo
 
 
 def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[str]:
-    """Check that what needs contiguous tokens, or the tokens of one micro-batch on one group of ranks, is off."""
+    """Check that features are off that need contiguous tokens or each micro-batch on one group of ranks."""
     plan = chosen_in(parallel, ContextPart).plan
     if not plan.moves_tokens:
         return
@@ -176,7 +176,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
 
 
 def validate_rows(cfg: Config) -> Iterator[str]:
-    """Check the rows of a schedule of another package, of a recipe that keeps all other rules."""
+    """Check the rows of a schedule from another package, for a recipe that passed all other rules."""
     if cfg.parallel.pp == 1 or is_built_in(type(chosen(cfg, SchedulePart))):
         return
     try:
@@ -249,7 +249,7 @@ PIPELINE_RULES = (validate_schedule, validate_micro_batch_count, validate_pipeli
 
 
 def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[str]:
-    """Check that `degree` divides the size; the message names the nearest sizes that it divides."""
+    """Check that `degree` divides the size; the message names the nearest legal sizes."""
     if size % degree:
         yield (f"parallel.{name}={degree} must divide {key}={size}; choose {key}={nearest_multiples(size, degree)}")
 
@@ -268,7 +268,7 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     yield from _validate_tp_of_outside(model, tp)
     for key, size in dict.fromkeys(layer.ffn.tp_unit for layer in model.distinct_kinds):
         yield from _validate_divides("tp", tp, key, size)
-    # tp need not divide the vocabulary, but the last rank has some of its rows.
+    # tp need not divide the vocabulary, but the last rank must have some of its rows.
     _, rows = shard_rows(model.vocab_size, tp, tp - 1)
     if not rows:
         fewest = (tp - 1) * shard_rows(model.vocab_size, tp, 0)[1] + 1
@@ -279,7 +279,7 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
 
 
 def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
-    """Check that tp divides what the parts of other packages shard; `tp_unit` of built-in ones says as much."""
+    """Check that tp divides the sizes that parts of other packages shard; `tp_unit` covers built-in parts."""
     for layer in model.distinct_kinds:
         part = layer.attention
         if is_built_in(type(part)):
@@ -358,7 +358,7 @@ def _missing_moe_layers_message(name: str, degree: int, model: ModelConfig) -> s
 
 
 def _divisible_sizes(parallel: ParallelConfig) -> dict[str, int]:
-    """Return the size that each degree must divide so that the ranks still fold, other degrees unchanged."""
+    """Return the size that each degree must divide so that the ranks still fold with the other degrees unchanged."""
     stage = parallel.world_size // parallel.pp
     return {
         "tp": stage // parallel.cp,
@@ -379,7 +379,7 @@ DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[str]]] = {
 
 
 def validate_degrees(cfg: Config) -> Iterator[str]:
-    """Check that every degree divides what it shards; messages end with the legal values of the degree."""
+    """Check that every degree divides the sizes that it shards; messages end with its legal values."""
     for name, rule in DEGREE_RULES.items():
         degree = getattr(cfg.parallel, name)
         messages = list(rule(cfg, degree))
@@ -394,7 +394,7 @@ def validate_degrees(cfg: Config) -> Iterator[str]:
 
 
 def _fixes_violations(cfg: Config, name: str, degree: int) -> bool:
-    """Return whether another degree of one axis removes its violations and adds none elsewhere."""
+    """Return whether another degree of an axis removes the axis's violations without adding other violations."""
     before = _count_violations(cfg)
     change: dict[str, Any] = {name: degree}
     after = _count_violations(replace(cfg, parallel=replace(cfg.parallel, **change)))
@@ -411,7 +411,7 @@ def _count_violations(cfg: Config) -> dict[str, int]:
 
 
 def validate_sequence_length(cfg: Config) -> Iterator[str]:
-    """Check that cp*tp divides the sequence, and 2*cp too if attention balances zigzag chunks."""
+    """Check that cp*tp divides the sequence, and that 2*cp does if attention balances zigzag chunks."""
     tp = cfg.parallel.tp
     cp = cfg.parallel.cp
     seq_len = cfg.train.seq_len
@@ -440,13 +440,13 @@ def validate_mapping_is_resolved(parallel: ParallelConfig) -> Iterator[str]:
     """Check that the mapping is resolved: only `moefold train` plans it."""
     if parallel.mapping == "auto":
         yield (
-            "parallel.mapping='auto' is planned by `moefold train` alone; for this command give the degrees, as "
+            "parallel.mapping='auto' is only planned by `moefold train`; for this command give the degrees, as "
             "`moefold plan RECIPE --recipe OUT.toml` writes them"
         )
 
 
 def validate_batch_size(cfg: Config) -> Iterator[str]:
-    """Check that the global batch is a multiple of micro_batch_size*dp, and of few enough micro-batches.
+    """Check that the global batch is a multiple of micro_batch_size*dp, and has not too many micro-batches.
 
     With `parallel.elastic` the last data-parallel ranks may have padding.
     """
@@ -479,7 +479,7 @@ def _padding_hint(parallel: ParallelConfig, train: TrainConfig) -> str:
 
 
 def _padding_refusals(cfg: Config) -> Iterator[str]:
-    """Yield why the last data-parallel ranks cannot have padding: settings that read whole batches of samples."""
+    """Yield the reasons why the last data-parallel ranks cannot have padding: settings that read whole batches."""
     p = cfg.parallel
     unsupported = {
         "run.cuda_graphs": cfg.run.uses_cuda_graphs,
@@ -492,14 +492,14 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
     for key, is_set in unsupported.items():
         if is_set:
             yield (
-                f"train.global_batch_size={batch} is no multiple of train.micro_batch_size*dp="
+                f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size*dp="
                 f"{cfg.train.micro_batch_size}*{p.dp}, and {key} does not go with the padding that fills it up; choose "
                 f"{nearest_multiples(batch, cfg.train.micro_batch_size * p.dp)}, or leave {key} out"
             )
 
 
 def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
-    """Check that the dispatcher supports the settings, where it spreads experts over ranks."""
+    """Check that the dispatcher supports the settings if it spreads experts over ranks."""
     p = cfg.parallel
     part = chosen_in(p, DispatcherPart)
     for reason in ask(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():
@@ -559,14 +559,14 @@ def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train:
 def validate_collective_order(cfg: Config) -> Iterator[str]:
     """Check that ranks of a group start expert collectives in the same order, and that none deadlocks.
 
-    For a config that passed all other rules. The schedules guarantee both; a violation here is a bug of moefold.
+    The config has passed all other rules. The schedules guarantee both conditions: a violation is a bug of moefold.
     """
     p = cfg.parallel
     train = cfg.train
     if not p.overlap_experts or not has_moe_layers(cfg.model):
         return
     if AUTO in train.recompute:
-        # The parts are chosen later, for these stages; the order depends only on whether collectives are repeated.
+        # The parts are chosen later, for these stages. The order only depends on whether collectives are repeated.
         placed = with_explicit_layout(cfg)
         for parts in ((), RECOMPUTED_WITH_COMM[:1]):
             yield from validate_collective_order(replace(placed, train=replace(train, recompute=parts)))

@@ -1,4 +1,4 @@
-"""Rules on `faults.on_loss="regroup"`: training goes on without lost ranks."""
+"""Rules on `faults.on_loss="regroup"`: training continues without lost ranks."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from moefold.config.sites import SitesConfig
 def validate_regrouped_job(
     faults: FaultsConfig, rl: RLConfig, rollout: RolloutConfig, sites: SitesConfig
 ) -> Iterator[str]:
-    """Check that a job without a lost rank needs no other ranks than those that train alone."""
+    """Check that the job can continue without a lost rank: no ranks that sample, and no sites."""
     if not faults.regroups:
         return
     if rl.is_on or rollout.ranks:
@@ -31,7 +31,7 @@ def validate_regrouped_job(
 
 
 def validate_regrouped_ranks(parallel: ParallelConfig, faults: FaultsConfig) -> Iterator[str]:
-    """Check that ranks may be lost, and that the others can be grouped again."""
+    """Check that ranks may be lost, and that the other ranks can form new groups."""
     p = parallel
     if not faults.regroups:
         return
@@ -54,7 +54,7 @@ def validate_regrouped_ranks(parallel: ParallelConfig, faults: FaultsConfig) -> 
 
 
 def validate_state_after_loss(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfig) -> Iterator[str]:
-    """Check that a state is saved, from which the other ranks go on."""
+    """Check that a state is saved from which the other ranks can continue."""
     if faults.regroups and not checkpoint.peer_every and not 0 < checkpoint.every < run.steps:
         yield (
             "faults.on_loss='regroup' needs a state to go back to, and "

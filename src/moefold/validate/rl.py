@@ -1,4 +1,4 @@
-"""Rules on reinforcement learning: batch, objective, sampling, rewards and the settings that sampling cannot take."""
+"""Rules on reinforcement learning: batch, objective, sampling, rewards and settings that sampling does not support."""
 
 from collections.abc import Iterator
 
@@ -106,7 +106,7 @@ def validate_rl_objective(rl: RLConfig) -> Iterator[str]:
 
 
 def validate_replay(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> Iterator[str]:
-    """Check that replayed choices of experts are choices of the weights that are trained."""
+    """Check that replayed choices of experts come from the weights in training."""
     if rl.is_on and rl.replay == "on" and counts_replayed_choices(model, moe, rl):
         yield (
             f"rl.replay='on' with rl.updates={rl.updates} would update the expert bias by choices of older weights "
@@ -120,7 +120,7 @@ def validate_replay(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> Iterato
 
 
 def validate_rollout_limits(train: TrainConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Check the tokens of a rollout and of a pass, and what counts evaluations."""
+    """Check the tokens of a rollout and of a pass, and settings that count evaluations."""
     if rl.is_on and rl.length_penalty_from >= rollout.max_tokens:
         yield (
             f"rl.length_penalty_from={rl.length_penalty_from} must be below rollout.max_tokens="
@@ -139,7 +139,7 @@ def validate_rollout_limits(train: TrainConfig, rl: RLConfig, rollout: RolloutCo
 
 
 def validate_staleness(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Check that ranks that only sample have work, and that rollouts of older weights are trained on as such."""
+    """Check that ranks that only sample have work, and that training corrects for rollouts of older weights."""
     if not rl.is_on:
         return
     ranks = rollout.ranks
@@ -174,7 +174,7 @@ def validate_staleness(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutC
 
 
 def validate_rl_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig, rl: RLConfig) -> Iterator[str]:
-    """Check that the forward pass of training is one that sampling computes token by token."""
+    """Check that sampling can compute the forward pass of training token by token."""
     if not rl.is_on:
         return
     depends = "a token's experts would then depend on other tokens, and sampling sees other tokens"
@@ -215,7 +215,7 @@ def validate_rl_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig, rl
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[str]:
-    """Check that each reward function is named once, and that reward.weights has one number for each."""
+    """Check that each reward function is named once, and that reward.weights has a number for each function."""
     names = ("",) if isinstance(reward.use, str) else reward.use
     if repeated := sorted({name for name in names if name and names.count(name) > 1}):
         yield f"reward.use={list(names)} names {repeated[0]!r} twice; name it once, and set its share by reward.weights"
@@ -235,7 +235,7 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
 
 
 def validate_reward(faults: FaultsConfig, reward: RewardConfig) -> Iterator[str]:
-    """Check the reward functions, and that one that hangs is named before the ranks that wait for it give up."""
+    """Check the reward functions, and that the timeout of a function is shorter than the timeout of ranks."""
     yield from reward_problems(reward)
     if uses_python_reward(reward) and reward.timeout_s >= faults.timeout_s:
         yield (

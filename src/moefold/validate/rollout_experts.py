@@ -1,4 +1,4 @@
-"""Rules on how ranks that sample reach the experts (`rollout.experts`): fetched from peers, or whole on each rank."""
+"""Rules on the experts of sampling ranks (`rollout.experts`): fetched from peers, or whole on each rank."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ FETCH = "rollout.experts='fetch'"
 
 
 def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Check that the mapping of sampling can hold the experts as rollout.experts says."""
+    """Check that the mapping of sampling supports the value of rollout.experts."""
     if not rl.is_on:
         return
     degrees = rollout_degrees(parallel, rollout)
@@ -28,7 +28,7 @@ def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: Ro
 
 
 def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[str]:
-    """Yield one message for each degree under which ranks cannot read each other's experts.
+    """Yield a message for each degree with which ranks cannot read each other's experts.
 
     Args:
         degrees: tp, ep and etp of sampling.
@@ -47,16 +47,16 @@ def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[str]:
 def check_fetching_ranks(
     parallel: ParallelConfig, rollout: RolloutConfig, device_type: str, ranks_per_machine: int, first_rank: int = 0
 ) -> None:
-    """Check that the ranks which read each other's experts can do so: they are processes of one machine, on the CPU.
+    """Check that ranks can read each other's experts: they must be processes of one machine, on the CPU.
 
     Args:
         parallel: the mapping of the model that samples.
-        rollout: how it reaches its experts.
+        rollout: section [rollout] of the recipe.
         ranks_per_machine: consecutive ranks of a machine, counted from rank 0 of the job.
         first_rank: rank of the job that is rank 0 of the config.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the ranks cannot read each other's experts.
     """
     if not fetches_experts(rollout):
         return

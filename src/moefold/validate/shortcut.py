@@ -1,4 +1,4 @@
-"""Rules on shortcut-connected MoE layers, whose routed output is added after the next layer. Torch-free."""
+"""Rules on shortcut-connected MoE layers, whose routed output is added after the next layer."""
 
 from collections.abc import Iterator
 
@@ -37,7 +37,7 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 
 
 def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline_layout: str) -> Iterator[str]:
-    """Yield the errors of pipeline stages that end with an MoE layer, with this layout instead of the recipe's."""
+    """Yield the errors of a pipeline layout with stages that end with an MoE layer."""
     if not model.has_shortcut:
         return
     is_routed = [layer.ffn.is_routed for layer in model.decoder_layers]

@@ -18,7 +18,7 @@ from moefold.validate.unused_rule import UnusedKeyRule
 
 
 def validate_site_number(checkpoint: CheckpointConfig, sites: SitesConfig) -> Iterator[str]:
-    """Check that the site is one of the run, and that a site of its own names the meeting point."""
+    """Check that the number of the site is in range, and that a separate site names the meeting point."""
     if sites.number >= sites.count > 1:
         yield (
             f"sites.number={sites.number} must be below sites.count={sites.count}; sites are numbered from 0 "
@@ -95,7 +95,7 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
 
 
 def validate_codes_and_moments(model: ModelConfig, sites: SitesConfig) -> Iterator[str]:
-    """Check that the settings of what is sent, and of the inner moments, fit together."""
+    """Check that the settings of sent values and of inner moments are consistent."""
     if sites.moments == "average" and sites.overlap:
         yield (
             f"sites.moments='average' would replace moments by the moments of sites.overlap={sites.overlap} steps ago; "
@@ -124,7 +124,7 @@ def validate_site_shards(parallel: ParallelConfig, sites: SitesConfig) -> Iterat
 def validate_site_training(
     parallel: ParallelConfig, moe: MoEConfig, faults: FaultsConfig, sites: SitesConfig
 ) -> Iterator[str]:
-    """Check settings of ranks that sites cannot take."""
+    """Check settings of ranks that sites do not support."""
     if sites.count == 1:
         return
     if parallel.elastic:
@@ -146,7 +146,7 @@ def validate_site_training(
 
 
 def validate_site_method(align: AlignConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
-    """Check that no method keeps the order of all samples in one job."""
+    """Refuse training methods that keep the order of all samples in one job."""
     if sites.count == 1:
         return
     if rl.is_on:

@@ -15,7 +15,7 @@ from moefold.validate.unused_rule import UnusedKeyRule
 
 
 def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
-    """Check the sizes of the indexer, and refuse what selects nothing."""
+    """Check the sizes of the indexer, and refuse settings without a selection."""
     indexer = next((layer.attention.selector for layer in model.decoder_layers if layer.attention.selector), None)
     if indexer is None:
         return
@@ -36,7 +36,7 @@ def validate_sparse_attention(model: ModelConfig) -> Iterator[str]:
 
 
 def validate_shared_selections(model: ModelConfig) -> Iterator[str]:
-    """Check that a layer which shares a selection follows one with an indexer and the same window."""
+    """Check that a layer with a shared selection follows a layer with an indexer and the same window."""
     name = f"model.layers={model.layers!r}"
     softmax = [layer.attention for layer in model.decoder_layers if not layer.attention.is_recurrent]
     if any(words.selection == "shared" for words in model.layer_words) and not model.attention.selector:
@@ -57,12 +57,12 @@ def validate_shared_selections(model: ModelConfig) -> Iterator[str]:
 
 
 def validate_selection_stages(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Check that layers which share a selection are on one pipeline stage."""
+    """Check that layers with the same selection are on one pipeline stage."""
     return selection_stage_errors(model, parallel, parallel.pipeline_layout)
 
 
 def selection_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline_layout: str) -> Iterator[str]:
-    """Yield the errors of `validate_selection_stages` with this layout instead of the recipe's."""
+    """Yield the errors of `validate_selection_stages` for another layout."""
     is_shared = shares_selections(model)
     starts = stage_starts(model)
     try:
@@ -98,7 +98,7 @@ def selection_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipelin
 
 
 def validate_selection_length(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
-    """Check that a sample of training has as many tokens as a query selects."""
+    """Check that a sample of training has at least the tokens that a query selects."""
     top_k = model.selected_keys
     if top_k > train.seq_len:
         yield (
@@ -108,15 +108,15 @@ def validate_selection_length(model: ModelConfig, train: TrainConfig) -> Iterato
 
 
 def validate_indexer_warmup(model: ModelConfig, train: TrainConfig, align: AlignConfig, rl: RLConfig) -> Iterator[str]:
-    """Check that the warm-up stage has a loss from which the indexers learn, and no other one."""
+    """Check that the warm-up stage has the loss of the indexers, and no other loss."""
     if not train.trains_indexers_only(model):
         return
     name = "train.indexer_stage='warmup'"
     if not train.indexer_loss:
-        yield f"{name} trains the indexers alone, and train.indexer_loss=0.0 trains nothing; choose 1.0"
+        yield f"{name} trains only the indexers, and train.indexer_loss=0.0 trains nothing; choose 1.0"
     if not model.has_softmax_attention:
         yield (
-            f"{name} trains the indexers alone, and linear attention, all layers of "
+            f"{name} trains only the indexers, and linear attention, all layers of "
             f"model.layers={model.layers!r}, has none; name 'full' in it, or leave "
             "indexer_stage out"
         )
@@ -128,7 +128,7 @@ def validate_indexer_warmup(model: ModelConfig, train: TrainConfig, align: Align
 SPARSE_ATTENTION_RULES = (validate_sparse_attention, validate_shared_selections)
 SELECTION_STAGE_RULES = (validate_selection_stages,)
 SPARSE_TRAINING_RULES = (validate_selection_length, validate_indexer_warmup)
-"""Rules for recipes that train: a model is also used with longer and shorter texts than in its training."""
+"""Rules only for training, because inference may use longer and shorter texts."""
 
 UNUSED_SPARSE_KEYS = (
     UnusedKeyRule(

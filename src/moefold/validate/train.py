@@ -26,7 +26,7 @@ from moefold.errors import ConfigError, install_command
 from moefold.remote_path import HUB_SCHEME, is_remote
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
-"""Kinds of data whose documents form one stream, which `data.packing` cuts into samples."""
+"""Kinds of data whose documents form one stream, which `data.packing` splits into samples."""
 
 
 def validate_learning_rate(
@@ -66,7 +66,7 @@ def validate_evaluation(train: TrainConfig, data: DataConfig) -> Iterator[str]:
 
 
 def validate_keep_best(train: TrainConfig, checkpoint: CheckpointConfig, rl: RLConfig) -> Iterator[str]:
-    """Check that checkpoints have a held-out loss to be compared by."""
+    """Check that checkpoints have a held-out loss for their comparison."""
     every = checkpoint.every
     eval_every = train.eval_every
     if not checkpoint.keep_best:
@@ -96,7 +96,7 @@ def validate_mtp(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
 
 
 def validate_packing(data: DataConfig) -> Iterator[str]:
-    """Check that best-fit packing knows the documents, and that none can vanish."""
+    """Check that best-fit packing knows the documents, and that no document can vanish."""
     if data.packing != "best_fit" or data.kind not in PACKED_KINDS:
         return
     if data.document_end < 0 and not data.document_index:
@@ -135,7 +135,7 @@ def validate_resume(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 
 def validate_local_paths(run: RunConfig, train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Check that what a run writes all the time is on this machine or a mounted disk."""
+    """Check that files that a run writes continuously are on this machine or a mounted disk."""
     yield from _remote_path("run.dir", run.dir, "name a local folder, and the remote one by checkpoint.dir")
     yield from _remote_path("train.offload_dir", train.offload_dir, "name a folder of a local disk")
     for key, folder in (("checkpoint.dir", checkpoint.dir), ("checkpoint.resume", checkpoint.resume)):
@@ -147,7 +147,7 @@ def validate_local_paths(run: RunConfig, train: TrainConfig, checkpoint: Checkpo
 
 
 def validate_local_files(moe: MoEConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Check that what a run maps into memory is on this machine or a mounted disk."""
+    """Check that memory-mapped files are on this machine or a mounted disk."""
     yield from _remote_path("moe.replay", moe.replay, "copy the run there and name the folder")
     yield from _remote_path("rollout.folder", rollout.folder, "name a local folder")
 
@@ -158,7 +158,7 @@ def _remote_path(key: str, path: str, way_out: str) -> Iterator[str]:
 
 
 def validate_upcycling(model: ModelConfig, lora: LoraConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Check what initial weights from a dense model do not go with."""
+    """Check the settings that are incompatible with initial weights from a dense model."""
     if not checkpoint.upcycle:
         return
     name = f"checkpoint.upcycle={shown_value(checkpoint.upcycle)}"
@@ -245,7 +245,7 @@ def validate_data_source(data: DataConfig) -> Iterator[str]:
 
 
 def has_validation_split(data: DataConfig) -> bool:
-    """Return whether evaluation uses a split of its own."""
+    """Return whether evaluation uses a separate split."""
     return data.kind == "huggingface" and bool(data.validation_split)
 
 
@@ -266,7 +266,7 @@ def validate_rollback(run: RunConfig, checkpoint: CheckpointConfig, faults: Faul
 
 
 def validate_peer_snapshots(checkpoint: CheckpointConfig, rl: RLConfig, sites: SitesConfig) -> Iterator[str]:
-    """Check that snapshots have all of the state of the run."""
+    """Check that snapshots contain the whole state of the run."""
     every = checkpoint.peer_every
     if every > 0 and rl.is_on:
         yield (
@@ -327,7 +327,7 @@ def compiles_parts(model: ModelConfig) -> bool:
 
 
 def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
-    """Return why Triton cannot run on the device; "" if it can."""
+    """Return the reason why Triton cannot run on the device; "" if it can."""
     if run.dtype == "float64":
         return "run.dtype='float64' is beyond its float32 sums"
     if importlib.util.find_spec("triton") is None:

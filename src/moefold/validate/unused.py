@@ -1,6 +1,6 @@
-"""Settings without effect: a key that the recipe sets and that nothing reads is refused.
+"""Settings without effect: a key that the recipe sets and no code reads is refused.
 
-A key that is left out, or set to its default, is no such setting. Options of an axis (`parallel.schedule`, `context`,
+Keys that are absent, or set to their default, are not refused. Options of an axis (`parallel.schedule`, `context`,
 `zero`) are allowed at degree 1, so that one recipe serves several mappings.
 """
 
@@ -183,14 +183,14 @@ UNUSED_KEY_RULES = (
 
 
 def _samples_exactly(cfg: Config) -> bool:
-    """Return whether rollouts have the bits of training; False where it depends on the machine or on a plan."""
+    """Return whether rollouts have the bits of training; False if that depends on the machine or on a plan."""
     if cfg.run.device != "cpu" or cfg.run.kernels != "c" or cfg.parallel.mapping == "auto":
         return False
     return not inexact_settings(cfg, "cpu")
 
 
 def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
-    """Check that no key that the recipe sets to a non-default value is without effect.
+    """Refuse keys without effect that the recipe sets to a non-default value.
 
     Args:
         explicit_keys: keys that the recipe and its overrides set, as "section.key", without the keys of a preset.
@@ -200,10 +200,10 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
         ConfigError: one line for each such setting.
     """
     if not _has_layers(cfg.model):
-        # `check_config` names the reason.
+        # `check_config` reports the reason.
         return
     given = sorted(name for name in set(map(_without_kind, explicit_keys)) if _is_set(cfg, name))
-    # A table is named by its settings.
+    # The settings of a table are reported instead of the table.
     given = [name for name in given if not any(other.startswith(f"{name}.") for other in given)]
     reasons: dict[str, tuple[str, str]] = {}
     for key, reason in idle_keys(cfg, given).items():
@@ -218,21 +218,21 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
 
 
 def _without_kind(key: str) -> str:
-    """Return the key of a part in place of its key `kind`, and another key as it is."""
+    """Return the key of a part instead of its key `kind`, and other keys unchanged."""
     name, _, last = key.rpartition(".")
     return name if last == "kind" and group_at(name) else key
 
 
 def is_within(name: str, key: str) -> bool:
-    """Return whether a key is another one, or a setting in its table."""
+    """Return whether a key is equal to another key, or a setting in its table."""
     return name == key or name.startswith(f"{key}.")
 
 
 def without_idle_keys(model: ModelConfig) -> ModelConfig:
-    """Return a model with the defaults of the settings that no layer reads, as a recipe may not set them.
+    """Return a model with defaults for the settings that no layer reads, because a recipe may not set them.
 
     Args:
-        model: the model; the other sections of its recipe have their defaults.
+        model: the model; the other sections are assumed to have defaults.
     """
     cfg = Config(model=model)
     for name in idle_keys(cfg) if _has_layers(model) else ():
@@ -246,10 +246,10 @@ def idle_keys(cfg: Config, given: Sequence[str] | None = None) -> dict[str, tupl
 
     Args:
         cfg: the recipe.
-        given: keys of which a condition on their field is read; None: all.
+        given: keys whose conditions are checked; None: all keys.
     """
     found: dict[str, tuple[str, str]] = {}
-    # Rules come first: they know why more than one key is needed.
+    # Rules come first, because their reasons are better than the conditions of single keys.
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
             found.setdefault(name, (rule.reason, rule.remedy))
@@ -278,7 +278,7 @@ def _has_layers(model: ModelConfig) -> bool:
 
 
 def _is_set(cfg: Config, name: str) -> bool:
-    """Return whether a key differs from its default; one of an absent table does not."""
+    """Return whether a key differs from its default; a key of an absent table does not."""
     owner, _, setting = name.rpartition(".")
     table = read_key(cfg, owner)
     part: Any = type(table)
@@ -287,7 +287,7 @@ def _is_set(cfg: Config, name: str) -> bool:
 
 
 def _default_at(cfg: Config, name: str) -> Any:
-    """Return the default of a key, or of a setting in the kind that a recipe has."""
+    """Return the default of a key, or of a setting of the chosen kind."""
     owner, _, setting = name.rpartition(".")
     part: Any = type(read_key(cfg, owner))
     return default_of_field(part, setting) if owner.count(".") else default_of(owner, setting)

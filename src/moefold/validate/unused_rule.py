@@ -11,15 +11,15 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, join_with_or
 
 MOST_CHOICES = 4
-"""Values of a key that a remedy lists."""
+"""Maximum number of values of a key in a remedy."""
 
 
 @dataclass(frozen=True)
 class UnusedKeyRule:
     """Keys without effect under a condition, with the reason and the remedy.
 
-    It concerns keys that the recipe sets. A preset describes a model: a recipe that switches a part of it off, for a
-    comparison, need not take back each size of that part.
+    The rule applies to keys that the recipe sets. Keys of a preset are ignored: a recipe that turns a part of the
+    preset's model off need not reset each size of the part.
     """
 
     keys: str
@@ -29,7 +29,7 @@ class UnusedKeyRule:
 
 
 def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
-    """Return reason and remedy for a key that nothing reads with the values of other keys; None: it is read.
+    """Return reason and remedy for a key that is not read, given the values of other keys; None: it is read.
 
     Args:
         marks: the conditions of the key.
@@ -44,13 +44,13 @@ def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
 
 
 def _parse(condition: str) -> tuple[str, list[str], bool]:
-    """Return key and words of a condition, and whether the key must have one of them; none: not its default."""
+    """Return key and values of a condition, and whether the key must have one of them; no values: not its default."""
     key, _, words = condition.partition("=")
     return key.removesuffix("!"), list(filter(None, words.split("|"))), not key.endswith("!")
 
 
 def _holds(condition: str, value: Any) -> bool:
-    """Return whether the value of the key of a condition meets it."""
+    """Return whether a value meets a condition on its key."""
     key, words, must_equal = _parse(condition)
     if not words:
         return bool(value != default_of(*key.split(".", 1)))
@@ -58,7 +58,7 @@ def _holds(condition: str, value: Any) -> bool:
 
 
 def _way_out(condition: str) -> str:
-    """Return a key with the values that meet a condition; the key alone if it has many."""
+    """Return a key with the values that meet a condition; only the key if it has many values."""
     key, words, must_equal = _parse(condition)
     default = default_of(*key.split(".", 1))
     if isinstance(default, bool) and not words:

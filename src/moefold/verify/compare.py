@@ -31,11 +31,11 @@ from moefold.verify.oracle_objectives import objective_of
 from moefold.verify.read_record import ReadRecord
 
 ROUNDING_SHARE = 1e-13
-"""Share of the largest gradient of its layer up to which a gradient is zero but for rounding."""
+"""Largest gradient that counts as rounding, as a share of the largest gradient of its layer."""
 
 
 TENSOR_PARTS = ("initial", "gradients", "weights")
-"""Tensors of a record that are compared, in the order in which they are computed."""
+"""Compared tensors of a record, in the order of their computation."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class OracleRecord:
     steps: Sequence["OracleStep | StepResult"]
     eval_loss: float
     rounding_gain: float = 0.0
-    """Most that AdamW moves a weight in all steps together, over the magnitude of a tiny gradient: steps * lr / eps."""
+    """Maximum change of a weight by AdamW in all steps, divided by a tiny gradient's magnitude: steps * lr / eps."""
     has_program_objective: bool = False
-    """Whether the objective was given, and is not the recipe's."""
+    """Whether the objective was given instead of the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def run_oracle(
     Args:
         cfg: the recipe.
         num_steps: optimizer steps.
-        on_progress: called with what is done next.
+        on_progress: called with a text on the next work.
         objective: the loss of a micro-batch; None: the recipe's loss.
         data: the samples of data.kind="program"; None: the recipe's samples.
 
@@ -113,11 +113,11 @@ def run_oracle(
 
 
 def one_rank_record(train: TrainConfig, alone: DistributedRecord) -> OracleRecord:
-    """Return what one rank of the same code computed, in the place of the oracle.
+    """Return the results of one rank of the same code, which replace the oracle's.
 
     Args:
         train: the section of the recipe.
-        alone: the record of the rank.
+        alone: record of that rank.
     """
     gain = _rounding_gain(train, len(alone.steps))
     return OracleRecord(alone.initial, alone.gradients, alone.weights, alone.steps, alone.eval_loss, gain)
@@ -130,17 +130,17 @@ def _rounding_gain(train: TrainConfig, num_steps: int) -> float:
 def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) -> list[NamedError]:
     """Compare every number and tensor of the ranks with the oracle; return the errors, largest first.
 
-    The error of a tensor is its largest absolute deviation over the largest magnitude of the oracle's tensor; of a
-    number, its relative deviation. A tensor that is missing on one side, has another shape or is not a number has an
-    infinite error.
+    The error of a tensor is its largest absolute deviation divided by the largest magnitude of the oracle's tensor; the
+    error of a number is its relative deviation. The error is infinite if a tensor is missing on one side, has another
+    shape, or contains NaN.
 
-    A gradient that is zero (`zero_gradients`), exactly or but for rounding, has no magnitude of its own: its deviation
-    is divided by the largest gradient of its layer. The deviation of its weight is divided by the largest weight of the
-    layer, less what AdamW makes of rounding, if the gradient is rounding or the weight itself is zero. A number that is
-    exactly zero in the oracle is compared by its absolute deviation, as is a tensor of a layer of zeros.
+    A gradient that is zero (`zero_gradients`), exactly or up to rounding, has no magnitude of its own: its deviation is
+    divided by the largest gradient of its layer. If the gradient is only rounding, or the weight is zero, AdamW's share
+    of the deviation of the weight is subtracted, and the rest divided by the largest weight of the layer. A number that
+    is exactly zero in the oracle, or a tensor of a layer of zeros, is compared by its absolute deviation.
 
     Raises:
-        NoFormulaError: the ranks have another loss than the oracle.
+        NoFormulaError: the loss of the ranks is not the oracle's loss.
     """
     for record in ranks:
         if record.program_loss and not oracle.has_program_objective:
@@ -159,13 +159,13 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
 
 
 def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[NamedError]:
-    """Sort differences so that the first one is nearest to the cause: tensors by part and layer, then numbers by step.
+    """Sort differences by closeness to the cause: tensors by part and layer, then numbers by step.
 
-    A wrong forward pass changes all later layers. A wrong backward pass, with the right losses in the first step,
-    changes the gradients of the layers before it, which then come last.
+    A wrong forward pass changes all later layers. A wrong backward pass, with correct losses in the first step, changes
+    the gradients of earlier layers, which then come last.
 
     Args:
-        differences: what differs, of `compare_records`.
+        differences: differences from `compare_records`.
         weights: names of parameters and buffers in the order of the model.
     """
     found = list(differences)
@@ -185,10 +185,10 @@ def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[
 
 
 def zero_gradients(gradients: Weights) -> list[str]:
-    """Return the parameters whose gradient is zero, exactly or but for rounding, compared with others of their layer.
+    """Return the parameters whose gradient is zero, exactly or up to rounding, compared with others of their layer.
 
-    Such a gradient is zero by the mathematics, as is the gradient of the biases of keys without RoPE: a constant added
-    to all scores of a query changes no probability. Or the parameter takes part in no loss of the step.
+    Such a gradient is mathematically zero, such as for the biases of keys without RoPE: a constant added to all scores
+    of a query changes no probability. Or no loss of the step depends on the parameter.
     """
     of_layers = _layer_scales(gradients)
     return [name for name, own in _own_scales(gradients).items() if own <= ROUNDING_SHARE * of_layers[_layer_of(name)]]
@@ -270,16 +270,16 @@ def _layer_scales(tensors: Weights) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Yardstick:
-    """Rounding and scale by which the deviation of a tensor without a magnitude of its own is judged."""
+    """Rounding and scale for the deviation of a tensor without its own magnitude."""
 
     rounding: float
-    """Deviation that rounding explains."""
+    """Deviation explained by rounding."""
     scale: float
     """Divisor of the rest; 0: none."""
 
 
 def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
-    """Return the yardsticks of initial weights, gradients and weights that have no magnitude of their own."""
+    """Return the yardsticks of initial weights, gradients and weights without their own magnitude."""
     of_gradients = _layer_scales(oracle.gradients)
     own_gradients = _own_scales(oracle.gradients)
     own_weights = _own_scales(oracle.weights)
@@ -297,7 +297,7 @@ def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
     for name in zero_gradients(oracle.gradients):
         layer = _layer_of(name)
         gradients[name] = _Yardstick(0.0, of_gradients[layer])
-        # The weight of an exact zero keeps its own scale: later steps may have a gradient, as of an idle expert.
+        # A weight with an exactly zero gradient keeps its own scale: later steps may have a gradient (idle experts).
         if own_gradients[name] > 0 or own_weights[name] == 0:
             rounding = ROUNDING_SHARE * of_gradients[layer] * oracle.rounding_gain
             weights[name] = _Yardstick(rounding, of_weights[layer])
@@ -338,5 +338,5 @@ def _relative_error(actual: float, expected: float) -> float:
 def _error_ratio(deviation: float, scale: float) -> float:
     if deviation != deviation:
         return float("inf")
-    # Without a magnitude to compare with, the deviation itself is the error.
+    # Without a magnitude for comparison, the deviation itself is the error.
     return deviation / scale if scale > 0 else deviation

@@ -32,7 +32,7 @@ class DistributedRecord:
     steps: tuple[StepResult, ...]
     eval_loss: float
     program_loss: str = ""
-    """Class of the loss that the program has given; "": the class in the recipe."""
+    """Class of the loss given by the program; "": the class in the recipe."""
 
 
 def run_distributed(
@@ -64,14 +64,14 @@ def run_on_groups(
 ) -> DistributedRecord:
     """Train `num_steps` steps on the groups of the recipe's mapping. Collective.
 
-    Records the gradients of the first step, before clipping, if the optimizer has any, and evaluates the final weights
-    on the first validation batch.
+    Records the gradients of the first step, before clipping, if the optimizer has gradients, and evaluates the final
+    weights on the first validation batch.
 
     Args:
         groups: the groups of the mapping.
         cfg: the recipe.
         num_steps: optimizer steps, at least 1.
-        on_progress: called with what is done next.
+        on_progress: called with a text on the next work.
         loss: the loss; None: the recipe's loss.
         data: the samples of data.kind="program"; None: the recipe's samples.
     """
@@ -96,7 +96,7 @@ def run_on_groups(
     for i in range(num_steps):
         on_progress(f"{ranks}, step {i + 1} of {num_steps}")
         batch = loader.batch(i * cfg.train.global_batch_size)
-        # Stop flags are asked for between the backward pass and clipping.
+        # Stop flags are read between the backward pass and clipping.
         steps.append(training.run(batch, i + 1, record_gradients if has_gradients and i == 0 else tuple))
     on_progress(f"{ranks}, evaluation and gathering of the weights")
     held_out = BatchSharder(dataset.validation, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
@@ -107,7 +107,7 @@ def run_on_groups(
 
 
 def open_samples(cfg: Config) -> Dataset:
-    """Open the data of a recipe; pairs have a uniform distribution for their reference, as no pass computes it."""
+    """Open the data of a recipe; the reference of pairs has a uniform distribution, because no pass computes it."""
     dataset = open_dataset(
         cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
     )

@@ -1,4 +1,4 @@
-"""Refusals of the oracle: a kind or a part that it has no formula for cannot be judged.
+"""Refusals of the oracle: a kind or a part without a formula cannot be judged.
 
 The oracle has no default branch over kinds. `unknown_kind` ends each `match` over a `Literal`: mypy reports a value of
 the schema that has no `case`, and a run with it ends in `NoFormulaError`.
@@ -31,7 +31,7 @@ def formula_of(part: Part) -> Any:
     """Return the formula of a part.
 
     Raises:
-        NoFormulaError: it has none, or returns a method of the part, which the trainer calls too.
+        NoFormulaError: the part has no formula, or the formula is a method of the part that the trainer also calls.
     """
     found = part.formula() or _no_formula_of(part)
     for one in found if isinstance(found, tuple) else (found,):
@@ -45,7 +45,7 @@ def formula_of(part: Part) -> Any:
 
 
 def no_formula_of_weights(what: str, names: Sequence[str], model: ModelConfig) -> NoReturn:
-    """Refuse parameters that no formula reads: they are of a part from outside, if the model has one."""
+    """Refuse parameters that no formula reads; the message names the parts from outside in the model."""
     what = f"{what} {format_list(names)}"
     outside = [part for part in parts_in(model) if not is_built_in(type(part))]
     if outside:
@@ -64,7 +64,7 @@ def _no_formula_of(part: Part, what: str = "") -> NoReturn:
 
 
 def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:
-    """Refuse what the oracle cannot judge.
+    """Refuse a key, parameter or buffer that the oracle cannot judge.
 
     Args:
         what: the key and value, parameter or buffer.

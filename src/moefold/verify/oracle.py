@@ -1,9 +1,9 @@
-"""Oracle: single-process float64 reference training, sharing no code with the trainer, that every mapping must equal.
+"""Oracle: float64 reference training in one process, without code of the trainer; every mapping must equal it.
 
 Written for readability next to `docs/notation.md`, not for speed: attention with an explicit mask, every expert over
-every token. Parameters are addressed by name only. Parts have their formulas in files of their own; `oracle_routing`
-has the router, `oracle_attention` RoPE, `oracle_indexer` the selection of sparse attention, `oracle_optimizer` the
-frame of the optimizers.
+every token. Parameters are addressed by name only. The formula of a part is in the part's folder; `oracle_routing` has
+the router, `oracle_attention` RoPE, `oracle_indexer` the selection of sparse attention, `oracle_optimizer` the frame of
+the optimizers.
 """
 
 import math
@@ -74,9 +74,9 @@ class OracleBatch:
     weight_scale: Tensor
     """Factor of each target's share of the loss, float64 [n, S]."""
     is_token: Tensor
-    """Inputs that are no padding, bool [n, S]: those that MoE layers route."""
+    """Inputs that are not padding, bool [n, S]; MoE layers route these."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further columns for an objective, [n, ...] each."""
+    """Other columns for an objective, [n, ...] each."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class Oracle:
     """Reference trainer of `weights` (float64, by name).
 
     Args:
-        cfg: the recipe; its mapping matters only through `chunks`, and through dp for `aux_kind = "global_batch"`.
+        cfg: the recipe; of its mapping, only `chunks`, and dp for `aux_kind = "global_batch"`, have an effect.
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
         objective: the loss of a micro-batch; None: `train.loss`.
-        is_frozen_expert: whether a routed expert, by its index, is not trained; None: all are.
-        reads: record of the keys that are read, shared with other oracles; None: one of its own.
+        is_frozen_expert: whether a routed expert, by its index, is not trained; None: all are trained.
+        reads: record of the keys that are read, shared with other oracles; None: a new record.
 
     Raises:
         NoFormulaError: the oracle has no formula for a kind, a key or a parameter; also by `step` and `check_keys`.
@@ -183,15 +183,15 @@ class Oracle:
         )
 
     def check_keys(self, *, has_rounds: bool = False) -> None:
-        """Refuse a recipe with a key that is set and that no formula has read, after steps and an evaluation.
+        """Refuse a recipe that sets a key that no formula has read, after steps and an evaluation.
 
-        A key without effect in this recipe does not count: a preset may set it.
+        Keys without effect in this recipe are ignored: a preset may set them.
 
         Args:
-            has_rounds: whether rounds of sites are compared as well.
+            has_rounds: whether rounds of sites are also compared.
 
         Raises:
-            NoFormulaError: there is one.
+            NoFormulaError: there is such a key.
         """
         counted = {None, Judged.ROUNDS} if has_rounds else {None}
         if unread := [name for name in self.reads.unread(self._recipe) if judged().get(name) in counted]:
@@ -231,12 +231,12 @@ class Oracle:
 
     @cached_property
     def _specs(self) -> Mapping[str, ParamSpec]:
-        """Shapes and groups of the weights, by name; a parameter that is not among them has been refused."""
+        """Shapes and groups of the weights, by name; other parameters have been refused."""
         return training_weights(self._recipe.model, self._recipe.lora)
 
     @torch.no_grad()
     def _forward_only_step(self, batch: OracleBatch) -> tuple[list[_LossTerms], float]:
-        """Update the weights by the losses of forward passes; return these and the norm of the gradient."""
+        """Update the weights by the losses of forward passes; return the losses and the norm of the gradient."""
         passes: list[_LossTerms] = []
 
         def loss() -> float:
@@ -442,7 +442,7 @@ class Oracle:
         return result if heads.bias is None else result + heads.bias
 
     def _linear_attention(self, formula: LinearFormula, name: str, x: Tensor, documents: Tensor) -> Tensor:
-        """Return the output of a layer without softmax for x [B, S, H], each document by itself."""
+        """Return the output of a layer without softmax for x [B, S, H], separately for each document."""
         weights = ModuleWeights(self._weights, name)
         rows = []
         for sample, numbers in zip(x, documents, strict=True):
@@ -453,7 +453,7 @@ class Oracle:
     def _index(
         self, name: str, x: Tensor, source: Tensor, masked: Tensor, positions: Tensor, layer: int
     ) -> OracleIndexer:
-        """Return the selection of a layer: its own, or the selection of an earlier layer in the same micro-batch."""
+        """Return the selection of a layer: its own, or the shared selection of an earlier layer."""
         model = self.cfg.model
         if selection_sources(model)[layer] != layer:
             return self._indexers[selection_sources(model)[layer]]

@@ -1,4 +1,4 @@
-"""Oracle attention: positions, what a query does not see, and RoPE with its scalings.
+"""Oracle attention: positions, masked keys, and RoPE with its scalings.
 
 Written from the papers' formulas; no code is shared with the trainer.
 """
@@ -12,7 +12,7 @@ from moefold.verify.no_formula import formula_of
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """Return the position of each token in its document, int64 [B, S], given the number of its document [B, S]."""
+    """Return the position of each token in its document, int64 [B, S], given its document index [B, S]."""
     rows = []
     for sample in documents.tolist():
         positions: list[int] = []
@@ -23,13 +23,13 @@ def document_positions(documents: Tensor) -> Tensor:
 
 
 def hidden_keys(model: ModelConfig, layer: int, documents: Tensor, positions: Tensor) -> Tensor:
-    """Return the keys that a query of a layer does not see, bool [B, S, S].
+    """Return the mask of keys that a query of a layer does not see, bool [B, S, S].
 
     Args:
         model: patterns, window and chunk.
-        layer: number of the layer, of softmax attention.
+        layer: number of a layer with softmax attention.
         documents: the document of each token, [B, S].
-        positions: of the tokens in their documents, [B, S].
+        positions: positions of the tokens in their documents, [B, S].
     """
     length = documents.shape[1]
     ones = torch.ones(length, length, dtype=torch.bool)
@@ -43,14 +43,14 @@ def apply_rope(
 ) -> Tensor:
     """Apply RoPE to [B, S, heads, D]: rotate each pair of the first `rotary_dim` dims at position p by p * frequency.
 
-    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2). None: as model.rope.interleaved.
+    Pair i is dims (2i, 2i + 1) if pairs are interleaved, else (i, i + rotary_dim/2).
 
     Args:
         model: frequencies and scaling.
         x: queries or keys.
         rotary_dim: dims that are rotated.
-        positions: of the tokens in their documents, [B, S].
-        is_interleaved: kind of the pairs.
+        positions: positions of the tokens in their documents, [B, S].
+        is_interleaved: pairing; None: model.rope.interleaved.
     """
     half = rotary_dim // 2
     length = x.shape[1]

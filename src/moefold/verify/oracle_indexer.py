@@ -27,11 +27,11 @@ class OracleIndexer:
     """Selection of the keys of one layer for one micro-batch, and the KL divergence that trains it.
 
     Args:
-        model: for the sizes.
-        train: for the stage.
-        weights: by name.
-        name: of the indexer.
-        positions: of the tokens in their documents, [B, S]; None: a layer without RoPE.
+        model: section with the sizes.
+        train: section with the stage.
+        weights: weights by name.
+        name: name of the indexer.
+        positions: positions of the tokens in their documents, [B, S]; None: a layer without RoPE.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class OracleIndexer:
         score = formula_of(self._model.attention.indexer)
         self.scores = score(ModuleWeights(self._weights, self._name), x, source, self._rotate)
         self.masked = masked.expand(self.scores.shape).clone()
-        # Read in the warm-up too, which selects all keys, so that it counts as read.
+        # The warm-up selects all keys; top_k is read, so that it counts as read.
         top_k = self._model.attention.indexer.top_k
         if not is_warmup(self._model, self._train):
             self._select(top_k)
 
     def _select(self, top_k: int) -> None:
-        """Mask all keys but the best of each query; of equal scores, the lowest position comes first."""
+        """Mask all keys except the best keys of each query; of equal scores, the lowest position wins."""
         for sample, queries in enumerate(self.scores.tolist()):
             for t, scores in enumerate(queries):
                 visible = [s for s in range(len(scores)) if not self.masked[sample, t, s]]

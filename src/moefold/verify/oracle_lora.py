@@ -1,4 +1,4 @@
-"""Oracle of low-rank adapters: a dictionary of weights in which a matrix with an adapter reads W + (alpha / r) B A."""
+"""Oracle of low-rank adapters: a mapping of weights that returns W + (alpha / r) B A for a matrix with an adapter."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,7 +8,7 @@ from moefold.config.lora import LoraConfig
 
 
 class AdaptedWeights(Mapping[str, Tensor]):
-    """Weights by name: reading one, in whichever way, adds the product of its adapter, if it has one, and is recorded.
+    """Weights by name: each access adds the product of the weight's adapter, if any, and is recorded.
 
     Args:
         weights: every parameter by name, adapters' parameters included.
@@ -49,10 +49,10 @@ class AdaptedWeights(Mapping[str, Tensor]):
 
 
 class ModuleWeights(Mapping[str, Tensor]):
-    """The weights of one module, by their names in it: reading one reads the weight of the model.
+    """Weights of one module by their names in it; each access reads the weight of the model.
 
     Args:
-        weights: of the model.
+        weights: weights of the model.
         module: name of the module.
     """
 

@@ -1,7 +1,7 @@
 """Oracle objectives: policy gradients and preference losses as formulas of one token and one sequence at a time.
 
-They share no code with `moefold.objectives`: a loss function says which parts and constants, and the formula of
-each part is written a second time.
+They share no code with `moefold.objectives`: a loss function names its parts and constants, and the formula of each
+part is a second implementation.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ def objective_of(loss: LossFunction) -> OracleLoss:
     if isinstance(loss, Part):
         formula: OracleLoss = formula_of(loss)
         return formula
-    # A subclass may compute anything.
+    # A subclass may compute something else.
     if type(loss) is PreferenceLoss:
         return preference_objective(loss)
     if type(loss) is PolicyGradientLoss:

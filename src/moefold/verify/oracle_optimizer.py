@@ -40,7 +40,7 @@ class OracleOptimizer:
 
         Args:
             weights: the weights, by name.
-            gradients: gradients of the trained ones.
+            gradients: gradients of the trained weights.
             norm: the global gradient norm, used for clipping.
             specs: shapes and groups of the weights.
         """

@@ -24,7 +24,7 @@ from moefold.verify.no_formula import formula_of
 
 UINT64_MASK = 2**64 - 1
 SAMPLING_STREAM = 0xBF58476D1CE4E5B9
-"""XOR of the seed of the input jitter with it is the seed of the samples."""
+"""Constant whose XOR with the seed of the input jitter is the seed of sampled choices."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RoutingContext:
     """Index of the micro-batch's first sample in the global batch."""
     is_training: bool
     is_token: Tensor
-    """Tokens of the micro-batch that are no padding, bool [B, S]."""
+    """Tokens of the micro-batch that are not padding, bool [B, S]."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class RoutedBatch:
     """Router scores, [B, S, E], summing to 1."""
     logits: Tensor
     given: OracleScores
-    """What the choice reads."""
+    """Input of the choice."""
     num_dropped: int
     is_token: Tensor
-    """Tokens that are no padding, bool [B, S]."""
+    """Tokens that are not padding, bool [B, S]."""
 
     def tokens_per_expert(self) -> Tensor:
         """Count the tokens of each sample that chose each expert, [B, E]."""
@@ -67,7 +67,7 @@ class OracleRouter:
 
     Args:
         run, model, moe: sections of the recipe.
-        num_micro_batches: of a data-parallel rank and step.
+        num_micro_batches: micro-batches of a data-parallel rank and step.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
     """
 
@@ -100,7 +100,7 @@ class OracleRouter:
 
     @property
     def aux_coefficient(self) -> float:
-        """Coefficient of the load-balancing loss, which only learned choices of the best experts have."""
+        """Coefficient of the load-balancing loss; 0 if the choice has no such loss."""
         # A product, so that the key counts as read with every choice.
         return self._moe.aux_loss * self._choice.has_aux_loss
 
@@ -158,7 +158,7 @@ class OracleRouter:
         if not self.aux_coefficient:
             return torch.zeros((), dtype=torch.float64)
         pairs = self._balanced_pairs(batches, self.last_counts.get(last_counts_name(layer)), self._num_micro_batches)
-        # Each token of the global batch weighs the same; padding weighs nothing.
+        # Each token of the global batch has the same weight; padding has weight 0.
         num_tokens = max(1, sum(int(batch.is_token.sum()) for batch in batches))
         shares = [(counts / counts.sum().clamp(min=1) * scores).sum() for counts, scores in pairs]
         return self._model.num_router_choices * torch.stack(shares).sum() / num_tokens

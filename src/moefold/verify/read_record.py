@@ -1,4 +1,4 @@
-"""Record of the fields that the oracle reads: of a recipe, of the settings of a loss, and of a sample."""
+"""Record of the fields of recipes, losses and samples that the oracle reads."""
 
 import inspect
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ class ReadRecord:
         self.names: set[str] = set()
 
     def watch(self, value: T, prefix: str = "") -> T:
-        """Return a stand-in for a dataclass instance that records which of its fields are read.
+        """Return a stand-in for a dataclass instance that records the reads of its fields.
 
-        Sections, tables, and parts with `framed` fields are watched too. A property reads through the stand-in, so the
-        fields that it is computed from count. A method reads the instance itself, and what it reads does not count.
+        Sections, tables, and parts with `framed` fields are also watched. A property reads fields through the stand-in,
+        so they are recorded. A method reads the instance itself, without a record.
         """
         return cast(T, _Watched(value, prefix, self.names))
 
     def unread(self, value: Any, prefix: str = "") -> Iterator[str]:
-        """Yield the names of the fields of a dataclass instance that are not at their default and were not read.
+        """Yield the names of unread fields of a dataclass instance that differ from their default.
 
-        Of a part these are the `framed` ones: a test shows that its formula reads the others.
+        For a part, only `framed` fields count: a test shows that its formula reads the others.
         """
         for field in fields(value):
             name = prefix + field.name
@@ -47,7 +47,7 @@ def _is_default(owner: Any, field: Field, value: Any) -> bool:
     default = field.default if field.default_factory is MISSING else field.default_factory()
     if isinstance(default, bool | int | float | str | tuple):
         return bool(value == default)
-    # Arrays and mappings of samples: absent or empty.
+    # Columns of samples: absent or empty.
     return value is default or (default == {} and not value)
 
 

@@ -39,7 +39,7 @@ MAX_LAYERS_PER_STAGE = 2
 MAX_MTP_LAYERS = 2
 """Limit of the MTP layers of a small recipe."""
 MAX_RANKS = 16
-"""Limit of the ranks of a small recipe, if its mapping allows it."""
+"""Limit of the ranks of a small recipe, if its mapping allows so few."""
 MAX_STAGES = 8
 """Limit of the pipeline stages over all ranks; above it the number of virtual stages is reduced."""
 DEGREES = ("tp", "cp", "pp", "ep", "etp")
@@ -50,11 +50,11 @@ AXES = (*DEGREES, "dp", "edp", "virtual_stages")
 def shrink(cfg: Config, max_ranks: int = MAX_RANKS) -> Config:
     """Shrink a recipe to the smallest sizes that its mapping allows.
 
-    Every axis above 1, dp and edp included, stays at 2 or more wherever that is legal. Degrees are unchanged if that
-    needs at most `max_ranks`; else as few of them as possible are lowered to divisors. Layer kinds, routing, token
-    dropping, context parallelism, dispatcher and schedule are unchanged. The data becomes synthetic, so that a recipe
-    can be verified without its data: there is no alignment, no reinforcement learning, and no router replay, as the
-    trace belongs to the large model. The learning rate is high, so that the first steps change the weights.
+    Every axis above 1, dp and edp included, stays at 2 or more if that is legal. Degrees are unchanged if they need at
+    most `max_ranks`; else as few as possible are lowered to divisors. Layer kinds, routing, token dropping, context
+    parallelism, dispatcher and schedule are unchanged. The data becomes synthetic, so that a recipe can be verified
+    without its data. Alignment, reinforcement learning and router replay, whose trace belongs to the large model, are
+    turned off. The learning rate is high, so that the first steps change the weights.
 
     Raises:
         ConfigError: the recipe is invalid.
@@ -167,7 +167,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
         model,
         preset="",
         hidden_size=lcm(to.head_dim * 4, parallel.etp, parallel.tp),
-        # A vocabulary that tp does not divide stays one.
+        # A vocabulary that tp does not divide keeps this property.
         vocab_size=VOCAB_SHARD_SIZE * parallel.tp - (model.vocab_size % cfg.parallel.tp > 0),
         mtp_layers=min(model.mtp_layers, MAX_MTP_LAYERS),
         init_std=0.2,
@@ -188,7 +188,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     small = replace(small, model=_small_parts(small.model, to))
     to = replace(to, rotary_dim=small.model.rope_settings.rotary_dim)
     for part in chosen_parts(small):
-        # Parts of the experts are made small with them.
+        # Parts inside the experts shrink with the experts.
         if not part.key.startswith("model.ffn."):
             small = with_part(small, part.shrink(to))
     small = replace(small, lora=_shrink_adapters(cfg.lora, small.model))
@@ -209,11 +209,11 @@ def _shrink_adapters(lora: LoraConfig, model: ModelConfig) -> LoraConfig:
 
 
 def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
-    """Return a model of few of its layers, of each kind at least one if the pipeline layout leaves room."""
+    """Return a model with few of the layers, with each kind at least once if the pipeline layout has room."""
     attentions = [layer.attention for layer in model.decoder_layers]
     kinds = [(type(part), part.span, part.has_rope) for part in attentions]
     stages = p.pp * p.virtual_stages
-    # An uneven split into stages stays uneven.
+    # An uneven split into stages is kept uneven.
     num_layers = min(model.num_layers, max(2, stages + (model.num_layers % stages > 0)))
     num_layers += stages * -(-max(0, len(set(kinds)) - num_layers) // stages)
     if model.has_shortcut or shares_selections(model):
@@ -227,7 +227,7 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     is_shared = [False] * num_layers
     if shares_selections(model):
         is_shared = _shared_selections([attentions[number] for number in kept], stage_sizes)
-    # The routed experts of a layer go with the dense layer after it.
+    # The routed experts of a layer need the dense layer after it.
     networks = list(range(num_layers)) if model.has_shortcut else _spread_kinds(model.decoder_layers, num_layers)
     words = model.layer_words
     rows = [
@@ -238,7 +238,7 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
 
 
 def _keep_kinds(kinds: Sequence[Any], count: int) -> list[int]:
-    """Return the numbers of the first layers, and after them of one layer of each kind that they lack.
+    """Return the numbers of the first layers, then of a layer of each missing kind.
 
     Full and windowed layers alternate quickly; linear layers and layers without RoPE may come after several others.
     """
@@ -251,7 +251,7 @@ def _keep_kinds(kinds: Sequence[Any], count: int) -> list[int]:
 
 
 def _spread_kinds(layers: Sequence[Layer], count: int) -> list[int]:
-    """Return layers with feed-forward networks in the proportions of the model, of two kinds if it has them."""
+    """Return layers whose feed-forward networks have the model's proportions, and both kinds if the model has both."""
     networks = [layer.ffn for layer in layers]
     picked = [i * len(networks) // count for i in range(count)]
     others = [number for number, network in enumerate(networks) if network != networks[picked[0]]]
@@ -261,7 +261,7 @@ def _spread_kinds(layers: Sequence[Layer], count: int) -> list[int]:
 
 
 def _shared_selections(attentions: Sequence[AttentionPart], stage_sizes: Sequence[int]) -> list[bool]:
-    """Return which layers share the selection of one with the same span before them on their stage."""
+    """Return whether each layer shares the selection of an earlier layer with the same span on its stage."""
     shares: list[bool] = []
     for size in stage_sizes:
         spans: list[SpanPart | None] = []
@@ -272,7 +272,7 @@ def _shared_selections(attentions: Sequence[AttentionPart], stage_sizes: Sequenc
 
 
 def _small_parts(model: ModelConfig, to: SmallSizes) -> ModelConfig:
-    """Return a model whose layers of all kinds have small sizes, whether it has such layers or not."""
+    """Return a model with small sizes for all kinds of layers, even kinds that it does not have."""
     return replace(
         model,
         attention=model.softmax_attention.shrink(to),

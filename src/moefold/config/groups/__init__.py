@@ -1,1 +1,1 @@
-"""Base class of each group of parts: what the package asks of a part of the group. Torch-free."""
+"""Base classes of the groups of parts: the interface of each part."""

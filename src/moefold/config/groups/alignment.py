@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PairScores:
-    """Scores of the sequences of a micro-batch, by pair, [B, K / 2] each.
+    """Scores of the sequences of a micro-batch by pair, [B, K / 2] each.
 
-    A score is the log-probability of a sequence, less the log-probability under the reference if the method has one,
-    and for each token if it is per token.
+    A score is the log-probability of a sequence, minus the log-probability under the reference if the method has a
+    reference, and divided by the number of tokens if the method is per token.
     """
 
     first: "Tensor"
-    """Of the chosen completion, or of the completion that has a label."""
+    """Scores of the chosen completions, or of the completions with a label."""
     second: "Tensor"
-    """Of the rejected completion, or of the completion of another prompt."""
+    """Scores of the rejected completions, or of the completions of another prompt."""
     is_pair: "Tensor"
     """Slots with a pair, bool."""
     is_desirable: "Tensor | None"
-    """Labels of completions, of a method that is `labelled`."""
+    """Labels of completions, for a method that is `labelled`."""
     record_mean: Callable[[str, "Tensor", "Tensor"], None]
-    """Record the values of a metric of `mean_metrics` where a mask, bool, is True."""
+    """Record the values of a metric of `mean_metrics` in the slots of a mask, bool."""
 
 
 @dataclass(frozen=True)
 class OraclePairs:
-    """Scores of a row of preference data around one pair in float64, for the oracle."""
+    """Scores of a row of preference data next to one pair, in float64, for the oracle."""
 
     first: "Tensor"
     seconds: Sequence["Tensor"]
@@ -66,9 +66,9 @@ class AlignmentPart(Part):
     key: ClassVar[str] = "align.method"
     is_for_training: ClassVar[bool] = True
     data_kind: ClassVar[str] = ""
-    """`data.kind` that it needs; empty: any but preferences."""
+    """Required `data.kind`; empty: any kind except preferences."""
     changes_training: ClassVar[bool] = True
-    """Whether rewards or preferences choose the data or the loss."""
+    """Whether rewards or preferences change the data or the loss."""
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
     selects_rows: ClassVar[bool] = False
@@ -76,12 +76,12 @@ class AlignmentPart(Part):
 
     @property
     def preference(self) -> "PreferencePart | None":
-        """Loss of pairs of completions; None: it has none."""
+        """Loss of pairs of completions; None: no such loss."""
         return None
 
     @property
     def reward_column(self) -> str:
-        """Column with the reward of a row; empty: it reads none."""
+        """Column with the reward of a row; empty: no rewards are read."""
         return ""
 
     @property
@@ -90,16 +90,16 @@ class AlignmentPart(Part):
         return ""
 
     def select(self, rewards: Any, members: Any) -> Any:
-        """Return the conversations that are trained on, with their weights, `data.sft.ScaledMembers`.
+        """Return the conversations of the training data with their weights, `data.sft.ScaledMembers`.
 
         Args:
             rewards: the rewards of all conversations, `data.rewards.Rewards`.
-            members: numbers of the conversations that may be taken.
+            members: numbers of the conversations to select from.
         """
         raise AssertionError("selects_rows")
 
     def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
-        """Yield data of another kind or from several sources with weights, and MTP layers, which have no loss."""
+        """Yield problems: data of another kind or from weighted sources, and MTP layers, which have no loss."""
         kind = data.kind
         if kind == "preference" and not self.preference:
             way_out = f"choose {', '.join(kinds_with(self.group, 'data_kind', 'preference'))}"
@@ -128,13 +128,13 @@ class RewardPart(AlignmentPart):
 
     @property
     def reward_column(self) -> str:
-        """The setting."""
+        """Setting `reward`."""
         return self.reward
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardPromptPart(RewardPart):
-    """Prompts that are given the reward of their answers, in training and when the model is asked."""
+    """Prompts that contain the reward of their answers, in training and in inference."""
 
     template: str = "{prompt} <reward>{reward:.2f}</reward>"
     """Text that replaces the last message before the answer."""
@@ -144,18 +144,18 @@ class RewardPromptPart(RewardPart):
 
     @property
     def prompt_template(self) -> str:
-        """The setting."""
+        """Setting `template`."""
         return self.template
 
     def check(self, model: "ModelConfig", data: "DataConfig") -> Iterator[Problem]:
-        """Yield what `AlignmentPart.check` does, and what is wrong with the template."""
+        """Yield the problems of `AlignmentPart.check` and of the template."""
         yield from super().check(model, data)
         yield from template_problems(self.template)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSelectionPart(RewardPart):
-    """Conversations that are dropped or weighed by their rewards."""
+    """Selection or weighting of conversations by their rewards."""
 
     selects_rows: ClassVar[bool] = True
 
@@ -175,7 +175,7 @@ class PreferencePart(AlignmentPart):
     labelled: ClassVar[bool] = False
     """Whether a row is one completion with a label; its second sequence is the completion of another prompt."""
     mean_metrics: ClassVar[tuple[str, ...]] = ("chosen_reward", "rejected_reward", "margin", "accuracy")
-    """Metrics that it records, as means over pairs."""
+    """Recorded metrics, which are means over pairs."""
 
     @property
     def preference(self) -> "PreferencePart":
@@ -187,11 +187,11 @@ class PreferencePart(AlignmentPart):
         raise NotImplementedError
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
-        """Yield the loss of other data."""
+        """Yield the key of the loss for other data."""
         yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
 
     def formula(self) -> PreferenceFormula | None:
-        """Return the loss of one pair; None: it has no formula."""
+        """Return the loss of one pair; None: no formula."""
         return None
 
 
@@ -199,7 +199,7 @@ def parse_threshold(threshold: float | str) -> tuple[str, float]:
     """Return the kind of a threshold, "value", "quantile" or "best", and its number.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the text is not a threshold.
     """
     if threshold == "best":
         return "best", 0.0
@@ -208,7 +208,7 @@ def parse_threshold(threshold: float | str) -> tuple[str, float]:
         if not 0 <= quantile <= 1:
             raise ValueError(threshold)
         return "quantile", quantile
-    # A number in quotes counts.
+    # A number in quotes is accepted.
     number = float(threshold)
     if not math.isfinite(number):
         raise ValueError(threshold)
@@ -225,7 +225,7 @@ def is_threshold(threshold: float | str) -> bool:
 
 
 def template_problems(template: str) -> Iterator[Problem]:
-    """Yield that a template lacks a field, or has one that cannot be filled in."""
+    """Yield the missing field of a template, and fields that cannot be filled in."""
     key = f"{AlignmentPart.key}.template"
     try:
         fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
@@ -247,7 +247,7 @@ def fill_template(template: str, prompt: str, reward: float) -> str:
 
 
 def record_pair_rewards(scores: PairScores, beta: float) -> None:
-    """Record the implicit rewards of both completions, their difference, and the share where it is positive."""
+    """Record the implicit rewards of both completions, their difference, and the share of positive differences."""
     difference = scores.first - scores.second
     scores.record_mean("chosen_reward", beta * scores.first, scores.is_pair)
     scores.record_mean("rejected_reward", beta * scores.second, scores.is_pair)

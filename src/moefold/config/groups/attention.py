@@ -1,4 +1,4 @@
-"""Attention of a layer, softmax or linear: its parameters, what it computes without a weight, what it caches."""
+"""Attention of a layer, softmax or linear: its parameters, its computation without weights, and its cache."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,21 +21,21 @@ class SoftmaxInput(NamedTuple):
     """Input of the formula of softmax attention: a micro-batch of B samples of S tokens, in float64."""
 
     weights: Mapping[str, Any]
-    """By their names in the module."""
+    """Weights by their names in the module."""
     x: Any
     """Normalised hidden states, [B, S, H]."""
     rotate: Callable[[Any, int], Any]
-    """RoPE over the first dims of heads [B, S, heads, D], this many; without effect in a layer without RoPE."""
+    """RoPE over the given number of first dims of heads [B, S, heads, D]; the identity in a layer without RoPE."""
     norm: Callable[..., Any]
-    """RMSNorm over the last dim with the recipe's epsilon, given numbers, and a weight if it has one."""
+    """RMSNorm over the last dim with the recipe's epsilon, given the numbers and an optional weight."""
     score_factor: float
     """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
     positions: Any
-    """Of the tokens in their documents, [B, S]."""
+    """Positions of the tokens in their documents, [B, S]."""
 
 
 class SoftmaxHeads(NamedTuple):
-    """Result of the formula of softmax attention; the oracle has the mask, the softmax and `wo`."""
+    """Result of the formula of softmax attention; the oracle applies the mask, the softmax and `wo`."""
 
     queries: Any
     """[B, S, A, D]."""
@@ -50,9 +50,9 @@ class SoftmaxHeads(NamedTuple):
     sinks: Any = None
     """Score of each head's sink, [A]; None: no sinks."""
     bias: Any = None
-    """Of the output, [H]; None: 0."""
+    """Bias of the output, [H]; None: 0."""
     index_source: Any = None
-    """What the indexer's queries are projected from, [B, S, ...]; None: x."""
+    """Input of the projection to the indexer's queries, [B, S, ...]; None: x."""
 
 
 SoftmaxFormula = Callable[[SoftmaxInput], SoftmaxHeads]
@@ -60,7 +60,7 @@ SoftmaxFormula = Callable[[SoftmaxInput], SoftmaxHeads]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCore:
-    """Attention without its weights: FLOPs, caches and exchanges between ranks follow from it.
+    """Sizes of attention without its weights, for FLOPs, caches and exchanges between ranks.
 
     Softmax attention has heads and a KV cache. A recurrence or a convolution has states of a fixed size instead.
     """
@@ -68,32 +68,32 @@ class AttentionCore:
     heads: int = 0
     """Query heads; 0: no softmax attention."""
     kv_heads: int = 0
-    """Heads of keys and values, as the core attends to them."""
+    """Heads of keys and values in the core."""
     key_width: int = 0
     """Width of a query and key head."""
     value_width: int = 0
     """Width of a value head."""
     cached_heads: int = 0
     """Heads of keys and values in the cache, which tensor parallelism shards; with more ranks than heads each rank has
-    one. 0: the cache is `cached_whole` alone."""
+    one head. 0: only `cached_whole` is cached."""
     cached_whole: int = 0
     """Numbers of a token in the cache that every rank has: a latent, or the key of an indexer."""
     cached_expanded: int = 0
-    """Numbers of a head and a token in a cache of heads that are computed from latents; 0: the same as else."""
+    """Numbers of a head and a token in a cache of heads that are computed from latents; 0: as in other caches."""
     selected: int = 0
-    """Most keys that a query attends to, chosen by an indexer; 0: all."""
+    """Maximum keys of a query, selected by an indexer; 0: all."""
     values_in_keys: bool = False
     """Whether the values are a part of the keys, which is read once."""
     index_width: int = 0
-    """Width of the key of the layer's own indexer; 0: it has none."""
+    """Width of the key of the layer's own indexer; 0: no indexer."""
     index_flops: int = 0
     """FLOPs of the indexer for a query and a key."""
     state_size: int = 0
     """Numbers of the states of one sample on all tp ranks, in float32 at least."""
     transition_size: int = 0
-    """Numbers of the matrices [D, D] by which a segment of tokens turns all states."""
+    """Numbers of the matrices [D, D] that a segment of tokens multiplies all states by."""
     state_flops: int = 0
-    """Forward FLOPs of one token for the states, which no context changes."""
+    """Forward FLOPs of one token for the states, whatever the context."""
     conv_width: int = 0
     """Channels of the convolutions over neighbouring tokens, on all tp ranks; 0: none."""
     conv_kernel: int = 1
@@ -101,7 +101,7 @@ class AttentionCore:
 
     @property
     def key_value_width(self) -> int:
-        """Width of the key and value of a head, where keys are sent."""
+        """Width of the key and value of a head in exchanges between ranks."""
         return self.key_width if self.values_in_keys else self.key_width + self.value_width
 
     def flops(self, keys: float) -> float:
@@ -115,7 +115,7 @@ class AttentionCore:
 
         Args:
             tp: ranks that share the heads.
-            expanded: whether heads are cached that are computed from latents.
+            expanded: whether the cache holds heads computed from latents.
         """
         if expanded and self.cached_expanded:
             return self.heads // tp * self.cached_expanded
@@ -123,7 +123,7 @@ class AttentionCore:
         return sharded + self.cached_whole
 
     def state_bytes(self, tp: int, item_bytes: int) -> int:
-        """Return the bytes of the states of one sample on one of `tp` ranks: heads, and the last tokens."""
+        """Return the bytes of the states of one sample on one of `tp` ranks: states of heads, and the last tokens."""
         tokens = (self.conv_kernel - 1) * self.conv_width * item_bytes
         return (self.state_size * max(4, item_bytes) + tokens) // tp
 
@@ -136,16 +136,16 @@ class SpanPart(Part):
 
     @property
     def window(self) -> int:
-        """Most keys that a query attends to, its own included; 0: no limit."""
+        """Maximum keys of a query, including its own key; 0: no limit."""
         return 0
 
     def formula(self) -> Callable[[Any], Any] | None:
-        """Return what a query does not see: positions in documents [B, S] -> bool [B, S queries, S keys]."""
+        """Return the mask of hidden keys: positions in documents [B, S] -> bool [B, S queries, S keys]."""
         return None
 
     @property
     def chunk(self) -> int:
-        """Tokens of the part of a document in which a query attends; 0: the whole document."""
+        """Tokens of a chunk of a document, which limits the keys of a query; 0: the whole document."""
         return 0
 
 
@@ -164,7 +164,7 @@ class QueryKeyNorm(Table):
 
     @property
     def over_all_heads(self) -> bool:
-        """Return whether the root mean square is of all heads of a token together, not of each head."""
+        """Return whether the root mean square is over all heads of a token together, not over each head."""
         return self.over != "head"
 
     def params(self, heads: int, kv_heads: int, head_dim: int) -> Iterator[ParamSpec]:
@@ -182,7 +182,7 @@ class QueryKeyNorm(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFrame:
-    """Facts of the model that the module of an attention reads."""
+    """Sizes and settings of the model for the module of an attention."""
 
     hidden_size: int
     """Width of the residual stream, H."""
@@ -205,18 +205,18 @@ class AttentionPart(Part):
     has_adapters: ClassVar[bool] = False
     """Whether its module adds low-rank adapters to its matrices."""
     has_temperature: ClassVar[bool] = False
-    """Whether layers without RoPE have an attention temperature (`temperature`)."""
+    """Whether layers without RoPE may have an attention temperature (`temperature`)."""
     has_score_factor: ClassVar[bool] = False
-    """Whether its scores have the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
+    """Whether its scores are multiplied by the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
     """Whether states of a fixed size take the place of a KV cache."""
     own_recompute_parts: ClassVar[tuple[str, ...]] = ()
-    """Parts of `train.recompute` that this kind alone has: projections from latents to heads, which the core saves. A
+    """Parts of `train.recompute` that only this kind has: projections from latents to heads, which the core saves. A
     module has an attribute PART_checkpoint for each, an `OutputCheckpoint`."""
     rotary_dim: ClassVar[Any] = 0
-    """Of a part of another package: dims of a head to which RoPE is applied; built-in parts read the recipe's keys."""
+    """Dims of a head with RoPE, for a part of another package; built-in parts read the recipe's keys."""
     span: SpanPart | None = None
-    """Limit of the context of a query; None: causality alone."""
+    """Limit of the context of a query; None: only causality."""
     has_rope: bool = True
     """Whether queries and keys have RoPE."""
 
@@ -227,17 +227,17 @@ class AttentionPart(Part):
 
     @property
     def has_sinks(self) -> bool:
-        """Return whether the softmax of each head has a logit more, which no key has."""
+        """Return whether the softmax of each head has an additional logit without a key."""
         return False
 
     @property
     def selector(self) -> IndexerPart | None:
-        """Source of the keys that a query attends to; None: it attends to all."""
+        """Source of the selected keys of a query; None: a query attends to all keys."""
         return None
 
     @property
     def shares_selection(self) -> bool:
-        """Return whether it attends to the keys that an earlier layer selected."""
+        """Return whether an earlier layer selects the keys."""
         return self.selector is not None and self.selector.is_shared
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
@@ -248,7 +248,7 @@ class AttentionPart(Part):
         raise NotImplementedError
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return what is computed without a weight."""
+        """Return the sizes of the computation without weights."""
         raise NotImplementedError
 
     def with_heads(self, hidden: int) -> Self:
@@ -256,11 +256,11 @@ class AttentionPart(Part):
         return self
 
     def with_shared_selection(self) -> Self:
-        """Return the part of a layer that attends to the keys that an earlier one selected, if an indexer does."""
+        """Return the part with an indexer that shares the selection of an earlier layer, if it has an indexer."""
         return self
 
     def formula(self) -> LinearFormula | SoftmaxFormula | None:
-        """Return the formula: of a `LinearFormula`'s output if `is_recurrent`, else of a `SoftmaxFormula`'s heads."""
+        """Return the formula: a `LinearFormula` if `is_recurrent`, else a `SoftmaxFormula`."""
         return None
 
     def build(self, frame: AttentionFrame) -> Any:
@@ -274,11 +274,11 @@ class AttentionPart(Part):
 
     @property
     def recompute_parts(self) -> frozenset[str]:
-        """Parts of `train.recompute` that it has."""
+        """Parts of `train.recompute` in this attention."""
         return frozenset()
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
-        """Return the recipe key whose value tensor parallelism divides, and that value."""
+        """Return the recipe key of the number that tensor parallelism divides, and this number."""
         core = self.core(hidden)
         return ("heads of model.attention", core.heads) if core.heads else ("model.hidden_size", hidden)
 
@@ -288,11 +288,11 @@ class AttentionPart(Part):
         return 0
 
     def up_weights(self, hidden: int) -> int:
-        """Return the elements of the projections that recomputing `own_recompute_parts` multiplies again."""
+        """Return the elements of the projections that are recomputed for `own_recompute_parts`."""
         return 0
 
     def saved(self, sizes: Any) -> Counter[str] | None:
-        """Return the bytes saved for backward by part of the model, without the input; None: they are estimated.
+        """Return the bytes saved for backward by part of the model, without the input; None: the caller estimates them.
 
         Args:
             sizes: sizes of a micro-batch, `cost.block_sizes.BlockSizes`.
@@ -300,11 +300,11 @@ class AttentionPart(Part):
         return None
 
     def delayed_wgrad(self, sizes: Any) -> Counter[str] | None:
-        """Return the GEMM inputs and output gradients that a split backward pass holds; None: they are estimated."""
+        """Return the bytes of GEMM inputs and output gradients that a split backward pass holds; None: unknown."""
         return None
 
     def transient(self, sizes: Any) -> Counter[str]:
-        """Return the peak of temporary bytes while it runs or is recomputed."""
+        """Return the peak of temporary bytes while the layer runs or is recomputed."""
         return Counter()
 
 
@@ -321,7 +321,7 @@ class Temperature(Table):
     """Positions below this number have temperature 1."""
 
     def shrink(self, to: SmallSizes) -> "Temperature":
-        """Return it with other temperatures than 1 in short sequences."""
+        """Return the temperature with values other than 1 in short sequences."""
         return replace(self, tokens=min(self.tokens, to.span))
 
 
@@ -342,7 +342,7 @@ class OutputGate(Table):
         return heads if self.per_head else heads * value_width
 
     def params(self, heads: int, value_width: int, hidden: int) -> Iterator[ParamSpec]:
-        """Yield the projection; of one row a head, Muon has nothing to gain."""
+        """Yield the projection; Muon gains nothing from a matrix with one row for each head."""
         rows = self.rows(heads, value_width)
         yield ParamSpec("wg", (rows, hidden), "attention", tp_dim=0, never_as_matrix=self.per_head)
 
@@ -358,7 +358,7 @@ class SoftmaxAttentionPart(AttentionPart):
     """Multiply the output of each head by the sigmoid of a projection of the layer's input, before the output
     projection (arXiv:2505.06708)."""
     indexer: Annotated[IndexerPart | None, KindOf("indexer", "not is_shared")] = None
-    """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556); none: to all."""
+    """Attend to the keys that an indexer selects (sparse attention, arXiv:2512.02556); none: attend to all keys."""
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
         """Return the query heads; see base class."""
@@ -370,7 +370,7 @@ class SoftmaxAttentionPart(AttentionPart):
         return self.indexer
 
     def with_shared_selection(self) -> Self:
-        """Return it with a shared indexer of the same sizes; see base class."""
+        """Return the part with a shared indexer of the same sizes; see base class."""
         if self.indexer is None:
             return self
         sizes = {field.name: getattr(self.indexer, field.name) for field in fields(self.indexer)}
@@ -378,12 +378,12 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def own_indexer(self) -> IndexerPart | None:
-        """Return the indexer of the layer's own; None: it attends to all keys, or shares an earlier choice."""
+        """Return the layer's own indexer; None: the layer attends to all keys, or shares an earlier selection."""
         return None if self.shares_selection else self.indexer
 
     @property
     def recompute_parts(self) -> frozenset[str]:
-        """The core, where no indexer selects keys."""
+        """Recomputable parts: the core if no indexer selects keys."""
         return frozenset() if self.indexer else frozenset({"core_attention"})
 
     @property
@@ -404,7 +404,7 @@ def gate_bytes(part: SoftmaxAttentionPart, sizes: Any) -> int:
 
 
 def norm_param(name: str, width: int, drawn: Distribution | None = None) -> ParamSpec:
-    """Return the weight of an RMSNorm; "ones" for one that is never zero-centred."""
+    """Return the weight of an RMSNorm; "ones" if the norm is never zero-centred."""
     return ParamSpec(f"{name}.weight", (width,), "norms", drawn=drawn)
 
 

@@ -20,7 +20,7 @@ class ResidualFormula(NamedTuple):
     read: Callable[["Tensor", Norm], "Tensor"]
     """Input of attention, or of the feed-forward network, from the stream and its norm."""
     added: Callable[["Tensor", Norm], "Tensor"]
-    """What is added to the stream, from an output and its norm."""
+    """Summand of the stream, from an output and its norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class ResidualPart(Part):
     norms_input: ClassVar[bool] = True
     """Whether the inputs of attention and of the feed-forward network have a norm."""
     norms_output: ClassVar[bool] = False
-    """Whether their outputs have one, before they are added."""
+    """Whether their outputs have a norm before they are added."""
     multiplier: Annotated[float, POSITIVE] = 1.0
     """Factor of the outputs of attention and of the feed-forward network where they are added to the residual stream
     (Granite)."""
 
     def formula(self) -> ResidualFormula | None:
-        """Return the stream in float64; None: it has no formula."""
+        """Return the stream in float64; None: no formula."""
         return None
 
 
@@ -55,14 +55,14 @@ class NormPart(Part):
     """Multiply the output of every RMSNorm by 1 + weight, rounded to run.dtype, with weights that start at 0 (Gemma,
     Qwen3-Next); the norm inside linear attention by its weight."""
     eps: Annotated[float, POSITIVE] = 1e-6
-    """Epsilon of every norm except the norms of latents (mla), where it is 1e-6."""
+    """Epsilon of every norm except the norms of latents (mla), whose epsilon is 1e-6."""
 
     def params(self, name: str, width: int) -> Iterator[ParamSpec]:
         """Yield the parameters of the norm of this name."""
         yield ParamSpec(f"{name}.weight", (width,), "norms")
 
     def build(self, width: int) -> Any:
-        """Return the module, on the meta device where that is the default."""
+        """Return the module, on the meta device if that is the default."""
         raise NotImplementedError
 
 
@@ -73,12 +73,12 @@ class ActivationPart(Part):
     group: ClassVar[str] = "activation"
     key: ClassVar[str] = "model.ffn.moe.activation"
     is_swiglu: ClassVar[bool] = False
-    """Whether the kernels of SwiGLU compute it. Without biases they take one pass over memory."""
+    """Whether the kernels of SwiGLU compute it. Without biases they need one pass over memory."""
 
     def build(self) -> Any:
         """Return an `ops.swiglu.ExpertActivation`."""
         raise NotImplementedError
 
     def formula(self) -> Callable[["Tensor", "Tensor"], "Tensor"] | None:
-        """Return the hidden values of gate and up projections in float64; None: it has no formula."""
+        """Return the hidden values of gate and up projections in float64; None: no formula."""
         return None

@@ -1,4 +1,4 @@
-"""Context parallelism: how the ranks of cp, each with some tokens of a sample, attend to all of them."""
+"""Context parallelism: attention over whole samples whose tokens are sharded over the ranks of cp."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class RoundPlan:
     pool: Annotated[int, at_least(0, "0: all ranks")] = 0
     """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (hosts "balanced")."""
     block: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 128
-    """Tokens, from the start of a document, at whose multiples it may be split between ranks (placement "documents",
-    hosts "balanced")."""
+    """Unit in tokens, from the start of a document, for splitting it between ranks (placement "documents", hosts
+    "balanced")."""
 
     @property
     def balances_hosts(self) -> bool:
@@ -45,7 +45,7 @@ class RoundPlan:
 
     @property
     def shares_work(self) -> bool:
-        """Return whether the attention of a sample may be computed by ranks outside of its context-parallel group."""
+        """Return whether ranks outside of a sample's context-parallel group may compute its attention."""
         return BALANCED in (self.hosts, self.placement)
 
     def exchange_ranks(self, cp: int, dp: int) -> int:
@@ -67,15 +67,16 @@ class ContextPart(Part):
     changes_maths: ClassVar[bool] = False
 
     splits_in_chunks: ClassVar[bool] = True
-    """Whether a rank holds an early and a late one of 2*cp chunks of a sample, for equal work, not one of cp parts."""
+    """Whether a rank holds an early and a late chunk of 2*cp chunks of a sample, for equal work, not one of cp
+    parts."""
     shards_heads: ClassVar[bool] = False
     """Whether a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
     takes_selected_keys: ClassVar[bool] = False
-    """Whether sparse attention, which selects among the keys of the whole sequence, goes with it."""
+    """Whether it supports sparse attention, which selects among the keys of the whole sequence."""
 
     @property
     def plan(self) -> RoundPlan:
-        """Return how rounds are planned; where they are not, samples are divided among their ranks."""
+        """Return the plan of rounds; the default divides each sample among its ranks."""
         return _UNPLANNED
 
     @property
@@ -84,7 +85,7 @@ class ContextPart(Part):
         return self.plan is not _UNPLANNED
 
     def variants(self) -> Iterator["ContextPart"]:
-        """Yield the part with each setting that a search for samples of documents tries, whatever a recipe chooses."""
+        """Yield the variants of the part that a search for samples of documents tries, whatever a recipe chooses."""
         yield from ()
 
     def build(self, cp: Any, window: int, chunk_size: int) -> Callable[..., Any]:

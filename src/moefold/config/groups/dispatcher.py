@@ -1,4 +1,4 @@
-"""Dispatchers: how routed tokens, in which number format, reach the ranks of their experts, and results come back."""
+"""Dispatchers, which send routed tokens to the ranks of their experts and results back, and their number formats."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ HOPPER_CAPABILITY = (9, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchSizes:
-    """The largest exchange of a micro-batch, for which a dispatcher and its buffers are built."""
+    """Sizes of the largest exchange of a micro-batch, for building a dispatcher and its buffers."""
 
     num_experts: int
     """E, over all ranks; ep divides it."""
@@ -36,12 +36,12 @@ class DispatchSizes:
 
 
 class SentTokens(NamedTuple):
-    """The tokens that a rank sends to experts in a micro-batch, for their price; numbers are means."""
+    """Tokens that a rank sends to experts in a micro-batch, for the price of the exchange; numbers are means."""
 
     tokens: float
     """Tokens of the rank, T."""
     routed: float
-    """Its routed tokens: T times top_k, without dropped ones."""
+    """Routed tokens of the rank: T times top_k, minus dropped tokens."""
     received: float
     """Routed tokens that the experts of the busiest rank compute: the routed tokens of all etp ranks."""
     row_bytes: float
@@ -51,7 +51,7 @@ class SentTokens(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One collective that brings tokens to their experts; the way back is as long."""
+    """One collective that sends tokens to their experts; the way back has the same price."""
 
     axis: Literal["ep", "etp"]
     num_bytes: float
@@ -59,7 +59,7 @@ class Transfer(NamedTuple):
     gathers: bool = False
     """All-gather instead of all-to-all."""
     sends_once: bool = False
-    """Whether a token that chose several experts of a rank is sent to that rank once."""
+    """Whether a token with several experts on a rank is sent to that rank only once."""
 
 
 class ExpertRows(NamedTuple):
@@ -96,12 +96,12 @@ class ExchangeBytes(NamedTuple):
     combine: int
     """Buffers to send and receive results."""
     sums: int = 0
-    """Sums over the experts of a rank, for tokens of other ranks too."""
+    """Sums over the experts of a rank, including tokens of other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherPart(Part):
-    """One way to bring tokens to their experts. The defaults describe an all-to-all over ep, then over etp."""
+    """Method of sending tokens to their experts. The defaults describe an all-to-all over ep, then over etp."""
 
     group: ClassVar[str] = "dispatcher"
     key: ClassVar[str] = "parallel.dispatcher"
@@ -111,11 +111,11 @@ class DispatcherPart(Part):
     spreads_experts: ClassVar[bool] = True
     """Whether experts may be on other ranks: ep*etp of 2 or more."""
     needs_spread_experts: ClassVar[bool] = False
-    """Whether ep*etp=1 is refused, instead of taking the local dispatcher."""
+    """Whether ep*etp=1 is refused; else the local dispatcher replaces it."""
     needs_whole_experts: ClassVar[bool] = False
     """Whether etp of 2 or more, and padding to capacity, are refused."""
     is_searched: ClassVar[bool] = True
-    """Whether the planner may choose it where the request does not name it."""
+    """Whether the planner may choose it if the request does not name it."""
     for_inference: ClassVar[bool] = False
     """Whether `moefold generate` and `moefold eval` may use it."""
     needs_equal_token_counts: ClassVar[bool] = False
@@ -127,27 +127,27 @@ class DispatcherPart(Part):
     package_source: ClassVar[str] = ""
     """Where that package is built from."""
 
-    # What it does.
+    # Behaviour.
     gathers_tokens: ClassVar[bool] = False
     """Whether each rank gathers all tokens over ep*etp, in one collective, and sums its experts' results itself."""
     moves_experts: ClassVar[bool] = False
     """Whether ranks take over routed tokens of busy experts with a copy of the weights."""
     sends_once: ClassVar[bool] = False
-    """Whether a token that chose several experts of a rank is sent to that rank once."""
+    """Whether a token with several experts on a rank is sent to that rank only once."""
     keeps_sum_order: ClassVar[bool] = False
-    """Whether the rank of a token sums the outputs of its experts in the order of its choices, with which sampling and
+    """Whether the rank of a token sums the outputs of its experts in the order of its choices, so that sampling and
     training have the same bits."""
 
-    # What stands for it elsewhere.
+    # Kinds that replace it.
     prefers: ClassVar[str] = ""
-    """Of a kind that is resolved at the start of a run: the kind that is taken where it can run."""
+    """Preferred kind, for a kind that is resolved at the start of a run."""
     falls_back_to: ClassVar[str] = ""
-    """Of a kind that is resolved at the start of a run: the kind that is taken elsewhere, and assumed before."""
+    """Kind where the preferred kind cannot run, and before the kind is resolved."""
     written_as: ClassVar[str] = ""
-    """The kind in recipes that the planner writes; empty: its own."""
+    """The kind in recipes that the planner writes; empty: this kind."""
 
     def unsupported(self, *args: Any, **kwargs: Any) -> Iterator[str]:
-        """Yield the reasons why the settings of a recipe rule the dispatcher out, one phrase each.
+        """Yield the reasons why the dispatcher does not support the settings of a recipe, one phrase each.
 
         Args:
             args: sections of the recipe, as of `check`.
@@ -180,7 +180,7 @@ class DispatcherPart(Part):
     def check(
         self, model: ModelConfig, parallel: "ParallelConfig", moe: "MoEConfig", train: "TrainConfig"
     ) -> Iterator[Problem]:
-        """Yield what the dispatcher does not go with. Of a mapping, ep, etp, and the tokens of a dispatch may count."""
+        """Yield the settings that are incompatible with the dispatcher, such as values of ep and etp."""
         p = parallel
         has_experts = has_moe_layers(model)
         is_spread = p.ep * p.etp > 1
@@ -213,20 +213,20 @@ class DispatcherPart(Part):
         return *(f"dispatch over {axis}" for axis in axes), *(f"combine over {axis}" for axis in reversed(axes))
 
     def traffic(self, sent: SentTokens) -> tuple[Transfer, ...]:
-        """Return the collectives that bring tokens to their experts, with their bytes, for the price of a mapping."""
+        """Return the collectives that send tokens to their experts, with their bytes, for the price of a mapping."""
         over_etp = Transfer("etp", sent.received * sent.row_bytes, gathers=True)
         return Transfer("ep", sent.routed * sent.row_bytes, sends_once=self.sends_once), over_etp
 
     def room(self, routed: int) -> int | None:
-        """Return the rows that a rank has room to receive, whatever arrives; None: as many as arrive.
+        """Return the capacity of the receive buffer of a rank in rows; None: the buffer grows as needed.
 
         Args:
-            routed: routed tokens of a rank: what it receives under balanced routing.
+            routed: routed tokens of a rank, and the rows that it receives under balanced routing.
         """
         return None
 
     def overflow(self, load: float) -> str:
-        """Say that a rank was to receive `load` times the rows of `room`, and the way out; after "rank 3 ".
+        """Return the message for a rank that should receive `load` times the rows of `room`; it follows "rank 3 ".
 
         Called where `Dispatcher.take_receive_load` returns a load above 1.
         """
@@ -235,7 +235,7 @@ class DispatcherPart(Part):
     def exchange_bytes(self, rows: ExpertRows) -> ExchangeBytes:
         """Return the temporary bytes of the exchanges of a micro-batch.
 
-        Here, over etp there are two buffers more: the send buffer of its all-gather, and the tokens received over ep.
+        By default, etp needs two more buffers: the send buffer of its all-gather, and the tokens received over ep.
         """
         over_etp = (rows.received + (rows.received // rows.etp if rows.ep > 1 else 0)) if rows.etp > 1 else 0
         # Over etp each rank receives its tokens from all others.
@@ -249,27 +249,27 @@ class DispatcherPart(Part):
         return 0
 
     def measured_reserved_bytes(self, sizes: DispatchSizes) -> int:
-        """Return the same of buffers that are made without memory, for `moefold memory --dry`; `build` opens them."""
+        """Return `reserved_bytes` for buffers without memory, for `moefold memory --dry`; `build` opens them."""
         return 0
 
     def build(self, groups: Any, sizes: DispatchSizes) -> Any:
-        """Return the `Dispatcher` of all layers, with its buffers; collective. Not called where ep*etp is 1.
+        """Return the `Dispatcher` of all layers, with its buffers; collective. Not called if ep*etp is 1.
 
         Args:
             groups: process groups of the experts, a `MoEGroups`.
-            sizes: what is exchanged.
+            sizes: sizes of the exchange.
         """
         raise NotImplementedError
 
 
 def is_own(part: DispatcherPart, *methods: str) -> bool:
-    """Return whether a dispatcher has any of some methods of its own; else it is like the all-to-all in them."""
+    """Return whether a dispatcher overrides any of the given methods, whose defaults describe the all-to-all."""
     return any(getattr(type(part), name) is not getattr(DispatcherPart, name) for name in methods)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WirePart(Part):
-    """Number format of dispatched tokens. The default is the type in which the model computes."""
+    """Number format of dispatched tokens. The default is the compute type of the model."""
 
     group: ClassVar[str] = "wire"
     key: ClassVar[str] = "moe.dispatch_precision"
@@ -280,10 +280,10 @@ class WirePart(Part):
         """Return the bytes of a dispatched value, with its share of a scale.
 
         Args:
-            computed_bytes: bytes of a value in the type in which the model computes.
+            computed_bytes: bytes of a value in the compute type of the model.
         """
         return float(computed_bytes)
 
     def formula(self) -> Callable[["Tensor"], "Tensor"] | None:
-        """Return the rounding of the input of the experts, [..., H]; None: it has no formula."""
+        """Return the rounding of the input of the experts, [..., H]; None: no formula."""
         return None

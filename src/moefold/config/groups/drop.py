@@ -1,4 +1,4 @@
-"""Token dropping: over which tokens a capacity is counted, and in which order an expert keeps tokens."""
+"""Token dropping: the tokens that share a capacity, and the order of the tokens that an expert keeps."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ class DropPart(Part):
     key: ClassVar[str] = "moe.drop_policy"
 
     def order(self, ids: "Tensor", probs: "Tensor", by_index: "Tensor") -> "Tensor":
-        """Return the routed tokens sorted by expert, and the tokens of each expert in the order that it keeps them.
+        """Return the routed tokens sorted by expert, and for each expert in the order in which it keeps them.
 
         Args:
             ids: expert of each routed token, int64 [T*K].
@@ -36,11 +36,11 @@ class DropPart(Part):
         raise NotImplementedError
 
     def formula(self) -> Callable[[list[QueueEntry]], list[QueueEntry]] | None:
-        """Return a function that sorts the queue of an expert; None: it has no formula."""
+        """Return a function that sorts the queue of an expert; None: no formula."""
         return None
 
     def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
-        """Yield a capacity that leaves tokens without an expert or drops nothing, and padding without a capacity."""
+        """Yield problems of the capacity: tokens without an expert, no drops, or padding without a capacity."""
         part = model.routed
         if part is None or part.top_k > part.num_experts:
             return
@@ -75,7 +75,7 @@ class DropScopePart(Part):
     group: ClassVar[str] = "drop_scope"
     key: ClassVar[str] = "moe.drop_scope"
     is_shared: ClassVar[bool] = True
-    """Whether the ranks that share a micro-batch share a capacity; else each drops among its own tokens."""
+    """Whether the ranks of a micro-batch share a capacity; else each rank drops only its own tokens."""
 
     def formula(self) -> Callable[[int, Positions], Positions] | None:
         """Return the positions of each capacity, from the length of a sample and the positions of each rank."""

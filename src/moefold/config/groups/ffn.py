@@ -34,13 +34,13 @@ Route = Callable[[Any, Any, Any], ChosenExperts]
 """The router of the oracle: x [B, S, H], its weight and its bias or None -> the choices."""
 FeedForwardFormula = Callable[[Mapping[str, Any], Any, Route, Callable[[Any], Any]], tuple[Any, Any]]
 """A network in float64: weights by name, the normalised hidden states [B, S, H], the router, and the rounding of
-dispatched tokens -> output, and output of routed experts or None; both are added, and
-`model.ffn.moe.shortcut` says where."""
+dispatched tokens -> output, and output of routed experts or None. Both are added where `model.ffn.moe.shortcut` says.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardFrame:
-    """Settings that the networks of all layers take from outside of their parts."""
+    """Settings outside of the parts that the networks of all layers read."""
 
     hidden_size: int
     moe: "MoEConfig"
@@ -63,7 +63,7 @@ class FeedForwardPart(Part):
 
     @property
     def routed(self) -> "RoutedPart | None":
-        """The part, if it `is_routed`."""
+        """The part itself if it `is_routed`, else None."""
         return None
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
@@ -75,12 +75,12 @@ class FeedForwardPart(Part):
         raise NotImplementedError
 
     def formula(self) -> FeedForwardFormula | None:
-        """Return the network in float64; None: it has no formula."""
+        """Return the network in float64; None: no formula."""
         return None
 
     @property
     def tp_unit(self) -> tuple[str, int]:
-        """Recipe key whose value tensor parallelism divides, and that value."""
+        """Recipe key of the number that tensor parallelism divides, and this number."""
         raise NotImplementedError
 
     def saved(self, sizes: Any) -> Counter[str]:
@@ -100,7 +100,7 @@ class FeedForwardPart(Part):
         return Counter()
 
     def transient(self, sizes: Any) -> Counter[str]:
-        """Return the peak of temporary bytes while it runs or is recomputed."""
+        """Return the peak of temporary bytes while the network runs or is recomputed."""
         return Counter()
 
     def saved_if_recomputed(self, sizes: Any) -> Counter[str]:
@@ -128,7 +128,7 @@ class SharedExpert(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedPart(FeedForwardPart):
-    """Experts, of which a router chooses some for each token."""
+    """Experts and the router that chooses some of them for each token."""
 
     is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts", "shortcut"})
@@ -139,21 +139,22 @@ class RoutedPart(FeedForwardPart):
     intermediate_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 512
     """Inner width of one expert, F."""
     latent_size: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
-    """Width of the tokens that the routed experts compute and that are dispatched, between a projection of the hidden
-    state and one back (latent experts, arXiv:2502.16927); router and shared expert keep the hidden size; 0: none."""
+    """Width of the dispatched tokens, the input and output of the routed experts: one projection maps the hidden state
+    to it, another maps it back (latent experts, arXiv:2502.16927). Router and shared expert keep the hidden size; 0:
+    none."""
     bias: bool = False
-    """Biases on the gate, up and down projections of each routed expert (gpt-oss)."""
+    """Biases of the gate, up and down projections of each routed expert (gpt-oss)."""
     activation: Annotated[ActivationPart, KindOf("activation")] = by_default("activation", "swiglu")
     """Activation of the routed experts. clamped_swiglu: (min(max(up, -l), l) + 1) * g * sigmoid(a * g), g = min(gate,
     l)."""
     router: Annotated[RouterScorePart, KindOf("router_score")] = by_default("router_score", "softmax")
-    """Score function of the router's logits: softmax over the experts, or per expert (sigmoid: DeepSeek-V3)."""
+    """Score function of the router's logits: softmax over the experts, or a sigmoid per expert (DeepSeek-V3)."""
     probs_on_input: bool = False
     """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
     shared: SharedExpert | None = None
     """Expert that processes every token."""
     zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
-    """Zero-computation experts: further choices of the router, whose output is the layer's input times the routing
+    """Zero-computation experts: additional choices of the router, whose output is the layer's input times the routing
     weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
     active_experts: Annotated[
         float,
@@ -162,11 +163,11 @@ class RoutedPart(FeedForwardPart):
         ReadIf("model.ffn.moe.zero_experts"),
         ReadIf("model.ffn.moe.router.expert_bias"),
     ] = 0.0
-    """Mean number of the top_k choices that are experts with computation, to which the expert bias balances
-    (zero_experts); 0: top_k * num_experts / (num_experts + zero_experts), as if all choices were equally frequent."""
+    """Target of the expert bias with zero_experts: mean number of the top_k choices that are experts with computation.
+    0: top_k * num_experts / (num_experts + zero_experts), the mean for equally frequent choices."""
     shortcut: bool = False
-    """Add the output of the routed experts of a layer after the next layer, which is dense, instead of in it; the
-    output of the shared expert is added in it (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
+    """Add the output of the routed experts of a layer only after the next layer, which is dense; the output of the
+    shared expert is added in the layer (shortcut-connected MoE, arXiv:2404.05019; LongCat-Flash)."""
 
     @property
     def routed(self) -> "RoutedPart":
@@ -212,4 +213,4 @@ class Networks(Table):
     dense: Annotated[DensePart, KindOf("ffn", "not is_routed")] = by_default("ffn", "swiglu")
     """Network of layers 'dense' of model.layers."""
     moe: Annotated[RoutedPart, KindOf("ffn", "is_routed")] = by_default("ffn", "moe")
-    """Network of layers 'moe' of model.layers: a mixture of experts."""
+    """Mixture of experts of layers 'moe' of model.layers."""

@@ -12,18 +12,17 @@ from moefold.config.part import Part
 from moefold.config.small_sizes import SmallSizes
 
 INDEX_BYTES = 4
-"""Bytes of the number of a selected key, int32."""
+"""Bytes of the index of a selected key, int32."""
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Elements of the copies of keys of a block of queries by device type, as in ops/sparse_attention.py."""
+"""Maximum elements of the copied keys of a block of queries, by device type, as in ops/sparse_attention.py."""
 WARMUP_SCORE_COPIES = 4.9, 4.3
 """Temporary tensors of the scores of a block of queries in the warm-up of indexers, in float32 and in bfloat16, as
 measured (docs/log.md)."""
 SELECTION_COPIES = 2.25
-"""Temporary numbers of a block over the numbers of its copied keys and values, measured (docs/log.md); more in
-bfloat16."""
+"""Measured ratio of a block's temporary numbers to the numbers of its copied keys and values (docs/log.md)."""
 IndexerFormula = Callable[[Any, Any, Any, Callable[[Any], Any]], Any]
-"""Scores of keys, [B, S queries, S keys]: of the weights by name, the inputs of the keys [B, S, H] and of the queries
-[B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""
+"""Scores of keys, [B, S queries, S keys], given the weights by name, the inputs of the keys [B, S, H] and of the
+queries [B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class IndexerPart(Part):
     is_shared: ClassVar[bool] = False
     """Whether an earlier layer selects the keys."""
     top_k: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 2048
-    """Most keys that a query of softmax attention attends to."""
+    """Maximum keys of a query of softmax attention."""
     num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
     """Heads of the indexer, J."""
     head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
@@ -44,7 +43,7 @@ class IndexerPart(Part):
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few heads, and fewer keys than a window has: a selection in a window leaves keys out."""
+        """Return it with few heads, and fewer selected keys than a window has, so that the selection has an effect."""
         return replace(
             self, top_k=min(self.top_k, to.span - 1), num_heads=min(self.num_heads, 3), head_dim=to.head_dim + 2
         )
@@ -58,12 +57,12 @@ class IndexerPart(Part):
         yield from ()
 
     def formula(self) -> IndexerFormula | None:
-        """Return the scores by which the layer selects its keys; None where an earlier layer selects them."""
+        """Return the formula of the selection scores; None if an earlier layer selects the keys."""
         return None
 
     @property
     def key_width(self) -> int:
-        """Width of the key of the layer's own indexer; 0: it has none."""
+        """Width of the key of the layer's own indexer; 0: no indexer."""
         return 0 if self.is_shared else self.head_dim
 
     @property
@@ -85,7 +84,7 @@ class IndexerPart(Part):
         return saved if self.is_shared else saved + self.selection_bytes(sizes)
 
     def selection_bytes(self, sizes: Any) -> Counter[str]:
-        """Return the bytes of the selected keys' numbers, which layers that share a selection have once."""
+        """Return the bytes of the indices of selected keys, stored once for layers with a shared selection."""
         selected = min(self.top_k, sizes.train.seq_len)
         return Counter({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
 
@@ -97,18 +96,18 @@ class IndexerPart(Part):
         return Counter(attention=sizes.tokens * own + keys)
 
     def saved_in_warmup(self, sizes: Any, num_heads: int, source: int) -> Counter[str]:
-        """Return the bytes of a layer in the warm-up, in which only the indexers have gradients.
+        """Return the saved bytes of a layer in the warm-up, when only the indexers have gradients.
 
-        Saved are the inputs of the indexer's projections and of its norm, and the gradients of its loss: the keys'
-        gradients once for each block of queries.
+        The saved tensors are the inputs of the indexer's projections and norm, and the gradients of its loss; the keys'
+        gradients are saved once for each block of queries.
 
         Args:
             sizes: sizes of a micro-batch.
             num_heads: query heads of the attention.
-            source: width of the input of the indexer's queries where that is a latent; 0: the layer's input.
+            source: width of the latent that is the input of the indexer's queries; 0: their input is the layer's input.
         """
         saved = self.index_bytes(sizes)
-        # The loss keeps the gradients of the gathered keys, and nothing of this rank's own.
+        # The loss keeps the gradients of the gathered keys, but no gradients of this rank's own keys.
         saved["attention"] -= sizes.tokens * self.head_dim * sizes.item_bytes
         p = sizes.parallel
         num_own = sizes.train.seq_len // (p.cp * p.tp)
@@ -120,7 +119,7 @@ class IndexerPart(Part):
         return saved
 
     def warmup_loss_bytes(self, sizes: Any, num_heads: int) -> int:
-        """Return the temporary bytes of the loss over all visible keys: of the scores of a block of queries."""
+        """Return the temporary bytes of the loss over all visible keys, for the scores of a block of queries."""
         train = sizes.train
         scores: int = self._warmup_block_rows(sizes, num_heads) * num_heads * train.seq_len * train.micro_batch_size
         copies = WARMUP_SCORE_COPIES[sizes.item_bytes < sizes.high_precision_bytes]
@@ -136,13 +135,13 @@ class IndexerPart(Part):
         return max(1, min(num_own, limit))
 
     def transient(self, sizes: Any, heads: int, widths: tuple[int, int], copies: tuple[float, float]) -> Counter[str]:
-        """Return the temporary bytes of a block of queries in the backward pass: copies of its keys, and gradients.
+        """Return the temporary bytes of a block of queries in the backward pass: copied keys and gradients.
 
         Args:
             sizes: sizes of a micro-batch.
             heads: query heads of this rank.
-            widths: copied numbers of a token, and its keys among them.
-            copies: temporary numbers over copied ones, in float32 and in bfloat16.
+            widths: copied numbers of a token, and the part of them that are keys.
+            copies: ratio of temporary to copied numbers, in float32 and in bfloat16.
         """
         copied_width, key_width = widths
         train = sizes.train

@@ -1,4 +1,4 @@
-"""Linear attention with heads: sizes and parameters that its kinds share."""
+"""Linear attention with heads: the common sizes and parameters of its kinds."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from moefold.config.suggestions import nearest_multiples
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
 Factors = tuple[tuple[float, float, float, float, float], tuple[float, float, float, float, float]]
-"""Numbers in float32 for each token that the recomputed recurrence holds at most, in float32 and in bfloat16: multiples
-of the products within a chunk, the keys of the key heads and of the value heads, the values, and the states between
-chunks. They are fitted to measurements of ten shapes (docs/log.md); in C the first and last ones, and three of keys
-(two without the delta rule), are counted."""
+"""Maximum float32 numbers of the recomputed recurrence for each token, in float32 and in bfloat16: multiples of the
+products within a chunk, the keys of the key heads and of the value heads, the values, and the states between chunks.
+They are fitted to measurements of ten shapes (docs/log.md). For C the first and last factors, and three of keys (two
+without the delta rule), are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class LinearAttentionPart(AttentionPart):
 
     is_recurrent: ClassVar[bool] = True
     torch_recurrence: ClassVar[Factors]
-    """What the recurrence holds when torch computes it."""
+    """Memory of the recurrence in torch."""
     c_recurrence: ClassVar[Factors]
-    """What it holds in C."""
+    """Memory of the recurrence in C."""
     num_key_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
     """Query and key heads; each serves the same number of value heads."""
     num_value_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
-    """Value heads, each with a state of its own; a multiple of num_key_heads."""
+    """Value heads, each with its own state; a multiple of num_key_heads."""
     key_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
     """Width of a query and key head."""
     value_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 32
@@ -51,7 +51,7 @@ class LinearAttentionPart(AttentionPart):
         )
 
     def check(self) -> Iterator[Problem]:
-        """Yield value heads that the key heads do not divide."""
+        """Yield a number of value heads that is not a multiple of the key heads."""
         if self.num_value_heads % self.num_key_heads:
             yield Problem(
                 "model.linear_attention.num_value_heads",
@@ -83,7 +83,7 @@ class LinearAttentionPart(AttentionPart):
 
     @property
     def transition_size(self) -> int:
-        """Numbers of the matrices [D, D] of all heads that turn the states before a segment of tokens."""
+        """Numbers of the matrices [D, D] of all heads that a segment of tokens multiplies the states by."""
         return self.num_value_heads * self.key_head_dim**2
 
     def widths(self, tp: int) -> tuple[int, int, int]:
@@ -92,7 +92,7 @@ class LinearAttentionPart(AttentionPart):
         return self.num_key_heads // tp * self.key_head_dim, heads * self.value_head_dim, heads
 
     def projected_width(self, tp: int) -> int:
-        """Return the numbers of a token from which a rank computes the recurrence, its output gate included."""
+        """Return the projected numbers of a token for the recurrence on a rank, including its output gate."""
         raise NotImplementedError
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
@@ -101,11 +101,11 @@ class LinearAttentionPart(AttentionPart):
 
     @property
     def low_ranks(self) -> int:
-        """Widths of the low ranks of decays and gate together; 0: they are projected directly."""
+        """Sum of the low-rank widths of decays and gate; 0: they are projected directly."""
         return 0
 
     def saved(self, sizes: Any) -> Counter[str]:
-        """Return the bytes of the projections, from which the recurrence is recomputed, and of its output."""
+        """Return the bytes of the projections, which are saved to recompute the recurrence, and of its output."""
         tp = sizes.parallel.tp
         saved: Counter[str] = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(self.projected_width(tp) + self.low_ranks)
@@ -123,7 +123,7 @@ class LinearAttentionPart(AttentionPart):
         return Counter(attention=sizes.gathered_bytes(width + 2 * self.low_ranks))
 
     def transient(self, sizes: Any) -> Counter[str]:
-        """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; within 10 %."""
+        """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; exact to 10 %."""
         tp = sizes.parallel.tp
         key, value, heads = self.widths(tp)
         factors = self.c_recurrence if sizes.has_c_recurrence else self.torch_recurrence
@@ -138,7 +138,7 @@ class LinearAttentionPart(AttentionPart):
         numbers = sum(factor * width for factor, width in zip(factors[is_low_precision], parts, strict=True))
         transient = Counter({"core attention": round(sizes.gathered_tokens * numbers * sizes.high_precision_bytes)})
         if "layer" in sizes.recompute:
-            # The recomputed layer holds the projections three times, of which its own saved tensors count one.
+            # The recomputed layer holds the projections three times; its saved tensors already count one.
             transient["attention"] += 2 * sizes.gathered_bytes(self.projected_width(tp))
         return transient
 
@@ -155,7 +155,7 @@ class DeltaRulePart(LinearAttentionPart):
         return replace(super().shrink(to), conv_kernel=min(self.conv_kernel, to.conv_kernel))
 
     def core(self, hidden: int) -> AttentionCore:
-        """Return the states; each is read twice, written once, and decays."""
+        """Return the sizes of the states; each state is read twice, written once, and decays."""
         return AttentionCore(
             state_size=self.state_size,
             transition_size=self.transition_size,

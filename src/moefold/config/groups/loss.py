@@ -1,4 +1,4 @@
-"""Losses of the last pipeline stage that a recipe chooses; the other recipes' losses are in `objectives/`."""
+"""Losses of the last pipeline stage that a recipe chooses; losses of preferences and policies are in `objectives/`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ global batch."""
 
 @dataclass(frozen=True, kw_only=True)
 class LossPart(Part):
-    """Loss of the last stage, itself a `LossFunction` (`model/loss_function.py`); it keeps no state.
+    """Stateless loss of the last stage, which is a `LossFunction` (`model/loss_function.py`).
 
-    What a loss only adds in training, such as a penalty, is 0 where `output.is_training` is False, so that evaluations
-    of different recipes can be compared. It may declare `metrics`, and `columns` of the batch besides "labels" and
+    Terms that are only for training, such as a penalty, are 0 if `output.is_training` is False, so that evaluations of
+    different recipes can be compared. A loss may declare `metrics`, and `columns` of the batch other than "labels" and
     "weights".
     """
 

@@ -16,25 +16,25 @@ class LrSchedulePart(Part):
     group: ClassVar[str] = "lr_schedule"
     key: ClassVar[str] = "train.lr_schedule"
     ends_at_min_lr: ClassVar[bool] = False
-    """Whether it has a field min_lr that is a learning rate, which train.lr bounds."""
+    """Whether it has a learning rate min_lr, whose upper bound is train.lr."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> Annotated[float, at_least(0)]:
         """Return the learning rate of a step after the warm-up.
 
         Args:
             peak: learning rate at the end of the warm-up.
-            first: last step of the warm-up, or 1 without one: it has the peak exactly.
+            first: last step of the warm-up, or 1 without warm-up; its rate is exactly the peak.
             step: from `first` to `steps`, counted from 1.
-            steps: optimizer steps of the whole run; the last one has the lowest rate exactly.
+            steps: optimizer steps of the whole run; the last step has exactly the lowest rate.
         """
         raise NotImplementedError
 
     def describe(self, peak: float, first: int, step: int, steps: int) -> str:
-        """Describe the decay that is left after a step, for the log."""
+        """Describe the remaining decay after a step, for the log."""
         return f"the {self.kind} ends at {self.rate(peak, first, steps, steps):.3g} in step {steps:,}"
 
     def formula(self) -> Callable[[float, int, int, int], float] | None:
-        """Return `rate` written a second time, for the oracle; None: it has no formula."""
+        """Return a second implementation of `rate`, for the oracle; None: no formula."""
         return None
 
 
@@ -52,7 +52,7 @@ class DecayPart(LrSchedulePart):
 
 
 def interpolate(low: float, high: float, fraction: float) -> float:
-    """Return the number at a fraction of the way from `low` (0) to `high` (1), both exactly."""
+    """Return the number at a fraction of the way from `low` (0) to `high` (1), exact at both ends."""
     return high if fraction == 1 else low + (high - low) * fraction
 
 

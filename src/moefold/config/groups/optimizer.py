@@ -1,4 +1,4 @@
-"""Optimizers: what updates the weights, and the state that it keeps for each."""
+"""Optimizers: the update of the weights, and the state for each weight."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,17 +12,16 @@ from moefold.config.part import Part, UnusedKeys, lacks
 class StateSpec(NamedTuple):
     """State of one weight between two steps: `optimizer.state[parameter][name]`.
 
-    It has the shape of the weight and is sharded as the weight is. It is saved, offloaded and reset as a moment.
+    It has the shape and the sharding of the weight, and is saved, offloaded and reset like a moment.
     """
 
     name: str
     dtype: str = ""
     """float32 or bfloat16; empty: the type of the master weights."""
     is_count: bool = False
-    """Whether it is the count of steps instead, one number on each rank: its name is `step`."""
+    """Whether it is the count of steps, a single number on each rank; its name is `step`."""
     is_kept: bool = False
-    """Whether it is no moment: a reset leaves it, and it stays on the device. The optimizer that `build` returns names
-    it in `kept_states`."""
+    """Whether it is not a moment: it is not reset, and stays on the device. The optimizer has it in `kept_states`."""
 
 
 class MatrixWork(NamedTuple):
@@ -34,24 +33,24 @@ class MatrixWork(NamedTuple):
     num_other_kernels: int
     """Other kernel launches, for all rounds together."""
     traffic: float
-    """Bytes that it moves for each number of the matrix, packed and unpacked for communication."""
+    """Bytes moved for each number of the matrix, including packing and unpacking for communication."""
 
 
 class ForwardOnlyStep(NamedTuple):
     """One step of the oracle with an optimizer without gradients."""
 
     number: int
-    """Counted from 1."""
+    """Number of the step, from 1."""
     rate: float
     """Learning rate."""
     specs: Mapping[str, ParamSpec]
-    """Of each trained weight, by name."""
+    """Spec of each trained weight, by name."""
     weights: Mapping[str, Any]
-    """The trained weights, float64 tensors."""
+    """Trained weights, float64 tensors."""
     loss: Callable[[], float]
-    """Runs a forward pass of the batch with the weights as they are now."""
+    """Runs a forward pass of the batch with the current weights."""
     seed_of: Callable[[str], int]
-    """Returns the seed of the run's random numbers of a name."""
+    """Returns the seed for a name of the run's random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +63,13 @@ class OptimizerPart(Part):
     needs_gradients: ClassVar[bool] = True
     """Whether a step has a backward pass."""
     state_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that decide which states there are and of which type: runs that exchange states have them in common."""
+    """Fields that determine the states and their types, equal for runs that exchange states."""
     rates: ClassVar[MethodRates | None] = None
-    """Learning rates of a recipe that leaves `train.lr` out; None: they follow from the method of training."""
+    """Learning rates of a recipe without `train.lr`; None: they follow from the method of training."""
 
     @property
     def copies_weights(self) -> bool:
-        """Return whether an update has a copy of the trained weights."""
+        """Return whether an update copies the trained weights."""
         return False
 
     def states(self, weight: ParamSpec) -> tuple[StateSpec, ...]:
@@ -78,7 +77,7 @@ class OptimizerPart(Part):
         raise NotImplementedError
 
     def traffic(self, weight: ParamSpec) -> float:
-        """Return the bytes that an update moves for each number of a weight on the rank that holds it."""
+        """Return the bytes that an update moves for each number of a weight on its rank."""
         raise NotImplementedError
 
     def gathers(self, weight: ParamSpec) -> bool:
@@ -86,13 +85,13 @@ class OptimizerPart(Part):
         return False
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork:
-        """Return the work of the update of one full matrix that is gathered; an expert is a matrix of its own."""
+        """Return the work of the update of one gathered full matrix; each expert is a separate matrix."""
         raise lacks(self, "matrix_work")
 
     def build(self, parameters: Mapping[str, Any], run: Any) -> Any:
         """Return the optimizer, a `torch.optim.Optimizer`, with all states; may be collective over the stage.
 
-        Its `step` returns False where it has updated nothing.
+        Its `step` returns False if it has updated nothing.
 
         Args:
             parameters: parameters of this rank, by name, `nn.Parameter`: DTensors where ranks shard them.
@@ -101,7 +100,7 @@ class OptimizerPart(Part):
         raise NotImplementedError
 
     def passes(self, model: Any, optimizer: Any) -> Any:
-        """Return what runs the forward passes of a step, without gradients.
+        """Return the object that runs the forward passes of a step, without gradients.
 
         Args:
             model: the `parallel.parallel_model.ParallelModel`.
@@ -116,23 +115,23 @@ class OptimizerPart(Part):
         raise lacks(self, "passes")
 
     def formula(self) -> Callable[..., Any] | None:
-        """Return the update written a second time, for the oracle; None: it has no formula.
+        """Return a second implementation of the update, for the oracle; None: no formula.
 
-        With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> what one step
-        subtracts from the weight at learning rate 1, weight decay included; or a function of the learning rate, where
-        the change is not proportional to it. `state` is a dict that the formula fills, empty in step 1 and after a
-        reset of the moments. Without gradients it is called once a step, with a `ForwardOnlyStep`,
-        updates the weights in place and returns the norm of the gradient that it found.
+        With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> the change that one
+        step subtracts from the weight at learning rate 1, including weight decay; or a function of the learning rate,
+        if the change is not proportional to it. `state` is a dict that the formula fills, empty in step 1 and after a
+        reset of the moments. Without gradients it is called once a step, with a `ForwardOnlyStep`, updates the weights
+        in place and returns the norm of the gradient that it found.
         """
         return None
 
     @property
     def smallest_divisor(self) -> float:
-        """Least number that an update divides a gradient by: rounding of a gradient grows by it (`moefold verify`)."""
+        """Smallest divisor of a gradient in an update, which magnifies its rounding (`moefold verify`)."""
         return 1e-8
 
     def with_moment_dtype(self, dtype: Literal["float32", "bfloat16"]) -> Self:
-        """Return the optimizer with moments of another type; itself if it has no choice."""
+        """Return the optimizer with moments of another type; itself if the type is fixed."""
         return self
 
     @property
@@ -141,7 +140,7 @@ class OptimizerPart(Part):
         return any(self.states(ParamSpec("", (1, 1, 1), part)) for part in get_args(ModelPart))
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
-        """Yield the keys of moments, and of the backward pass, where there are none."""
+        """Yield the keys of moments, and of the backward pass, if there are none."""
         name = f"{self.key}={self.kind!r}"
         other = "choose train.optimizer='adamw'"
         if not self.has_states:

@@ -21,10 +21,10 @@ class PolicyTokens:
     """Sampled tokens of a micro-batch, [B, S/cp] each; tokens with `is_trained` False may have any value."""
 
     log_probs: "Tensor"
-    """Of the policy that is trained, with gradient."""
+    """Log-probabilities of the policy in training, with gradient."""
     log_ratio: "Tensor | None"
-    """`log_probs` less the log-probabilities of the policy that sampled; 0 for tokens that are not sampled. None: the
-    batch has none."""
+    """`log_probs` minus the log-probabilities of the policy that sampled; 0 for tokens that are not sampled. None:
+    absent."""
     advantages: "Tensor"
     is_trained: "Tensor"
     """Tokens with a nonzero weight, bool."""
@@ -47,7 +47,7 @@ class OracleToken:
     log_probs: "Tensor"
     """Log-probabilities of the policy for the tokens of its row, [S]."""
     old: "Tensor"
-    """The same of the policy that sampled."""
+    """Log-probabilities of the policy that sampled."""
     advantage: "Tensor"
     position: int
     of_rollout: Callable[["Tensor"], "Tensor"]
@@ -61,14 +61,14 @@ class ObjectivePart(Part):
     group: ClassVar[str] = "objective"
     key: ClassVar[str] = "rl.objective"
     reads_sampler: ClassVar[bool] = True
-    """Whether it compares with the policy that sampled, so that it may train on rollouts of older weights."""
+    """Whether it compares the policy with the sampler, so that it may train on rollouts of older weights."""
     reads_rollouts: ClassVar[bool] = False
-    """Whether it reads which tokens form a rollout."""
+    """Whether it depends on the assignment of tokens to rollouts."""
     mean_metrics: ClassVar[tuple[str, ...]] = ("clipped",)
-    """Metrics that it records, as means over trained tokens."""
+    """Recorded metrics, which are means over trained tokens."""
 
     def log_ratio(self, tokens: PolicyTokens) -> "Tensor | None":
-        """Return the logarithm of the ratio that counts, [B, S/cp]; its maximum is the metric `ratio_max`."""
+        """Return the logarithm of the ratio of the objective, [B, S/cp]; its maximum is the metric `ratio_max`."""
         return tokens.log_ratio
 
     def token_loss(self, tokens: PolicyTokens) -> "Tensor":
@@ -91,7 +91,7 @@ class ClippedPart(ObjectivePart):
 
 
 def clipped_loss(tokens: PolicyTokens, low: float, high: float) -> "Tensor":
-    """Return -min(r * A, clamp(r, 1 - low, 1 + high) * A), and record the share of tokens that are clipped."""
+    """Return -min(r * A, clamp(r, 1 - low, 1 + high) * A), and record the share of clipped tokens."""
     ratio = tokens.ratio
     gain = ratio * tokens.advantages
     clamped_gain = ratio.clamp(1 - low, 1 + high) * tokens.advantages
@@ -100,8 +100,8 @@ def clipped_loss(tokens: PolicyTokens, low: float, high: float) -> "Tensor":
 
 
 CorrectionFormula = Callable[["Tensor", Callable[["Tensor"], "Tensor"], int], float]
-"""Factor of one token from the differences of its row, trainer less sampler, [S]; a function from a row to the values
-of its rollout; and its position."""
+"""Factor of one token, given the differences of its row, trainer minus sampler, [S]; a function from a row to the
+values of the token's rollout; and its position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +111,16 @@ class CorrectionPart(Part):
     group: ClassVar[str] = "correction"
     key: ClassVar[str] = "rl.correction"
     corrects: ClassVar[bool] = True
-    """Whether there is a factor at all."""
+    """Whether there is a factor."""
     reads_rollouts: ClassVar[bool] = False
-    """Whether it reads which tokens form a rollout."""
+    """Whether it depends on the assignment of tokens to rollouts."""
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
         """Return the factor of each token, [B, S/cp], without gradient.
 
         Args:
             factor: exp(difference).
-            difference: log-probabilities of the trainer less those that the sampler computed, [B, S/cp].
+            difference: log-probabilities in the trainer minus log-probabilities in the sampler, [B, S/cp].
             mean: mean over the tokens of each token's rollout, [B, S/cp] -> same.
         """
         raise NotImplementedError
@@ -162,15 +162,15 @@ EPS = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantagePart(Part):
-    """Advantages of a batch. Rewards are [P, G] of P prompts with G rollouts each; NaN: the rollout has none."""
+    """Advantages of a batch. Rewards are [P, G] for P prompts with G rollouts each; NaN: no reward."""
 
     group: ClassVar[str] = "advantage"
     key: ClassVar[str] = "rl.advantage"
     changes_maths: ClassVar[bool] = False
-    """`moefold verify` compares the loss of given advantages; tests compare them with TRL."""
+    """False: `moefold verify` compares the loss for given advantages; tests compare these with TRL."""
 
     def advantages(self, rewards: "Rewards") -> "Rewards":
-        """Return the advantage of each rollout, [P, G]; NaN where it has no reward."""
+        """Return the advantage of each rollout, [P, G]; NaN without a reward."""
         raise NotImplementedError
 
 

@@ -27,18 +27,18 @@ class RopeFormula(NamedTuple):
 class RopeScalingPart(Part):
     """Scaling of the rotary frequencies.
 
-    All sequences of a run or command have the same frequencies, since cached keys are rotated already: `seq_len` is the
-    number of tokens of the longest one; 0: within the original context.
+    All sequences of a run or command have the same frequencies, because cached keys are already rotated: `seq_len` is
+    the number of tokens of the longest sequence; 0: within the original context.
     """
 
     group: ClassVar[str] = "rope_scaling"
     key: ClassVar[str] = "model.rope.scaling"
     hf_type: ClassVar[str] = ""
-    """`rope_type` in config.json of Hugging Face folders; empty: these have no such scaling."""
+    """`rope_type` in config.json of Hugging Face folders; empty: no such scaling there."""
     hf_names: ClassVar[Mapping[str, str]] = {"original_seq_len": "original_max_position_embeddings"}
-    """Names in `rope_parameters` of config.json of fields that have another one there."""
+    """Names of fields in `rope_parameters` of config.json, if they differ."""
     hf_optional: ClassVar[frozenset[str]] = frozenset()
-    """Fields that `rope_parameters` may leave out."""
+    """Fields that may be absent in `rope_parameters`."""
 
     def frequencies(self, theta: float, rotary_dim: int, seq_len: int) -> "Tensor":
         """Return the angle per position of each of `rotary_dim` / 2 pairs of dims, float64; theta is their base."""
@@ -55,7 +55,7 @@ class RopeScalingPart(Part):
 
     @property
     def context(self) -> int:
-        """Tokens of the context after scaling; 0: not known."""
+        """Tokens of the context after scaling; 0: unknown."""
         return 0
 
     def formula(self) -> RopeFormula | None:
@@ -65,31 +65,31 @@ class RopeScalingPart(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig(Table):
-    """Rotary position embedding (arXiv:2104.09864) of all layers of a model that have it."""
+    """Rotary position embedding (arXiv:2104.09864) of all layers with RoPE."""
 
     theta: Annotated[float, Bound("must be greater than 1", lambda base: base > 1)] = 10000.0
     """Base of the rotary frequencies."""
     interleaved: bool = False
     """Pairing of RoPE dims: 2i with 2i+1 (true, DeepSeek), or i with i + half (false, Llama)."""
     scaling: Annotated[RopeScalingPart, KindOf("rope_scaling")] = by_default("rope_scaling", "none")
-    """RoPE scaling for contexts longer than the original one. ntk: theta is multiplied by factor^(R/(R-2)), R rotated
-    dims. longrope: each pair of dims has a divisor of its frequency, and another one in sequences longer than the
+    """RoPE scaling for contexts longer than the original context. ntk: theta is multiplied by factor^(R/(R-2)), R
+    rotated dims. longrope: each pair of dims has two divisors of its frequency, for sequences within and beyond the
     original context (arXiv:2402.13753)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSettings:
-    """RoPE of all layers of a model that have it, and the attention temperature of the others."""
+    """RoPE of the layers with RoPE, and the attention temperature of the other layers."""
 
     theta: float
     """Base of the frequencies."""
     rotary_dim: int
     """Dims of one head that are rotated."""
     interleaved: bool
-    """Whether neighbouring dims are a pair; else the dims of the first and second half."""
+    """Whether neighbouring dims form a pair; else a pair has a dim of each half."""
     scaling: RopeScalingPart
     temperature_scale: float
-    """Of layers without RoPE; 0: none, see `Temperature`."""
+    """Scale of the temperature of layers without RoPE, see `Temperature`; 0: none."""
     temperature_tokens: int
 
 
@@ -101,7 +101,7 @@ class FactorScaling(RopeScalingPart):
     """Scaling factor, at least 1."""
 
     def check(self, *args: Any, **kwargs: Any) -> Iterator[Problem]:
-        """Yield a factor that changes nothing."""
+        """Yield a factor without effect."""
         if self.factor == 1:
             rule = "changes nothing with model.rope.scaling.factor=1.0"
             yield Problem(self.key, self.kind, rule, "give a factor above 1, or choose 'none'")

@@ -1,4 +1,4 @@
-"""Router: scores of the experts, choice and weights of a token's experts, and what the auxiliary loss balances."""
+"""Router: scores of the experts, choice and weights of a token's experts, and scope of the auxiliary loss."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCORE_SUM_EPS = 1e-20
-"""Added to a sum of scores before dividing by it, as DeepSeek-V3 does."""
+"""Added to a sum of scores before dividing by it, like in DeepSeek-V3."""
 
 Softmax = Callable[["Tensor"], "Tensor"]
 """Softmax over the last dim, with the bits of the kernels in use."""
@@ -26,11 +26,11 @@ class ScoreFormula(NamedTuple):
     weights: Callable[["Tensor"], "Tensor"]
     """Routing weights of the scores of the chosen experts, [..., K] -> same."""
     num_summed: int
-    """Best experts whose scores are summed to the score of a group of experts."""
+    """Number of best experts whose scores are summed to the score of a group."""
     choose: Callable[..., Any] | None = None
-    """Choices and weights of logits [B, S, E], given K and noise; None: `moe.choice` chooses."""
+    """Choices and weights for logits [B, S, E], given K and noise; None: `moe.choice` chooses."""
     noise_width: Callable[[int, int], int] | None = None
-    """Uniform numbers for each token in training, given K and E; None: none."""
+    """Number of uniform numbers for each token in training, given K and E; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +41,24 @@ class RouterScorePart(Part):
     key: ClassVar[str] = "model.ffn.moe.router"
     framed: ClassVar[frozenset[str]] = frozenset({"scaling_factor", "num_groups", "top_groups", "expert_bias", "bias"})
     sums_top2: ClassVar[bool] = True
-    """Whether a group of experts has the score of its two best experts, not of its best one."""
+    """Whether the score of a group is the sum of its two best experts, not its best expert."""
     scaling_factor: Annotated[float, POSITIVE] = 1.0
     """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
     num_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
     """Number of groups of consecutive experts, for group-limited routing (DeepSeek-V2, V3); 1: no limit."""
     top_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
-    """Number of best-scoring groups from which a token's experts are chosen."""
+    """Number of best-scoring groups for the choice of a token's experts."""
     expert_bias: bool = False
     """Add a bias to each expert's score for the choice only, updated to balance the load (arXiv:2408.15664)."""
     bias: bool = False
-    """Learned bias on the router's logits (gpt-oss)."""
+    """Learned bias of the router's logits (gpt-oss)."""
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
         """Return the scores of all experts, [T, E]."""
         raise NotImplementedError
 
     def ranking(self, logits_TE: "Tensor", scores_TE: "Tensor") -> "Tensor":
-        """Return the values by which experts are ranked where nothing is added to the scores, [T, E]."""
+        """Return the values that rank the experts if nothing is added to the scores, [T, E]."""
         return scores_TE
 
     def distribution(self, scores_TE: "Tensor") -> "Tensor":
@@ -72,7 +72,7 @@ class RouterScorePart(Part):
         raise NotImplementedError
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices, int64 [T, K], of a router that chooses by itself; None: `moe.choice` decides.
+        """Return the choices, int64 [T, K], of a router with its own choice; None: `moe.choice` decides.
 
         Args:
             logits_TE: the logits, without a gradient.
@@ -86,7 +86,7 @@ class RouterScorePart(Part):
 
     @property
     def chooses(self) -> bool:
-        """Return whether it chooses the experts by itself."""
+        """Return whether it has its own choice of experts."""
         return False
 
     @property
@@ -96,15 +96,15 @@ class RouterScorePart(Part):
 
     @property
     def sums_to_one_by(self) -> tuple[str, str]:
-        """Return the setting by which the weights sum to 1, and the one by which they do not."""
+        """Return the setting with weights that sum to 1, and the setting without."""
         return "model.ffn.moe.router.normalize=true", "model.ffn.moe.router.normalize=false"
 
     def uniform_weight(self, num_experts: int) -> float | None:
-        """Return the weight of a choice where all logits are 0 and no sum divides it; None: it has no fixed value."""
+        """Return the weight of a choice if all logits are 0 and no sum divides it; None: no fixed value."""
         raise NotImplementedError
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
-        """Return the bytes for each token that it keeps for backward, in addition to logits, scores and choices."""
+        """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
         return 0
 
     def decoding_is_post(self) -> bool | None:
@@ -112,7 +112,7 @@ class RouterScorePart(Part):
         return None
 
     def fused_options(self) -> dict[str, bool] | None:
-        """Return the options of the fused router kernel for this score; None: the kernel does not have it."""
+        """Return the options of the fused router kernel for this score; None: not supported by the kernel."""
         return None
 
     def formula(self) -> ScoreFormula | None:
@@ -122,7 +122,7 @@ class RouterScorePart(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateScorePart(RouterScorePart):
-    """Score of each expert by its logit alone; the weights of a token need not sum to 1."""
+    """Score of each expert that only depends on its logit; the weights of a token need not sum to 1."""
 
     normalize: bool = True
     """Divide the scores of the chosen experts by their sum."""
@@ -149,7 +149,7 @@ class RouterSoftmaxPart(Part):
     sum_to_one: ClassVar[bool] = False
     """Whether the weights of a token sum to 1."""
     is_post: ClassVar[bool | None] = None
-    """Whether the weights are the softmax of the chosen logits (True) or of all (False); None: neither."""
+    """Whether the weights are the softmax of the chosen logits (True) or of all logits (False); None: other weights."""
 
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
@@ -158,7 +158,7 @@ class RouterSoftmaxPart(Part):
         raise NotImplementedError
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices, as `RouterScorePart.choose`."""
+        """Return the choices, like `RouterScorePart.choose`."""
         return None
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
@@ -167,24 +167,24 @@ class RouterSoftmaxPart(Part):
 
     @property
     def chooses(self) -> bool:
-        """Return whether it chooses the experts by itself."""
+        """Return whether it has its own choice of experts."""
         return False
 
     def uniform_weight(self, num_experts: int) -> float | None:
-        """Return the weight of a choice where all logits are equal; None: it has no fixed value."""
+        """Return the weight of a choice if all logits are equal; None: no fixed value."""
         return 1 / num_experts
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
-        """Return the bytes for each token that it keeps for backward, in addition to logits, scores and choices."""
+        """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
         return 0
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula] | None:
-        """Return a function from the softmax to the whole score function in float64; None: it has no formula."""
+        """Return a function from the softmax to the whole score function in float64; None: no formula."""
         return None
 
 
 class TokenGroup(Protocol):
-    """The ranks that share a micro-batch."""
+    """Ranks that share a micro-batch."""
 
     def gather(self, rows: "Tensor") -> "Tensor":
         """Return the rows of all ranks."""
@@ -192,7 +192,7 @@ class TokenGroup(Protocol):
 
 
 class Tokens(Protocol):
-    """The tokens of this rank in their micro-batch."""
+    """Tokens of this rank in their micro-batch."""
 
     @property
     def group(self) -> TokenGroup:
@@ -200,7 +200,7 @@ class Tokens(Protocol):
         ...
 
     def is_token(self) -> "Tensor | None":
-        """Return the rows that are no padding, bool [T]; None: all."""
+        """Return the mask of rows that are not padding, bool [T]; None: all rows."""
         ...
 
     def global_index(self) -> "Tensor":
@@ -216,9 +216,9 @@ class ChoiceInputs:
     logits_TE: "Tensor"
     scores_TE: "Tensor"
     ranking_TE: "Tensor"
-    """Scores, with the expert bias if the router has one; logits where they rank the same."""
+    """Scores, with the expert bias if the router has one; logits if they give the same ranking."""
     thresholds_E: "Tensor | None"
-    """What `thresholds` returned, in training."""
+    """Result of `thresholds`, in training."""
     is_training: bool
     tokens: Tokens
     best: Callable[["Tensor"], "Tensor"]
@@ -235,19 +235,19 @@ class OracleScores(NamedTuple):
     biased: "Tensor"
     """Scores and expert bias."""
     is_token: "Tensor"
-    """Tokens that are no padding, bool [B, S]."""
+    """Tokens that are not padding, bool [B, S]."""
     top_k: int
 
 
 class ChoiceFormula(NamedTuple):
-    """A choice in float64, for the oracle, which takes one token after another."""
+    """A choice in float64, for the oracle, which processes one token after another."""
 
     ranking: Callable[[OracleScores], "Tensor"]
     """Values of a micro-batch in training, [B, S, E]; in evaluation the biased scores decide."""
     has_aux_loss: bool = False
-    """Whether the load-balancing loss goes with it."""
+    """Whether the load-balancing loss applies."""
     forced: Callable[[int, int, int], list[int]] | None = None
-    """Experts by the number of a token, K and E, whatever the values are; None: the best values decide."""
+    """Experts from the number of a token, K and E, independent of the values; None: the best values decide."""
     bias: Callable[[list[OracleScores]], "Tensor"] | None = None
     """Expert bias after a step, [E], from its micro-batches; None: steps toward an even load."""
 
@@ -259,8 +259,8 @@ class ChoicePart(Part):
     group: ClassVar[str] = "choice"
     key: ClassVar[str] = "moe.choice"
     scores_decide: ClassVar[bool] = False
-    """Whether the scores of a token alone decide over its experts, in training as in evaluation. Then the
-    load-balancing loss and updates of the expert bias balance the experts."""
+    """Whether only the scores of a token determine its experts, in training and evaluation. Then the load-balancing
+    loss and updates of the expert bias balance the experts."""
     reads_micro_batch: ClassVar[bool] = False
     """Whether it reads the scores of all tokens of a micro-batch."""
     is_forced: ClassVar[bool] = False
@@ -269,7 +269,7 @@ class ChoicePart(Part):
     """Whether its thresholds become the expert bias after a step."""
 
     def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor | None":
-        """Return what is subtracted from the scores of this micro-batch in training, [E]; None: nothing."""
+        """Return the thresholds, which are subtracted from this micro-batch's scores in training, [E]; None: none."""
         return None
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
@@ -292,9 +292,9 @@ class ChoicePart(Part):
 
 
 BalanceFormula = Callable[[Any, "Tensor | None", int], "list[tuple[Tensor, Tensor]]"]
-"""Pairs of counts and sums of scores, each [E], from the routed micro-batches of a global batch, the counts of the last
-global batch, and the micro-batches of a data-parallel rank. A micro-batch has `scores` [B, S, E], `is_token` [B, S] and
-`tokens_per_expert()` [B, E]."""
+"""Pairs of counts and sums of scores, each [E], given the routed micro-batches of a global batch, the counts of the
+last global batch, and the micro-batches of a data-parallel rank. A micro-batch has `scores` [B, S, E], `is_token` [B,
+S] and `tokens_per_expert()` [B, E]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,12 +304,12 @@ class BalanceScopePart(Part):
     group: ClassVar[str] = "balance_scope"
     key: ClassVar[str] = "moe.aux_kind"
     is_per_sample: ClassVar[bool] = False
-    """Whether each sample is balanced by itself."""
+    """Whether each sample is balanced separately."""
     accumulates: ClassVar[bool] = False
-    """Whether the counts of the micro-batches of a step add up over all data-parallel ranks, as far as the step has
-    come: the loss then depends on dp."""
+    """Whether the counts of the micro-batches of a step add up over all data-parallel ranks, up to the current
+    micro-batch; the loss then depends on dp."""
     keeps_counts: ClassVar[bool] = False
-    """Whether the counts are those that the last step ended with; they are saved in checkpoints."""
+    """Whether the counts at the end of the last step are used; they are saved in checkpoints."""
 
     @property
     def is_global(self) -> bool:

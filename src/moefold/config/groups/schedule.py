@@ -9,7 +9,7 @@ from moefold.config.pipeline_action import SlotRow
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulePart(Part):
-    """Rows of slots, one for each pipeline rank, that the runtime, the memory formulas and the planner read alike.
+    """Rows of slots, one for each pipeline rank, for the runtime, the memory formulas and the planner.
 
     The defaults describe one stage per rank and whole backward passes.
     """
@@ -19,8 +19,8 @@ class SchedulePart(Part):
     changes_maths: ClassVar[bool] = False
 
     is_for_one_mapping: ClassVar[bool] = False
-    """Whether the rows fit only one number of ranks, stages and micro-batches: no search tries it, and the placement is
-    known at the start of a run alone."""
+    """Whether the rows fit only one number of ranks, stages and micro-batches: searches do not try it, and the
+    placement is only known at the start of a run."""
     placement: ClassVar[Literal["loop", "v"]] = "loop"
     """loop: stage s on pipeline rank s mod pp. v: rank r has stages r and 2*pp-1-r."""
     virtual_stage_bounds: ClassVar[tuple[int, int | None]] = (1, 1)
@@ -28,13 +28,13 @@ class SchedulePart(Part):
     with_other_virtual_stages: ClassVar[str] = "zero-bubble"
     """The schedule that error messages suggest for other numbers of virtual stages."""
     splits_backward: ClassVar[bool] = False
-    """Weight gradients are computed separately from, and later than, the input gradients."""
+    """Whether weight gradients are computed separately from the input gradients, and later."""
 
     # Micro-batches.
     min_micro_batches_per_rank: ClassVar[int] = 0
     """Minimum number of micro-batches, as a multiple of pp."""
     with_fewer_micro_batches: ClassVar[str] = "gpipe"
-    """Of a schedule with a minimum: the schedule that error messages suggest instead."""
+    """Schedule that error messages suggest for fewer micro-batches than the minimum."""
     runs_equal_rounds: ClassVar[bool] = False
     """Whether the micro-batches run in equal rounds of about pp."""
     repeats_steady_phase: ClassVar[bool] = False
@@ -66,7 +66,7 @@ class SchedulePart(Part):
         """Return the slots of every pipeline rank; see `row`.
 
         Raises:
-            ConfigError: of a schedule in a file: it cannot be read, or is wrong.
+            ConfigError: the file of a schedule cannot be read, or is wrong.
         """
         row = self.overlapped_row if overlap else self.row
         return tuple(row(rank, pp, num_stages, count) for rank in range(pp))
@@ -78,21 +78,21 @@ class SchedulePart(Part):
             num_stages: stages per rank.
 
         Raises:
-            ConfigError: of a schedule in a file: it cannot be read, or is wrong.
+            ConfigError: the file of a schedule cannot be read, or is wrong.
         """
         if pp > 1 and self.placement == "v":
             return (*range(pp), *reversed(range(pp)))
         return tuple(stage % pp for stage in range(pp * num_stages))
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
-        """Return the idle seconds of a rank in one step, in closed form, for speed; None: the rows are executed.
+        """Return the idle seconds of a rank in one step, in closed form, which is faster; None: the rows are simulated.
 
-        docs/pipeline.md has the formulas in parts of a chunk, measured.
+        docs/pipeline.md has the formulas and measurements.
 
         Args:
-            forward_s: one micro-batch forward through all chunks of one rank; like the other times and `num_stages` a
-                number or an array.
-            backward_s: the same backward, weight gradients included.
+            forward_s: forward pass of one micro-batch through all chunks of one rank; like the other times and
+                `num_stages` a number or an array.
+            backward_s: its backward pass, including weight gradients.
             wgrad_s: the weight-gradient part of `backward_s`.
             pp: pipeline ranks, 2 or more.
             num_stages: stages per rank.

@@ -1,4 +1,4 @@
-"""Methods of sites: what jobs exchange in a round, and what a round does to their weights."""
+"""Methods of sites: the exchange between jobs in a round, and the update of their weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from moefold.config.part import Part, lacks
 
 @dataclass(frozen=True, kw_only=True)
 class SiteMethodPart(Part):
-    """Values of the keys of [sites] that a recipe leaves out, and what a round does beyond these keys.
+    """Values of absent keys of [sites], and operations of a round beyond these keys.
 
-    By itself, all sites of a round send their differences in `sites.precision`, and step along the mean.
+    By default, all sites of a round send their differences in `sites.precision`, and step along the mean.
     """
 
     group: ClassVar[str] = "site_method"
     key: ClassVar[str] = "sites.method"
     changes_maths: ClassVar[bool] = False
     in_pairs: ClassVar[bool] = False
-    """Whether a site exchanges with one other site, drawn from run.seed and the number of the round. Outer weights then
-    differ between sites, and all exchange in the round after the last step."""
+    """Whether a site exchanges with only one other site, drawn from run.seed and the number of the round. Outer weights
+    then differ between sites, and all sites exchange in the round after the last step."""
     overlaps_whole_round: ClassVar[bool] = False
-    """Whether a round is exchanged during the whole next one: sites.overlap is equal to sites.every."""
+    """Whether a round is exchanged during the whole next round: sites.overlap is equal to sites.every."""
     owns_experts: ClassVar[bool] = False
-    """Whether site n trains the experts n, n + count, n + 2 * count, ... of each layer alone (`own_parameters`)."""
+    """Whether only site n trains the experts n, n + count, n + 2 * count, ... of each layer (`own_parameters`)."""
     coding_s: ClassVar[tuple[float, float]] = (0.0, 0.0)
     """With a `wire_format`: seconds to encode an element, and to decode and add it, on one core of a host."""
 
@@ -37,21 +37,21 @@ class SiteMethodPart(Part):
 
     @property
     def has_outer_step(self) -> bool:
-        """Return whether the outer step does more than to take a mean, whatever `sites.lr` and momentum are."""
+        """Return whether the outer step differs from a mean, for any `sites.lr` and momentum."""
         return False
 
     @property
     def counts_steps(self) -> bool:
-        """Return whether a round depends on the step, so that all sites take equally many between two rounds."""
+        """Return whether a round depends on the step, so that all sites have equal steps between two rounds."""
         return False
 
     @property
     def may_overlap(self) -> bool:
-        """Return whether training may go on during an exchange."""
+        """Return whether training may continue during an exchange."""
         return True
 
     def wire_format(self, itemsize: int) -> Any:
-        """Return the size of coded differences, a `cost.site_traffic.CodedSize`; None: the one of `sites.precision`.
+        """Return the size of coded differences, a `cost.site_traffic.CodedSize`; None: the size of `sites.precision`.
 
         Args:
             itemsize: bytes of an element before it is coded.
@@ -59,15 +59,15 @@ class SiteMethodPart(Part):
         return None
 
     def wire_code(self, dtype: Any) -> Any:
-        """Return the code of differences of a torch type, a `comm.wire_codes.WireCode`; None: of `sites.precision`."""
+        """Return the code of differences of a torch type, a `comm.wire_codes.WireCode`; None: `sites.precision`."""
         return None
 
     def outer(self) -> Any:
-        """Return the class of the outer optimizer, derived from `optim.outer.OuterOptimizer`; None: this one."""
+        """Return the class of the outer optimizer, derived from `optim.outer.OuterOptimizer`; None: this class."""
         return None
 
     def own_parameters(self, parameters: Mapping[str, Any], experts: Any, count: int, number: int) -> Any:
-        """Return what a site with `owns_experts` trains; local.
+        """Return the parameters that a site with `owns_experts` trains; local.
 
         Args:
             parameters: the trained parameters of this rank, by name, `nn.Parameter`.
@@ -75,13 +75,13 @@ class SiteMethodPart(Part):
             count: sites of the run.
 
         Returns:
-            An object with `parameters`, in which the site's own experts replace all, and the methods `take_gradients`
-            and `drop_gradients`, before and after the optimizer's step.
+            An object with `parameters`, where the site's own experts replace all experts, and the methods
+            `take_gradients` and `drop_gradients`, before and after the optimizer's step.
         """
         raise lacks(self, "own_parameters")
 
     def least_every(self, cost: Any, precision: str) -> int | None:
-        """Return the least `sites.every` that `moefold plan` chooses, with an overlap that is equal to it.
+        """Return the smallest `sites.every` for `moefold plan`, if the overlap is equal to it.
 
         Args:
             cost: the `planner.sites.SiteCost` of the rounds.
@@ -93,5 +93,5 @@ class SiteMethodPart(Part):
         return None
 
     def with_every(self, every: int) -> Self:
-        """Return the method with settings that go with another `sites.every`."""
+        """Return the method with settings for another `sites.every`."""
         return self

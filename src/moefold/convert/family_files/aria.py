@@ -1,4 +1,4 @@
-"""Family aria_text, and the text model of Aria's folders: each expert as [in, out], gate before up. Torch-free."""
+"""Family aria_text, and the text model of Aria's folders: each expert as [in, out], gate before up."""
 
 from moefold.convert.config_fields import Constants, SharedExperts, allowed, attention_bias, renamed
 from moefold.convert.family import (

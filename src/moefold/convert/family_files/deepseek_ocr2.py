@@ -1,4 +1,4 @@
-"""Family deepseek_ocr2_text, and the text model of DeepSeek-OCR 2: DeepSeek-V2 with plain attention. Torch-free."""
+"""Family deepseek_ocr2_text, and the text model of DeepSeek-OCR 2: DeepSeek-V2 with plain attention."""
 
 from moefold.convert.config_fields import (
     Constants,
@@ -34,7 +34,7 @@ FAMILY = Family(
         SharedExperts(default=2),
         Constants({"ffn.moe.router.softmax": "pre"}),
     ),
-    # That class reads stacked experts alone.
+    # That class only reads stacked experts.
     layouts(experts=EXPERTS[::-1]),
     multimodal=MultimodalFolder("deepseek_ocr2", r"model\.(qwen2_model|sam_model|projector)\..*|model\.view_seperator"),
     options={

@@ -1,4 +1,4 @@
-"""Family ernie4_5_vl_moe (ERNIE 4.5 VL): ERNIE 4.5 besides vision experts in the same tensors. Torch-free."""
+"""Family ernie4_5_vl_moe (ERNIE 4.5 VL): ERNIE 4.5 with vision experts in the same tensors."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Family flint: sinks in all layers, windows with RoPE, full attention without, a sigmoid router. Torch-free."""
+"""Family flint: sinks in all layers, windows with RoPE, full attention without, a sigmoid router."""
 
 from moefold.convert.config_fields import Constants, Renamed, attention_bias, num_experts, renamed
 from moefold.convert.family import Family, attention_fields, ffn_rules, layer_rules, layouts
@@ -7,7 +7,7 @@ from moefold.convert.layer_fields import SlidingWindowLayers, SparseLayers
 
 
 def _layer_types(hf_config: Json, count: int) -> list[str]:
-    """Return full attention in the first two layers, in every fourth from the second on, and in the last one."""
+    """Return full attention for the first two layers, every fourth from the second on, and the last layer."""
     full = {0, count - 1, *range(1, count, 4)}
     return ["full_attention" if i in full else "sliding_attention" for i in range(count)]
 

@@ -1,4 +1,4 @@
-"""Family glm4v_moe (GLM-4.5V): the text model of a multimodal folder is GLM-4-MoE. Torch-free."""
+"""Family glm4v_moe (GLM-4.5V): the text model of a multimodal folder is GLM-4-MoE."""
 
 from dataclasses import replace
 

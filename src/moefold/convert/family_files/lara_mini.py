@@ -1,4 +1,4 @@
-"""Family lara_mini (Lara 4 Mini): Gated DeltaNet, windows with RoPE and full attention without. Torch-free."""
+"""Family lara_mini (Lara 4 Mini): Gated DeltaNet, windows with RoPE and full attention without."""
 
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import Constants, NormTopKProb, Renamed, attention_bias, num_experts, renamed

@@ -1,4 +1,4 @@
-"""Family qwen3_omni_moe (Qwen3-Omni): the text model of the thinker is Qwen3-MoE. Torch-free."""
+"""Family qwen3_omni_moe (Qwen3-Omni): the text model of the thinker is Qwen3-MoE."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Family qwen3_vl_moe (Qwen3-VL): the text model of a multimodal folder is Qwen3-MoE. Torch-free."""
+"""Family qwen3_vl_moe (Qwen3-VL): the text model of a multimodal folder is Qwen3-MoE."""
 
 from dataclasses import replace
 

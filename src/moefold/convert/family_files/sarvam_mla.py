@@ -1,4 +1,4 @@
-"""Family sarvam_mla (Sarvam-105B): DeepSeek-V3 with other defaults. Torch-free."""
+"""Family sarvam_mla (Sarvam-105B): DeepSeek-V3 with other defaults."""
 
 from dataclasses import replace
 

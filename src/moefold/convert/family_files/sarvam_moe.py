@@ -1,4 +1,4 @@
-"""Family sarvam_moe (Sarvam-30B): GLM-4-MoE with queries, keys and values in one tensor. Torch-free."""
+"""Family sarvam_moe (Sarvam-30B): GLM-4-MoE with queries, keys and values in one tensor."""
 
 from dataclasses import replace
 

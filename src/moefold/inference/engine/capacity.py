@@ -1,4 +1,4 @@
-"""Pages that a cache holds and that requests need. Torch-free."""
+"""Pages that a cache holds and that requests need."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from moefold.inference.engine.pages import pages_for
 from moefold.inference.engine.requests import EngineSettings, Request
 
 MIN_PAGE_BYTES = 1024
-"""Bytes that a page counts at least: in a model with linear attention alone, its entries in the page tables."""
+"""Minimum bytes counted for a page: with only linear attention, a page consists of entries in the page tables."""
 
 
 def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
     """Return the pages that fit into the cache of a rank; None if the cache is as large as the requests need.
 
     Raises:
-        ConfigError: not one fits.
+        ConfigError: no page fits.
     """
     if settings.cache_gib == 0:
         return None
@@ -39,9 +39,9 @@ def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
 
 
 def pages_needed(requests: Sequence[Request], settings: EngineSettings, page_positions: int) -> int:
-    """Return the most pages, of `page_positions` each, that the requests can use at once, at least 1.
+    """Return the maximum pages, of `page_positions` each, that the requests can use at once, at least 1.
 
-    Samples that share a prompt have a copy of its last page each.
+    Each of the samples with a shared prompt has a copy of its last page.
     """
     num_samples = Counter(request.prompt for request in requests)
     shared = settings.share_prompts
@@ -50,10 +50,10 @@ def pages_needed(requests: Sequence[Request], settings: EngineSettings, page_pos
 
 
 def check_requests(requests: Sequence[Request], num_pages: int, page_positions: int) -> None:
-    """Check that a cache of this size holds each request by itself.
+    """Check that a cache of this size is large enough for each single request.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the cache is too small.
     """
     check_longest(most_positions(requests), num_pages, page_positions)
 
@@ -64,10 +64,10 @@ def most_positions(requests: Sequence[Request]) -> int:
 
 
 def check_longest(num_positions: int, num_pages: int, page_positions: int) -> None:
-    """Check that a cache of this size holds a sample of that many positions.
+    """Check that a cache of this size is large enough for a sample of the given positions.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the cache is too small.
     """
     if pages_for(num_positions, page_positions) > num_pages:
         raise ConfigError(

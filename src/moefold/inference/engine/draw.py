@@ -1,4 +1,4 @@
-"""Sampling of the next token with counter-based random numbers, so that a draw depends on its sample alone."""
+"""Sampling of the next token with counter-based random numbers, so that a draw only depends on its sample."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class UniformStream:
     """Uniform draws in [0, 1) of one sample, a pure function of (seed, prompt number, sample number, position).
 
     Args:
-        seed: of the sampling parameters.
+        seed: seed of the sampling parameters.
     """
 
     def __init__(self, seed: int, request: Request) -> None:
@@ -31,7 +31,7 @@ class UniformStream:
         self._draws: list[float] = []
 
     def __getitem__(self, position: int) -> float:
-        """Return the draw of the new token at an index, 0 for the first one; a multiple of 2**-53."""
+        """Return the draw of the new token at an index, 0 for the first token; a multiple of 2**-53."""
         if position >= len(self._draws):
             # Word i of a stream does not depend on how many words are drawn: the stream grows by doubling.
             count = min(max(64, 2 * (position + 1)), max(self._max_tokens, position + 1))
@@ -45,20 +45,20 @@ class Draw(NamedTuple):
 
     params: SamplingParams
     uniform: float
-    """In [0, 1); not read at temperature 0."""
+    """Uniform draw in [0, 1); not read at temperature 0."""
 
 
 def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel | None = None) -> Tensor:
-    """Sample one token for each row of logits where the logits are: int64 [N] on their device, without a wait.
+    """Sample a token for each row of logits: int64 [N] on the device of the logits, without a wait.
 
     A row's token does not depend on the other rows. Weights are computed in float64 and rounded to integers. Their sums
-    are exact, so that no order of summation changes a draw. Devices may differ in the last bit of `exp`, which rounds
-    another weight up: then the bounds of tokens move by a few units of at least 2^44, and a draw falls between an old
-    and a new bound about once in 10^12 tokens.
+    are exact, so that the order of summation does not change a draw. Devices may differ in the last bit of `exp`, and
+    then round a weight differently: the bounds of tokens move by a few units of at least 2^44, and about one draw in
+    10^12 falls between an old and a new bound.
 
     Args:
         logits_NV: logits over the whole vocabulary.
-        kernel: draws where it supports the logits and the whole distribution is sampled; None: torch operations.
+        kernel: draws if it supports the logits and the whole distribution is sampled; None: torch operations.
 
     Returns:
         Token ids; `NO_TOKEN` for a row with NaN or infinity, which has no distribution to sample from.
@@ -98,7 +98,7 @@ def _choose(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel | None)
 
 def _choose_part(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     params = draws[0].params
-    # NaN and infinity reach the maximum of their row.
+    # NaN and infinity appear in the maximum of their row.
     has_tokens_N = logits_NV.amax(-1).isfinite()
     if params.temperature == 0:
         return logits_NV.argmax(-1).where(has_tokens_N, NO_TOKEN)
@@ -109,7 +109,7 @@ def _choose_part(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _weights(logits_NV: Tensor, temperature: float, min_p: float) -> Tensor:
-    """Return weights that are proportional to the probabilities, int64; those below `min_p` times the largest are 0."""
+    """Return weights proportional to the probabilities, int64; weights below `min_p` times the largest are 0."""
     scaled_NV = logits_NV.double()
     if temperature != 1:
         scaled_NV = scaled_NV / temperature
@@ -122,7 +122,7 @@ def _weights(logits_NV: Tensor, temperature: float, min_p: float) -> Tensor:
 
 
 def apply_top_k_top_p(weights_NV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Apply top-k, then top-p filtering: set the other weights, which are integers, to 0. Keeps at least one."""
+    """Apply top-k, then top-p filtering: set the other integer weights to 0, and keep at least one."""
     if not 0 < top_k < weights_NV.shape[-1] and top_p >= 1:
         return weights_NV
     sorted_NV, order_NV = weights_NV.sort(stable=True, dim=-1, descending=True)
@@ -139,7 +139,7 @@ def sample_inverse_cdf(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """Sample tokens by inverse transform: map draws in [0, 1) through the cumulative distribution over ids.
 
     Args:
-        weights_NV: int64, of a positive sum below 2^63.
+        weights_NV: int64, with a positive sum below 2^63.
         uniforms_N: uniform draws in [0, 1), float64.
 
     Returns:
@@ -147,6 +147,6 @@ def sample_inverse_cdf(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """
     cumulative_NV = weights_NV.cumsum(-1)
     totals_N = cumulative_NV[:, -1]
-    # The product is rounded, maybe up to the sum.
+    # The product is rounded, possibly up to the sum.
     thresholds_N = (uniforms_N * totals_N.double()).long().minimum(totals_N - 1)
     return torch.searchsorted(cumulative_NV, thresholds_N.unsqueeze(-1), right=True).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Rollout engine: continuous batching over a paged KV cache, of an inference model or of a model in training."""
+"""Rollout engine: continuous batching over a paged KV cache, for an inference model or a model in training."""
 
 import logging
 from collections import Counter
@@ -45,11 +45,11 @@ class Constraint(Protocol):
     """State of a grammar after the tokens of one sample."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may come next, [V]; at least one may."""
+        """Return the mask of allowed next tokens, [V]; at least one is allowed."""
         ...
 
     def push(self, token: int) -> None:
-        """Add a token that was allowed."""
+        """Add an allowed token."""
         ...
 
 
@@ -59,7 +59,7 @@ Constrain = Callable[[Request], Constraint]
 TokenCallback = Callable[[int, int], None]
 """Callback for each new token: (request index, token)."""
 StopCondition = Callable[[int, Sequence[int]], bool]
-"""Predicate for a complete sample: (request index, its new tokens). Must return the same on ranks of one dp rank."""
+"""Predicate for a complete sample: (request index, its new tokens). Equal on all ranks of a dp rank."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _Open:
     log_probs: list[float] = field(default_factory=list)
     expert_ids: NDArray[np.integer] | None = None
     prompt_scores: dict[int, PromptScore] = field(default_factory=dict)
-    """Of the tokens of the prompt, by their positions."""
+    """Scores of the tokens of the prompt, by position."""
     constraint: Constraint | None = None
     """State of the grammar, on the rank that draws."""
 
@@ -83,7 +83,7 @@ class _Open:
 
 
 def model_cache_sizes(model: InferenceModel | ParallelModel) -> CacheSizes:
-    """Return what the ranks of a model cache."""
+    """Return the sizes of the caches of a model's ranks."""
     stage = model.stages[0]
     positions = page_positions(model.groups.device.type)
     return CacheSizes(stage.config, model.stage_plan, model.groups.layout.tp, stage.dtype.itemsize, positions)
@@ -92,14 +92,14 @@ def model_cache_sizes(model: InferenceModel | ParallelModel) -> CacheSizes:
 class RolloutEngine:
     """Generates completions of any number of requests at once.
 
-    The tokens and log-probabilities of a request do not depend on the other requests nor on the settings. With ranks of
-    tp and pp, these pass the same requests; ranks of dp (and of cp, which takes part as dp does) pass their own.
+    The tokens and log-probabilities of a request do not depend on the other requests or the settings. Ranks of tp and
+    pp pass the same requests; ranks of dp (and of cp, which acts like dp) pass their own.
 
     Args:
         model: an inference model, or a model in training, whose weights are used in place.
         settings: checked limits.
         sampling: checked sampling parameters.
-        records_routing: whether completions have the experts that were chosen for their tokens.
+        records_routing: whether completions contain the chosen experts of their tokens.
 
     Raises:
         ConfigError: the cache is smaller than one page.
@@ -123,13 +123,13 @@ class RolloutEngine:
 
     @contextmanager
     def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["OpenGeneration"]:
-        """Open a generation, to which requests can be added while others run; collective over all ranks.
+        """Open a generation, which accepts new requests while others run; collective over all ranks.
 
         The weights must not change inside this context.
 
         Args:
             num_pages: pages of the cache, at most as many as the settings allow.
-            constrain: starts the grammar of a request; None: no request has one.
+            constrain: starts the grammar of a request; None: no request has a grammar.
         """
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))
@@ -158,12 +158,12 @@ class RolloutEngine:
         """Generate a completion of every request, in their order; collective over all ranks.
 
         Args:
-            requests: of this data-parallel rank, maybe none.
-            on_token: called for each new token, the end-of-text token included, on every rank of the requests.
+            requests: requests of this data-parallel rank, possibly none.
+            on_token: called for each new token, including the end-of-text token, on every rank of the requests.
             is_complete: stop condition, called after each new token that does not end its sample.
 
         Raises:
-            ConfigError: on all ranks, the cache is too small for a request of one of them.
+            ConfigError: the cache of a rank is too small for a request; raised on all ranks.
         """
         num_pages = pages_needed(requests, self._settings, self._page_positions)
         if self._max_pages is not None:
@@ -186,7 +186,7 @@ class RolloutEngine:
         return self._with_merged_routing([completion for completion in completions if completion is not None])
 
     def _with_merged_routing(self, completions: list[Completion]) -> list[Completion]:
-        """Complete the recorded experts with the experts of the other tensor-parallel ranks; collective over tp."""
+        """Merge the recorded experts of all tensor-parallel ranks; collective over tp."""
         found = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
         if not found:
             return completions
@@ -221,8 +221,8 @@ class OpenGeneration:
         """Add a request.
 
         Args:
-            number: unique among the samples that are not popped; a smaller number has priority.
-            request: the cache must hold it, see `check_requests`.
+            number: unique among the samples that are not popped; smaller numbers have priority.
+            request: the request, which must fit into the cache; see `check_requests`.
         """
         assert request.prompt, "a prompt has at least one token"
         sampling = request.sampling or self._sampling
@@ -230,7 +230,7 @@ class OpenGeneration:
         self._scheduler.add(number, request)
 
     def cancel(self, number: int) -> None:
-        """Remove a sample that is not complete."""
+        """Remove an incomplete sample."""
         del self._open[number]
         self._scheduler.finish(number)
 
@@ -251,7 +251,7 @@ class OpenGeneration:
 
     @property
     def num_preemptions(self) -> int:
-        """Times that a sample of this rank gave up its pages and was computed again."""
+        """Number of preemptions on this rank: a sample lost its pages and was recomputed."""
         return self._scheduler.num_preemptions
 
     def any_rank_has_work(self) -> bool:
@@ -263,7 +263,7 @@ class OpenGeneration:
         return bool(all_reduce_max(flag, groups.attn.stage))
 
     def step(self, is_complete: StopCondition | None = None) -> list[NewToken]:
-        """Run one forward pass, of no rows if this rank has no work; collective. Return the new tokens."""
+        """Run one forward pass, without rows if this rank has no work, and return the new tokens; collective."""
         work = self._scheduler.next_pass() if self._scheduler.has_work else Pass([], [], [])
         self._decoder.copy_pages(work.copies)
         self._decoder.copy_states(work.state_copies)
@@ -283,7 +283,7 @@ class OpenGeneration:
         return self._advance(self._draw(logits_NV, numbers), is_complete)
 
     def _scored(self, segments: Sequence[PassSegment]) -> list["_Scored"]:
-        """Return the rows of a pass whose next token belongs to a prompt that is scored."""
+        """Return the rows of a pass whose next token belongs to a scored prompt."""
         found = []
         end = 0
         for segment in segments:
@@ -324,7 +324,7 @@ class OpenGeneration:
         return token_log_probs(logits_NV, tokens_N, vocab_range, stage.head.cross_entropy_ops)
 
     def _changed_logits(self, whole_NV: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return the logits to draw from: logits of samples with rules are changed."""
+        """Return the logits for the draws: the logits of samples with rules are changed."""
         if all(self._open[number].request.rules is None for number in numbers):
             return whole_NV
         changed_NV = whole_NV.clone()
@@ -343,7 +343,7 @@ class OpenGeneration:
         """Draw the next token of each sample on the last stage; return the tokens on every rank."""
         groups = self._chain.groups
         count = max(self._open[number].request.num_alternatives for number in numbers)
-        # Tokens and log-probabilities, drawn and most likely.
+        # Tokens and log-probabilities of the drawn and the most likely tokens.
         found_DN = torch.zeros(2 + 2 * count, len(numbers), dtype=torch.float64, device=groups.device)
         stage = self._chain.last_stage
         if logits_NV is not None:
@@ -355,20 +355,20 @@ class OpenGeneration:
             if groups.attn.tp.rank == 0:
                 tokens_N = choose_tokens(self._changed_logits(whole_NV, numbers), draws, stage.kernels.draw)
                 self._advance_grammars(numbers, tokens_N)
-            # Ranks that each drew from their own rounding could disagree.
+            # Only one rank draws: ranks with different rounding could disagree.
             tokens_N = broadcast(tokens_N, groups.attn.tp, 0)
             scaled_NV = _divide_by_temperature(logits_NV, draws)
             found_DN[0] = tokens_N
             found_DN[1] = self._log_probs(scaled_NV, tokens_N.clamp(min=0))
             if count:
                 found_DN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
-        # The only wait of a pass for the device.
+        # The only time that a pass waits for the device.
         found = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
         check_drawn([token for token, *_ in found])
         return [self._new_token(number, *of_sample) for number, of_sample in zip(numbers, found, strict=True)]
 
     def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
-        """Return the drawn token of a sample with as many alternatives as its request has."""
+        """Return the drawn token of a sample with the requested number of alternatives."""
         sample = self._open[number]
         scores: tuple[PromptScore, ...] = ()
         if sample.prompt_scores and not sample.tokens:
@@ -410,12 +410,12 @@ class OpenGeneration:
 
 
 class _Scored(NamedTuple):
-    """A token of a prompt whose log-probability is reported."""
+    """Token of a prompt whose log-probability is reported."""
 
     row: int
     """Row of the pass whose logits predict it."""
     number: int
-    """Of the sample."""
+    """Number of the sample."""
     position: int
     token: int
 
@@ -431,8 +431,8 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
 
     Args:
         token: the token at this position.
-        log_prob: of it. The loss computes it in another order of sums.
-        best: the ids of the most likely tokens, then their log-probabilities.
+        log_prob: its log-probability, which the loss computes in another order of sums.
+        best: ids of the most likely tokens, then their log-probabilities.
         count: number of tokens.
     """
     half = len(best) // 2
@@ -443,7 +443,7 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
 def _pass_tensors(
     segments: Sequence[PassSegment], device: torch.device, page_positions: int
 ) -> tuple[Tensor, PassRows, Tensor]:
-    """Return tokens [R], the rows, and the rows whose next token is drawn [N]."""
+    """Return the tokens [R], the rows, and the rows whose next token is drawn [N]."""
     counts = [len(segment.tokens) for segment in segments]
     tokens = np.array([token for segment in segments for token in segment.tokens], np.int64)
     firsts = np.array([segment.first for segment in segments], np.int64)
@@ -452,7 +452,7 @@ def _pass_tensors(
     ends = list(accumulate(counts))
     if len(tokens) > len(segments):
         segment_of_row = segment_of_row.repeat(counts)
-        # Consecutive positions of each segment: the row number, less the number of the segment's first row.
+        # Consecutive positions of each segment: the row number minus the number of the segment's first row.
         positions = np.arange(len(tokens)) + (firsts - ends + counts)[segment_of_row]
     page_counts = [segment.table.num_pages for segment in segments]
     tables = np.zeros((len(segments), max(page_counts, default=1)), np.int32)
@@ -486,11 +486,11 @@ def change_logits(
     """Change the logits of a sample's next token in place.
 
     Args:
-        logits_V: over the whole vocabulary.
+        logits_V: logits over the whole vocabulary.
         request: the sample.
-        rules: of the request.
-        tokens: its new tokens so far.
-        constraint: state of the grammar, if there is one.
+        rules: rules of the request.
+        tokens: the sample's new tokens so far.
+        constraint: state of the grammar, if any.
     """
     device = logits_V.device
     if rules.bias:

@@ -1,6 +1,6 @@
 """Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write.
 
-Also the slots of recurrent states, of which a sequence has one.
+The module also has the slots of recurrent states, one for each sequence.
 """
 
 from heapq import heappop, heappush
@@ -18,7 +18,7 @@ class PagePool:
     """Free list and reference counts of the pages of a cache.
 
     Args:
-        num_pages: pages in all, numbered from 0.
+        num_pages: total number of pages, numbered from 0.
         page_positions: positions of a page.
     """
 
@@ -29,7 +29,7 @@ class PagePool:
 
     @property
     def num_pages(self) -> int:
-        """Pages in all."""
+        """Total number of pages."""
         return len(self._num_references)
 
     @property
@@ -51,7 +51,7 @@ class PagePool:
         self._num_references[page] += 1
 
     def release(self, page: int) -> None:
-        """Remove a reference; the last one frees the page."""
+        """Remove a reference; removing the last reference frees the page."""
         assert self._num_references[page] > 0, f"page {page} is free"
         self._num_references[page] -= 1
         if not self._num_references[page]:
@@ -66,7 +66,7 @@ class StateSlots:
     """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first.
 
     Args:
-        num_slots: slots in all, numbered from 0.
+        num_slots: total number of slots, numbered from 0.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -85,8 +85,8 @@ class PageTable:
     """Pages of one sequence in the order of its positions.
 
     Args:
-        pool: of the pages.
-        max_pages: pages that the sequence can have.
+        pool: pool of the pages.
+        max_pages: maximum pages of the sequence.
     """
 
     def __init__(self, pool: PagePool, max_pages: int) -> None:
@@ -94,7 +94,7 @@ class PageTable:
         self.pages: NDArray[np.int32] = np.zeros(max_pages, np.int32)
         """Page numbers, int32 [max_pages]; 0 after the last page."""
         self.num_shared_positions = 0
-        """Positions of the pages that were taken from another table."""
+        """Positions of the pages shared from another table."""
         self.num_pages = 0
         """Pages of this sequence."""
         self.capacity = 0
@@ -106,7 +106,7 @@ class PageTable:
         return int(self.pages[position // self._pool.page_positions])
 
     def shares_page_of(self, position: int) -> bool:
-        """Return whether a position lies in a page that this table took from another one, and others refer to."""
+        """Return whether a position is in a page that was shared from another table and still has other references."""
         return position < self.num_shared_positions and self._pool.is_shared(self.page_of(position))
 
     def append(self, page: int) -> None:
@@ -119,11 +119,11 @@ class PageTable:
         self.capacity = num_pages * self._pool.page_positions
 
     def replace(self, position: int, page: int) -> int:
-        """Put an allocated page in place of a shared one; return the shared one, whose reference is removed.
+        """Replace a shared page by an allocated page; return the shared page, whose reference is removed.
 
         Args:
             position: a position in the shared page.
-            page: the allocated page, into which the contents of the shared one must be copied.
+            page: the allocated page; the caller must copy the contents of the shared page to it.
         """
         index = position // self._pool.page_positions
         shared = int(self.pages[index])

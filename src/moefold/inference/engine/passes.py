@@ -1,8 +1,8 @@
-"""Scheduling of forward passes: continuous batching with chunked prefill, shared prompts and preemption; torch-free.
+"""Scheduling of forward passes: continuous batching with chunked prefill, shared prompts and preemption.
 
-A pass mixes single tokens of samples that are decoded with chunks of prompts (arXiv:2308.16369), up to a number of
-tokens. Samples of equal prompts share the pages of all prompt tokens but the last: these are computed once, as a
-sequence of their own. If no page is free, the youngest sample gives up its pages and is computed again later.
+A pass mixes single tokens of decoded samples with chunks of prompts (arXiv:2308.16369), up to a number of tokens.
+Samples with equal prompts share the pages of all prompt tokens except the last token: these are computed once, as a
+separate sequence. If no page is free, the youngest sample loses its pages and is recomputed later.
 """
 
 import bisect
@@ -23,9 +23,9 @@ class PassLimits:
     """Limits of the passes."""
 
     slots: int
-    """Most samples that have pages at once."""
+    """Maximum samples with pages at a time."""
     pass_tokens: int
-    """Most tokens of a pass; at least `slots`."""
+    """Maximum tokens of a pass; at least `slots`."""
     num_pages: int
     """Pages of the cache; they must hold the longest sample."""
     page_positions: int
@@ -37,15 +37,15 @@ class PassSegment(NamedTuple):
 
     tokens: list[int]
     first: int
-    """Position of the first of them."""
+    """Position of the first token."""
     table: PageTable
     """Pages of the sequence, including the pages of these tokens."""
     number: int
-    """Number of the sample whose next token is drawn after the last of these tokens; -1: none is."""
+    """Number of the sample whose next token is drawn after the last of these tokens; -1: no draw."""
     state_slot: int
     """Slot of the sequence's recurrent state."""
     scored_number: int = -1
-    """Number of the sample whose prompt's log-probabilities are reported; -1: none are."""
+    """Number of the sample whose prompt's log-probabilities are reported; -1: no report."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Pass:
 
 
 SCORED_ROWS = 256
-"""Most tokens of prompts in a pass whose log-probabilities are reported: each has logits over the vocabulary."""
+"""Maximum scored tokens of prompts in a pass, because each needs logits over the vocabulary."""
 
 
 class _Sequence:
-    """Tokens, and how many of them are in the cache."""
+    """Tokens of a sequence, and the number of cached tokens."""
 
     def __init__(self, tokens: list[int], table: PageTable, slots: StateSlots) -> None:
         self.tokens = tokens
         self.table = table
         self.num_cached = 0
         self.state_slot: int | None = None
-        """Slot of the recurrent state after the cached tokens; None while there is none."""
+        """Slot of the recurrent state after the cached tokens; None: no state."""
         self._slots = slots
 
     @property
@@ -85,7 +85,7 @@ class _Sequence:
         return len(self.tokens) - self.num_cached
 
     def clear(self) -> None:
-        """Give up all pages and the slot."""
+        """Release all pages and the slot."""
         self.table.clear()
         self.num_cached = 0
         if self.state_slot is not None:
@@ -94,7 +94,7 @@ class _Sequence:
 
 
 class _Sample(_Sequence):
-    """A request with its new tokens."""
+    """Request with its new tokens."""
 
     def __init__(self, number: int, request: Request, table: PageTable, slots: StateSlots) -> None:
         super().__init__(list(request.prompt), table, slots)
@@ -103,22 +103,22 @@ class _Sample(_Sequence):
         self.is_active = False
         self.scores_prompt = request.prompt_alternatives is not None
         self.prefix: _Sequence | None = None
-        """The shared part of the prompt that this sample waits for."""
+        """Shared part of the prompt, if this sample waits for it."""
 
     @property
     def is_decoded(self) -> bool:
-        """Return whether all tokens but the last are cached."""
+        """Return whether all tokens except the last are cached."""
         return self.prefix is None and len(self.tokens) - self.num_cached == 1
 
 
 class PassScheduler:
-    """Decides which tokens run in the next pass.
+    """Scheduler of the tokens of the next pass.
 
-    After each `next_pass`, `append` or `finish` must be called for every segment that has a number. All decisions are
-    a function of the calls, so ranks that make the same calls agree.
+    After each `next_pass`, `append` or `finish` must be called for every segment with a number. All decisions are a
+    function of the calls, so ranks with the same calls agree.
 
     Args:
-        limits: of the passes.
+        limits: limits of the passes.
     """
 
     def __init__(self, limits: PassLimits) -> None:
@@ -134,7 +134,7 @@ class PassScheduler:
         self._copies: list[tuple[int, int]] = []
         self._slots = StateSlots(num_state_slots(limits.slots))
         self.num_preemptions = 0
-        """Times that a sample gave up its pages."""
+        """Number of times that a sample lost its pages."""
 
     @property
     def page_positions(self) -> int:
@@ -150,11 +150,11 @@ class PassScheduler:
         return bool(self._samples)
 
     def add(self, number: int, request: Request) -> None:
-        """Add a sample; a smaller number has priority.
+        """Add a sample; smaller numbers have priority.
 
         Args:
             number: unique among the unfinished samples, at least 0.
-            request: the sample; its positions fit into the cache.
+            request: the sample, whose positions must fit into the cache.
         """
         max_pages = self._pages_for(request.max_positions)
         assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
@@ -165,7 +165,7 @@ class PassScheduler:
         bisect.insort(self._waiting, sample, key=_number)
 
     def cached_slots(self, number: int) -> NDArray[np.int64]:
-        """Return the index in the cache of each token of a sample that was drawn: page * positions + offset, int64."""
+        """Return the cache index of each token of a drawn sample: page * positions + offset, int64."""
         sample = self._samples[number]
         assert sample.is_active
         positions = np.arange(sample.num_cached)
@@ -208,7 +208,7 @@ class PassScheduler:
         prefill_tokens = self._limits.pass_tokens - num_decodes
         scored_rows = SCORED_ROWS
         segments: list[PassSegment] = []
-        # Oldest first: the pages that an older sample needs come from younger ones, which are not in the pass yet.
+        # Oldest first: pages for an older sample are taken from younger samples, which are not in the pass yet.
         for sample in list(self._active):
             if not sample.is_active:
                 continue
@@ -239,10 +239,10 @@ class PassScheduler:
         return Pass(segments, self._copies, state_copies)
 
     def _state_slot(self, sequence: _Sequence) -> int:
-        """Return the slot of a sequence's state; a new one may come from a shared prompt that no sample waits for.
+        """Return the slot of a sequence's state; a new slot may come from a shared prompt that no sample waits for.
 
-        Samples with a slot and shared prompts that are waited for are together at most as many as active samples, and
-        there are more slots than these.
+        Samples with a slot and shared prompts with waiting samples are together not more than the active samples, and
+        there are more slots than active samples.
         """
         if sequence.state_slot is None:
             sequence.state_slot = self._slots.take()
@@ -254,7 +254,7 @@ class PassScheduler:
         return sequence.state_slot
 
     def _admit(self) -> None:
-        """Give slots to waiting samples, as long as there are pages for the tokens that they have."""
+        """Give slots to waiting samples, as long as there are pages for their tokens."""
         num_free = self._pool.num_free
         while self._waiting and len(self._active) < self._limits.slots:
             sample = self._waiting[0]
@@ -282,12 +282,12 @@ class PassScheduler:
         return prefix
 
     def _reserve(self, sequence: _Sequence, count: int, number: int) -> int:
-        """Provide pages for the next tokens of a sequence; return for how many of them there are pages.
+        """Provide pages for the next tokens of a sequence; return the number of tokens with pages.
 
         Args:
             sequence: a sample, or the shared part of its prompt.
-            count: tokens.
-            number: of the sample; younger ones may have to give up their pages.
+            count: number of tokens.
+            number: number of the sample; younger samples may lose their pages.
         """
         first = sequence.num_cached
         table = sequence.table
@@ -305,7 +305,7 @@ class PassScheduler:
         return count
 
     def _free_pages(self, number: int) -> bool:
-        """Remove one holder of pages; return False if there is none but older samples.
+        """Remove one holder of pages; return False if there are only older samples.
 
         The holder is a shared part of a prompt that no sample waits for, or else the youngest sample.
         """

@@ -1,4 +1,4 @@
-"""Requests and completions of the rollout engine, and its settings. Torch-free."""
+"""Requests and completions of the rollout engine, and its settings."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -16,21 +16,21 @@ FinishReason = Literal["eos", "length", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class LogitRules:
-    """Changes of the logits from which a sample's tokens are drawn, before the temperature.
+    """Changes of the logits for the draws of a sample's tokens, before the temperature.
 
-    Log-probabilities are computed from the unchanged logits, as they are without top-k and top-p filtering.
+    Log-probabilities are computed from the unchanged logits, like without top-k and top-p filtering.
     """
 
     bias: tuple[tuple[int, float], ...] = ()
     """Numbers that are added to the logits of tokens: (id, bias)."""
     repetition_penalty: float = 1.0
-    """Divisor of the positive logits, and factor of the negative ones, of tokens in prompt and sample."""
+    """Divisor of positive logits, and factor of negative logits, of tokens in prompt and sample."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a new token as often as it was drawn in the sample."""
+    """Subtracted from the logit of a token once for each time that it was drawn in the sample."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of each token of the sample."""
     min_tokens: int = 0
-    """New tokens before the first that may be an end-of-text token."""
+    """Minimum new tokens before an end-of-text token."""
     grammar: str = ""
     """Grammar of the sample's text, for `RolloutEngine.open`; empty: any text."""
 
@@ -48,7 +48,7 @@ class Request:
     prompt_number: int = 0
     """Key of the random numbers, at least 0."""
     sample_number: int = 0
-    """Key of the random numbers, at least 0; the samples of one prompt differ in it."""
+    """Key of the random numbers, at least 0; different for the samples of one prompt."""
     max_tokens: int
     """Maximum number of new tokens, at least 1."""
     eos_ids: frozenset[int] = frozenset()
@@ -56,15 +56,15 @@ class Request:
     sampling: SamplingParams | None = None
     """Sampling parameters of this sample; None: the engine's."""
     num_alternatives: int = 0
-    """Most likely tokens at each position whose log-probabilities `NewToken` reports; 0: none."""
+    """Number of most likely tokens at each position whose log-probabilities `NewToken` reports."""
     rules: LogitRules | None = None
-    """Changes of the logits; None: the tokens are drawn from the model's own."""
+    """Changes of the logits; None: no changes."""
     prompt_alternatives: int | None = None
-    """Most likely tokens that are reported with the log-probability of each token of the prompt; None: neither is."""
+    """Number of most likely tokens reported with the log-probability of each token of the prompt; None: no report."""
 
     @property
     def max_positions(self) -> int:
-        """Positions of which keys and values are cached at most: the last new token is never fed to the model."""
+        """Maximum positions with cached keys and values: the last new token is never an input of the model."""
         return len(self.prompt) + self.max_tokens - 1
 
 
@@ -73,17 +73,17 @@ class Completion:
     """Generated continuation of one prompt."""
 
     tokens: tuple[int, ...]
-    """New tokens, including the end-of-text token that ended the sample, if one did."""
+    """New tokens, including the end-of-text token that ended the sample, if any."""
     log_probs: tuple[float, ...]
     """Log-probability of each token under softmax(logits / temperature), float32, before top-k and top-p filtering.
 
-    With temperature 0, under softmax(logits).
+    With temperature 0: under softmax(logits).
     """
     finish_reason: FinishReason
     """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
     expert_ids: NDArray[np.integer] | None = field(default=None, compare=False)
-    """Experts of each token of prompt and completion but the last, which was never fed to the model, in each MoE layer
-    of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None unless the engine records them."""
+    """Experts of each token of prompt and completion, except the last token, which is never an input of the model, in
+    each MoE layer of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None: not recorded."""
 
 
 class PromptScore(NamedTuple):
@@ -91,42 +91,42 @@ class PromptScore(NamedTuple):
 
     log_prob: float
     alternatives: tuple[tuple[int, float], ...]
-    """The `Request.prompt_alternatives` most likely tokens at its position, the most likely first."""
+    """The `Request.prompt_alternatives` most likely tokens at the position, in descending order."""
 
 
 class NewToken(NamedTuple):
     """A token that a pass added to a sample."""
 
     number: int
-    """Of the request, as in `OpenGeneration.add`."""
+    """Number of the request, see `OpenGeneration.add`."""
     token: int
     log_prob: float
     finish_reason: FinishReason | None
     """None: the sample continues."""
     alternatives: tuple[tuple[int, float], ...] = ()
-    """The `Request.num_alternatives` most likely tokens with their log-probabilities, the most likely first."""
+    """The `Request.num_alternatives` most likely tokens with their log-probabilities, in descending order."""
     prompt_scores: tuple[PromptScore, ...] = ()
-    """With the first token of a sample: scores of the prompt's tokens but the first, if the request asks for them."""
+    """Scores of the prompt's tokens except the first, with a sample's first token and if requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Limits of the rollout engine on one rank. They change speed and memory, never a completion."""
+    """Limits of the rollout engine on one rank. They change speed and memory, not completions."""
 
     slots: int = 256
-    """Most samples that are decoded at once."""
+    """Maximum samples that are decoded at a time."""
     pass_tokens: int = 2048
-    """Most tokens of one forward pass, of prompts and of samples together; at least `slots`."""
+    """Maximum tokens of a forward pass, of prompts and of samples together; at least `slots`."""
     cache_gib: float = 1.0
-    """GiB for the cached keys and values (or latents) of this rank's layers; 0: what the requests need."""
+    """GiB for the cached keys and values (or latents) of this rank's layers; 0: as much as the requests need."""
     cache: CacheKind = "latents"
-    """What latent attention caches: latents, or heads, which take more memory and are computed as in training."""
+    """Contents of the cache of latent attention: latents, or heads, which are larger and computed as in training."""
     share_prompts: bool = True
     """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
 
     @classmethod
     def of_recipe(cls, rollout: RolloutConfig) -> "EngineSettings":
-        """Return the settings with which reinforcement learning samples, taken from [rollout]."""
+        """Return the sampling settings of reinforcement learning, from [rollout]."""
         return cls(
             slots=rollout.slots, pass_tokens=rollout.pass_tokens, cache_gib=rollout.cache_gib, cache=rollout.cache
         )

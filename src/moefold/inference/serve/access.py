@@ -1,4 +1,4 @@
-"""Middleware of the server: the key of clients, times of requests, and the access log. Torch-free."""
+"""Middleware of the server: API key, times of requests, and access log."""
 
 import bisect
 import hmac
@@ -45,7 +45,7 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.num_open = 0
-        """Samples that run or wait."""
+        """Number of running and waiting samples."""
         self._requests: Counter[tuple[str, int]] = Counter()
         self._prompt_tokens = 0
         self._new_tokens = 0
@@ -53,7 +53,7 @@ class ServerMetrics:
         self._first_token_seconds = _Histogram()
 
     def add_request(self, path: str, status: int, seconds: float) -> None:
-        """Count an answered request, of a path of the server or "other"."""
+        """Count an answered request by its path, or as "other"."""
         self._requests[path, status] += 1
         self._request_seconds.add(seconds)
 
@@ -95,7 +95,7 @@ class ServerMetrics:
 
 
 OPEN_PATHS = ("/health",)
-"""Paths that need no key: what watches over a server asks whether it lives."""
+"""Paths without a key, for health checks."""
 
 
 class KeyCheck:
@@ -155,10 +155,10 @@ class Observer:
 
 
 class AccessLog:
-    """Writes a line for each request.
+    """Log with a line for each request.
 
     Args:
-        name: a file, to which lines are added, or "-" for standard error.
+        name: a file that lines are appended to, or "-" for standard error.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -174,7 +174,7 @@ class AccessLog:
                 raise ConfigError(f"--access-log {name!r} cannot be written: {error.strerror}") from error
 
     def write(self, line: str) -> None:
-        """Write a line; the server goes on with one warning where the file can no longer be written."""
+        """Write a line; if the file is no longer writable, warn once and continue."""
         if self._name == "-":
             print_escaped(line, file=sys.stderr, flush=True)
             return
@@ -187,6 +187,6 @@ class AccessLog:
             self._has_failed = True
 
     def _append(self, text: str) -> None:
-        # Opened for each line, so that the file may be moved away (log rotation).
+        # Opened for each line, so that the file may be moved (log rotation).
         with Path(self._name).open("a", encoding="utf-8") as file:
             file.write(text)

@@ -40,17 +40,17 @@ from moefold.terminal import print_escaped
 
 PATHS = ("GET /v1/models", "POST /v1/completions", "POST /v1/chat/completions", "GET /health", "GET /metrics")
 DISCONNECT_POLL_S = 0.5
-"""Interval at which a whole response checks that its client is still there."""
+"""Interval of checking that the client of a whole response is still connected."""
 
 
 class CompletionServer:
-    """Answers requests with the samples of an engine loop.
+    """Server that answers requests with the samples of an engine loop.
 
     Args:
         job: the server.
-        loop: runs on another thread.
-        grammars: of JSON formats.
-        log: receives a line for each request; None: there is no access log.
+        loop: the engine loop, on another thread.
+        grammars: grammars of JSON formats.
+        log: receives a line for each request; None: no access log.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class CompletionServer:
         self._metrics = ServerMetrics()
 
     def app(self) -> Starlette:
-        """Return the application; on the loopback interface it takes requests for this machine's names only."""
-        # A web page whose name resolves to the loopback address would otherwise be of the same origin.
+        """Return the application; on the loopback interface it only accepts requests for this machine's names."""
+        # Otherwise a web page whose name resolves to the loopback address would have the same origin.
         allowed_hosts = list(LOOPBACK_HOSTS) if self._job.options.host in LOOPBACK_NAMES else ["*"]
         key = self._job.options.api_key
         paths = frozenset(path.partition(" ")[2] for path in PATHS)
@@ -128,15 +128,15 @@ class CompletionServer:
 
     @contextmanager
     def _counted(self, request: ApiRequest) -> Iterator[None]:
-        """Count the samples of a request as open inside this context, before any of them is made.
+        """Count the samples of a request as open inside this context, before they are created.
 
         Raises:
-            ApiError: they are more than this server takes.
+            ApiError: they exceed the limit of this server.
         """
         num_samples = request.num_prompts * request.num_samples
         most = self._job.options.max_concurrent
         if num_samples > most:
-            # Not 429, after which clients try again.
+            # Not 429, because clients would retry.
             raise ApiError(
                 f"the request has {num_samples} samples, and this server takes at most {most}; ask for fewer"
             )
@@ -157,8 +157,8 @@ class CompletionServer:
         """Read the body up to the limit.
 
         Raises:
-            ApiError: it is larger, the client has gone, or it is not JSON by its header. A web page of another origin
-                cannot send that header without asking first, which is never allowed.
+            ApiError: the body is larger, the client has disconnected, or the header does not declare JSON. A web page
+                of another origin cannot send that header without a preflight request, which is never allowed.
         """
         if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError("the body must be JSON, with the header Content-Type: application/json", 415)
@@ -205,7 +205,7 @@ class CompletionServer:
             prompt=prompt,
             prompt_number=i,
             sample_number=j,
-            # A prompt alone is scored by the pass that draws a token after it.
+            # The pass that draws the next token also scores a prompt without completion.
             max_tokens=max(1, max_tokens),
             eos_ids=encoded.eos_ids,
             sampling=request.sampling,
@@ -216,7 +216,7 @@ class CompletionServer:
 
     @asynccontextmanager
     async def _running(self, samples: Sequence[Request]) -> AsyncIterator[asyncio.Queue[tuple[int, NewToken]]]:
-        """Run samples inside this context; yields a queue of (index of the sample, new token)."""
+        """Run samples inside this context; yield a queue of (index of the sample, new token)."""
         here = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[int, NewToken]] = asyncio.Queue()
         index_of: dict[int, int] = {}
@@ -225,7 +225,7 @@ class CompletionServer:
             here.call_soon_threadsafe(lambda: arrived.put_nowait((index_of[new.number], new)))
 
         numbers = self._loop.submit(samples, deliver)
-        # Before a delivered token is looked up: that happens on this thread, after the next await.
+        # This precedes the look-up of a delivered token, which happens on this thread after the next await.
         index_of.update({number: i for i, number in enumerate(numbers)})
         try:
             yield arrived
@@ -233,7 +233,7 @@ class CompletionServer:
             self._loop.cancel(numbers)
 
     async def _parts(self, run: "_Run") -> AsyncGenerator[tuple[int, ChoiceText], None]:
-        """Yield (index of the choice, part) of all samples as they come."""
+        """Yield (index of the choice, part) of all samples as they arrive."""
         texts = run.texts
         async with self._running(run.samples) as arrived:
             while not all(text.is_finished for text in texts):
@@ -269,7 +269,7 @@ class CompletionServer:
         yield "data: [DONE]\n\n"
 
     async def _whole(self, run: "_Run") -> dict[str, Any]:
-        """Return the response with all choices; ends the samples if the client has gone."""
+        """Return the response with all choices; cancel the samples if the client disconnects."""
         builder = ResponseBuilder(run.request, self._job.name)
         collected: list[list[ChoiceText]] = [[] for _ in run.samples]
 
@@ -302,11 +302,11 @@ class CompletionServer:
 
 
 class _Run:
-    """A request that the engine answers.
+    """Request that the engine is answering.
 
     Args:
-        request: the same, checked.
-        start: when it began to be read, by `time.perf_counter`.
+        request: the checked request.
+        start: time when reading began, from `time.perf_counter`.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class _Run:
         self._metrics = metrics
         self._start: float | None = start
         self.num_prompt_tokens = sum(len(sample.prompt) for sample in samples[:: request.num_samples])
-        """Tokens of all prompts, each counted once."""
+        """Number of tokens of all prompts; each prompt is counted once."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -333,7 +333,7 @@ class _Run:
         return sum(text.num_tokens for text in self.texts)
 
     def chosen_samples(self) -> list[int]:
-        """Return the samples that are answered, a prompt's samples together; of more samples, the likeliest first."""
+        """Return the samples of the answer, grouped by prompt; the likeliest samples first if some are dropped."""
         each = self.request.num_samples
         chosen: list[int] = []
         for first in range(0, len(self.texts), each):
@@ -359,7 +359,7 @@ class _EventStream:
     """Response of server-sent events.
 
     Args:
-        events: ended with the response, also where the client has gone.
+        events: ended with the response, even if the client disconnects.
         held: closed with the response, even if no event was read.
     """
 
@@ -417,7 +417,7 @@ def serve_worker(job: ServeJob, rank_env: RankEnv, device_type: str) -> int:
 
 
 def _start_http(server: CompletionServer, loop: EngineLoop, listener: socket.socket) -> None:
-    """Serve HTTP on a thread; when it ends, for whatever reason, so does the engine loop."""
+    """Serve HTTP on a thread; the engine loop ends with the thread."""
     http, sockets = make_server(server.app(), listener)
 
     def run() -> None:

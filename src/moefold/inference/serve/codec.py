@@ -1,4 +1,4 @@
-"""Prompts to token ids and new tokens to text, for the server. Torch-free."""
+"""Prompts to token ids and new tokens to text, for the server."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ _RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedRequest:
-    """A request in tokens."""
+    """Request in tokens."""
 
     request: ApiRequest
     prompts: Sequence[tuple[int, ...]]
@@ -49,21 +49,21 @@ class EncodedRequest:
     stops: tuple[str, ...]
     """Texts that end a sample."""
     rules: LogitRules | None
-    """Changes of the logits; None: there are none."""
+    """Changes of the logits; None: no changes."""
     tool_format: ToolFormat | None = None
-    """Of calls in the text; None: there are none, or they are forced."""
+    """Format of calls in the text; None: there are no calls, or they are forced."""
     prompt_reasons: bool | None = None
-    """Whether the prompt ends inside of reasoning; None: reasoning is not told apart from the answer."""
+    """Whether the prompt ends inside reasoning; None: reasoning is not separated from the answer."""
     skipped_ids: frozenset[int] = field(repr=False)
-    """Special tokens that are left out of the text."""
+    """Special tokens that are omitted from the text."""
 
 
 class PromptEncoder:
-    """Encodes the prompts of requests, and knows what ends a completion.
+    """Encoder of the prompts of requests, with the conditions that end a completion.
 
     Args:
         job: the server.
-        grammars: of JSON formats.
+        grammars: grammars of JSON formats.
     """
 
     def __init__(self, job: ServeJob, tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
@@ -77,7 +77,7 @@ class PromptEncoder:
 
     @cached_property
     def table(self) -> TokenTable:
-        """Return what each id writes; the first request reads it, on its thread."""
+        """Return the table of the text of each id; the first request reads it, on its thread."""
         return self._tokenizer.token_table()
 
     @cached_property
@@ -97,7 +97,7 @@ class PromptEncoder:
             ConfigError: there is no chat template, or it refuses the conversation.
             ApiError: an id is outside the vocabulary, a prompt is empty, or the model cannot answer in this form.
         """
-        # On a thread: a long text takes as long as many passes, during which other clients are answered.
+        # On a thread, because a long text takes as long as many passes for other clients.
         if request.kind == "chat":
             async with self._template_lock:
                 return await asyncio.to_thread(self._encode_chat, request)
@@ -190,10 +190,10 @@ class PromptEncoder:
 
 
 def _known_variables(given: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
-    """Return the variables of a request for its template; false and null are what a template without them reads.
+    """Return the variables of a request for its template; false and null are equal to absent variables.
 
     Raises:
-        ApiError: the template does not read one of them.
+        ApiError: the template does not read a variable.
     """
     for name, value in given.items():
         param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
@@ -207,10 +207,10 @@ def _known_variables(given: Mapping[str, Any], source: str, location: str) -> Ma
 
 
 class SampleText:
-    """Text and calls of one sample as its tokens come.
+    """Text and calls of one sample as its tokens arrive.
 
     Args:
-        table: what its ids write.
+        table: text of each id.
         encoded: the request.
     """
 
@@ -226,7 +226,7 @@ class SampleText:
         reasons = encoded.prompt_reasons
         self._reasoning = None if reasons is None else ReasoningReader(is_open=reasons)
         self.num_tokens = 0
-        """New tokens, the end-of-text token included."""
+        """New tokens, including the end-of-text token."""
         self.is_finished = False
         self._log_prob_sum = 0.0
 
@@ -236,7 +236,7 @@ class SampleText:
         return self._log_prob_sum / max(1, self.num_tokens)
 
     def push(self, new: NewToken) -> ChoiceText:
-        """Add a token of a sample that is not finished."""
+        """Add a token of an unfinished sample."""
         self.num_tokens += 1
         self._log_prob_sum += new.log_prob
         is_end = new.token in self._encoded.eos_ids
@@ -268,7 +268,7 @@ class SampleText:
         )
 
     def echo(self, prompt: Sequence[int], new: NewToken) -> ChoiceText:
-        """Return the prompt of a completion, with the log-probabilities that came with its first token."""
+        """Return the prompt of a completion, with the log-probabilities reported with its first token."""
         shown = [token for token in prompt if token not in self._encoded.skipped_ids]
         tokens = []
         if self._request.has_log_probs:

@@ -1,4 +1,4 @@
-"""Loop of a server around the rollout engine: requests join and leave between passes, in one order on all ranks."""
+"""Loop of a server around the rollout engine; requests join and leave between passes, equally on all ranks."""
 
 import itertools
 import queue
@@ -15,7 +15,7 @@ HEARTBEAT_S = 10.0
 """Interval of broadcasts without requests, far below the timeout of a collective."""
 
 Deliver = Callable[[NewToken], None]
-"""Receives the new tokens of a sample, on the thread of the loop."""
+"""Callback for the new tokens of a sample, on the thread of the loop."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Stop:
 
 @dataclass(frozen=True)
 class _Receiver:
-    """Recipient of the tokens of an unfinished sample, and the rank that generates it."""
+    """Callback of an unfinished sample, and the rank that generates it."""
 
     dp_rank: int
     deliver: Deliver
@@ -47,7 +47,7 @@ _Command = _Add | _Cancel | _Stop
 
 
 class EngineLoop:
-    """Runs passes as long as there are samples. `run` is called on every rank, the other methods on rank 0.
+    """Loop of passes while there are samples. `run` is called on every rank, the other methods on rank 0.
 
     Args:
         generation: an open generation of the engine.
@@ -59,20 +59,20 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Sequence[_Command]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._receivers: dict[int, _Receiver] = {}
-        """Of the unfinished samples, those included that have not been added yet; on rank 0."""
+        """Receivers of the unfinished samples, including samples that have not been added yet; on rank 0."""
         self._dp_rank_of: dict[int, int] = {}
-        """Of the unfinished samples; the same on all ranks."""
+        """Data-parallel rank of each unfinished sample; the same on all ranks."""
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> list[int]:
         """Add samples and return their numbers; thread-safe.
 
         Args:
-            requests: that fit into the cache.
-            deliver: receives each new token, the last one of a sample with its finish reason.
+            requests: requests that fit into the cache.
+            deliver: receives each new token; the last token of a sample has its finish reason.
         """
         load = Counter(dict.fromkeys(range(self._groups.attn.dp.size), 0))
-        # The loop's own record has no samples that were submitted during the current pass. A list is made in one step,
-        # while the loop may remove receivers.
+        # The loop's own record lacks samples that were submitted during the current pass. Creating the list is atomic,
+        # because the loop may remove receivers.
         load.update(receiver.dp_rank for receiver in list(self._receivers.values()))
         commands = []
         for request in requests:
@@ -85,7 +85,7 @@ class EngineLoop:
         return [command.number for command in commands]
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Stop samples; those that have ended are left alone. Thread-safe."""
+        """Stop samples, ignoring those that have ended. Thread-safe."""
         self._commands.put([_Cancel(number) for number in numbers])
 
     def stop(self) -> None:
@@ -115,7 +115,7 @@ class EngineLoop:
         receiver.deliver(new)
 
     def _next_commands(self) -> list[_Command]:
-        """Return the commands since the last pass; waits for one if there is no sample. Collective."""
+        """Return the commands since the last pass; wait for a command if there is no sample. Collective."""
         commands: list[_Command] = []
         if self._groups.rank == 0:
             try:
@@ -127,7 +127,7 @@ class EngineLoop:
         return broadcast_object(commands, self._groups.world, 0)
 
     def _apply(self, commands: Sequence[_Command]) -> bool:
-        """Execute commands; return False if one of them ends the loop."""
+        """Execute commands; return False if a command ends the loop."""
         for command in commands:
             if isinstance(command, _Stop):
                 return False

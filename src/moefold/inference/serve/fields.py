@@ -1,7 +1,7 @@
-"""Fields of requests: their types, the values that mean nothing to this server, and errors in words. Torch-free.
+"""Fields of requests: their types, their neutral values, and error messages.
 
-Null is "not given" for every field. A field that has no implementation is accepted with its neutral values, with which
-every server does the same, and refused by name with others. Names that no table has are refused.
+Null means an absent field. A field without an implementation is accepted only with its neutral values, which do not
+change the answer. Other values, and unknown names, are refused by name.
 """
 
 import json
@@ -17,10 +17,10 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """Error that answers a request.
 
     Args:
-        message: what is wrong, and what would be right.
+        message: the fault and the way out.
         status: HTTP status.
         param: field of the request.
     """
@@ -54,7 +54,7 @@ LABELS = (
     "request_id",
     "cache_salt",
 )
-"""Fields that tell who asks: no value of theirs has an effect on the answer."""
+"""Fields that identify the client, which have no effect on the answer."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -89,7 +89,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
-"""Fields of OpenAI and vLLM without an implementation, and the values with which they ask for nothing."""
+"""Fields of OpenAI and vLLM without an implementation, and their neutral values."""
 
 _WAYS_OUT = {
     "function_call": "use tool_choice",
@@ -136,7 +136,7 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """A turn of a chat, as clients write it, and as they send back an answer."""
+    """Turn of a chat, written by a client or sent back from an answer."""
 
     role: str = Field(max_length=64)
     content: str | list[_TextPart] | None = None
@@ -145,7 +145,7 @@ class Message(_Strict):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # Of answers that are sent back; the parsed form repeats the content.
+    # Fields of answers that are sent back; the parsed form repeats the content.
     refusal: Literal[""] | None = None
     annotations: list[Any] | None = Field(None, max_length=0)
     audio: None = None
@@ -254,7 +254,7 @@ def read_fields(body: bytes, kind: ApiKind) -> CompletionFields | ChatFields:
     """Read the fields of a request.
 
     Raises:
-        ApiError: the body is not valid, or asks for something that is not implemented.
+        ApiError: the body is not valid, or requests an unsupported feature.
     """
     try:
         content = from_json(body, allow_inf_nan=False)
@@ -281,7 +281,7 @@ def _check_neutral(name: str, value: Any, schema: type[SharedFields]) -> None:
     """Check a field without an implementation.
 
     Raises:
-        ApiError: the field is unknown, or its value asks for something.
+        ApiError: the field is unknown, or its value is not neutral.
     """
     if name not in NEUTRAL:
         guess = closest_match(name, [*schema.model_fields, *NEUTRAL, *LABELS])
@@ -318,7 +318,7 @@ _WORDS = {
     "too_short": "must have at least {min_length} entries",
     "too_long": "must have at most {max_length} entries",
 }
-"""What each kind of error says of a value."""
+"""Text of each kind of error."""
 _UNIONS = {
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "must be a text or a list of texts",
@@ -326,7 +326,7 @@ _UNIONS = {
     "tool_choice": 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
     "arguments": "must be a text with a JSON object",
 }
-"""What fields of several types say of a value of none of them."""
+"""Text of the error for a value that has none of a field's types."""
 
 
 def _api_error(error: ValidationError) -> ApiError:
@@ -345,7 +345,7 @@ def _api_error(error: ValidationError) -> ApiError:
 
 
 def _place(error: ErrorDetails) -> list[str | int]:
-    """Return the keys that lead to a value; the names of a union's members, which follow its field, are left out."""
+    """Return the path of keys to a value, without the names of a union's members, which follow its field."""
     place: list[str | int] = []
     for key in error["loc"]:
         if place and place[-1] in _UNIONS:

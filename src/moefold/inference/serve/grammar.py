@@ -1,4 +1,4 @@
-"""Grammars of answers from JSON schemas, by the package llguidance. Torch-free."""
+"""Grammars of answers from JSON schemas, by the package llguidance."""
 
 import importlib.util
 from functools import lru_cache
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 WHITESPACE = r"[ \t\r\n]{0,64}"
-"""Spaces between the parts of a JSON text. A bound keeps a model from writing nothing else."""
+"""Spaces between the parts of a JSON text. The bound prevents endless spaces."""
 CACHED_TOKENIZERS = 8
 
 
 class GrammarError(ConfigError):
-    """A schema cannot be followed; the message is the reason."""
+    """A schema is not supported; the message is the reason."""
 
 
 class JsonGrammars:
-    """Grammars over the tokens of a model. The package's tokenizer reads the bytes of ids, and no file of a stranger.
+    """Grammars over the tokens of a model. The package's tokenizer reads the bytes of ids, not an untrusted file.
 
     Args:
-        vocab_size: of the model, whose further ids are never allowed.
+        vocab_size: rows of the model; its additional ids are never allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -40,7 +40,7 @@ class JsonGrammars:
 
         Args:
             grammar: a JSON schema, as JSON.
-            eos_ids: tokens of which one ends the answer.
+            eos_ids: tokens that end the answer.
 
         Raises:
             GrammarError: the package is not installed, the schema is invalid, or no token ends an answer.
@@ -79,24 +79,24 @@ class JsonConstraint:
         self._vocab_size = vocab_size
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may come next, [V]: after the end of the text, those that end an answer."""
+        """Return the mask of allowed next tokens, [V]; after the end of the text, the tokens that end an answer."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(np.bool_)
 
     def push(self, token: int) -> None:
-        """Add a token that was allowed."""
+        """Add an allowed token."""
         self._matcher.consume_token(token)
 
 
 class _TokenBytes:
-    """The vocabulary as the package asks for it."""
+    """Vocabulary in the form that the package requires."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         table = tokenizer.token_table()
         self._tokenizer = tokenizer
         self.eos_token_id = eos_ids[0]
         self.bos_token_id = None
-        # Ids without a token, and rows of the model beyond the tokenizer, stand for no text.
+        # Ids without a token, and rows of the model beyond the tokenizer, have no text.
         self.tokens = [*table.pieces[:vocab_size], *[b""] * (vocab_size - len(table.pieces))]
         self.special_token_ids = sorted({*table.special_ids, *eos_ids})
 

@@ -1,4 +1,4 @@
-"""Checked job of a server, made before any rank starts. Torch-free on the CPU."""
+"""Checked job of a server, made before any rank starts, on the CPU without torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,35 +23,35 @@ OOM_HINT = "give a smaller --cache-gib, or shard the model with parallel.tp and 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(SamplingOptions):
-    """Settings of a server apart from the model and its mapping."""
+    """Settings of a server, except the model and its mapping."""
 
     host: str = "127.0.0.1"
     """Name or address to listen on."""
     port: int = 8000
-    """Port; 0: any that is free."""
+    """Port; 0: any free port."""
     name: str = ""
     """Name of the model in the API; empty: the name of its folder."""
     slots: int = 64
-    """Samples that a data-parallel rank decodes at once."""
+    """Samples that a data-parallel rank decodes at a time."""
     cache_gib: float = 1.0
     """GiB of the KV cache of a rank."""
     max_length: int = 0
-    """Most tokens of a prompt and its completion; 0: the context length of the model, or what the cache holds."""
+    """Maximum tokens of a prompt and its completion; 0: the context length of the model, or the size of the cache."""
     max_concurrent: int = 256
-    """Most samples that run or wait; further requests are answered with status 429."""
+    """Maximum running and waiting samples; other requests are answered with status 429."""
     max_body_kib: int = 1024
     """Largest body of a request, in KiB."""
     reasoning: bool = False
-    """Whether answers of chats have what stands between <think> and </think> as `reasoning_content`."""
+    """Whether answers of chats have the text between <think> and </think> as `reasoning_content`."""
     api_key: str = field(default="", repr=False)
-    """Key that clients must send; empty: none."""
+    """Key that clients must send; empty: no key."""
     access_log: str = ""
-    """File to which a line for each request is added, "-" for standard error; empty: none."""
+    """File with a line for each request, "-" for standard error; empty: no log."""
 
 
 @dataclass(frozen=True)
 class ServeJob:
-    """A server; checked."""
+    """Checked server."""
 
     source: ModelSource
     cfg: Config
@@ -63,7 +63,7 @@ class ServeJob:
     settings: EngineSettings
     num_pages: int
     max_length: int
-    """Most tokens of a prompt and its completion."""
+    """Maximum tokens of a prompt and its completion."""
 
 
 def prepare_server(
@@ -78,7 +78,7 @@ def prepare_server(
     Args:
         model: a checkpoint, a run folder or a Hugging Face folder.
         overrides: the mapping.
-        options: further settings.
+        options: other settings.
 
     Raises:
         ConfigError: the model, an option or the mapping cannot work, or the memory is too small.
@@ -103,7 +103,7 @@ def prepare_server(
             settings.check()
             num_pages = cache_pages(sizes, settings)
         assert num_pages is not None
-        # The last token of a completion is never fed to the model.
+        # The last token of a completion is never an input of the model.
         num_tokens = num_pages * sizes.page_positions + 1
         if options.max_length > num_tokens:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API as the server understands them. Torch-free."""
+"""Requests of the OpenAI API in the server's form."""
 
 import json
 import secrets
@@ -26,7 +26,7 @@ from moefold.inference.serve.fields import (
 MAX_STOP_STRINGS = 16
 MAX_BIAS = 100
 DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of /v1/completions where a request has none, as OpenAI's."""
+"""Default of `max_tokens` of /v1/completions, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class ToolUse:
     """Tools of a chat."""
 
     tools: tuple[Mapping[str, Any], ...]
-    """Descriptions, as the template writes them."""
+    """Descriptions of the tools, for the template."""
     forced: tuple[str, ...] = ()
-    """Names of the tools of which at least one must be called; empty: the model decides whether it calls any."""
+    """Names of tools, one of which must be called; empty: calls are optional."""
     allows_many: bool = True
     """Whether an answer may have several calls."""
     is_named: bool = False
-    """Whether the request names the one tool to call."""
+    """Whether the request names a single tool to call."""
 
     def parameters_of(self, name: str) -> Mapping[str, Any]:
         """Return the JSON schema of a tool's arguments."""
@@ -59,39 +59,39 @@ class ApiRequest:
     messages: tuple[Mapping[str, Any], ...] = ()
     """Turns of a chat."""
     template_variables: Mapping[str, Any]
-    """Further variables of the chat template."""
+    """Other variables of the chat template."""
     continues_last: bool = False
     """Whether the last turn stays open and is continued."""
     tool_use: ToolUse | None = None
     schema: str = ""
     """JSON schema of the answer, as JSON; empty: any text."""
     max_tokens: int | None = None
-    """None: as many as fit."""
+    """Maximum new tokens; None: as many as fit."""
     sampling: SamplingParams
     rules: LogitRules
     num_samples: int = 1
     """Samples of each prompt."""
     num_choices: int = 1
-    """Samples of each prompt that are answered: those with the largest mean log-probability of a token."""
+    """Samples of each prompt in the answer: those with the largest mean log-probability of a token."""
     stops: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    """Tokens besides the end of text that end a sample."""
+    """Tokens that end a sample, in addition to the end of text."""
     ignores_end: bool = False
-    """Whether a sample goes on after the model's end-of-text tokens and ends of turns."""
+    """Whether a sample continues after the model's end-of-text tokens and ends of turns."""
     skips_special: bool = True
-    """Whether special tokens are left out of the text."""
+    """Whether special tokens are omitted from the text."""
     streams: bool = False
     includes_usage: bool = False
     """Whether a stream ends with the numbers of tokens."""
     has_log_probs: bool = False
     num_alternatives: int = 0
-    """Most likely tokens whose log-probabilities are reported at each position."""
+    """Number of most likely tokens whose log-probabilities are reported at each position."""
     echoes: bool = False
     """Whether the text of a completion begins with the prompt."""
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of a completion; the messages of a chat are one."""
+        """Number of prompts of a completion; the messages of a chat are one prompt."""
         return 1 if self.kind == "chat" else len(self.prompts)
 
 
@@ -100,10 +100,10 @@ def parse_request(body: bytes, kind: ApiKind, model_name: str) -> ApiRequest:
 
     Args:
         body: JSON.
-        kind: of the endpoint.
+        kind: kind of the endpoint.
 
     Raises:
-        ApiError: the body is not valid, or asks for something that is not implemented.
+        ApiError: the body is not valid, or requests an unsupported feature.
     """
     fields = read_fields(body, kind)
     if fields.model not in (None, model_name):
@@ -180,7 +180,7 @@ def _chat(fields: ChatFields) -> ApiRequest:
 
 
 def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
-    """Return the arguments of `ApiRequest` that both kinds of requests have."""
+    """Return the arguments of `ApiRequest` that are common to both kinds of requests."""
     stops = tuple([fields.stop] if isinstance(fields.stop, str) else fields.stop or ())
     if len(stops) > MAX_STOP_STRINGS or not all(stops):
         raise ApiError(f"stop must have at most {MAX_STOP_STRINGS} strings, none of them empty", param="stop")
@@ -239,7 +239,7 @@ def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _schema(fields: SharedFields) -> str:
-    """Return the JSON schema that the answer must follow; empty if any text will do."""
+    """Return the JSON schema that the answer must follow; empty: any text."""
     wanted = fields.response_format
     if wanted is None or wanted.type == "text":
         return ""
@@ -254,7 +254,7 @@ def _schema(fields: SharedFields) -> str:
 def _tool_use(fields: ChatFields) -> ToolUse | None:
     """Return the tools that the model may call.
 
-    With tool_choice="none" it may call none: they are left out of the prompt.
+    With tool_choice="none" the prompt contains no tools.
     """
     choice = fields.tool_choice
     if not fields.tools:
@@ -290,15 +290,15 @@ def _tool_use(fields: ChatFields) -> ToolUse | None:
 
 
 def _description(tool: Tool) -> dict[str, Any]:
-    """Return a tool as templates write it, without fields that are not given."""
+    """Return a tool in the form of templates, without absent fields."""
     given = tool.function.model_dump()
     return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 def _turn(message: Message, index: int) -> dict[str, Any]:
-    """Return a message as chat templates read it: the arguments of calls are objects.
+    """Return a message in the form of chat templates: the arguments of calls are objects.
 
-    A content that is null stays so where there are calls: templates ask for it.
+    If there are calls, null content stays null, because templates test for it.
     """
     place = f"messages[{index}]"
     content = message.content
@@ -308,7 +308,7 @@ def _turn(message: Message, index: int) -> dict[str, Any]:
         content = ""
     turn: dict[str, Any] = {"role": message.role}
     if isinstance(content, list):
-        # Several parts are joined as the template asks, see `join_parts`.
+        # Several parts are joined as the template requires; see `join_parts`.
         turn["content"] = [part.model_dump() for part in content] if len(content) != 1 else content[0].text
     else:
         turn["content"] = content
@@ -361,20 +361,20 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogProb:
-    """A token and its log-probability under the distribution before top-k, top-p and rules of logits."""
+    """Token and its log-probability under the model's distribution, before top-k, top-p and rules of logits."""
 
     piece: bytes
-    """What the token writes."""
+    """Bytes of the token."""
     log_prob: float | None
-    """None for the first token of a prompt."""
+    """Log-probability; None for the first token of a prompt."""
     alternatives: Sequence["TokenLogProb"] = ()
     """The most likely tokens at its position."""
     is_shown: bool = True
-    """Whether the text holds it; special tokens may be left out."""
+    """Whether the text contains the token; special tokens may be omitted."""
 
     @property
     def text(self) -> str:
-        """Text of the token; its bytes are written out where they are a part of a character, as by OpenAI."""
+        """Text of the token; bytes of an incomplete character are escaped, as in OpenAI's API."""
         try:
             return self.piece.decode()
         except UnicodeDecodeError:
@@ -390,12 +390,12 @@ class ChoiceText:
     """Reasoning before the text."""
     tokens: Sequence[TokenLogProb] = ()
     calls: Sequence[Mapping[str, Any]] = ()
-    """Tool calls, as the API writes them."""
+    """Tool calls in the form of the API."""
     finish_reason: str | None = None
 
 
 class ResponseBuilder:
-    """Builds the JSON objects of one response."""
+    """Builder of the JSON objects of one response."""
 
     def __init__(self, request: ApiRequest, model_name: str) -> None:
         self._request = request
@@ -404,7 +404,7 @@ class ResponseBuilder:
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._text_ends: dict[int, int] = {}
-        """Characters of the tokens of each choice so far."""
+        """Number of characters of each choice so far."""
         self._num_calls: dict[int, int] = {}
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
@@ -412,7 +412,7 @@ class ResponseBuilder:
         return self._envelope("chat.completion" if self._is_chat else "text_completion", choices) | {"usage": usage}
 
     def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
-        """Return one object of a stream; the one with the usage has no choices, and the others have a null usage."""
+        """Return an object of a stream; the object with the usage has no choices, all others have a null usage."""
         envelope = self._envelope("chat.completion.chunk" if self._is_chat else "text_completion", choices)
         return envelope | {"usage": usage} if self._request.includes_usage else envelope
 
@@ -421,7 +421,7 @@ class ResponseBuilder:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def choice(self, index: int, part: ChoiceText, *, is_delta: bool) -> dict[str, Any]:
-        """Return a choice with a text, or a piece of one."""
+        """Return a choice with a text or a part of a text."""
         rest = {"index": index, "logprobs": self._log_probs(index, part), "finish_reason": part.finish_reason}
         if not self._is_chat:
             return {"text": part.text} | rest
@@ -460,7 +460,7 @@ class ResponseBuilder:
         return {
             "tokens": [token.text for token in part.tokens],
             "token_logprobs": [token.log_prob for token in part.tokens],
-            # The token itself is among them, likely or not. Of several with one text, the most likely counts.
+            # The token itself is always included. Of several tokens with the same text, the most likely is used.
             "top_logprobs": [
                 None
                 if token.log_prob is None

@@ -1,4 +1,4 @@
-"""Reasoning in the text of an answer: what stands between `<think>` and `</think>`. Torch-free."""
+"""Reasoning in the text of an answer, between `<think>` and `</think>`."""
 
 from moefold.errors import ConfigError
 
@@ -11,10 +11,10 @@ def check_reasons(source: str, location: str) -> None:
     """Check that a chat template has the marks of reasoning.
 
     Args:
-        location: of the template, for the message.
+        location: location of the template, for the message.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the template has no marks.
     """
     if END not in source:
         raise ConfigError(
@@ -24,10 +24,10 @@ def check_reasons(source: str, location: str) -> None:
 
 
 class ReasoningReader:
-    """Splits the text of an answer into reasoning and the rest, as it comes.
+    """Reader that splits the text of an answer into reasoning and the rest, as it arrives.
 
     Args:
-        is_open: whether the prompt ends inside of reasoning; else an answer may begin with it.
+        is_open: whether the prompt ends inside reasoning; else an answer may begin with reasoning.
     """
 
     def __init__(self, *, is_open: bool) -> None:
@@ -36,11 +36,11 @@ class ReasoningReader:
         self._pending = ""
 
     def push(self, text: str, *, is_end: bool) -> tuple[str, str]:
-        """Add text; return reasoning and other text that are final.
+        """Add text; return the final reasoning and the final other text.
 
         Args:
             text: the next part of the answer.
-            is_end: whether it is the last one.
+            is_end: whether it is the last part.
         """
         if self._is_done:
             return "", text

@@ -1,4 +1,4 @@
-"""Tool calls in the text of an answer: the formats of chat templates, and their readers. Torch-free."""
+"""Tool calls in the text of an answer: the formats of chat templates, and their readers."""
 
 import json
 import re
@@ -18,7 +18,7 @@ class Call(NamedTuple):
 
     name: str
     arguments: str
-    """JSON."""
+    """Arguments as JSON."""
 
 
 class Taken(NamedTuple):
@@ -26,17 +26,17 @@ class Taken(NamedTuple):
 
     calls: Sequence[Call]
     length: int
-    """Characters of the text that they take."""
+    """Number of characters of the calls."""
 
 
 class NoCallError(ValueError):
-    """A text that begins as a call does is none."""
+    """A text begins like a call but is not a call."""
 
 
 Take = Callable[[str, bool, ToolUse], Taken | None]
 """Reads the calls at the beginning of a text (text, whether it is complete, tools); None: more text is needed.
 
-Raises `NoCallError` if it has none.
+Raises `NoCallError` if there is no call.
 """
 
 
@@ -49,23 +49,23 @@ class ToolFormat:
     """Texts that begin a call anywhere in an answer."""
     take: Take
     marks: tuple[str, ...] = ()
-    """Further special tokens of the format."""
+    """Other special tokens of the format."""
     starts_answer: str = ""
-    """Text that begins a call at the beginning of an answer only."""
+    """Text that begins a call only at the beginning of an answer."""
 
 
 _SPACES = " \t\r\n"
 _ENDS = frozenset("}]>;" + _SPACES)
-"""Characters of which one ends a call, or follows it."""
+"""Characters that may end or follow a call."""
 _DECODER = json.JSONDecoder()
 
 
 def _decoded(text: str, start: int, *, is_end: bool) -> tuple[Any, int] | None:
-    """Return the JSON value at a place and where it ends; None if it may not be complete."""
+    """Return the JSON value at a place and its end; None if it may be incomplete."""
     try:
         return _DECODER.raw_decode(text, start)
     except (json.JSONDecodeError, RecursionError) as error:
-        # Invalid JSON and incomplete JSON fail alike: what follows decides.
+        # Invalid and incomplete JSON raise the same error: the following text decides.
         if is_end or isinstance(error, RecursionError):
             raise NoCallError from None
         return None
@@ -94,7 +94,7 @@ def _object_of(text: str) -> dict[str, Any]:
 
 
 def _skip(text: str, start: int, more: str = "") -> int:
-    """Return the first place that has no space, and none of some further characters."""
+    """Return the first place without a space or one of the given characters."""
     while start < len(text) and text[start] in _SPACES + more:
         start += 1
     return start
@@ -107,7 +107,7 @@ _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_va
 
 
 def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
-    """Read `<tool_call>...</tool_call>`: JSON as Hermes and Qwen, `<function=...>` as Qwen3-Coder, or as GLM."""
+    """Read `<tool_call>...</tool_call>` with JSON (Hermes, Qwen) or `<function=...>` (Qwen3-Coder), or GLM's form."""
     start = len(_TAG)
     end = text.find(_END_TAG)
     if end < 0 and not is_end:
@@ -122,7 +122,7 @@ def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
         pairs = _XML_PARAMETER.findall(function[2])
         return Taken([_call_of_texts(function[1].strip(), pairs, use)], length)
     if end < 0:
-        # The answer was cut: arguments may be missing.
+        # The answer is truncated: arguments may be missing.
         raise NoCallError
     if "<arg_key>" in body:
         name = body.partition("<arg_key>")[0].strip()
@@ -135,7 +135,7 @@ def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
 
 
 def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], use: ToolUse) -> Call:
-    """Return a call whose arguments are texts: those that are no string by the tool's schema are JSON."""
+    """Return a call whose arguments are texts; arguments that are not strings in the tool's schema are JSON."""
     if name not in _names(use):
         raise NoCallError
     schema = use.parameters_of(name)
@@ -159,7 +159,7 @@ _MISTRAL_NAME = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[AR
 
 
 def _take_array(begin: str, end: str = "") -> Take:
-    """Return a reader of a mark and a JSON array of calls, or, as newer Mistral models, `NAME[ARGS]{...}`."""
+    """Return a reader of a mark and a JSON array of calls, or of `NAME[ARGS]{...}` (newer Mistral models)."""
 
     def take(text: str, is_end: bool, use: ToolUse) -> Taken | None:
         start = _skip(text, len(begin))
@@ -186,7 +186,7 @@ def _take_array(begin: str, end: str = "") -> Take:
 
 
 def _wait(is_end: bool) -> Taken | None:
-    """Return None, which asks for more text; raise NoCallError if there is none."""
+    """Return None to request more text; raise NoCallError if the text is complete."""
     if is_end:
         raise NoCallError
     return None
@@ -217,7 +217,7 @@ def _take_llama(text: str, is_end: bool, use: ToolUse) -> Taken | None:
         if more is None:
             return None
         return Taken([*calls, *more.calls], len(text) - len(rest) + more.length)
-    # A call may follow.
+    # Another call may follow.
     return Taken(calls, stop) if is_end or text[_skip(text, stop) :] else None
 
 
@@ -254,13 +254,13 @@ FORMATS = (
 
 
 def find_format(template: str, location: str) -> ToolFormat:
-    """Return the format in which a chat template writes calls.
+    """Return the format of calls in a chat template.
 
     Args:
         template: source of the template.
 
     Raises:
-        ApiError: it takes no tools, or writes calls in a format without a reader.
+        ApiError: the template does not support tools, or has a format of calls without a reader.
     """
     check_takes_tools(template, location)
     for one in FORMATS:
@@ -277,7 +277,7 @@ def find_format(template: str, location: str) -> ToolFormat:
 
 
 def check_takes_tools(template: str, location: str) -> None:
-    """Check that a chat template writes descriptions of tools; raise ApiError if it does not."""
+    """Check that a chat template supports descriptions of tools; raise ApiError if it does not."""
     if not re.search(r"\btools\b", template):
         raise ApiError(f"the chat template of {location} takes no tools; leave them out", param="tools")
 
@@ -304,16 +304,16 @@ def _names(use: ToolUse) -> set[str]:
 
 
 class CallReader:
-    """Splits the text of an answer into text and calls, as it comes.
+    """Reader that splits an answer into text and calls, as it arrives.
 
-    A call of an unknown tool, and what begins as a call and is none, stays text.
+    A call of an unknown tool, and text that only begins like a call, stay text.
     """
 
     def __init__(self, use: ToolUse, tool_format: ToolFormat | None) -> None:
         """Start an answer.
 
         Args:
-            tool_format: of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
+            tool_format: format of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
         """
         self._use = use
         self._format = tool_format
@@ -326,18 +326,18 @@ class CallReader:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the answer ends here: it may have one call, and has it."""
+        """Return whether the answer is complete: only one call is allowed, and it has a call."""
         return self.num_calls > 0 and not self._use.allows_many
 
     def push(self, text: str) -> tuple[str, list[Call]]:
-        """Add text; return the text that is no call, and complete calls."""
+        """Add text; return the text outside of calls, and complete calls."""
         self._pending += text
-        # A call is read again only after what may end it.
+        # A call is parsed again only after a possible end.
         waits = self._format is None or (self._is_in_call and not _ENDS.intersection(text))
         return ("", []) if waits else self._split(is_end=False)
 
     def finish(self) -> tuple[str, list[Call]]:
-        """Return what was held back."""
+        """Return the text and calls that were held back."""
         return self._forced() if self._format is None else self._split(is_end=True)
 
     def _forced(self) -> tuple[str, list[Call]]:
@@ -345,7 +345,7 @@ class CallReader:
         try:
             values = json.loads(text)
         except ValueError:
-            # The answer was cut.
+            # The answer is truncated.
             return text, []
         if self._use.is_named:
             return "", self._counted([Call(self._use.forced[0], text.strip())])
@@ -391,7 +391,7 @@ class CallReader:
         return text.startswith(self._format.begins) or bool(starts and not self._has_text and text.startswith(starts))
 
     def _begin(self, text: str, *, is_end: bool) -> int:
-        """Return where a call begins, or may begin when more text comes."""
+        """Return the position where a call begins, or may begin with more text."""
         assert self._format is not None
         if not self._has_text and self._is_call(text.lstrip()):
             return len(text) - len(text.lstrip())
@@ -399,7 +399,7 @@ class CallReader:
         return len(whole.push(text) + (whole.finish() if is_end else ""))
 
     def _text(self, text: str) -> str:
-        """Return text that is no call; spaces after calls are left out."""
+        """Return text outside of calls, without spaces after calls."""
         if self._skips_spaces:
             text = text.lstrip()
         if text:
@@ -409,12 +409,12 @@ class CallReader:
 
 
 def call_id(tool_format: ToolFormat | None) -> str:
-    """Return an id of a call; templates of Mistral refuse any but nine letters and digits."""
+    """Return an id of a call; templates of Mistral require nine letters and digits."""
     if tool_format is not None and tool_format.name == "[TOOL_CALLS]":
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
 
 
 def as_json(call: Call, identity: str) -> Mapping[str, Any]:
-    """Return a call as the API writes it."""
+    """Return a call in the form of the API."""
     return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

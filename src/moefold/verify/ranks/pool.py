@@ -1,7 +1,7 @@
 """Worker pool of ranks on this machine, used by parity tests and `moefold verify`.
 
 Each task gets fresh processes, forked in milliseconds from a fork server that has imported torch. Processes are not
-reused, as torch caches device meshes by their ranks and would use destroyed process groups. A task that fails or
+reused, because torch caches device meshes by their ranks and would use destroyed process groups. A task that fails or
 exceeds its time limit raises an error with the tracebacks of its ranks.
 """
 
@@ -38,7 +38,7 @@ from moefold.launch.rendezvous import HOST, loopback_store, restrict_to_loopback
 from moefold.progress import ignore_progress
 
 MAX_TEMP_DIR_BYTES = 70
-"""Limit of the temporary folder's path: a socket path in it has 32 bytes more, and at most 103 (macOS) or 107."""
+"""Limit of the temporary folder's path: a socket's path in it is 32 bytes longer, at most 103 (macOS) or 107."""
 FAILURE_GRACE_S = 2.0
 """Time for the other ranks to report after one rank failed, before they are killed."""
 
@@ -62,8 +62,8 @@ class WorkerPool:
             preload: modules that the fork server imports in addition to the modules of training; missing ones are
                 ignored.
             init_group: initialises the process group of a rank from the arguments of `init_process_group`.
-            forks: False: ranks are spawned, which takes seconds. Ranks that use CUDA need that, as a process that was
-                forked from one that has asked for GPUs cannot use them.
+            forks: False: ranks are spawned, which takes seconds. CUDA needs this: a process forked after a query for
+                GPUs cannot use them.
 
         Raises:
             ConfigError: the path of the temporary folder is too long for the sockets of the fork server.
@@ -213,7 +213,7 @@ def _worker_main(
     timeout_s: float,
     init_group: Callable[..., None],
 ) -> None:
-    # A terminal sends SIGINT to all processes: the one that the user started ends the ranks.
+    # A terminal sends SIGINT to all processes; the process that the user started ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_on_parent_death(signal.SIGKILL)
     restrict_to_loopback()
@@ -238,14 +238,14 @@ def _worker_main(
 
         named = failure_of_part(error) or error
         result = (False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None))
-    # Plain pickle: torch's reducers would share memory with this process, which ends here.
+    # Plain pickle: torch's reducers would share memory with this process, which ends now.
     with suppress(BrokenPipeError):
         # The parent may have been interrupted.
         connection.send_bytes(pickle.dumps(result))
 
 
 def _exit_with_caller(connection: Connection) -> None:
-    """Exit when the process that called `run` is gone, as the fork server would otherwise keep running."""
+    """Exit when the process that called `run` is gone; else the fork server would keep running."""
     with suppress(EOFError, OSError):
         connection.recv_bytes()
     os._exit(1)

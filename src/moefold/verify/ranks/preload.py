@@ -9,21 +9,21 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-# Training modules: saves half a second in each rank of each task.
+# Training modules: importing them here saves half a second in each rank of each task.
 import moefold.train.trainer
 import moefold.verify.distributed_run  # noqa: F401
 from moefold.comm.torch_compat import import_compiler
 from moefold.config.schema import Config
 from moefold.validate.config import check_config
 
-# Inherited by ranks: a terminal sends SIGINT to all processes, and a just forked one would print a traceback.
+# Inherited by ranks: a terminal sends SIGINT to all processes, and a new rank would print a traceback.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 torch.set_num_threads(1)
 import_compiler()
-# Classes and types of all built-in parts, and what the rules of a recipe keep: each rank checks its recipe.
+# Classes and types of all built-in parts, and caches of the rules: each rank checks its recipe.
 check_config(Config())
 # Garbage collection of these objects in a rank would copy their pages (copy-on-write): a quarter of a second.
 gc.collect()
 gc.freeze()
-# Frozen objects are not destroyed at exit, about which triton's library complains on stderr.
+# Frozen objects are not destroyed at exit, and triton's library would complain on stderr.
 atexit.register(gc.unfreeze)
