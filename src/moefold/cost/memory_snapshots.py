@@ -63,8 +63,6 @@ class StepSchedule:
     vpp: int
     num_micro_batches: int
     overlap: bool = False
-    counts_messages: bool = True
-    """Whether the messages between stages are counted: they take the longest."""
     saves_outputs: bool = True
     """Whether each layer saves its output, the next one's input; in the warm-up of indexers none does."""
 
@@ -210,7 +208,7 @@ class _RankWalker:
     def ranks(self, rows: Sequence[SlotRow]) -> Iterator[tuple[Counts, Counts]]:
         """Yield the `snapshots` of each rank, given its slots as the runtime executes them."""
         messages: list[list[int]] = [[] for _ in rows]
-        if self.schedule_spec.counts_messages and len(rows) > 1:
+        if len(rows) > 1:
             plans = plan_messages(rows, [self.rank_of[stage] for stage in sorted(self.rank_of)])
             messages = [live_messages(p, len(self.rank_of), overlaps=self.schedule_spec.overlap) for p in plans]
         for row, counts in zip(rows, messages, strict=True):

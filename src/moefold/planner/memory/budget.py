@@ -155,31 +155,18 @@ class MemoryModel:
     def fitting(
         self, mapping: ParallelMapping, strategies: MemoryStrategies, which: NDArray[np.intp]
     ) -> NDArray[np.bool_]:
-        """Return whether a mapping fits with some of the memory strategies, not with its own, [which].
-
-        Messages between stages take the longest to count, so they are left out first.
-        """
-        found = self.totals(mapping, strategies, which, counts_messages=False) <= self.device.memory_bytes
-        return self.totals(mapping, strategies, which) <= self.device.memory_bytes if found.any() else found
-
-    def floor(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> float:
-        """Return a lower bound of `totals` over all strategies, from a few of them and without messages."""
-        snapshots = self._all_snapshots(mapping, counts_messages=False)
-        least = self.activation_memory.total_bytes(mapping, strategies.extremes).min(axis=0)
-        sizes = snapshots.states @ self.state_memory.total_bytes(mapping) + snapshots.activations @ least
-        # Some snapshots do not occur with every strategy.
-        return float(sizes[snapshots.occurrence.all(axis=1)].max(initial=0.0)) + self.workspace(mapping)
+        """Return whether a mapping fits with some of the memory strategies, not with its own, [which]."""
+        found: NDArray[np.bool_] = self.totals(mapping, strategies, which) <= self.device.memory_bytes
+        return found
 
     def totals(
         self,
         mapping: ParallelMapping,
         strategies: MemoryStrategies,
         which: NDArray[np.intp] | slice = slice(None),
-        *,
-        counts_messages: bool = True,
     ) -> NDArray[np.float64]:
         """Return the bytes of the fullest rank with some of the memory strategies, not the mapping's own, [which]."""
-        snapshots = self._all_snapshots(mapping, counts_messages=counts_messages)
+        snapshots = self._all_snapshots(mapping)
         activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, strategies)[which].T
         if mapping.overlap:
             activations[snapshots.occurrence[:, strategies.recomputes_comm[which]] == 0] = -np.inf
@@ -197,9 +184,9 @@ class MemoryModel:
         at = snapshots.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
         return MemorySnapshots(snapshots.states[at], snapshots.activations[at], snapshots.occurrence[at])
 
-    def _all_snapshots(self, mapping: ParallelMapping, *, counts_messages: bool = True) -> MemorySnapshots:
+    def _all_snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of all memory strategies, whether or not they recompute communication."""
-        return self._find(self._shortest_schedule(mapping, counts_messages=counts_messages), find_snapshots)
+        return self._find(self._shortest_schedule(mapping), find_snapshots)
 
     def peak_candidates(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return three of the snapshots, or lower bounds of them, at a fraction of the cost."""
@@ -211,13 +198,11 @@ class MemoryModel:
         chunks = self.split(placed_ranks(*pipeline))
         return find(schedule, chunks, chunks_of_rank(chunks, *pipeline), self.columns)
 
-    def _shortest_schedule(self, mapping: ParallelMapping, *, counts_messages: bool = True) -> StepSchedule:
+    def _shortest_schedule(self, mapping: ParallelMapping) -> StepSchedule:
         """Return the schedule of a mapping with the fewest micro-batches that have all its snapshots."""
         schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
         n = mapping.num_micro_batches(self.workload.global_batch_size)
-        counts_messages = counts_messages and mapping.pp > 1
-        whole = StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap, counts_messages)
-        return whole.shortest_equivalent
+        return StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap).shortest_equivalent
 
 
 RESERVE_FRACTION = 0.05
