@@ -79,9 +79,9 @@ class Recipe:
     @cached_property
     def request(self) -> Any:
         """The question for the planner."""
-        from moefold.planner.query import PlanQuery, plan_request
+        from moefold.planner.query import PlanOptions, plan_request
 
-        return plan_request(PlanQuery(model=str(self.path or self.name), gpu=PLANNED_GPU, num_gpus=PLANNED_GPUS))
+        return plan_request(str(self.path or self.name), PLANNED_GPU, PlanOptions(num_gpus=PLANNED_GPUS))
 
     @cached_property
     def cfg(self) -> Any:

@@ -66,7 +66,7 @@ def _check_options(fixed: Mapping[str, Any], given: Mapping[str, Any], args: arg
 def memory_excess_reason(plan: PlannedMapping, reserve_gib: float) -> str:
     """Explain in one sentence how much memory is missing, and which part takes most of it."""
     lacking = (plan.memory.total - plan.memory.capacity) / GIB
-    part, size = max(plan.memory_parts.items(), key=lambda item: item[1])
+    part, size = max(plan.memory.parts.items(), key=lambda item: item[1])
     reserved = f" with {reserve_gib:.1f} GiB kept free (--memory-reserve)" if reserve_gib else ""
     return (
         f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB{reserved}, "

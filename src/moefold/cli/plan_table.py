@@ -121,7 +121,7 @@ def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bo
 def print_breakdown(console: Console, plans: Sequence[PlannedMapping]) -> None:
     """Print time and memory by part: a row for each part that any mapping has, a column for each mapping."""
     times = [{part: plan.time.parts[part] for part in TIME_PARTS} for plan in plans]
-    memory = [{part: plan.memory_parts[part] / GIB for part in MEMORY_PARTS} for plan in plans]
+    memory = [{part: plan.memory.parts[part] / GIB for part in MEMORY_PARTS} for plan in plans]
     for title, unit, amounts, digits in (
         ("time of a step, on the busiest pipeline rank", "seconds", times, 3),
         ("memory of the fullest GPU", "GiB", memory, 1),
@@ -154,7 +154,6 @@ def _dispatcher(mapping: ParallelMapping) -> str:
     return mapping.dispatcher.kind + ", overlapped" * mapping.overlap
 
 
-NUMBER_AXES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 CHOICE_AXES = ("schedule", "dispatcher")
 RECOMPUTE = "recompute"
 NO_PARTS = "none"
@@ -162,7 +161,7 @@ OPTIMIZER = "optimizer"
 OFFLOAD = "offload"
 OVERLAP = "overlap"
 SWITCH_VALUES = {"on": True, "true": True, "off": False, "false": False}
-AXIS_KEYS = (*NUMBER_AXES, *CHOICE_AXES, RECOMPUTE, OFFLOAD, OVERLAP)
+AXIS_KEYS = (*DEGREES, *CHOICE_AXES, RECOMPUTE, OFFLOAD, OVERLAP)
 
 
 def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
@@ -208,7 +207,7 @@ def _is_from_outside(key: str, choice: str) -> bool:
 
 
 def _parse_value(key: str, text: str, label: str) -> Any:
-    if key in NUMBER_AXES:
+    if key in DEGREES:
         minimum, maximum = (0, 3) if key == "zero" else (1, None)
         number = parse_count(text)
         if number is None or number < minimum or (maximum is not None and number > maximum):

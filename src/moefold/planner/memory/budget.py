@@ -38,35 +38,23 @@ EXPERT_BACKWARD_BUFFERS = 4
 tensors:
 the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
 MEMORY_PARTS = (*STATE_PARTS, *ACTIVATION_PARTS, "workspace")
-"""Parts of a `MemoryEstimate`."""
+"""Parts of a `MemoryEstimate`. `gathered` are weights in the compute type; `optimizer` has the moments on the device
+and what prefetched ones exceed the activations of the peak by; `buffers` are of the router, RoPE and the dispatcher;
+`dispatch` are routed tokens, `pipeline` hidden states and gradients between stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes of the fullest rank, by part."""
+    """Bytes of the fullest rank."""
 
-    weights: float
-    """Master weights: this rank's shards."""
-    gathered: float
-    """Weights in the compute type, as many as are gathered at once."""
-    gradients: float
-    optimizer: float
-    """Moments on the device, and the part of prefetched moments that exceeds the activations of the peak."""
-    buffers: float
-    """Biases and counts of the router, the RoPE table, and the symmetric memory of a dispatcher."""
-    activations: float
-    dispatch: float
-    """Buffers of routed tokens."""
-    logits: float
-    pipeline: float
-    """Hidden states and gradients between stages."""
-    workspace: float
+    parts: dict[str, float]
+    """Bytes by `MEMORY_PARTS`."""
     capacity: float
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return float(sum(getattr(self, part) for part in MEMORY_PARTS))
+        return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
@@ -150,7 +138,7 @@ class MemoryModel:
         parts = dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
         parts |= dict(zip(ACTIVATION_PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True))
         parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
-        return MemoryEstimate(**parts, workspace=self.workspace(mapping), capacity=self.device.memory_bytes)
+        return MemoryEstimate(parts=parts | {"workspace": self.workspace(mapping)}, capacity=self.device.memory_bytes)
 
     def fitting(
         self, mapping: ParallelMapping, strategies: MemoryStrategies, which: NDArray[np.intp]

@@ -11,6 +11,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import count, product
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,11 +48,6 @@ def small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVar
     if all(p.schedule != DEFAULT_SCHEDULE for p in pipelines):
         return pipelines
     return tuple(p for p in pipelines if p.schedule == DEFAULT_SCHEDULE or schedule_named(p.schedule).placement == "v")
-
-
-def all_pipelines(pipelines: Pipelines) -> Pipelines:
-    """Return all pipelines."""
-    return pipelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,9 @@ class MemoryFilter:
         if self.fits_frugally or not self.may_hold_share:
             return self.fits_frugally
         others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
-        return any(self._any_fits_with(some, all_pipelines) for some in (self.frugal_strategies, others) if some)
+        return any(
+            self._any_fits_with(some, lambda pipelines: pipelines) for some in (self.frugal_strategies, others) if some
+        )
 
     def may_hold(self, fold: Fold, view: AttentionView, pick: PipelineChoice, zeros: Collection[int]) -> bool:
         """Return whether a fold may fit with some ZeRO stage, by a lower bound of its bytes."""
@@ -298,7 +296,7 @@ class MemoryFilter:
             for one in self.space.searched_dispatchers
         ]
         sizes = np.min(
-            [self.memory_model.activation_memory.total_bytes(m.mapping(), strategies.extremes) for m in mappings],
+            [self.memory_model.activation_memory.total_bytes(m.mapping(), strategies) for m in mappings],
             axis=(0, 1),
         )
         first = self.memory_model.columns.layer_column("saved")
@@ -320,13 +318,12 @@ class MemoryFilter:
         peaks = [self.memory_model.peak_candidates(choice.mapping(pipeline)) for pipeline in choice.pipelines]
         return np.array([peak.states for peak in peaks]), np.array([peak.activations for peak in peaks])
 
-    def _exchange_bytes(self, choice: MicroBatchChoice) -> int:
-        return self.memory_model.state_memory.exchange_bytes(choice.mapping())
+    def _persistent_key(self, choice: MicroBatchChoice) -> tuple[Any, ...]:
+        m = choice.mapping()
+        accumulates = m.num_micro_batches(self.memory_model.workload.global_batch_size) > 1
+        return choice.fold, accumulates, self.memory_model.state_memory.exchange_bytes(m)
 
-    def _accumulates(self, choice: MicroBatchChoice) -> bool:
-        return self.memory_model.workload.global_batch_size // (choice.mbs * choice.fold.dp) > 1
-
-    @memoised(lambda self, choice: (choice.fold, self._accumulates(choice), self._exchange_bytes(choice)))
+    @memoised(_persistent_key)
     def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteArray:
         """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
         mappings = (choice.mapping(None, *placement) for placement in self.placements)
