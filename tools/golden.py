@@ -195,7 +195,7 @@ def _prices(recipe: Recipe, count: int) -> Iterator[str]:
         values = list(space.sample_mappings(*space.folds[at]))[-1]
         plan = Planner(replace(recipe.request, restriction=Restriction(values))).top_plans(1)[0]
         yield f"{' '.join(flat(plan.mapping.as_dict()))}: {' '.join(flat(plain(plan.time)))}"
-        yield f"  memory {' '.join(flat(plain(plan.memory)))}"
+        yield f"  memory {' '.join(flat(plain(plan.memory.parts | {'capacity': plan.memory.capacity})))}"
 
 
 def shrink_lines(recipe: Recipe) -> Iterator[str]:

@@ -9,7 +9,7 @@ from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
-from moefold.cost.hardware import DECIDING_CONSTANTS, Device
+from moefold.cost.hardware import DECIDING_CONSTANTS, GIB, Device
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
@@ -27,7 +27,6 @@ from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
 from moefold.topology.schedules import schedule_named
 
-GIB = 2**30
 DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 
 

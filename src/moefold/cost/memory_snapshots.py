@@ -99,7 +99,8 @@ def find_snapshots(
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns)
     found = []
-    for stages, (rows, _) in zip(stages_by_rank, walk.ranks(_runtime_rows(schedule_spec)), strict=True):
+    slots = [_runtime_row(schedule_spec, rank) for rank in range(schedule_spec.pp)]
+    for stages, (rows, _) in zip(stages_by_rank, walk.ranks(slots), strict=True):
         found.append(np.hstack([np.tile(state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
     end = columns.state_size + columns.size
     kept = drop_dominated(np.concatenate(found))
@@ -156,10 +157,6 @@ def find_rank_snapshots(
         RankSnapshots(tuple(stages), counts[:, : columns.size], counts[:, columns.size :], in_flight)
         for stages, (counts, in_flight) in zip(stages_by_rank, walk.ranks(rows), strict=True)
     )
-
-
-def _runtime_rows(schedule_spec: StepSchedule) -> list[SlotRow]:
-    return [_runtime_row(schedule_spec, rank) for rank in range(schedule_spec.pp)]
 
 
 @lru_cache(maxsize=16384)

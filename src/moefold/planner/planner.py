@@ -19,7 +19,7 @@ from moefold.config.part import Part
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.tree import parsed_value
-from moefold.cost.hardware import Device, SiteLink
+from moefold.cost.hardware import GIB, Device, SiteLink, device_names, load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -210,13 +210,12 @@ class Planner:
 
     def _nothing_fits_message(self) -> str:
         q = self.request
-        gib = 2**30
         smallest = self.search.smallest_plan()
         reserve = f" ({q.device.memory_gib:g} less {q.reserve_gib:.1f} kept free)" if q.reserve_gib else ""
         text = (
             f"no mapping of {q.model_spec.name} on {q.num_gpus} GPUs fits into "
-            f"{q.usable_device.memory_bytes / gib:.0f} GiB of {q.device.name}{reserve}: the least is "
-            f"{smallest.memory.total / gib:.0f} GiB with {format_mapping(smallest)}"
+            f"{q.usable_device.memory_bytes / GIB:.0f} GiB of {q.device.name}{reserve}: the least is "
+            f"{smallest.memory.total / GIB:.0f} GiB with {format_mapping(smallest)}"
         )
         options = []
         num_gpus = self.least_gpus()
@@ -247,8 +246,6 @@ class Planner:
         return MemoryFilter(space, self.own_search.memory_model).fits_frugally
 
     def _larger_devices(self, smallest: PlannedMapping) -> list[tuple[str, float]]:
-        from moefold.cost.hardware import GIB, device_names, load_device
-
         q = self.request
         share = q.reserve_gib / q.device.memory_gib
         sizes = {name: load_device(name).memory_gib for name in device_names() if name != "cpu"}

@@ -18,7 +18,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
-from moefold.cost.hardware import load_device
+from moefold.cost.hardware import GIB, load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
@@ -101,29 +101,25 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
     check_priced_stage(base.model, base.train, base.lora)
     is_recipe = model.endswith(".toml")
     named = {word.partition("=")[0] for word in options.overrides}
-    for option, given_value, key in (
-        ("--num-gpus", options.num_gpus, "parallel.world_size"),
-        ("--seq-len", options.seq_len, "train.seq_len"),
-        ("--global-batch-size", options.global_batch_size, "train.global_batch_size"),
-    ):
-        if given_value is not None and key in named:
-            raise ConfigError(f"{option} {given_value} and {key} set the same; leave one of them out")
-    p = base.parallel
-    train = base.train
-    if options.num_gpus is None and not (is_recipe or "parallel.world_size" in named):
-        raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
-    num_gpus = _in_bounds("--num-gpus", options.num_gpus, p.world_size, MAX_GPUS)
-    if not (is_recipe or "train.seq_len" in named):
-        train = replace(train, seq_len=DEFAULT_SEQ_LEN)
-    seq_len = _in_bounds("--seq-len", options.seq_len, train.seq_len, max_integer("train", "seq_len"))
-    if not (is_recipe or "train.global_batch_size" in named):
-        train = replace(train, global_batch_size=max(1, DEFAULT_BATCH_TOKENS // seq_len))
-    max_batch = max_integer("train", "global_batch_size")
-    batch = _in_bounds("--global-batch-size", options.global_batch_size, train.global_batch_size, max_batch)
-    given = {
-        "--seq-len": options.seq_len is not None or "train.seq_len" in named,
-        "--global-batch-size": options.global_batch_size is not None or "train.global_batch_size" in named,
+    sizes = {
+        "--num-gpus": ("parallel.world_size", options.num_gpus),
+        "--seq-len": ("train.seq_len", options.seq_len),
+        "--global-batch-size": ("train.global_batch_size", options.global_batch_size),
     }
+    for option, (key, given) in sizes.items():
+        if given is not None and key in named:
+            raise ConfigError(f"{option} {given} and {key} set the same; leave one of them out")
+    unsaid = {option for option, (key, given) in sizes.items() if not is_recipe and given is None and key not in named}
+    if "--num-gpus" in unsaid:
+        raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
+    p = base.parallel
+    num_gpus = _in_bounds("--num-gpus", options.num_gpus, p.world_size, MAX_GPUS)
+    train = base.train
+    default = DEFAULT_SEQ_LEN if "--seq-len" in unsaid else train.seq_len
+    seq_len = _in_bounds("--seq-len", options.seq_len, default, max_integer("train", "seq_len"))
+    default = max(1, DEFAULT_BATCH_TOKENS // seq_len) if "--global-batch-size" in unsaid else train.global_batch_size
+    max_batch = max_integer("train", "global_batch_size")
+    batch = _in_bounds("--global-batch-size", options.global_batch_size, default, max_batch)
     chosen = {"--seq-len": seq_len, "--global-batch-size": batch}
     reserve = default_reserve_gib(device) if options.memory_reserve is None else options.memory_reserve
     if not 0 <= reserve < device.memory_gib:
@@ -163,7 +159,7 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
         restriction=Restriction(dict(options.fix), options.method, options.offload),
         reserve_gib=reserve,
         site_link=site_link,
-        assumed={} if is_recipe else {option: chosen[option] for option in given if not given[option]},
+        assumed={option: size for option, size in chosen.items() if option in unsaid},
     )
 
 
@@ -248,7 +244,6 @@ def documents_as_dict(loads: DocumentLoads | None) -> dict[str, Any]:
 
 def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
     """Return one mapping with its predicted time and memory, ready for JSON."""
-    gib = 2**30
     time_of = plan.time
     context = plan.attention
     return (
@@ -259,8 +254,8 @@ def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
             "tflops_per_gpu": time_of.tflops_per_gpu,
             "tokens_per_s_per_gpu": time_of.tokens_per_s_per_gpu,
             "num_micro_batches": time_of.num_micro_batches,
-            "memory_gib": plan.memory.total / gib,
-            "memory_parts_gib": {part: size / gib for part, size in plan.memory.parts.items()},
+            "memory_gib": plan.memory.total / GIB,
+            "memory_parts_gib": {part: size / GIB for part, size in plan.memory.parts.items()},
             "time_parts_s": time_of.parts,
             "binding": plan.bottleneck,
             "fits": plan.memory.fits,
