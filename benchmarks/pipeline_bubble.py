@@ -29,7 +29,8 @@ from moefold.model.module_wrapper import set_on_modules
 from moefold.parallel.pipeline_schedule import MicroBatch, PipelineMessages, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
-from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
+from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.message_plan import plan_messages
 from moefold.topology.schedules import runtime_slots, schedule_named, schedule_rows, stage_ranks
 from moefold.verify.ranks.pool import WorkerPool
@@ -182,7 +183,7 @@ def measure(
 def simulated(case: Case, pp: int, micro_batches: int, times: Times) -> float:
     """Return the bubble of the schedule's action order if messages took no time."""
     forward, inputs, weights = (
-        (Segment("work", seconds),) for seconds in (times.forward, times.input_gradient, times.weight_gradient)
+        (CostItem("work", seconds),) for seconds in (times.forward, times.input_gradient, times.weight_gradient)
     )
     work = StageSegments(forward=forward, backward=inputs + weights, input_gradient=inputs, weight_gradient=weights)
     rows = schedule_rows(case.schedule, pp, case.chunks, micro_batches)

@@ -79,9 +79,9 @@ class Recipe:
     @cached_property
     def request(self) -> Any:
         """The question for the planner."""
-        from moefold.planner.query import PlanQuery, plan_request
+        from moefold.planner.query import PlanOptions, plan_request
 
-        return plan_request(PlanQuery(model=str(self.path or self.name), gpu=PLANNED_GPU, num_gpus=PLANNED_GPUS))
+        return plan_request(str(self.path or self.name), PLANNED_GPU, PlanOptions(num_gpus=PLANNED_GPUS))
 
     @cached_property
     def cfg(self) -> Any:
@@ -195,7 +195,7 @@ def _prices(recipe: Recipe, count: int) -> Iterator[str]:
         values = list(space.sample_mappings(*space.folds[at]))[-1]
         plan = Planner(replace(recipe.request, restriction=Restriction(values))).top_plans(1)[0]
         yield f"{' '.join(flat(plan.mapping.as_dict()))}: {' '.join(flat(plain(plan.time)))}"
-        yield f"  memory {' '.join(flat(plain(plan.memory)))}"
+        yield f"  memory {' '.join(flat(plain(plan.memory.parts | {'capacity': plan.memory.capacity})))}"
 
 
 def shrink_lines(recipe: Recipe) -> Iterator[str]:

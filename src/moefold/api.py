@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,20 +105,12 @@ def plan(
             methods raise it if no mapping is legal or fits.
     """
     from moefold.planner.planner import Planner
-    from moefold.planner.query import PlanOptions, PlanQuery, plan_request
+    from moefold.planner.query import PlanOptions, plan_request
 
-    options = PlanOptions() if options is None else options
-    query = PlanQuery(
-        model=str(model),
-        gpu=str(gpu),
-        num_gpus=num_gpus,
-        seq_len=seq_len,
-        global_batch_size=global_batch_size,
-        fix={} if fix is None else fix,
-        options=options,
-    )
+    named = {"num_gpus": num_gpus, "seq_len": seq_len, "global_batch_size": global_batch_size, "fix": fix}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     with _errors_without_options():
-        return Planner(plan_request(query))
+        return Planner(plan_request(str(model), str(gpu), replace(options or PlanOptions(), **given)))
 
 
 def build_model(cfg: Config, device: str = "cpu") -> "Transformer":

@@ -10,7 +10,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.activation_columns import activation_table, recomputes_comm
 from moefold.cost.activation_memory import activation_memory
-from moefold.cost.memory_columns import ModelChunk, recipe_chunk, recipe_columns
+from moefold.cost.memory_columns import ModelChunk, columns_of, recipe_chunk
 from moefold.cost.overlap_memory import (
     CommInterval,
     OverlapSpec,
@@ -67,7 +67,7 @@ def _intervals(cfg: Config, chunk: ModelChunk, *, splits_backward: bool) -> tupl
 
 
 def _spec(cfg: Config, *, splits_backward: bool) -> OverlapSpec:
-    return OverlapSpec(recipe_columns(cfg.model), splits_backward, recomputes_comm(cfg.train.recompute))
+    return OverlapSpec(columns_of(cfg.model.distinct_kinds), splits_backward, recomputes_comm(cfg.train.recompute))
 
 
 @pytest.mark.parametrize("parts", [(), ("norms",), ("moe",), ("layer",)], ids=lambda parts: "+".join(parts) or "plain")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.cli.plan_documents import describe_strategy
+from moefold.cli.plan_outputs import describe_attention
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import Group
 from moefold.config.groups.context import ContextPart, RoundPlan
@@ -84,7 +84,7 @@ def test_one_that_plans_moves_tokens_as_the_built_in_kind_does(pool: WorkerPool)
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert contexts[0] in candidate_strategies(contexts[0])
-    assert describe_strategy(contexts[0]) == "balancing attention (balanced, home hosts)"
+    assert describe_attention(contexts[0], 1.0).startswith("balancing attention (balanced, home hosts); ")
     linear = replace(runs[0], model=tiny(model={"layers": "linear, full"}).model)
     with pytest.raises(ConfigError, match="linear attention"):
         check_config(linear)

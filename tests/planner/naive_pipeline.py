@@ -3,6 +3,10 @@
 from collections import defaultdict, deque
 
 
+def stream_of(piece) -> str:
+    return "communication" if piece.part.endswith("_comm") else "compute"
+
+
 class Chain:
     """An action under way."""
 
@@ -94,11 +98,11 @@ class Machine:
         chains = self.now[rank]
         busy = {chain.stream for chain in chains}
         for chain in sorted(chains, key=lambda chain: chain.action.kind == "F") if self.overlap else chains[:1]:
-            is_free = chain.end is None and chain.left and chain.left[0].stream not in busy
+            is_free = chain.end is None and chain.left and stream_of(chain.left[0]) not in busy
             if is_free and (self.overlap or self.has_all(rank, chain.action)):
                 piece = chain.left.popleft()
-                chain.stream, chain.end = piece.stream, tick + piece.seconds
-                self.pieces.append((rank, piece.stream, chain.action, tick, chain.end))
+                chain.stream, chain.end = stream_of(piece), tick + piece.seconds
+                self.pieces.append((rank, stream_of(piece), chain.action, tick, chain.end))
                 return True
         return False
 

@@ -7,7 +7,7 @@ from moefold.cost.hardware import DetectedMachine
 from moefold.errors import ConfigError
 from moefold.launch.hardware import planner_gpu_name, slowest_machine
 from moefold.planner.auto_parallel import plan_mapping
-from moefold.planner.query import PlanQuery, plan_request
+from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.search.constraints import MappingConstraints, Restriction
 from moefold.planner.search.space import MappingSpace
 from moefold.recipe import load_recipe
@@ -44,8 +44,8 @@ def test_sparse_attention_is_searched_with_the_context_parallelism_that_it_allow
     words = ["model.attention.indexer.top_k=8", "model.attention.indexer.head_dim=16", "parallel.cp=2"]
     cfg, _ = planned(tmp_path, *words, "parallel.world_size=2")
     assert (cfg.parallel.cp, cfg.parallel.context.kind) == (2, "allgather")
-    query = PlanQuery(model="glm-5", gpu="h100", num_gpus=16, seq_len=4096, global_batch_size=64)
-    constraints = MappingConstraints(plan_request(query).base_config)
+    options = PlanOptions(num_gpus=16, seq_len=4096, global_batch_size=64)
+    constraints = MappingConstraints(plan_request("glm-5", "h100", options).base_config)
     assert {fold.cp for fold, _ in MappingSpace(constraints, Restriction({"tp": 1, "pp": 1})).folds} == {1, 2, 4, 8, 16}
 
 

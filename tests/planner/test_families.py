@@ -24,7 +24,7 @@ from moefold.planner.families import (
 )
 from moefold.planner.mapping import ParallelMapping, format_compact_degrees
 from moefold.planner.planner import Planner
-from moefold.planner.query import PlanOptions, PlanQuery, plan_request
+from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.validation import STATED_ERROR
 from tests.slow import slow
@@ -43,16 +43,8 @@ def planner_of(
     seq_len: int = 4096,
     batch: int = 64,
 ) -> Planner:
-    query = PlanQuery(
-        model=model,
-        gpu=gpu,
-        num_gpus=num_gpus,
-        seq_len=seq_len,
-        global_batch_size=batch,
-        fix=fix or {},
-        options=PlanOptions(offload=offload),
-    )
-    return Planner(plan_request(query))
+    options = PlanOptions(num_gpus=num_gpus, seq_len=seq_len, global_batch_size=batch, fix=fix or {}, offload=offload)
+    return Planner(plan_request(model, gpu, options))
 
 
 @pytest.mark.parametrize(("model", "num_gpus"), [("olmoe-1b-7b", 8), *slow([("tiny", 8), ("mixtral-8x7b", 32)])])

@@ -14,7 +14,7 @@ from moefold.cost.hardware import SiteLink
 from moefold.cost.site_traffic import site_traffic
 from moefold.errors import ConfigError
 from moefold.planner.planner import Planner
-from moefold.planner.query import PlanOptions, PlanQuery, plan_request
+from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.sites import (
     CODING_S,
     MAX_OVERLAP,
@@ -209,8 +209,7 @@ def test_a_round_that_never_comes_is_not_written(tmp_path):
 
 def plan_of(tmp_path: Path, **options: object):
     (tmp_path / "one.toml").write_text(ALONE)
-    query = PlanQuery(model=str(tmp_path / "one.toml"), gpu="h100", options=PlanOptions(**options))
-    return Planner(plan_request(query))
+    return Planner(plan_request(str(tmp_path / "one.toml"), "h100", PlanOptions(**options)))
 
 
 def test_a_site_is_planned_with_its_outer_weights_and_sharded_states(tmp_path):
@@ -220,7 +219,7 @@ def test_a_site_is_planned_with_its_outer_weights_and_sharded_states(tmp_path):
     assert alone.space.zero_stages == (0, 1, 2, 3)
     assert site.space.zero_stages == (1, 2, 3)
     mapping = site.best().mapping
-    more = site.search.price(mapping).memory.optimizer - alone.search.price(mapping).memory.optimizer
+    more = site.search.price(mapping).memory.parts["optimizer"] - alone.search.price(mapping).memory.parts["optimizer"]
     total = count_parameters(site.request.base_config.model).total
     assert total <= more * mapping.dp * mapping.pp * mapping.tp / 4 < 1.1 * total
 

@@ -11,9 +11,10 @@ from moefold.config.pipeline_action import find_deadlock
 from moefold.config.schema import Config
 from moefold.cost.stage_memory import max_in_flight
 from moefold.planner.cost_model.bubble import bubble_s
+from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.search.constraints import MappingConstraints, Restriction
 from moefold.planner.search.space import MappingSpace
-from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
+from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.recipe import load_config
 from moefold.topology.schedules import runtime_slots, schedule_rows
 from moefold.verify.compare import compare_records, run_oracle
@@ -57,7 +58,7 @@ def test_it_is_priced() -> None:
     bubble = partial(bubble_s, pp=4, num_micro_batches=count, schedule=cfg.parallel.schedule)
     array = np.array([[1.0]])
     work = StageSegments(
-        forward=(Segment("work", 1.0),), backward=(Segment("work", 2.0),), input_gradient=(), weight_gradient=()
+        forward=(CostItem("work", 1.0),), backward=(CostItem("work", 2.0),), input_gradient=(), weight_gradient=()
     )
     timeline = simulate(schedule_rows(cfg.parallel.schedule, 4, 1, count), [work] * 4)
     priced = bubble(1.0, 2.0, 1.0, vpp=1), float(bubble(array, 2 * array, array, vpp=np.array([[1]]))[0, 0])

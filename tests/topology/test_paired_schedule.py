@@ -3,7 +3,8 @@
 import pytest
 
 from moefold.config.pipeline_action import Action, find_deadlock, one_per_slot
-from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
+from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.schedules import schedule_rows
 
 SHAPES = [(1, 1), *((pp, chunks) for pp in (2, 3, 4, 8) for chunks in (1, 2, 3))]
@@ -64,7 +65,7 @@ def test_plain_1f1b_in_pairs_is_no_faster_than_one_after_the_other():
             first = ahead * (1 - rank) + 1
             pairs = zip(forward[first:], backward, strict=False)
             rows.append((*one_per_slot(forward[:first]), *pairs, *one_per_slot(backward[-first:])))
-        second = (Segment("work", 1.0),)
+        second = (CostItem("work", 1.0),)
         work = StageSegments(forward=second, backward=second, input_gradient=(), weight_gradient=())
         return simulate(rows, [work, work]).span_s
 

@@ -5,7 +5,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_action import Action
 from moefold.errors import ConfigError
 from moefold.parts.schedule.csv import _read_schedule
-from moefold.planner.simulator.simulate import Segment, StageSegments, simulate
+from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.schedules import stage_ranks
 from moefold.train.start import check_machine
 
@@ -80,7 +81,7 @@ def test_the_machine_check_reads_the_file(tmp_path):
 
 
 def test_time_passes_as_order_and_needs_allow(read):
-    second = (Segment("work", 1.0),)
+    second = (CostItem("work", 1.0),)
     work = StageSegments(forward=second, backward=2 * second, input_gradient=second, weight_gradient=second)
 
     def span_s(text: str) -> float:

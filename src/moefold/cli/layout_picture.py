@@ -102,11 +102,10 @@ def save_picture(
     stacked = cards.num_rows <= MAX_STACKED_ROWS
     width = cards.width if stacked else len(views) * (cards.width + MARGIN) - MARGIN
     views_height = len(views) * cards.height if stacked else cards.height
-    stages = None if plan is None else StagePanel(plan, model, costs, width)
     stages_height = 0.0
-    if stages is not None:
-        width = max(width, stages.min_width)
-        stages_height = stages.height
+    if plan is not None:
+        width = max(width, 2 * STAGES_MARGIN + _stage_width(costs))
+        stages_height = STAGES_HEAD_HEIGHT + len(plan.stages) * STAGE_ROW_HEIGHT + STAGES_MARGIN
     lines = wrap(note, int((width - 2 * MARGIN) / CHAR_WIDTH))
     heading = HEADING_HEIGHT + LINE_HEIGHT * max(0, len(lines) - 1)
     height = heading + views_height + stages_height
@@ -124,8 +123,9 @@ def save_picture(
         left = 0.0 if stacked else index * (cards.width + MARGIN)
         top = heading + (index * cards.height if stacked else 0.0)
         _draw_view(_Canvas(figure, (width, height), (left, top, cards.width, cards.height)), cards, name, view, layout)
-    if stages is not None:
-        stages.draw(_Canvas(figure, (width, height), (0.0, heading + views_height, width, stages_height)))
+    if plan is not None:
+        box = (0.0, heading + views_height, width, stages_height)
+        _draw_stages(_Canvas(figure, (width, height), box), plan, model, costs)
     try:
         figure.savefig(path)
     except OSError as error:
@@ -290,19 +290,15 @@ def _shade(hue: float, lightness: float) -> str:
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
-STAGE_ROW_HEIGHT = 0.42
+STAGE_ROW_HEIGHT = 0.36
 STAGES_HEAD_HEIGHT = 1.45
 STAGES_MARGIN = 0.3
 NAMES_WIDTH = 1.75
 UNITS_WIDTH = 3.6
 BARS_WIDTH = 2.05
 BAR_TEXT_WIDTH = 0.62
-COLUMN_GAP = 0.35
 MAX_UNIT_WIDTH = 0.34
 MIN_NUMBERED_UNIT_WIDTH = 0.2
-MIN_COLUMN_STAGES = 8
-"""Stages per column before another column is added where it fits."""
-MAX_COLUMN_STAGES = 48
 MAX_LAYOUT_CHARS = 110
 FLOPS_BAR_COLOR = "#5b7fb5"
 WEIGHT_BAR_COLOR = "#8a9a5b"
@@ -316,114 +312,76 @@ UNIT_COLORS = {
 }
 
 
-@dataclass(frozen=True)
-class StagePanel:
-    """Panel with the stages of a plan.
+def _stage_width(costs: Sequence[StageCost] | None) -> float:
+    """Return the inches of a row with a stage."""
+    return NAMES_WIDTH + UNITS_WIDTH + (0 if costs is None else 2 * BARS_WIDTH)
 
-    Args:
-        model: for the kind of each layer; None does not draw it.
-        costs: of each stage; None draws none.
-        width: inches of the picture; stages are drawn in as many columns as fit.
-    """
 
-    plan: StagePlan
-    model: ModelConfig | None
-    costs: Sequence[StageCost] | None
-    width: float
-
-    @property
-    def height(self) -> float:
-        """Height of the panel in inches."""
-        return STAGES_HEAD_HEIGHT + self._num_rows * STAGE_ROW_HEIGHT + STAGES_MARGIN
-
-    @property
-    def min_width(self) -> float:
-        """Width in inches that the columns need."""
-        return 2 * STAGES_MARGIN + self._num_columns * (self._column_width + COLUMN_GAP) - COLUMN_GAP
-
-    def draw(self, canvas: _Canvas) -> None:
-        """Draw into a canvas of the panel's size."""
-        text = self.plan.layout
-        shown = text if len(text) <= MAX_LAYOUT_CHARS else f"{text[:MAX_LAYOUT_CHARS]}..."
-        canvas.text(STAGES_MARGIN, 0.36, "pipeline stages", 17, fontweight="bold")
-        canvas.text(STAGES_MARGIN, 0.72, shown, 10, family="monospace")
-        self._draw_legend(canvas)
-        for i, stage in enumerate(self.plan.stages):
-            column, row = divmod(i, self._num_rows)
-            left = STAGES_MARGIN + column * (self._column_width + COLUMN_GAP)
-            top = STAGES_HEAD_HEIGHT + row * STAGE_ROW_HEIGHT
-            self._draw_stage(canvas, stage, left, top)
-            if self.costs is not None:
-                self._draw_bars(canvas, self.costs, i, left + NAMES_WIDTH + UNITS_WIDTH, top)
-
-    @property
-    def _column_width(self) -> float:
-        return NAMES_WIDTH + UNITS_WIDTH + (0 if self.costs is None else 2 * BARS_WIDTH)
-
-    @property
-    def _num_rows(self) -> int:
-        return -(-len(self.plan.stages) // self._num_columns)
-
-    @property
-    def _num_columns(self) -> int:
-        """Number of columns: those that fit and are worthwhile, or more if one column would be too tall."""
-        count = len(self.plan.stages)
-        fitting = int((self.width - 2 * STAGES_MARGIN + COLUMN_GAP) / (self._column_width + COLUMN_GAP))
-        return max(1, min(fitting, -(-count // MIN_COLUMN_STAGES)), -(-count // MAX_COLUMN_STAGES))
-
-    def _draw_legend(self, canvas: _Canvas) -> None:
-        left = STAGES_MARGIN
-        used = {kind for stage in self.plan.stages for kind, _ in self._units(stage)}
-        for kind, (fill, meaning) in UNIT_COLORS.items():
-            if kind in used:
-                canvas.box((left, 0.99, 0.18, 0.18), fill)
-                canvas.text(left + 0.26, 1.08, meaning, 9.5, FAINT)
-                left += 0.5 + 0.082 * len(meaning)
-        if self.costs is not None:
-            left = STAGES_MARGIN + NAMES_WIDTH + UNITS_WIDTH
-            canvas.text(left, STAGES_HEAD_HEIGHT - 0.14, "FLOPs, of the busiest", 8.5, FAINT)
-            canvas.text(left + BARS_WIDTH, STAGES_HEAD_HEIGHT - 0.14, "weights per rank", 8.5, FAINT)
-
-    def _draw_stage(self, canvas: _Canvas, stage: Stage, left: float, top: float) -> None:
-        middle = top + STAGE_ROW_HEIGHT / 2
-        box = (left - 0.08, top + 0.03, self._column_width - 0.1, STAGE_ROW_HEIGHT - 0.06)
+def _draw_stages(
+    canvas: _Canvas, plan: StagePlan, model: ModelConfig | None, costs: Sequence[StageCost] | None
+) -> None:
+    """Draw a row for each stage: its layers, with their kinds if the model is given, and what they cost if that is."""
+    text = plan.layout
+    shown = text if len(text) <= MAX_LAYOUT_CHARS else f"{text[:MAX_LAYOUT_CHARS]}..."
+    canvas.text(STAGES_MARGIN, 0.36, "pipeline stages", 17, fontweight="bold")
+    canvas.text(STAGES_MARGIN, 0.72, shown, 10, family="monospace")
+    units = [list(_units(stage, model)) for stage in plan.stages]
+    left = STAGES_MARGIN
+    for kind, (fill, meaning) in UNIT_COLORS.items():
+        if any(kind == one for own in units for one, _ in own):
+            canvas.box((left, 0.99, 0.18, 0.18), fill)
+            canvas.text(left + 0.26, 1.08, meaning, 9.5, FAINT)
+            left += 0.5 + 0.082 * len(meaning)
+    left = STAGES_MARGIN + NAMES_WIDTH + UNITS_WIDTH
+    if costs is not None:
+        canvas.text(left, STAGES_HEAD_HEIGHT - 0.14, "FLOPs, of the busiest", 8.5, FAINT)
+        canvas.text(left + BARS_WIDTH, STAGES_HEAD_HEIGHT - 0.14, "weights per rank", 8.5, FAINT)
+    for i, (stage, own) in enumerate(zip(plan.stages, units, strict=True)):
+        top = STAGES_HEAD_HEIGHT + i * STAGE_ROW_HEIGHT
+        box = (STAGES_MARGIN - 0.08, top + 0.03, _stage_width(costs) - 0.1, STAGE_ROW_HEIGHT - 0.06)
         canvas.box(box, TRAY if stage.pp_rank % 2 == 0 else "#f8f9fb")
-        canvas.text(left, middle, f"stage {stage.number}", 10, fontweight="bold")
-        canvas.text(left + 0.86, middle, f"pp rank {stage.pp_rank}", 9, FAINT)
-        units = list(self._units(stage))
-        if not units:
-            canvas.text(left + NAMES_WIDTH, middle, describe_stage(stage.parts), 9, FAINT)
-            return
-        size = min(MAX_UNIT_WIDTH, (UNITS_WIDTH - 0.2) / len(units))
-        for i, (kind, label) in enumerate(units):
-            box = (left + NAMES_WIDTH + i * size, top + 0.07, size - min(0.04, size / 5), STAGE_ROW_HEIGHT - 0.14)
-            canvas.box(box, UNIT_COLORS[kind][0])
-            is_end = i in (0, len(units) - 1) and size > MIN_NUMBERED_UNIT_WIDTH / 2
-            if size >= MIN_NUMBERED_UNIT_WIDTH or is_end:
-                canvas.text(box[0] + box[2] / 2, middle, label, 7.5, ha="center")
+        _draw_stage(canvas, stage, own, top)
+        if costs is not None:
+            _draw_bars(canvas, costs, i, left, top)
 
-    def _draw_bars(self, canvas: _Canvas, costs: Sequence[StageCost], stage: int, left: float, top: float) -> None:
-        cost = costs[stage]
-        flops = cost.flops / max(1, *(one.flops for one in costs))
-        weights = cost.num_parameters / max(1, *(one.num_parameters for one in costs))
-        bars = (
-            (flops, f"{flops:.0%}", FLOPS_BAR_COLOR),
-            (weights, compact_count(cost.num_parameters), WEIGHT_BAR_COLOR),
-        )
-        for i, (share, label, fill) in enumerate(bars):
-            start = left + i * BARS_WIDTH + BAR_TEXT_WIDTH
-            canvas.text(start - 0.08, top + STAGE_ROW_HEIGHT / 2, label, 9, ha="right")
-            if share > 0:
-                length = share * (BARS_WIDTH - BAR_TEXT_WIDTH - 0.25)
-                canvas.box((start, top + 0.12, length, STAGE_ROW_HEIGHT - 0.24), fill)
 
-    def _units(self, stage: Stage) -> Iterator[tuple[str, str]]:
-        """Yield the kind and the label of each box of a stage."""
-        if stage.parts.has_embedding:
-            yield "E", "E"
-        for number in stage.parts.layers:
-            yield "t" if self.model is None else "DM"[self.model.decoder_layers[number].ffn.is_routed], str(number)
-        for _ in range(stage.parts.num_mtp_layers):
-            yield "m", "m"
-        if stage.parts.has_loss:
-            yield "L", "L"
+def _draw_stage(canvas: _Canvas, stage: Stage, units: Sequence[tuple[str, str]], top: float) -> None:
+    middle = top + STAGE_ROW_HEIGHT / 2
+    canvas.text(STAGES_MARGIN, middle, f"stage {stage.number}", 10, fontweight="bold")
+    canvas.text(STAGES_MARGIN + 0.86, middle, f"pp rank {stage.pp_rank}", 9, FAINT)
+    left = STAGES_MARGIN + NAMES_WIDTH
+    if not units:
+        canvas.text(left, middle, describe_stage(stage.parts), 9, FAINT)
+        return
+    size = min(MAX_UNIT_WIDTH, (UNITS_WIDTH - 0.2) / len(units))
+    for i, (kind, label) in enumerate(units):
+        box = (left + i * size, top + 0.07, size - min(0.04, size / 5), STAGE_ROW_HEIGHT - 0.14)
+        canvas.box(box, UNIT_COLORS[kind][0])
+        is_end = i in (0, len(units) - 1) and size > MIN_NUMBERED_UNIT_WIDTH / 2
+        if size >= MIN_NUMBERED_UNIT_WIDTH or is_end:
+            canvas.text(box[0] + box[2] / 2, middle, label, 7.5, ha="center")
+
+
+def _draw_bars(canvas: _Canvas, costs: Sequence[StageCost], stage: int, left: float, top: float) -> None:
+    cost = costs[stage]
+    flops = cost.flops / max(1, *(one.flops for one in costs))
+    weights = cost.num_parameters / max(1, *(one.num_parameters for one in costs))
+    bars = ((flops, f"{flops:.0%}", FLOPS_BAR_COLOR), (weights, compact_count(cost.num_parameters), WEIGHT_BAR_COLOR))
+    for i, (share, label, fill) in enumerate(bars):
+        start = left + i * BARS_WIDTH + BAR_TEXT_WIDTH
+        canvas.text(start - 0.08, top + STAGE_ROW_HEIGHT / 2, label, 9, ha="right")
+        if share > 0:
+            length = share * (BARS_WIDTH - BAR_TEXT_WIDTH - 0.25)
+            canvas.box((start, top + 0.12, length, STAGE_ROW_HEIGHT - 0.24), fill)
+
+
+def _units(stage: Stage, model: ModelConfig | None) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the label of each box of a stage."""
+    if stage.parts.has_embedding:
+        yield "E", "E"
+    for number in stage.parts.layers:
+        yield "t" if model is None else "DM"[model.decoder_layers[number].ffn.is_routed], str(number)
+    for _ in range(stage.parts.num_mtp_layers):
+        yield "m", "m"
+    if stage.parts.has_loss:
+        yield "L", "L"

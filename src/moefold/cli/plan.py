@@ -45,7 +45,6 @@ examples:
       --compare-folding 4096 32768 131072
 """
 )
-EXIT_NOT_FEASIBLE = 1
 
 
 def run(argv: list[str]) -> int:

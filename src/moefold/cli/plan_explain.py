@@ -8,6 +8,7 @@ from typing import Any
 
 from moefold.cli.plan_outputs import report_unwritten, write_outputs
 from moefold.cli.plan_table import parse_axes
+from moefold.cost.hardware import GIB
 from moefold.errors import ConfigError
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import Restriction
@@ -16,7 +17,6 @@ from moefold.planner.search.space import explain_illegal
 from moefold.terminal import print_escaped
 
 EXIT_NOT_FEASIBLE = 1
-GIB = 2**30
 TIE_TOLERANCE = 1e-9
 """Relative tolerance of equal step times: the search adds the parts of a step in another order."""
 
@@ -37,7 +37,7 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     planner = Planner(request)
     if not planner.space.folds:
         reason = explain_illegal(planner.space.constraints, request.restriction)
-        _print_answer(args, {"legal": False, "reason": reason}, f"illegal: {reason}")
+        print_escaped(json.dumps({"legal": False, "reason": reason}) if args.json else f"illegal: {reason}")
         report_unwritten(args, "the mapping is illegal")
         return EXIT_NOT_FEASIBLE
     plan = planner.top_plans(1)[0]
@@ -66,7 +66,7 @@ def _check_options(fixed: Mapping[str, Any], given: Mapping[str, Any], args: arg
 def memory_excess_reason(plan: PlannedMapping, reserve_gib: float) -> str:
     """Explain in one sentence how much memory is missing, and which part takes most of it."""
     lacking = (plan.memory.total - plan.memory.capacity) / GIB
-    part, size = max(plan.memory_parts.items(), key=lambda item: item[1])
+    part, size = max(plan.memory.parts.items(), key=lambda item: item[1])
     reserved = f" with {reserve_gib:.1f} GiB kept free (--memory-reserve)" if reserve_gib else ""
     return (
         f"does not fit: {plan.memory.total / GIB:.1f} GiB of {plan.memory.capacity / GIB:.1f} GiB{reserved}, "
@@ -85,10 +85,6 @@ def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespac
         "best": format_mapping(best),
         "best_step_time_s": best.time.total_s if best.memory.fits else None,
     }
-
-
-def _print_answer(args: argparse.Namespace, record: dict[str, Any], text: str) -> None:
-    print_escaped(json.dumps(record) if args.json else text)
 
 
 def _print(planner: Planner, plan: PlannedMapping, record: dict[str, Any], *, wide: bool) -> None:

@@ -8,7 +8,7 @@ from moefold.cli.plan_table import parse_axes
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.planner.planner import PlanRequest
-from moefold.planner.query import PlanOptions, PlanQuery, plan_request
+from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.simulator.simulate import Noise
 
 
@@ -20,17 +20,9 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
     """
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top {args.top} must be at least 1")
-    query = PlanQuery(
-        model=args.model,
-        gpu=args.gpu,
-        num_gpus=args.num_gpus,
-        seq_len=args.seq_len,
-        global_batch_size=args.global_batch_size,
-        fix=parse_axes(args.fix, "--fix") if args.fix else {},
-        overrides=args.overrides,
-        options=PlanOptions(**{field.name: getattr(args, field.name) for field in fields(PlanOptions)}),
-    )
-    return plan_request(query)
+    given = {field.name: getattr(args, field.name) for field in fields(PlanOptions)}
+    fixed = parse_axes(args.fix, "--fix") if args.fix else {}
+    return plan_request(args.model, args.gpu, PlanOptions(**given | {"fix": fixed}))
 
 
 def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") -> None:

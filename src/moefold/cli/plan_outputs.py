@@ -9,15 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moefold.cli.plan_documents import attention_of, describe_attention, describe_documents
 from moefold.cli.plan_options import check_jitter_options, noise_of, parse_straggler_factors
 from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
+from moefold.config.groups.context import ContextPart
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.planner.cost_model.gemm import check_recipe_precision
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
+from moefold.planner.lengths.document_source import describe_cuts
 from moefold.planner.model_spec import ModelSpec, train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
@@ -193,13 +194,31 @@ def print_footer(
 
 def print_documents(console: Console, planner: Planner, plan: PlannedMapping) -> None:
     """Print the lengths of the documents and how the ranks share their attention; nothing without --lengths."""
-    loads = planner.request.workload.attention
-    if not isinstance(loads, DocumentLoads) or plan.attention is None:
+    if plan.attention is None:
         return
-    load = attention_of(planner.search_of(plan).cost_model, plan.mapping)
-    assert load is not None
-    print_prose(console, "attention", f"{describe_attention(plan.attention, load.max_over_mean)}.")
+    cost_model = planner.search_of(plan).cost_model
+    loads = cost_model.workload.attention
+    peers = cost_model.attention_peers(plan.mapping)
+    assert loads is not None
+    assert peers is not None
+    print_prose(console, "attention", f"{describe_attention(plan.attention, loads.load(peers, 0).max_over_mean)}.")
     print_prose(console, "lengths", f"{describe_documents(loads)}.")
+
+
+def describe_documents(loads: DocumentLoads) -> str:
+    """Describe the lengths: their origin, their effective length, and documents that are cut."""
+    cuts = describe_cuts(loads.samples, loads.seq_len)
+    text = (
+        f"{loads.samples.name} ({loads.samples.source}); effective length {loads.effective_length:,.0f} of "
+        f"{loads.seq_len:,} tokens"
+    )
+    return f"{text}; {cuts}" if cuts else text
+
+
+def describe_attention(strategy: ContextPart, max_over_mean: float) -> str:
+    """Describe how the ranks share attention, such as "planned attention (documents, balanced hosts)"; how evenly."""
+    how = f" ({strategy.plan.placement}, {strategy.plan.hosts} hosts)" if strategy.is_planned else ""
+    return f"{strategy.kind} attention{how}; the busiest rank has {max_over_mean:.2f} times the mean work of a round"
 
 
 def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> list[str]:

@@ -9,7 +9,7 @@ from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
-from moefold.cost.hardware import DECIDING_CONSTANTS, Device
+from moefold.cost.hardware import DECIDING_CONSTANTS, GIB, Device
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
@@ -27,7 +27,6 @@ from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
 from moefold.topology.schedules import schedule_named
 
-GIB = 2**30
 DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 
 
@@ -121,7 +120,7 @@ def print_ranking(console: Console, plans: Sequence[PlannedMapping], *, wide: bo
 def print_breakdown(console: Console, plans: Sequence[PlannedMapping]) -> None:
     """Print time and memory by part: a row for each part that any mapping has, a column for each mapping."""
     times = [{part: plan.time.parts[part] for part in TIME_PARTS} for plan in plans]
-    memory = [{part: plan.memory_parts[part] / GIB for part in MEMORY_PARTS} for plan in plans]
+    memory = [{part: plan.memory.parts[part] / GIB for part in MEMORY_PARTS} for plan in plans]
     for title, unit, amounts, digits in (
         ("time of a step, on the busiest pipeline rank", "seconds", times, 3),
         ("memory of the fullest GPU", "GiB", memory, 1),
@@ -154,7 +153,6 @@ def _dispatcher(mapping: ParallelMapping) -> str:
     return mapping.dispatcher.kind + ", overlapped" * mapping.overlap
 
 
-NUMBER_AXES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")
 CHOICE_AXES = ("schedule", "dispatcher")
 RECOMPUTE = "recompute"
 NO_PARTS = "none"
@@ -162,7 +160,7 @@ OPTIMIZER = "optimizer"
 OFFLOAD = "offload"
 OVERLAP = "overlap"
 SWITCH_VALUES = {"on": True, "true": True, "off": False, "false": False}
-AXIS_KEYS = (*NUMBER_AXES, *CHOICE_AXES, RECOMPUTE, OFFLOAD, OVERLAP)
+AXIS_KEYS = (*DEGREES, *CHOICE_AXES, RECOMPUTE, OFFLOAD, OVERLAP)
 
 
 def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
@@ -208,7 +206,7 @@ def _is_from_outside(key: str, choice: str) -> bool:
 
 
 def _parse_value(key: str, text: str, label: str) -> Any:
-    if key in NUMBER_AXES:
+    if key in DEGREES:
         minimum, maximum = (0, 3) if key == "zero" else (1, None)
         number = parse_count(text)
         if number is None or number < minimum or (maximum is not None and number > maximum):

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option
-from moefold.cli.plan_documents import describe_attention, describe_documents
 from moefold.cli.plan_options import add_noise_options, noise_of
+from moefold.cli.plan_outputs import describe_attention, describe_documents
 from moefold.cli.plan_sites import add_site_options, describe_rate
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
@@ -32,8 +32,7 @@ from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
-from moefold.planner.priced_stage import check_priced_stage
-from moefold.planner.query import check_imbalance, document_loads, documents_as_dict
+from moefold.planner.query import check_imbalance, check_priced_stage, document_loads, documents_as_dict
 from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
 from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline

@@ -6,7 +6,7 @@ import numpy as np
 
 from moefold.config.layers import Layer
 from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.memory_columns import FORWARD_POINTS, RECOMPUTE_POINTS, ByteTable, recipe_columns
+from moefold.cost.memory_columns import FORWARD_POINTS, RECOMPUTE_POINTS, ByteTable, columns_of
 from moefold.cost.saved_tensors import PARTS, BytesByPart
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM
 
@@ -25,13 +25,13 @@ OFFLOADED_LABELS = {
 
 
 def activation_table(formula: ActivationMemory, offload: Iterable[str] = ()) -> ByteTable:
-    """Return the bytes of each column of a recipe by part, [`PARTS`, `recipe_columns`].
+    """Return the bytes of each column of a recipe by part, [`PARTS`, `MemoryColumns`].
 
     Args:
         formula: activation memory of the recipe.
         offload: parts of `train.offload` whose saved tensors are offloaded between the passes, all of them in time.
     """
-    columns = recipe_columns(formula.model)
+    columns = columns_of(formula.model.distinct_kinds)
     table = np.zeros((len(PARTS), columns.size))
     sizes = {columns.end_column(name): parts for name, parts in end_columns(formula).items()}
     largest = BytesByPart()

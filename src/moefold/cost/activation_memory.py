@@ -95,17 +95,17 @@ class ActivationMemory(BlockSizes):
     def _attention_saved(self, kind: Layer) -> BytesByPart:
         """Return the saved bytes of attention; of a part without a formula, inputs and outputs of its matrices."""
         saved = kind.attention.saved(self)
-        return self._estimated_attention(kind, inputs=1) if saved is None else saved
+        return self._estimated_attention(kind) if saved is None else saved
 
     def _attention_wgrad(self, kind: Layer) -> BytesByPart:
         delayed = kind.attention.delayed_wgrad(self)
-        return self._estimated_attention(kind, inputs=1) if delayed is None else delayed
+        return self._estimated_attention(kind) if delayed is None else delayed
 
-    def _estimated_attention(self, kind: Layer, inputs: int) -> BytesByPart:
+    def _estimated_attention(self, kind: Layer) -> BytesByPart:
         """Estimate the bytes of the inputs and outputs of the matrices of attention, with the norm before it."""
         tp = self.parallel.tp
         matrices = [w.shard(tp, 1, 1) for w in kind.params if w.name.startswith("attention.") and w.is_matrix]
-        width = sum(weight.shape[0] + inputs * weight.shape[1] for weight in matrices)
+        width = sum(weight.shape[0] + weight.shape[1] for weight in matrices)
         saved = self.norm_with_output(saves_output=tp == 1, part="attention")
         return saved + BytesByPart(attention=self.gathered_bytes(width))
 

@@ -99,11 +99,6 @@ def columns_of(kinds: Sequence[Layer]) -> MemoryColumns:
     return MemoryColumns(len(kinds), tuple(i for i, kind in enumerate(kinds) if kind.ffn.is_routed))
 
 
-def recipe_columns(model: ModelConfig) -> MemoryColumns:
-    """Return the columns of a recipe, whose kinds of layers are `ModelConfig.distinct_kinds`."""
-    return columns_of(model.distinct_kinds)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
     """Layers of one model chunk."""

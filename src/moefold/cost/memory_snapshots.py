@@ -63,8 +63,6 @@ class StepSchedule:
     vpp: int
     num_micro_batches: int
     overlap: bool = False
-    counts_messages: bool = True
-    """Whether the messages between stages are counted: they take the longest."""
     saves_outputs: bool = True
     """Whether each layer saves its output, the next one's input; in the warm-up of indexers none does."""
 
@@ -101,7 +99,8 @@ def find_snapshots(
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns)
     found = []
-    for stages, (rows, _) in zip(stages_by_rank, walk.ranks(_runtime_rows(schedule_spec)), strict=True):
+    slots = [_runtime_row(schedule_spec, rank) for rank in range(schedule_spec.pp)]
+    for stages, (rows, _) in zip(stages_by_rank, walk.ranks(slots), strict=True):
         found.append(np.hstack([np.tile(state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
     end = columns.state_size + columns.size
     kept = drop_dominated(np.concatenate(found))
@@ -160,10 +159,6 @@ def find_rank_snapshots(
     )
 
 
-def _runtime_rows(schedule_spec: StepSchedule) -> list[SlotRow]:
-    return [_runtime_row(schedule_spec, rank) for rank in range(schedule_spec.pp)]
-
-
 @lru_cache(maxsize=16384)
 def _runtime_row(schedule_spec: StepSchedule, rank: int) -> SlotRow:
     s = schedule_spec
@@ -210,7 +205,7 @@ class _RankWalker:
     def ranks(self, rows: Sequence[SlotRow]) -> Iterator[tuple[Counts, Counts]]:
         """Yield the `snapshots` of each rank, given its slots as the runtime executes them."""
         messages: list[list[int]] = [[] for _ in rows]
-        if self.schedule_spec.counts_messages and len(rows) > 1:
+        if len(rows) > 1:
             plans = plan_messages(rows, [self.rank_of[stage] for stage in sorted(self.rank_of)])
             messages = [live_messages(p, len(self.rank_of), overlaps=self.schedule_spec.overlap) for p in plans]
         for row, counts in zip(rows, messages, strict=True):

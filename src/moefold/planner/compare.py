@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from moefold.cost.hardware import Device
 from moefold.errors import ConfigError
-from moefold.planner.mapping import ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, METHODS, Restriction
 from moefold.planner.search.search import PlannedMapping
@@ -100,23 +99,15 @@ class FoldingComparison:
         if (self.gain or 0.0) < MIN_GAIN:
             return "another mapping, equally fast"
         part, seconds = max(self.saved_s.items(), key=lambda item: item[1])
-        return f"{self._describe_part(part)} ({seconds:.3g} s less)"
-
-    def _describe_part(self, part: str) -> str:
-        assert self.folded is not None
-        assert self.coupled is not None
-        if (
-            part == "ep_comm"
-            and self._ep_crosses_nodes(self.coupled.mapping)
-            and not self._ep_crosses_nodes(self.folded.mapping)
-        ):
-            return "the EP all-to-all moves into the node"
-        axis = AXIS_OF_PART.get(part, "")
-        degrees = [getattr(plan.mapping, axis) for plan in (self.coupled, self.folded)] if axis else []
-        return REASONS[part] + (f", {axis} {degrees[0]} -> {degrees[1]}" if axis and degrees[0] != degrees[1] else "")
-
-    def _ep_crosses_nodes(self, mapping: ParallelMapping) -> bool:
-        return mapping.ep > 1 and mapping.ep * mapping.etp > self.device.nvlink_domain_size
+        mappings = self.coupled.mapping, self.folded.mapping
+        crosses = [m.ep > 1 and m.ep * m.etp > self.device.nvlink_domain_size for m in mappings]
+        words = REASONS[part]
+        if part == "ep_comm" and crosses == [True, False]:
+            words = "the EP all-to-all moves into the node"
+        elif axis := AXIS_OF_PART.get(part, ""):
+            before, after = (getattr(m, axis) for m in mappings)
+            words += f", {axis} {before} -> {after}" if before != after else ""
+        return f"{words} ({seconds:.3g} s less)"
 
 
 def compare_by_seq_len(request: PlanRequest, lengths: Sequence[int]) -> tuple[FoldingComparison, ...]:
@@ -153,7 +144,12 @@ def _with_seq_len(request: PlanRequest, seq_len: int) -> PlanRequest:
 
 
 def _compare_methods(request: PlanRequest) -> FoldingComparison:
-    folded, why_none = _best_or_reason(request)
+    folded = None
+    why_none = ""
+    try:
+        folded = Planner(request).best()
+    except ConfigError as error:
+        why_none = str(error)
     return FoldingComparison(
         seq_len=request.workload.seq_len,
         global_batch_size=request.workload.global_batch_size,
@@ -183,11 +179,3 @@ def _gain(folded: PlannedMapping | None, unfolded: PlannedMapping | None) -> flo
     if folded is None or unfolded is None:
         return None
     return unfolded.time.total_s / folded.time.total_s - 1
-
-
-def _best_or_reason(request: PlanRequest) -> tuple[PlannedMapping | None, str]:
-    """Return the fastest mapping that fits, or why there is none."""
-    try:
-        return Planner(request).best(), ""
-    except ConfigError as error:
-        return None, str(error)

@@ -7,10 +7,7 @@ from typing import Any
 
 from moefold.config.chosen import chosen_in, read_key, with_key
 from moefold.config.groups.context import ContextPart
-from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import config_from_dict
-from moefold.config.parallel import ParallelConfig
-from moefold.config.part import Part
 from moefold.config.part_table import shortest, toml_value
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, sections
@@ -53,7 +50,10 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
     cfg = constraints.config_with(
         {axis: getattr(m, axis) for axis in SAME_AXES}
         | {
-            "dispatcher": _recipe_value(constraints.base_config.parallel, m.dispatcher),
+            # Its kind, or the part where the recipe has it with its settings.
+            "dispatcher": m.dispatcher
+            if m.dispatcher == constraints.base_config.parallel.dispatcher
+            else m.dispatcher.written_as or m.dispatcher.kind,
             "offload": tuple(part for part in m.offload if part != OFFLOADED_OPTIMIZER),
             "moments": HOST if OFFLOADED_OPTIMIZER in m.offload else "none",
         }
@@ -153,8 +153,3 @@ def _section_lines(cfg: Config, section: str, comments: dict[str, str]) -> list[
         elif name in ALWAYS_WRITTEN or value != before:
             lines.append(f"{key} = {toml_value(shortest(value, before))}")
     return ["", f"[{section}]", *lines] if lines else []
-
-
-def _recipe_value(parallel: ParallelConfig, part: DispatcherPart) -> str | Part:
-    """Return how a recipe chooses a dispatcher: its kind, or the part where the recipe has it with its settings."""
-    return part if part == parallel.dispatcher else part.written_as or part.kind

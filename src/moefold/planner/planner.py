@@ -19,11 +19,10 @@ from moefold.config.part import Part
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.tree import parsed_value
-from moefold.cost.hardware import Device, SiteLink
+from moefold.cost.hardware import GIB, Device, SiteLink, device_names, load_device
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
-from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.memory.budget import MemoryModel
 from moefold.planner.model_spec import ModelSpec, load_model_spec
 from moefold.planner.search.constraints import AXIS_KEYS, FOLDED, METHODS, MappingConstraints, Restriction
@@ -66,11 +65,6 @@ class PlanRequest:
         """World size."""
         return self.base_config.parallel.world_size
 
-    @property
-    def priced_workload(self) -> TrainingWorkload:
-        """The workload with the rank order of the request's mapping method."""
-        return replace(self.workload, is_coupled=not METHODS[self.restriction.method].ep_may_span_cp)
-
     def with_num_gpus(self, num_gpus: int) -> "PlanRequest":
         """Return the same request for another number of GPUs."""
         return replace(
@@ -110,13 +104,16 @@ class Planner:
     @cached_property
     def search(self) -> Search | DocumentSearch:
         """The search over all legal mappings; where samples hold documents, under each way to share attention."""
-        loads = self.request.workload.attention
-        if not isinstance(loads, DocumentLoads):
+        q = self.request
+        loads = q.workload.attention
+        if loads is None:
             return self.own_search
         searches: dict[ContextPart | None, Search] = {}
         for strategy in candidate_strategies(loads.strategy):
+            cfg = replace(q.base_config, parallel=replace(q.base_config.parallel, context=strategy))
+            workload = replace(q.workload, attention=loads.with_strategy(strategy))
             try:
-                planner = Planner(self._request_with(loads, strategy))
+                planner = Planner(replace(q, base_config=cfg, workload=workload))
             except ConfigError:
                 # The runtime would refuse the recipe with this strategy, whatever the mapping.
                 continue
@@ -128,19 +125,12 @@ class Planner:
     def own_search(self) -> Search:
         """The search under the recipe's own way to share attention."""
         q = self.request
-        workload = q.priced_workload
+        # With the rank order of the request's mapping method.
+        workload = replace(q.workload, is_coupled=not METHODS[q.restriction.method].ep_may_span_cp)
         split = RecipeStageSplitter(q.base_config, q.model_spec)
         memory = MemoryModel(q.model_spec, workload, q.usable_device, q.base_config, split)
         cost_model = CostModel(q.model_spec, q.device, workload, memory.activation_memory, split)
         return Search(cost_model, MemoryFilter(self.space, memory))
-
-    def _request_with(self, loads: DocumentLoads, strategy: ContextPart) -> PlanRequest:
-        q = self.request
-        return replace(
-            q,
-            base_config=replace(q.base_config, parallel=replace(q.base_config.parallel, context=strategy)),
-            workload=replace(q.workload, attention=loads.with_strategy(strategy)),
-        )
 
     def search_of(self, plan: PlannedMapping) -> Search:
         """Return the search that found a plan."""
@@ -162,13 +152,8 @@ class Planner:
             raise ConfigError(self.infeasible_reason())
         if count > self._num_requested:
             self._num_requested = count
-            self._top_plans = self.search.find([MappingGroup(count)])[0] or [self._smallest_plan]
+            self._top_plans = self.search.find([MappingGroup(count)])[0] or [self.search.smallest_plan()]
         return self._top_plans[:count]
-
-    @cached_property
-    def _smallest_plan(self) -> PlannedMapping:
-        """The mapping of least memory."""
-        return self.search.smallest_plan()
 
     def best(self) -> PlannedMapping:
         """Return the fastest mapping that fits.
@@ -225,12 +210,12 @@ class Planner:
 
     def _nothing_fits_message(self) -> str:
         q = self.request
-        gib = 2**30
-        smallest = self._smallest_plan
+        smallest = self.search.smallest_plan()
+        reserve = f" ({q.device.memory_gib:g} less {q.reserve_gib:.1f} kept free)" if q.reserve_gib else ""
         text = (
             f"no mapping of {q.model_spec.name} on {q.num_gpus} GPUs fits into "
-            f"{q.usable_device.memory_bytes / gib:.0f} GiB of {q.device.name}{_describe_reserve(q)}: the least is "
-            f"{smallest.memory.total / gib:.0f} GiB with {format_mapping(smallest)}"
+            f"{q.usable_device.memory_bytes / GIB:.0f} GiB of {q.device.name}{reserve}: the least is "
+            f"{smallest.memory.total / GIB:.0f} GiB with {format_mapping(smallest)}"
         )
         options = []
         num_gpus = self.least_gpus()
@@ -261,19 +246,11 @@ class Planner:
         return MemoryFilter(space, self.own_search.memory_model).fits_frugally
 
     def _larger_devices(self, smallest: PlannedMapping) -> list[tuple[str, float]]:
-        from moefold.cost.hardware import GIB, device_names, load_device
-
         q = self.request
         share = q.reserve_gib / q.device.memory_gib
         sizes = {name: load_device(name).memory_gib for name in device_names() if name != "cpu"}
         enough = {name: size for name, size in sizes.items() if size * (1 - share) * GIB >= smallest.memory.total}
         return sorted(enough.items(), key=lambda item: item[1])[:2]
-
-
-def _describe_reserve(request: PlanRequest) -> str:
-    """Describe the memory that is left free; empty if there is none."""
-    q = request
-    return f" ({q.device.memory_gib:g} less {q.reserve_gib:.1f} kept free)" if q.reserve_gib else ""
 
 
 def format_axis_value(value: Any) -> str:

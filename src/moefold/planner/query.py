@@ -13,13 +13,13 @@ from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.groups.context import ContextPart
 from moefold.config.limits import check_at_most
+from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
-from moefold.cost.hardware import load_device
+from moefold.cost.hardware import GIB, load_device
 from moefold.errors import ConfigError
-from moefold.planner.cost_model.attention_load import AttentionLoads
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
 from moefold.planner.families import FamilyBest, best_of_families
@@ -27,7 +27,6 @@ from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
 from moefold.planner.memory.budget import default_reserve_gib
 from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_context, read_model
-from moefold.planner.priced_stage import check_priced_stage
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.sites import resolve_sites
@@ -44,8 +43,18 @@ DEFAULT_MAPPINGS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Settings of a plan apart from the model, the devices and the batch."""
+    """Settings of a plan apart from the model and the device."""
 
+    num_gpus: int | None = None
+    """None takes the recipe's."""
+    seq_len: int | None = None
+    """None takes the recipe's, or `DEFAULT_SEQ_LEN`."""
+    global_batch_size: int | None = None
+    """None takes the recipe's, or `DEFAULT_BATCH_TOKENS` a step."""
+    fix: Mapping[str, Any] = field(default_factory=dict)
+    """Values of axes; only mappings with them are searched."""
+    overrides: Sequence[str] = ()
+    """Settings `section.key=value` that override the recipe, or the defaults of a model without one."""
     precision: str | None = None
     """Number format of the GEMMs; None takes the recipe's, or bf16."""
     imbalance: float = 1.0
@@ -76,62 +85,41 @@ class PlanOptions:
     """Seconds of a message between sites; None takes the device's, or 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanQuery:
-    """Arguments of a plan."""
-
-    model: str
-    """Preset, recipe (.toml), or Hugging Face config.json or its folder."""
-    gpu: str
-    """Name of a known device, or a .toml file."""
-    num_gpus: int | None = None
-    """None takes the recipe's."""
-    seq_len: int | None = None
-    """None takes the recipe's, or `DEFAULT_SEQ_LEN`."""
-    global_batch_size: int | None = None
-    """None takes the recipe's, or `DEFAULT_BATCH_TOKENS` a step."""
-    fix: Mapping[str, Any] = field(default_factory=dict)
-    """Values of axes; only mappings with them are searched."""
-    overrides: Sequence[str] = ()
-    """Settings `section.key=value` that override the recipe, or the defaults of a model without one."""
-    options: PlanOptions = PlanOptions()
-
-
-def plan_request(query: PlanQuery) -> PlanRequest:
+def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
     """Build the request of a planner.
+
+    Args:
+        model: preset, recipe (.toml), or Hugging Face config.json or its folder.
+        gpu: name of a known device, or a .toml file.
+        options: further settings.
 
     Raises:
         ConfigError: the model, the device or a setting is wrong or missing.
     """
-    options = query.options
-    device = load_device(query.gpu)
-    base, shape = read_model(query.model, query.overrides)
+    device = load_device(gpu)
+    base, shape = read_model(model, options.overrides)
     check_priced_stage(base.model, base.train, base.lora)
-    is_recipe = query.model.endswith(".toml")
-    named = {word.partition("=")[0] for word in query.overrides}
-    for option, given_value, key in (
-        ("--num-gpus", query.num_gpus, "parallel.world_size"),
-        ("--seq-len", query.seq_len, "train.seq_len"),
-        ("--global-batch-size", query.global_batch_size, "train.global_batch_size"),
-    ):
-        if given_value is not None and key in named:
-            raise ConfigError(f"{option} {given_value} and {key} set the same; leave one of them out")
-    p = base.parallel
-    train = base.train
-    if query.num_gpus is None and not (is_recipe or "parallel.world_size" in named):
-        raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
-    num_gpus = _in_bounds("--num-gpus", query.num_gpus, p.world_size, MAX_GPUS)
-    if not (is_recipe or "train.seq_len" in named):
-        train = replace(train, seq_len=DEFAULT_SEQ_LEN)
-    seq_len = _in_bounds("--seq-len", query.seq_len, train.seq_len, max_integer("train", "seq_len"))
-    if not (is_recipe or "train.global_batch_size" in named):
-        train = replace(train, global_batch_size=max(1, DEFAULT_BATCH_TOKENS // seq_len))
-    max_batch = max_integer("train", "global_batch_size")
-    batch = _in_bounds("--global-batch-size", query.global_batch_size, train.global_batch_size, max_batch)
-    given = {
-        "--seq-len": query.seq_len is not None or "train.seq_len" in named,
-        "--global-batch-size": query.global_batch_size is not None or "train.global_batch_size" in named,
+    is_recipe = model.endswith(".toml")
+    named = {word.partition("=")[0] for word in options.overrides}
+    sizes = {
+        "--num-gpus": ("parallel.world_size", options.num_gpus),
+        "--seq-len": ("train.seq_len", options.seq_len),
+        "--global-batch-size": ("train.global_batch_size", options.global_batch_size),
     }
+    for option, (key, given) in sizes.items():
+        if given is not None and key in named:
+            raise ConfigError(f"{option} {given} and {key} set the same; leave one of them out")
+    unsaid = {option for option, (key, given) in sizes.items() if not is_recipe and given is None and key not in named}
+    if "--num-gpus" in unsaid:
+        raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
+    p = base.parallel
+    num_gpus = _in_bounds("--num-gpus", options.num_gpus, p.world_size, MAX_GPUS)
+    train = base.train
+    default = DEFAULT_SEQ_LEN if "--seq-len" in unsaid else train.seq_len
+    seq_len = _in_bounds("--seq-len", options.seq_len, default, max_integer("train", "seq_len"))
+    default = max(1, DEFAULT_BATCH_TOKENS // seq_len) if "--global-batch-size" in unsaid else train.global_batch_size
+    max_batch = max_integer("train", "global_batch_size")
+    batch = _in_bounds("--global-batch-size", options.global_batch_size, default, max_batch)
     chosen = {"--seq-len": seq_len, "--global-batch-size": batch}
     reserve = default_reserve_gib(device) if options.memory_reserve is None else options.memory_reserve
     if not 0 <= reserve < device.memory_gib:
@@ -168,10 +156,10 @@ def plan_request(query: PlanQuery) -> PlanRequest:
             routing=None if options.trace is None else RecordedRouting(options.trace, base.model),
             attention=document_loads(options.lengths, cfg.parallel, cfg.train, cfg.data, cfg.rl),
         ),
-        restriction=Restriction(dict(query.fix), options.method, options.offload),
+        restriction=Restriction(dict(options.fix), options.method, options.offload),
         reserve_gib=reserve,
         site_link=site_link,
-        assumed={} if is_recipe else {option: chosen[option] for option in given if not given[option]},
+        assumed={option: size for option, size in chosen.items() if option in unsaid},
     )
 
 
@@ -229,7 +217,7 @@ def result_as_dict(
             ],
         }
         | documents_as_dict(q.workload.attention)
-        | sites_as_dict(planner)
+        | ({} if planner.site_plan is None else {"sites": planner.site_plan.as_dict()})
         | {"families": _families_as_dict(best_of_families(planner) if families is None else families)}
     )
 
@@ -249,41 +237,41 @@ def _families_as_dict(families: Sequence[FamilyBest]) -> dict[str, Any]:
     }
 
 
-def sites_as_dict(planner: Planner) -> dict[str, Any]:
-    """Return the plan of the sites for the best mapping, ready for JSON; empty where none is asked for."""
-    plan = planner.site_plan
-    return {} if plan is None else {"sites": plan.as_dict()}
-
-
-def documents_as_dict(loads: AttentionLoads | None) -> dict[str, Any]:
+def documents_as_dict(loads: DocumentLoads | None) -> dict[str, Any]:
     """Return the lengths that were planned for, ready for JSON; empty where a sample is one document."""
-    if not isinstance(loads, DocumentLoads):
-        return {}
-    return {"lengths": loads.samples.name, "effective_length": loads.effective_length}
-
-
-def _strategy_as_dict(context: ContextPart) -> dict[str, str]:
-    """Return kind, placement and hosts of the attention of documents, ready for JSON."""
-    return {"context": context.kind, "placement": context.plan.placement, "attention_hosts": context.plan.hosts}
+    return {} if loads is None else {"lengths": loads.samples.name, "effective_length": loads.effective_length}
 
 
 def plan_as_dict(plan: PlannedMapping) -> dict[str, Any]:
     """Return one mapping with its predicted time and memory, ready for JSON."""
-    gib = 2**30
     time_of = plan.time
-    return plan.mapping.as_dict() | {
-        "step_time_s": time_of.total_s,
-        "mfu": time_of.mfu,
-        "tflops_per_gpu": time_of.tflops_per_gpu,
-        "tokens_per_s_per_gpu": time_of.tokens_per_s_per_gpu,
-        "num_micro_batches": time_of.num_micro_batches,
-        "memory_gib": plan.memory.total / gib,
-        "memory_parts_gib": {part: size / gib for part, size in plan.memory_parts.items()},
-        "time_parts_s": time_of.parts,
-        "binding": plan.bottleneck,
-        "fits": plan.memory.fits,
-        **({} if plan.attention is None else {"attention": _strategy_as_dict(plan.attention)}),
-    }
+    context = plan.attention
+    return (
+        plan.mapping.as_dict()
+        | {
+            "step_time_s": time_of.total_s,
+            "mfu": time_of.mfu,
+            "tflops_per_gpu": time_of.tflops_per_gpu,
+            "tokens_per_s_per_gpu": time_of.tokens_per_s_per_gpu,
+            "num_micro_batches": time_of.num_micro_batches,
+            "memory_gib": plan.memory.total / GIB,
+            "memory_parts_gib": {part: size / GIB for part, size in plan.memory.parts.items()},
+            "time_parts_s": time_of.parts,
+            "binding": plan.bottleneck,
+            "fits": plan.memory.fits,
+        }
+        | (
+            {}
+            if context is None
+            else {
+                "attention": {
+                    "context": context.kind,
+                    "placement": context.plan.placement,
+                    "attention_hosts": context.plan.hosts,
+                }
+            }
+        )
+    )
 
 
 def check_imbalance(value: float, num_experts: int) -> float:
@@ -316,3 +304,22 @@ def _counts_mtp(given: str | None, model: ModelConfig) -> bool:
             f"--mtp-flops {given} has no effect: model.mtp_layers=0 turns multi-token prediction off; leave it out"
         )
     return given != "without"
+
+
+def check_priced_stage(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> None:
+    """Check that the time model has the passes of a recipe's training stage.
+
+    Raises:
+        ConfigError: the recipe trains adapters alone, or is the warm-up of indexers, whose attention is dense.
+    """
+    if lora.trains_adapters_only:
+        raise ConfigError(
+            f"lora.rank={lora.rank} has no predicted step time: the time model has the gradients of all weights; "
+            "plan with lora.rank=0, whose mappings have room for adapters, and add [lora] to the recipe"
+        )
+    if train.trains_indexers_only(model):
+        raise ConfigError(
+            "train.indexer_stage='warmup' has no predicted step time: the time model has attention over selected keys "
+            "alone; choose 'sparse' to price the stage that follows, or model.attention.indexer=none to price dense "
+            "attention"
+        )

@@ -211,14 +211,11 @@ class SitePlan:
             "step_time_s": cost.step_s,
             "fragments": len(self.recipe.exchanges_s),
             "recipe": self.recipe.as_dict(),
-            "chosen": self.chosen.as_dict() | _as_tables(self.further),
+            "chosen": self.chosen.as_dict()
+            | {key: value.as_table() if isinstance(value, Part) else value for key, value in self.further.items()},
             "options": [rate.as_dict() for pair in self.options for rate in dict.fromkeys(pair)],
             "data_parallel": asdict(self.data_parallel),
         }
-
-
-def _as_tables(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.as_table() if isinstance(value, Part) else value for key, value in values.items()}
 
 
 def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume, ...]:
@@ -257,7 +254,9 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     """
     sites = cfg.sites
     has_code = sites.part.wire_format(difference_itemsize(cfg.run)) is not None
-    precisions = [sites.precision] if has_code else _precisions(sites)
+    # A residual is what a code has lost, and float32 loses nothing.
+    choosable = [name for name in PRECISIONS if name != "float32" or not sites.residual]
+    precisions = [sites.precision] if has_code else choosable
     volumes = {name: site_volumes(cfg, None if has_code else name) for name in precisions}
     cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.part.in_pairs)
     recipe = cost.rate(RoundSettings(precision=sites.precision, every=sites.every, overlap=sites.overlap))
@@ -289,12 +288,6 @@ def _further_keys(sites: SitesConfig, chosen: RoundSettings) -> dict[str, Any]:
     keys: dict[str, Any] = {"keep_local": KEEP_LOCAL} if chosen.overlap > sites.overlap == 0 else {}
     method = sites.part.with_every(chosen.every)
     return keys if method == sites.part else keys | {"method": method}
-
-
-def _precisions(sites: SitesConfig) -> list[str]:
-    """Return the values of sites.precision to choose from."""
-    # A residual is what a code has lost, and float32 loses nothing.
-    return [name for name in PRECISIONS if name != "float32" or not sites.residual]
 
 
 def _overlaps(sites: SitesConfig) -> range:

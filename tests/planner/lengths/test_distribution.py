@@ -7,7 +7,6 @@ from moefold.errors import ConfigError
 from moefold.planner.lengths.distribution import (
     LengthHistogram,
     ListedLengths,
-    fit_exponent,
     histogram_names,
     load_distribution,
 )
@@ -45,12 +44,29 @@ def test_the_shipped_histograms():
         assert shares == pytest.approx(np.array(histogram.documents) / sum(histogram.documents), abs=1e-4)
 
 
-def test_the_exponent_has_the_mean_of_the_class():
+TOKENS = {
+    "wikipedia": [0.2489, 0.1538, 0.1674, 0.1553, 0.1234, 0.0758, 0.0447, 0.0197, 0.0112],
+    "wlb": [0.0207, 0.0611, 0.2481, 0.4457, 0.0291, 0.0256, 0.0418, 0.1280],
+    "prolong": [0.0417, 0.1855, 0.2538, 0.2648, 0.1510, 0.0544, 0.0207, 0.0115, 0.0166],
+}
+"""Published shares of the tokens by class."""
+
+
+def test_documents_of_a_class_are_as_frequent_as_the_power_of_their_length():
+    for name, shares in TOKENS.items():
+        histogram = load_distribution(name)
+        assert isinstance(histogram, LengthHistogram)
+        means = PUBLISHED[name]["mean"] * np.array(shares) / histogram.documents
+        lows = [1, *histogram.upper[:-1]]
+        for low, high, exponent, mean in zip(lows, histogram.upper, histogram.exponents, means, strict=True):
+            lengths = np.linspace(low, high, 200_001)
+            # Relative to the end of the greater density, so that no power overflows.
+            density = (lengths / (low if exponent < 0 else high)) ** exponent
+            assert (lengths * density).sum() / density.sum() == pytest.approx(mean, rel=1e-3)
     # Uniform density: the mean is the middle. Log-uniform density: (high - low) / ln(high / low).
-    assert fit_exponent(100, 300, 200) == pytest.approx(0.0, abs=1e-3)
-    assert fit_exponent(100, 300, 200 / np.log(3)) == pytest.approx(-1.0, abs=1e-3)
-    histogram = LengthHistogram("", "", (300,), (1.0,), (fit_exponent(1, 300, 290.0),))
-    assert histogram.quantile(FRACTIONS).mean() == pytest.approx(289.5, rel=1e-3)
+    for exponent, mean in ((0.0, 200.5), (-1.0, 399 / np.log(400))):
+        histogram = LengthHistogram("", "", (400,), (1.0,), (exponent,))
+        assert histogram.quantile(FRACTIONS).mean() == pytest.approx(mean - 0.5, rel=1e-3)
 
 
 def test_a_list_is_drawn_by_rank(tmp_path):
@@ -80,10 +96,10 @@ BAD_FILES = [
     ("upper = [10]\ndocuments = [true]\n", "lengths.toml", "documents.0=True must be a valid number"),
     ("upper = [10]\ndocuments = [1]\nlengths = 3\n", "lengths.toml", "unknown key 'lengths'"),
     ("upper = [10]\ndocuments = [1]\nsource = 3\n", "lengths.toml", "source=3 must be text"),
-    ("upper = [10]\ndocuments = [1]\ntokens = [1]\n", "lengths.toml", "tokens and mean need each other"),
-    ("upper = [10]\ndocuments = [1]\ntokens = [1]\nmean = 'x'\n", "lengths.toml", "mean='x' must be"),
-    ("upper = [10]\ndocuments = [1]\ntokens = [0.5]\nmean = 5\n", "lengths.toml", "each add up to 1"),
-    ("upper = [10]\ndocuments = [1]\ntokens = [1]\nmean = 50\n", "lengths.toml", "would have 50 on average"),
+    ("upper = [10]\ndocuments = [1]\ntokens = [1]\n", "lengths.toml", "unknown key 'tokens'"),
+    ("upper = [10]\ndocuments = [1]\nexponents = [1, 2]\n", "lengths.toml", "one number for each of the 1 classes"),
+    ("upper = [10]\ndocuments = [1]\nexponents = [201]\n", "lengths.toml", "exponents.0=201 must be"),
+    ("upper = [10]\ndocuments = [1]\nexponents = ['x']\n", "lengths.toml", "exponents.0='x' must be"),
 ]
 
 

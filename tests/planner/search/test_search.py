@@ -35,6 +35,11 @@ FEW_MAPPINGS = [
 ALL_MAPPINGS = [(name, {}) for name in NAMES[:3]]
 
 
+def found_by(search: Search, count: int) -> list[PlannedMapping]:
+    """Return the best plans that fit, each of another fold."""
+    return search.find([MappingGroup(count)])[0]
+
+
 def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = None) -> Search:
     """A search of a small recipe."""
     return searching(on_ranks(CASES[name], world_size), room_gib, fixed)
@@ -106,7 +111,7 @@ def check_folds(search: Search, fixed: dict | None = None) -> None:
             assert found[fold].time.total_s == pytest.approx(fastest, rel=1e-12)
     ranking = sorted(seconds for seconds in everything.values() if seconds < float("inf"))
     for count in (1, 10):
-        found = [plan.time.total_s for plan in search.top_plans(count)]
+        found = [plan.time.total_s for plan in found_by(search, count)]
         assert found == pytest.approx(ranking[:count], rel=1e-12)
     for place in range(0, len(ranking), 5):
         limit = ranking[place] * (1 - 1e-9)
@@ -163,8 +168,8 @@ def test_the_search_of_a_whole_model_leaves_nothing_out(preset, world_size, room
 
 
 def test_plans_are_ranked_best_first():
-    plans = searched("plain", 4, 0.25 / 1024).top_plans(1000)
-    assert 0 < len(plans) < len(searched("plain", 4, 1.0).top_plans(1000))
+    plans = found_by(searched("plain", 4, 0.25 / 1024), 1000)
+    assert 0 < len(plans) < len(found_by(searched("plain", 4, 1.0), 1000))
     assert [plan.sort_key for plan in plans] == sorted(plan.sort_key for plan in plans)
     assert all(plan.memory.fits for plan in plans)
 
@@ -178,7 +183,7 @@ def least_bytes(search: Search, fixed: dict) -> float:
 @pytest.mark.parametrize("fixed", [{"pp": 1, "mbs": 1, "overlap": False}, {"pp": 2}, {"overlap": True, "zero": 1}])
 def test_where_nothing_fits_the_smallest_mapping_is_known(fixed):
     search = searched("plain", 2, 0.001 / 1024, fixed)
-    assert search.top_plans(1) == []
+    assert found_by(search, 1) == []
     plan = search.smallest_plan()
     assert not plan.memory.fits
     assert plan.memory.total <= 1.01 * least_bytes(search, fixed)
@@ -198,7 +203,7 @@ def test_whether_any_mapping_fits_is_known_without_prices(name, fixed):
     least = least_bytes(searched(name, 2, 1.0, fixed), fixed) / 2**30 - OVERHEAD_GIB
     for share, fits in ((0.5, False), (1 - 1e-4, False), (1 + 1e-4, True)):
         search = searched(name, 2, least * share, fixed)
-        assert search.memory.any_fits == fits == bool(search.top_plans(1))
+        assert search.memory.any_fits == fits == bool(found_by(search, 1))
 
 
 def test_one_large_micro_batch_without_accumulated_gradients_may_need_least():
@@ -209,7 +214,7 @@ def test_one_large_micro_batch_without_accumulated_gradients_may_need_least():
     least = least_bytes(searching(cfg, 1.0, fixed), fixed) / 2**30 - OVERHEAD_GIB
     search = searching(cfg, least * (1 + 1e-4), fixed)
     assert search.memory.any_fits
-    assert [plan.mapping.mbs for plan in search.top_plans(1)] == [2]
+    assert [plan.mapping.mbs for plan in found_by(search, 1)] == [2]
 
 
 def test_rows_of_dropped_tokens_that_one_rank_alone_keeps_are_no_lower_bound():
@@ -224,7 +229,7 @@ def test_rows_of_dropped_tokens_that_one_rank_alone_keeps_are_no_lower_bound():
     for share in (1 + 1e-4, 1.2):
         search = searching(cfg, least * share, fixed, offload=False)
         assert search.memory.any_fits
-        assert search.top_plans(1)
+        assert found_by(search, 1)
 
 
 def test_a_dispatcher_that_reserves_memory_for_large_micro_batches_leaves_small_ones():
@@ -279,10 +284,10 @@ def test_the_heaviest_moments_are_below_what_is_needed():
 
 @pytest.mark.parametrize("room_mib", [0.5, *slow([(100.0,)])])
 def test_the_first_few_are_the_first_of_the_whole_ranking(room_mib):
-    everything = searched("plain", 4, room_mib / 1024).top_plans(1000)
+    everything = found_by(searched("plain", 4, room_mib / 1024), 1000)
     search = searched("plain", 4, room_mib / 1024)
     for count in (1, 3, 10):
-        found = [plan.time.total_s for plan in search.top_plans(count)]
+        found = [plan.time.total_s for plan in found_by(search, count)]
         assert found == pytest.approx([plan.time.total_s for plan in everything[:count]], rel=1e-12)
     for place in range(0, len(everything), 5):
         faster = sum(plan.time.total_s < everything[place].time.total_s * (1 - 1e-9) for plan in everything)
@@ -291,12 +296,12 @@ def test_the_first_few_are_the_first_of_the_whole_ranking(room_mib):
 
 def test_a_fixed_zero_is_searched():
     search = searched("plain", 2, 1.0, {"zero": 0})
-    assert {plan.mapping.zero for plan in search.top_plans(1000)} == {0}
+    assert {plan.mapping.zero for plan in found_by(search, 1000)} == {0}
 
 
 def test_what_is_bound_by_memory_says_so():
     search = searched("plain", 4, 1.0)
-    (plan,) = search.top_plans(1)
+    (plan,) = found_by(search, 1)
     assert "memory" not in plan.bottleneck
     again = search.price(replace(plan.mapping, recompute=("layer",)))
     assert isinstance(again, PlannedMapping)

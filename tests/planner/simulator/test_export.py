@@ -6,8 +6,9 @@ import matplotlib as mpl
 import pytest
 
 from moefold.errors import ConfigError
+from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.export import TRACKS, chrome_trace, write_timeline
-from moefold.planner.simulator.simulate import Segment, StageSegments, StepTail, simulate
+from moefold.planner.simulator.simulate import StageSegments, StepTail, simulate
 from moefold.planner.simulator.timeline import (
     COMMUNICATION,
     COMPUTE,
@@ -17,7 +18,7 @@ from moefold.planner.simulator.timeline import (
 from moefold.topology.schedules import schedule_rows
 
 SVG = "{http://www.w3.org/2000/svg}"
-CHAIN = (Segment("attention", 2.0), Segment("ep_comm", 1.0, COMMUNICATION), Segment("experts", 3.0))
+CHAIN = (CostItem("attention", 2.0), CostItem("ep_comm", 1.0), CostItem("experts", 3.0))
 WORK = StageSegments(forward=CHAIN, backward=CHAIN * 2, input_gradient=CHAIN, weight_gradient=CHAIN[:1], p2p_s=0.25)
 
 

@@ -10,7 +10,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.planner.cost_model.bubble import bubble_s
-from moefold.planner.simulator.simulate import Noise, Segment, StageSegments, StepTail, simulate
+from moefold.planner.cost_model.layer import CostItem
+from moefold.planner.simulator.simulate import Noise, StageSegments, StepTail, simulate
 from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND
 from moefold.topology.schedules import schedule_rows
 from moefold.validate.parallel import validate_micro_batch_count
@@ -21,7 +22,7 @@ SCHEDULES += [("zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)]
 
 
 def stage(forward: float, inputs: float, weights: float, send: float = 0.0) -> StageSegments:
-    parts = [(Segment("attention", seconds),) for seconds in (forward, inputs + weights, inputs, weights)]
+    parts = [(CostItem("attention", seconds),) for seconds in (forward, inputs + weights, inputs, weights)]
     return StageSegments(
         forward=parts[0], backward=parts[1], input_gradient=parts[2], weight_gradient=parts[3], p2p_s=send
     )
@@ -104,9 +105,9 @@ def test_ranks_hold_as_many_micro_batches_as_the_papers_say(pp, count):
 
 
 def random_stages(draw: random.Random, num_stages: int, pieces: int) -> list[StageSegments]:
-    def chain() -> tuple[Segment, ...]:
-        streams = [draw.choice([COMPUTE, COMPUTE, COMMUNICATION]) for _ in range(draw.randint(1, pieces))]
-        return tuple(Segment(f"part {i}", draw.randint(1, 9), stream) for i, stream in enumerate(streams))
+    def chain() -> tuple[CostItem, ...]:
+        kinds = [draw.choice(["", "", "_comm"]) for _ in range(draw.randint(1, pieces))]
+        return tuple(CostItem(f"part {i}{kind}", draw.randint(1, 9)) for i, kind in enumerate(kinds))
 
     takes_time = draw.random() < 0.7
     return [
@@ -170,13 +171,13 @@ def test_every_action_is_done_once_and_no_stream_does_two_things(seed, overlap):
     for rank, row in enumerate(rows):
         planned = 0.0
         for action in (action for slot in row for action in slot):
-            pieces = [p for p in stages[action.stage].segments(action.kind) if p.stream == COMPUTE]
+            pieces = [p for p in stages[action.stage].segments(action.kind) if not p.is_comm]
             planned += disturbance.slowdown(rank, action) * sum(piece.seconds for piece in pieces)
         assert work[rank] == pytest.approx(planned)
 
 
 def test_overlap_hides_the_exchange_of_one_micro_batch_under_the_other():
-    chain = (Segment("attention", 2.0), Segment("ep_comm", 2.0, COMMUNICATION), Segment("experts", 2.0))
+    chain = (CostItem("attention", 2.0), CostItem("ep_comm", 2.0), CostItem("experts", 2.0))
     work = StageSegments(forward=chain, backward=chain + chain, input_gradient=chain, weight_gradient=chain)
     plain = simulate(schedule_rows("interleaved", 2, 2, 8), [work] * 4)
     hidden = simulate(schedule_rows("interleaved", 2, 2, 8, overlap=True), [work] * 4, overlap=True)

@@ -7,7 +7,7 @@ rounds of the maximum over these ranks, not the maximum of their sums.
 
 from dataclasses import dataclass
 from math import lcm
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moefold.planner.mapping import ParallelMapping
 
@@ -56,26 +56,6 @@ class AttentionLoad:
     def max_over_mean(self) -> float:
         """Straggler factor: work of the busiest rank over the mean."""
         return self.keys / self.mean_keys
-
-
-class AttentionLoads(Protocol):
-    """Attention work by mapping."""
-
-    def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
-        """Return the work of layers with a sliding window of `window` keys; 0: no limit."""
-        ...
-
-    def of_round(self, index: int) -> "AttentionLoads":
-        """Return the work of one round alone, where `load` is the mean over rounds."""
-        ...
-
-    def mean_load(self, window: int) -> AttentionLoad:
-        """Return the mean work: equal on all ranks, whole samples in a kernel."""
-        ...
-
-    def lower_bounds(self) -> "AttentionLoads":
-        """Return loads whose `load` is a lower bound of this one's, and which plan no rounds."""
-        ...
 
 
 def attention_peers(

@@ -7,7 +7,7 @@ executes the same schedules.
 from dataclasses import dataclass, field
 from math import log, sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,7 +20,9 @@ from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.unit_memory import ITEM_BYTES
 from moefold.errors import ConfigError
-from moefold.planner.cost_model.attention_load import AttentionLoads
+
+if TYPE_CHECKING:
+    from moefold.planner.lengths.balance import DocumentLoads
 
 PRECISIONS = ("bf16", "fp8", "fp8-blockwise", "mxfp8", "nvfp4")
 """Precisions of the GEMMs. fp8 has one scale for a tensor, fp8-blockwise one for 128 values of an activation and for
@@ -117,7 +119,7 @@ class TrainingWorkload:
     """Bytes of each gradient that ZeRO-3 reduces; 2 for bfloat16."""
     runs_mtp: bool = True
     """True if MTP layers run, where the model has them."""
-    attention: AttentionLoads | None = None
+    attention: "DocumentLoads | None" = None
     """Attention work where samples hold documents of given lengths; None: a sample is one document."""
 
     @property

@@ -68,7 +68,7 @@ class RoundLoads:
 
 @dataclass(frozen=True)
 class DocumentLoads:
-    """Attention work of drawn documents under a strategy; an `AttentionLoads` of the cost model.
+    """Attention work of drawn documents under a strategy.
 
     Args:
         samples: source of the documents.
@@ -98,16 +98,11 @@ class DocumentLoads:
         return replace(self, only_round=index)
 
     def lower_bounds(self) -> "DocumentLoads":
-        """See `AttentionLoads`."""
+        """Return loads whose `load` is a lower bound of this one's, and which plan no rounds."""
         return replace(self, is_lower_bound=True)
 
-    @property
-    def num_planned(self) -> int:
-        """Number of mappings and strategies whose rounds have been planned, of all loads of these documents."""
-        return len(self._rounds)
-
     def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
-        """See `AttentionLoads`."""
+        """Return the work of layers with a sliding window of `window` keys; 0: no limit."""
         if self.is_lower_bound:
             return self._even_load(peers, window)
         found = self.rounds(peers.cp, peers.dp, peers.mbs, window, peers.ranks_per_node)
@@ -134,7 +129,7 @@ class DocumentLoads:
         )
 
     def mean_load(self, window: int) -> AttentionLoad:
-        """See `AttentionLoads`."""
+        """Return the mean work: equal on all ranks, whole samples in a kernel."""
         key = ("mean", window)
         if key not in self._rounds:
             self._rounds[key] = self._load_rounds(RoundKey(1, 1, 1, window), default_part(ContextPart))

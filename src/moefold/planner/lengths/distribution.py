@@ -1,8 +1,7 @@
 """Distributions of document lengths: shipped histograms, histograms and lists of lengths in files. Torch-free.
 
 A histogram has the share of the documents in each class of lengths. Within a class the density is proportional to a
-power of the length. The exponent follows from the mean length of the class, where the source gives the share of the
-tokens too; otherwise it is -1, which makes the logarithm of the length uniform.
+power of the length, by default -1, which makes the logarithm of the length uniform.
 """
 
 from collections.abc import Sequence
@@ -25,10 +24,8 @@ from moefold.errors import ConfigError
 
 MAX_LENGTH = 2**40
 """Longest document that a file may have, in tokens."""
-MAX_EXPONENT = 200.0
+MAX_EXPONENT = 200
 """Largest exponent, of either sign, of the density within a class; its mean is then near an end of the class."""
-SUM_TOLERANCE = 0.01
-"""Largest difference from 1 of the sum of rounded shares."""
 
 Lengths = NDArray[np.int64]
 Shares = list[Annotated[float, Field(ge=0)]]
@@ -47,10 +44,8 @@ class HistogramFile:
     """Upper end of each class."""
     documents: Shares
     """Share of the documents in each class."""
-    tokens: Shares | None = None
-    """Share of the tokens in each class."""
-    mean: Annotated[float, Field(gt=0, le=MAX_LENGTH)] | None = None
-    """Mean length of all documents in tokens."""
+    exponents: list[Annotated[float, Field(ge=-MAX_EXPONENT, le=MAX_EXPONENT)]] | None = None
+    """Exponent of the density in each class; None: -1."""
     source: str = ""
     """Origin of the numbers."""
 
@@ -121,29 +116,6 @@ def _power_quantile(
     return np.exp(logs)
 
 
-def _power_mean(low: float, high: float, exponent: float) -> float:
-    """Return the mean of the density x ** exponent on [low, high)."""
-    logs = np.log(low) + (np.arange(2048) + 0.5) / 2048 * np.log(high / low)
-    weights = (exponent + 1.0) * logs
-    density = np.exp(weights - weights.max())
-    return float((np.exp(logs) * density).sum() / density.sum())
-
-
-def fit_exponent(low: float, high: float, mean: float) -> float:
-    """Return the exponent of the density x ** exponent on [low, high) that has the given mean, by bisection.
-
-    Args:
-        low: lower end of the class, at least 1.
-        high: upper end.
-        mean: between both ends; a mean close to an end gives an exponent of at most `MAX_EXPONENT` in size.
-    """
-    bounds = (-MAX_EXPONENT, MAX_EXPONENT)
-    for _ in range(60):
-        middle = (bounds[0] + bounds[1]) / 2
-        bounds = (middle, bounds[1]) if _power_mean(low, high, middle) < mean else (bounds[0], middle)
-    return bounds[0]
-
-
 def histogram_names() -> tuple[str, ...]:
     """Return the names of the shipped histograms."""
     return tuple(sorted(item.name.removesuffix(".toml") for item in _folder().iterdir() if item.name.endswith(".toml")))
@@ -201,7 +173,6 @@ def _parse_list(text: str, name: str) -> ListedLengths:
 
 
 def _parse_histogram(text: str, name: str) -> LengthHistogram:
-    """Parse a histogram; the exponent of each class follows from the shares of the tokens if the file has them."""
     where = f"--lengths {name!r}"
     file = from_table(HistogramFile, parse_table(text, where), where)
     upper = tuple(int(end) for end in file.upper)
@@ -209,32 +180,7 @@ def _parse_histogram(text: str, name: str) -> LengthHistogram:
         raise ConfigError(
             f"{where}: documents must have a share for each of the {len(upper)} classes of upper, and one above 0"
         )
-    if (file.tokens is None) != (file.mean is None):
-        raise ConfigError(
-            f"{where}: tokens and mean need each other; give the share of the tokens in each class and the mean length "
-            "of all documents, or leave both out"
-        )
-    exponents = (-1.0,) * len(upper)
-    if file.tokens is not None and file.mean is not None:
-        exponents = _exponents(where, upper, file.documents, file.tokens, file.mean)
-    return LengthHistogram(name, file.source or name, upper, tuple(file.documents), exponents)
-
-
-def _exponents(
-    where: str, upper: Sequence[int], shares: Sequence[float], tokens: Sequence[float], mean: float
-) -> tuple[float, ...]:
-    if len(tokens) != len(upper) or any(abs(sum(column) - 1) > SUM_TOLERANCE for column in (tokens, shares)):
-        raise ConfigError(
-            f"{where}: with tokens, the shares of documents and of tokens must each add up to 1, one share for each of "
-            f"the {len(upper)} classes"
-        )
-    found = []
-    for low, high, share, token_share in zip([1, *upper], upper, shares, tokens, strict=False):
-        class_mean = mean * token_share / share if share else (low + high) / 2
-        if not low < class_mean < high or (token_share and not share):
-            raise ConfigError(
-                f"{where}: documents of {low} to {high} tokens would have {class_mean:.6g} on average "
-                "(mean x tokens / documents); correct the shares"
-            )
-        found.append(fit_exponent(low, high, class_mean))
-    return tuple(found)
+    exponents = [-1.0] * len(upper) if file.exponents is None else file.exponents
+    if len(exponents) != len(upper):
+        raise ConfigError(f"{where}: exponents must have one number for each of the {len(upper)} classes of upper")
+    return LengthHistogram(name, file.source or name, upper, tuple(file.documents), tuple(exponents))

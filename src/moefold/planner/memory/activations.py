@@ -56,16 +56,6 @@ class MemoryStrategies(tuple[MemoryStrategy, ...]):
         return np.array([number[recompute] for recompute, _ in self], dtype=np.intp)
 
     @cached_property
-    def extremes(self) -> "MemoryStrategies":
-        """The strategies whose set of parts to recompute contains no other one, or is contained in none.
-
-        Each activation column grows or shrinks with the set, so one of them has the least of it.
-        """
-        sets = [frozenset(recompute) for recompute in self.recompute_sets]
-        ends = {one for one in sets if not any(one < other for other in sets) or not any(other < one for other in sets)}
-        return MemoryStrategies(one for one in self if frozenset(one[0]) in ends)
-
-    @cached_property
     def offloads(self) -> bool:
         """True if any strategy offloads activations."""
         return any(offload for _, offload in self)

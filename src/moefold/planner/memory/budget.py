@@ -38,35 +38,23 @@ EXPERT_BACKWARD_BUFFERS = 4
 tensors:
 the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
 MEMORY_PARTS = (*STATE_PARTS, *ACTIVATION_PARTS, "workspace")
-"""Parts of a `MemoryEstimate`."""
+"""Parts of a `MemoryEstimate`. `gathered` are weights in the compute type; `optimizer` has the moments on the device
+and what prefetched ones exceed the activations of the peak by; `buffers` are of the router, RoPE and the dispatcher;
+`dispatch` are routed tokens, `pipeline` hidden states and gradients between stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes of the fullest rank, by part."""
+    """Bytes of the fullest rank."""
 
-    weights: float
-    """Master weights: this rank's shards."""
-    gathered: float
-    """Weights in the compute type, as many as are gathered at once."""
-    gradients: float
-    optimizer: float
-    """Moments on the device, and the part of prefetched moments that exceeds the activations of the peak."""
-    buffers: float
-    """Biases and counts of the router, the RoPE table, and the symmetric memory of a dispatcher."""
-    activations: float
-    dispatch: float
-    """Buffers of routed tokens."""
-    logits: float
-    pipeline: float
-    """Hidden states and gradients between stages."""
-    workspace: float
+    parts: dict[str, float]
+    """Bytes by `MEMORY_PARTS`."""
     capacity: float
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return float(sum(getattr(self, part) for part in MEMORY_PARTS))
+        return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
@@ -150,36 +138,23 @@ class MemoryModel:
         parts = dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
         parts |= dict(zip(ACTIVATION_PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True))
         parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
-        return MemoryEstimate(**parts, workspace=self.workspace(mapping), capacity=self.device.memory_bytes)
+        return MemoryEstimate(parts=parts | {"workspace": self.workspace(mapping)}, capacity=self.device.memory_bytes)
 
     def fitting(
         self, mapping: ParallelMapping, strategies: MemoryStrategies, which: NDArray[np.intp]
     ) -> NDArray[np.bool_]:
-        """Return whether a mapping fits with some of the memory strategies, not with its own, [which].
-
-        Messages between stages take the longest to count, so they are left out first.
-        """
-        found = self.totals(mapping, strategies, which, counts_messages=False) <= self.device.memory_bytes
-        return self.totals(mapping, strategies, which) <= self.device.memory_bytes if found.any() else found
-
-    def floor(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> float:
-        """Return a lower bound of `totals` over all strategies, from a few of them and without messages."""
-        snapshots = self._all_snapshots(mapping, counts_messages=False)
-        least = self.activation_memory.total_bytes(mapping, strategies.extremes).min(axis=0)
-        sizes = snapshots.states @ self.state_memory.total_bytes(mapping) + snapshots.activations @ least
-        # Some snapshots do not occur with every strategy.
-        return float(sizes[snapshots.occurrence.all(axis=1)].max(initial=0.0)) + self.workspace(mapping)
+        """Return whether a mapping fits with some of the memory strategies, not with its own, [which]."""
+        found: NDArray[np.bool_] = self.totals(mapping, strategies, which) <= self.device.memory_bytes
+        return found
 
     def totals(
         self,
         mapping: ParallelMapping,
         strategies: MemoryStrategies,
         which: NDArray[np.intp] | slice = slice(None),
-        *,
-        counts_messages: bool = True,
     ) -> NDArray[np.float64]:
         """Return the bytes of the fullest rank with some of the memory strategies, not the mapping's own, [which]."""
-        snapshots = self._all_snapshots(mapping, counts_messages=counts_messages)
+        snapshots = self._all_snapshots(mapping)
         activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, strategies)[which].T
         if mapping.overlap:
             activations[snapshots.occurrence[:, strategies.recomputes_comm[which]] == 0] = -np.inf
@@ -197,9 +172,9 @@ class MemoryModel:
         at = snapshots.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
         return MemorySnapshots(snapshots.states[at], snapshots.activations[at], snapshots.occurrence[at])
 
-    def _all_snapshots(self, mapping: ParallelMapping, *, counts_messages: bool = True) -> MemorySnapshots:
+    def _all_snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of all memory strategies, whether or not they recompute communication."""
-        return self._find(self._shortest_schedule(mapping, counts_messages=counts_messages), find_snapshots)
+        return self._find(self._shortest_schedule(mapping), find_snapshots)
 
     def peak_candidates(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return three of the snapshots, or lower bounds of them, at a fraction of the cost."""
@@ -211,13 +186,11 @@ class MemoryModel:
         chunks = self.split(placed_ranks(*pipeline))
         return find(schedule, chunks, chunks_of_rank(chunks, *pipeline), self.columns)
 
-    def _shortest_schedule(self, mapping: ParallelMapping, *, counts_messages: bool = True) -> StepSchedule:
+    def _shortest_schedule(self, mapping: ParallelMapping) -> StepSchedule:
         """Return the schedule of a mapping with the fewest micro-batches that have all its snapshots."""
         schedule = mapping.schedule if mapping.pp > 1 else DEFAULT_SCHEDULE
         n = mapping.num_micro_batches(self.workload.global_batch_size)
-        counts_messages = counts_messages and mapping.pp > 1
-        whole = StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap, counts_messages)
-        return whole.shortest_equivalent
+        return StepSchedule(schedule, mapping.pp, mapping.vpp, n, mapping.overlap).shortest_equivalent
 
 
 RESERVE_FRACTION = 0.05

@@ -1,6 +1,6 @@
 """Search for samples of documents: finds the best mappings under each way to share attention. Torch-free."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -51,12 +51,12 @@ class DocumentSearch:
     def _best_of_folds(self, found: Sequence[Sequence[PlannedMapping]]) -> list[PlannedMapping]:
         """Return the best plan of each fold in what the searches found, best first."""
         best: dict[Fold, PlannedMapping] = {}
-        for plan in self._marked(found):
+        marked = (
+            replace(plan, attention=strategy)
+            for strategy, plans in zip(self.searches, found, strict=True)
+            for plan in plans
+        )
+        for plan in marked:
             if plan.fold not in best or plan.sort_key < best[plan.fold].sort_key:
                 best[plan.fold] = plan
         return sorted(best.values(), key=lambda plan: plan.sort_key)
-
-    def _marked(self, found: Sequence[Sequence[PlannedMapping]]) -> Iterator[PlannedMapping]:
-        """Yield the plans of each search, with its strategy."""
-        for strategy, plans in zip(self.searches, found, strict=True):
-            yield from (replace(plan, attention=strategy) for plan in plans)

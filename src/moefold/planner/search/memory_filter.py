@@ -11,6 +11,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import count, product
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,11 +48,6 @@ def small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVar
     if all(p.schedule != DEFAULT_SCHEDULE for p in pipelines):
         return pipelines
     return tuple(p for p in pipelines if p.schedule == DEFAULT_SCHEDULE or schedule_named(p.schedule).placement == "v")
-
-
-def all_pipelines(pipelines: Pipelines) -> Pipelines:
-    """Return all pipelines."""
-    return pipelines
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,9 @@ class MemoryFilter:
         if self.fits_frugally or not self.may_hold_share:
             return self.fits_frugally
         others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
-        return any(self._any_fits_with(some, all_pipelines) for some in (self.frugal_strategies, others) if some)
+        return any(
+            self._any_fits_with(some, lambda pipelines: pipelines) for some in (self.frugal_strategies, others) if some
+        )
 
     def may_hold(self, fold: Fold, view: AttentionView, pick: PipelineChoice, zeros: Collection[int]) -> bool:
         """Return whether a fold may fit with some ZeRO stage, by a lower bound of its bytes."""
@@ -146,25 +144,10 @@ class MemoryFilter:
 
     def may_fit(self, choice: MicroBatchChoice) -> NDArray[np.bool_]:
         """Return whether mappings fit at three snapshots of the step, [pipelines, placements, strategies]."""
-        strategies = self.space.strategies
-        if (self._floor_bytes(choice, strategies) > self.room).all():
-            return np.zeros((len(choice.pipelines), len(self.placements), len(strategies)), dtype=bool)
-        found: NDArray[np.bool_] = self._peak_bytes(choice, strategies) <= self.room
-        return found
-
-    def _floor_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteArray:
-        """Return a lower bound of `_peak_bytes` over all strategies from a few of them, [pipelines, placements]."""
-        least = self.memory_model.activation_memory.total_bytes(choice.mapping(), strategies.extremes).min(axis=0)
+        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), self.space.strategies)
         _, counts = self._peak_counts(choice)
-        found: ByteArray = (self._state_bytes(choice) + (counts @ least)[:, :, None]).max(axis=1)
-        return found
-
-    def _peak_bytes(self, choice: MicroBatchChoice, strategies: MemoryStrategies) -> ByteArray:
-        """Return the bytes at the largest of three snapshots, [pipelines, placements, strategies]."""
-        saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), strategies)
-        states = self._state_bytes(choice)
-        _, counts = self._peak_counts(choice)
-        found: ByteArray = (states[:, :, :, None] + (counts @ saved.T)[:, :, None, :]).max(axis=1)
+        sizes = self._state_bytes(choice)[:, :, :, None] + (counts @ saved.T)[:, :, None, :]
+        found: NDArray[np.bool_] = sizes.max(axis=1) <= self.room
         return found
 
     @cached_property
@@ -217,7 +200,7 @@ class MemoryFilter:
                 # With a dispatcher's own rules the smallest micro-batches may be illegal.
                 legal = tuple(sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
                 for size, pipelines in self._small_sizes(replace(view, pipelines_by_mbs=legal)):
-                    for sized in self._sized(fold, size, pipelines, strategies, limit, pick):
+                    for sized in self._sized(fold, size, pipelines, strategies, pick):
                         limit = room if room < inf else min(limit, sized[0])
                         yield sized
                 continue
@@ -234,10 +217,9 @@ class MemoryFilter:
         mbs: int,
         pipelines: tuple[PipelineVariant, ...],
         strategies: MemoryStrategies,
-        limit: float,
         pick: PipelineChoice,
     ) -> Iterator[SizedMapping]:
-        """Yield the least of a fold under each dispatcher, pipeline and placement of the states below a limit."""
+        """Yield the least of a fold under each dispatcher, pipeline and placement of the states."""
         may_need_less = self.memory_model.activation_memory.may_need_less
         is_covered = False
         for dispatcher in self.space.dispatchers(fold, mbs):
@@ -254,20 +236,13 @@ class MemoryFilter:
                 continue
             is_covered = is_covered or not has_own
             choice = replace(choice, pipelines=pick(choice.pipelines))
-            bounds = self._floor_bytes(choice, strategies)
-            for pipeline, least in zip(choice.pipelines, bounds.tolist(), strict=True):
+            for pipeline in choice.pipelines:
                 zeros = self.space.legal_zero_stages(fold, mbs, pipeline.schedule, dispatcher, choice.overlap)
-                for (zero, moments), bound in zip(self.placements, least, strict=True):
-                    m = choice.mapping(pipeline, zero, moments)
-                    if zero in zeros and bound < limit and self._may_be_below(limit, m, strategies):
+                for zero, moments in self.placements:
+                    if zero in zeros:
+                        m = choice.mapping(pipeline, zero, moments)
                         totals = self.memory_model.totals(m, strategies)
                         yield float(totals.min()), with_strategy(m, strategies, int(totals.argmin()))
-
-    def _may_be_below(self, limit: float, m: ParallelMapping, strategies: MemoryStrategies) -> bool:
-        """Return whether a mapping is below a limit without messages between stages, which take long to count."""
-        memory = self.memory_model
-        is_below = memory.floor(m, strategies) < limit
-        return is_below and bool(memory.totals(m, strategies, counts_messages=False).min() < limit)
 
     def _view_bytes(self, view: AttentionView, strategies: MemoryStrategies, pick: PipelineChoice) -> float:
         """Return a lower bound of the bytes over all degrees of the experts: states shared by the ranks of a stage."""
@@ -321,7 +296,7 @@ class MemoryFilter:
             for one in self.space.searched_dispatchers
         ]
         sizes = np.min(
-            [self.memory_model.activation_memory.total_bytes(m.mapping(), strategies.extremes) for m in mappings],
+            [self.memory_model.activation_memory.total_bytes(m.mapping(), strategies) for m in mappings],
             axis=(0, 1),
         )
         first = self.memory_model.columns.layer_column("saved")
@@ -343,13 +318,12 @@ class MemoryFilter:
         peaks = [self.memory_model.peak_candidates(choice.mapping(pipeline)) for pipeline in choice.pipelines]
         return np.array([peak.states for peak in peaks]), np.array([peak.activations for peak in peaks])
 
-    def _exchange_bytes(self, choice: MicroBatchChoice) -> int:
-        return self.memory_model.state_memory.exchange_bytes(choice.mapping())
+    def _persistent_key(self, choice: MicroBatchChoice) -> tuple[Any, ...]:
+        m = choice.mapping()
+        accumulates = m.num_micro_batches(self.memory_model.workload.global_batch_size) > 1
+        return choice.fold, accumulates, self.memory_model.state_memory.exchange_bytes(m)
 
-    def _accumulates(self, choice: MicroBatchChoice) -> bool:
-        return self.memory_model.workload.global_batch_size // (choice.mbs * choice.fold.dp) > 1
-
-    @memoised(lambda self, choice: (choice.fold, self._accumulates(choice), self._exchange_bytes(choice)))
+    @memoised(_persistent_key)
     def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteArray:
         """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
         mappings = (choice.mapping(None, *placement) for placement in self.placements)

@@ -32,7 +32,7 @@ from moefold.cost.memoised import memoised
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import has_own_memory
-from moefold.planner.memory.budget import MEMORY_PARTS, MemoryEstimate
+from moefold.planner.memory.budget import MemoryEstimate
 from moefold.planner.search.constraints import DEGREES, Fold
 from moefold.planner.search.memory_filter import (
     PLAIN_PIPELINE,
@@ -76,11 +76,6 @@ class PlannedMapping:
     def fold(self) -> Fold:
         """The degrees."""
         return fold_of(self.mapping)
-
-    @property
-    def memory_parts(self) -> dict[str, float]:
-        """Bytes of the fullest rank, by part."""
-        return {part: getattr(self.memory, part) for part in MEMORY_PARTS}
 
     @property
     def sort_key(self) -> tuple[bool, float, float]:
@@ -164,10 +159,6 @@ class Search:
         self.gap = 0.0
         """Fraction of the best step by which the lowest bound outside the beam of the last search is below it."""
         self._global_batch_size = cost_model.workload.global_batch_size
-
-    def top_plans(self, count: int) -> list[PlannedMapping]:
-        """Return the best `count` plans that fit, each of another fold, best first."""
-        return self.find([MappingGroup(count)])[0]
 
     def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each group that fit, best first, each of another fold."""

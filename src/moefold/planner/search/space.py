@@ -8,7 +8,7 @@ mapping is legal, `explain_illegal` and its helpers name the runtime's error for
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, product
@@ -227,12 +227,8 @@ class MappingSpace:
 
     def count(self) -> int:
         """Return the number of legal mappings."""
-        return sum(self.count_by_fold())
-
-    def count_by_fold(self) -> list[int]:
-        """Return the number of legal mappings of each fold."""
         each = len(self.strategies) * len(self.optimizer_placements)
-        return [each * self._count_runs(fold, view) for fold, view in self.folds]
+        return each * sum(self._count_runs(fold, view) for fold, view in self.folds)
 
     # Rules that read several levels read only tp*cp and dp of the attention degrees.
     @memoised(lambda self, f, view: (f.ep, f.etp, f.dp, f.tp * f.cp, *(size for size, _ in view.pipelines_by_mbs)))
@@ -453,9 +449,11 @@ def _single_axis_reason(constraints: MappingConstraints, restriction: Restrictio
     for axis, value in restriction.fixed.items():
         if axis not in AXIS_KEYS:
             continue
+        space = MappingSpace(constraints, _drop_axis(restriction, axis))
         tried = [
-            _validation_errors(constraints.config_with({**v, axis: value}))
-            for v in _legal_samples_without(constraints, restriction, axis)
+            _validation_errors(constraints.config_with({**values, axis: value}))
+            for fold, view in space.folds[:: 1 + len(space.folds) // MAX_SAMPLED_FOLDS]
+            for values in space.sample_mappings(fold, view)
         ]
         # If the runtime accepts one of them, the restriction excludes it, and not a rule.
         refused = tried if all(tried) else []
@@ -465,35 +463,20 @@ def _single_axis_reason(constraints: MappingConstraints, restriction: Restrictio
     return max(ranked, key=lambda error: ranked[error], default="")
 
 
-def _legal_samples_without(
-    constraints: MappingConstraints, restriction: Restriction, axis: str
-) -> Iterator[Mapping[str, Any]]:
-    """Yield mappings of some folds that are legal if an axis is free."""
-    space = MappingSpace(constraints, _drop_axis(restriction, axis))
-    for fold, view in space.folds[:: 1 + len(space.folds) // MAX_SAMPLED_FOLDS]:
-        yield from space.sample_mappings(fold, view)
-
-
 def _drop_axis(restriction: Restriction, axis: str) -> Restriction:
     return replace(restriction, fixed={name: value for name, value in restriction.fixed.items() if name != axis})
 
 
 def _fixed_axes_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
-    """Return the error of the fixed axes alone that recurs most often with one more degree."""
-    values = _fixed_axes_only(restriction)
-    world = constraints.base_config.parallel.world_size
-    others = [{**values, axis: world} for axis in ("pp", "tp", "cp") if axis not in restriction.fixed]
-    found = Counter(error for degrees in others for error in _validation_errors(constraints.config_with(degrees)))
-    return max(_validation_errors(constraints.config_with(values)), key=lambda error: found[error], default="")
-
-
-def _fixed_axes_only(restriction: Restriction) -> dict[str, Any]:
-    """Return the fixed axes, with 1 for all other degrees."""
+    """Return the error of the fixed axes alone, all other degrees 1, that recurs most often with one more degree."""
     values: dict[str, Any] = dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "mbs"), 1)
     values |= {axis: value for axis, value in restriction.fixed.items() if axis in AXIS_KEYS}
     if values.get("vpp", 1) > 1 and "schedule" not in values:
         values["schedule"] = schedule_named(DEFAULT_SCHEDULE).with_other_virtual_stages
-    return values
+    world = constraints.base_config.parallel.world_size
+    others = [{**values, axis: world} for axis in ("pp", "tp", "cp") if axis not in restriction.fixed]
+    found = Counter(error for degrees in others for error in _validation_errors(constraints.config_with(degrees)))
+    return max(_validation_errors(constraints.config_with(values)), key=lambda error: found[error], default="")
 
 
 def _derived_degree_reason(constraints: MappingConstraints, restriction: Restriction) -> str:

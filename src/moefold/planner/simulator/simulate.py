@@ -28,18 +28,8 @@ from moefold.planner.stages import placed_ranks
 from moefold.topology.pipeline_layout import StagePlan
 from moefold.topology.schedules import schedule_rows
 
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of an action on one stream."""
-
-    part: str
-    """Part of the step, as the cost model names it."""
-    seconds: float
-    stream: str = COMPUTE
-
-
-Segments = tuple[Segment, ...]
+Segments = tuple[CostItem, ...]
+"""A chain of timed operations; collectives run on the stream of communication."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,18 +174,18 @@ class _Simulation:
         while any(chains.values()):
             action = min(
                 (action for action in order if chains[action]),
-                key=lambda action: max(ends[action], free[chains[action][0].stream]),
+                key=lambda action: max(ends[action], free[_stream(chains[action][0])]),
             )
             piece = chains[action].pop(0)
-            begin = max(ends[action], free[piece.stream])
-            ends[action] = free[piece.stream] = self._run_segment(rank, action, piece, begin, factors[action])
+            begin = max(ends[action], free[_stream(piece)])
+            ends[action] = free[_stream(piece)] = self._run_segment(rank, action, piece, begin, factors[action])
         self._rank_free_at[rank] = max(ends.values())
         self._finished_at |= {action.produces: end for action, end in ends.items()}
 
-    def _run_segment(self, rank: int, action: Action, segment: Segment, start: float, factor: float) -> float:
-        seconds = segment.seconds * factor if segment.stream == COMPUTE else segment.seconds
+    def _run_segment(self, rank: int, action: Action, segment: CostItem, start: float, factor: float) -> float:
+        seconds = segment.seconds if segment.is_comm else segment.seconds * factor
         if seconds > 0:
-            self._events.append(Event(rank, segment.stream, segment.part, start, start + seconds, action))
+            self._events.append(Event(rank, _stream(segment), segment.part, start, start + seconds, action))
         return start + seconds
 
     def _send(self, rank: int, action: Action, finished_at: float) -> None:
@@ -303,18 +293,18 @@ def _layer_segments(cost_model: CostModel, mapping: ParallelMapping, kind: int) 
     priced = cost_model.layer_time(kind, mapping)
     forward = mixer.forward + feed_forward.forward
     backward = feed_forward.backward + mixer.backward
-    recompute = Segment("recompute", priced.part_s("recompute"))
-    launches = Segment("launch", float(priced.forward_s[0]) - sum(work.seconds for work in forward))
+    recompute = CostItem("recompute", priced.part_s("recompute"))
+    launches = CostItem("launch", float(priced.forward_s[0]) - sum(work.seconds for work in forward))
     late_s = float(priced.backward_s[0]) - recompute.seconds - sum(work.seconds for work in backward)
-    late_launches = Segment("launch", late_s)
+    late_launches = CostItem("launch", late_s)
     computed = sum(work.seconds for work in backward if not work.is_comm)
     share = 1.0 - priced.wgrad_s / computed if computed else 1.0
-    inputs = (_scale_segment(_segment(work), 1.0 if work.is_comm else share) for work in backward)
+    inputs = (_scaled(work, 1.0 if work.is_comm else share) for work in backward)
     return StageSegments(
-        forward=(*map(_segment, forward), launches),
-        backward=(recompute, *map(_segment, backward), late_launches),
+        forward=(*forward, launches),
+        backward=(recompute, *backward, late_launches),
         input_gradient=(recompute, *inputs, late_launches),
-        weight_gradient=(Segment("weight_gradients", priced.wgrad_s),),
+        weight_gradient=(CostItem("weight_gradients", priced.wgrad_s),),
     )
 
 
@@ -328,15 +318,15 @@ def _combine_stage(
 ) -> StageSegments:
     def chain(kind: str) -> Segments:
         order = list(zip(chunk.kind_counts, layers, strict=True))
-        pieces: list[Segment] = []
+        pieces: list[CostItem] = []
         for count, layer in order if kind == "F" else reversed(order):
             if keeps_layers_apart:
                 pieces += layer.segments(kind) * count
             elif count:
-                pieces += [_scale_segment(piece, count) for piece in layer.segments(kind)]
+                pieces += [_scaled(piece, count) for piece in layer.segments(kind)]
         return tuple(piece for piece in pieces if piece.seconds > 0)
 
-    ends = [(Segment("head", seconds),) if chunk.has_loss else () for seconds in head]
+    ends = [(CostItem("head", seconds),) if chunk.has_loss else () for seconds in head]
     return StageSegments(
         forward=chain("F") + ends[0],
         backward=ends[1] + chain("B"),
@@ -346,9 +336,9 @@ def _combine_stage(
     )
 
 
-def _segment(item: CostItem) -> Segment:
-    return Segment(item.part, item.seconds, COMMUNICATION if item.is_comm else COMPUTE)
+def _scaled(item: CostItem, factor: float) -> CostItem:
+    return replace(item, seconds=item.seconds * factor)
 
 
-def _scale_segment(segment: Segment, factor: float) -> Segment:
-    return replace(segment, seconds=segment.seconds * factor)
+def _stream(item: CostItem) -> str:
+    return COMMUNICATION if item.is_comm else COMPUTE
