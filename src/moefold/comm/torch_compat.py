@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -424,6 +425,56 @@ def replace_fsdp_gather(group: Any, outputs: Sequence[Tensor], gather: Callable[
 
     # `wait_for_unshard` finds that nothing is in flight.
     group.unshard = unshard
+
+
+def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dtype], list[Tensor]]) -> None:
+    """Let a parameter group reduce the gradients of a backward pass by a function, instead of by FSDP's collectives.
+
+    Args:
+        group: a parameter group on a CPU, without offloading of its parameters.
+        reduce: takes this rank's gradients of whole parameters, those that are sharded along another dim than the first
+            with their shards one after the other along the first, and the type to reduce in; returns the gradients of
+            this rank's shards.
+    """
+    # Another replacement may be there already.
+    accumulate = partial(type(group).post_backward, group)
+
+    def post_backward(*unused: Any) -> None:
+        if not group.reduce_grads:
+            accumulate()
+            return
+        group._training_state = type(group._training_state).POST_BACKWARD
+        params = []
+        grads = []
+        for param in group.fsdp_params:
+            if not hasattr(param, "_unsharded_param"):
+                continue
+            param.accumulate_unsharded_grad_if_needed()
+            if param.unsharded_accumulated_grad is not None:
+                grad = param.unsharded_accumulated_grad_data
+            elif param.unsharded_param.grad is not None:
+                grad = param.unsharded_grad_data
+            else:
+                continue
+            params.append(param)
+            grads.append(_sharded_along_rows(grad, param.fsdp_placement.dim, fsdp_group_size(group)))
+            param.unsharded_accumulated_grad = param.unsharded_param.grad = None
+        if group.reshard_after_backward:
+            group.reshard()
+        if not params:
+            return
+        for param, shard in zip(params, reduce(grads, group._reduce_dtype or grads[0].dtype), strict=True):
+            grad = shard.view(param.sharded_size).to(group._orig_dtype)
+            if param.sharded_param.grad is None:
+                param.sharded_param.grad = param.to_sharded_dtensor(grad)
+            else:
+                local_tensor(param.sharded_param.grad).add_(grad)
+
+    group.post_backward = post_backward
+
+
+def _sharded_along_rows(x: Tensor, dim: int, size: int) -> Tensor:
+    return x if dim == 0 else torch.cat(x.chunk(size, dim))
 
 
 def fsdp_shard(param: Any) -> Tensor:

@@ -30,8 +30,10 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
 from moefold.comm.torch_compat import (
     as_parameter,
+    fsdp_param_group,
     init_fsdp_root,
     remove_fsdp_forward_hooks,
+    replace_fsdp_reduction,
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
@@ -310,6 +312,12 @@ class PerRankGradDots:
 
     def attach(self, module: FSDPModule) -> None:
         """Install this object as the module's custom reduce-scatter, with a timed all-gather."""
+        if self.exchange is not None:
+            group = fsdp_param_group(module)
+            if group is not None:
+                replace_fsdp_reduction(group, self._reduce_by_exchange)
+            if self._replicates:
+                return
         module.set_custom_all_gather(TimedAllGather(self._group.comm_timer, self.exchange))  # type: ignore[arg-type]  # as below
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # the class to inherit from is private
         if self._replicates:
@@ -350,11 +358,16 @@ class PerRankGradDots:
         if self.is_enabled and not self._replicates:
             self._accumulate_dots(input_tensor)
         with self._group.comm_timer.waiting():
-            if self.exchange is not None:
-                assert self.exchange.serves(group), "FSDP reduces among the members of the exchange"
-                self.exchange.sum_scatter_into(output_tensor, input_tensor)
-                return None
             return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
+
+    @torch.no_grad()
+    def _reduce_by_exchange(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Sum gradients in memory that ranks share: to this rank's rows of them, or whole where ranks replicate."""
+        assert self.exchange is not None
+        if self.is_enabled:
+            self._accumulate_dots(torch.cat([grad.reshape(-1).to(dtype) for grad in grads]))
+        with self._group.comm_timer.waiting():
+            return self.exchange.sum(grads, dtype) if self._replicates else self.exchange.sum_scatter(grads, dtype)
 
     def _after_all_reduce(self, output: Tensor) -> None:
         self._group.comm_timer.leave(self._all_reduce_start)
@@ -431,7 +444,7 @@ def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero
         PerRankGradDots(
             group,
             replicates=zero == 0,
-            exchange=open_shared_exchange(group, groups.device) if zero else None,
+            exchange=open_shared_exchange(group, groups.device),
         )
         for group in (groups.attn.dp_cp, groups.moe.edp)
     )
@@ -439,7 +452,7 @@ def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero
     for dots, modules in zip((dense, experts), _modules_by_group(stages), strict=True):
         for module in modules:
             dots.attach(module)
-        if dots.exchange is not None and zero < 3:
+        if dots.exchange is not None and 0 < zero < 3:
             gathered += open_shared_gather(modules, dots.exchange)
     return FSDPCommHooks(dense, experts, gathered)
 
