@@ -243,6 +243,35 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
     return options
 
 
+def gloo_backend(handle: dist.ProcessGroup | None) -> Any:
+    """Return the gloo backend of a process group that has no other; None for other groups."""
+    if handle is None or dist.get_backend(handle) not in ("gloo", _SHARED_LOOP):
+        return None
+    backend = handle._get_backend(torch.device("cpu"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL it is wrapped.
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def register_shared_loop() -> str:
+    """Return the name of a back-end whose groups are gloo groups on the connections of the default group's device.
+
+    Each group of the back-end "gloo" has a device with a thread of its own, which wakes up 100 times a second.
+    """
+
+    def create(options: Any, _: Any) -> Any:
+        shared = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        shared._devices = gloo_backend(dist.group.WORLD).options._devices
+        shared._timeout = options.timeout
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, shared)
+
+    if _SHARED_LOOP.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(_SHARED_LOOP, create, extended_api=True, devices=["cpu"])
+    return _SHARED_LOOP
+
+
+_SHARED_LOOP = "gloo_of_world"
+
+
 def release_mesh_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that a mesh holds, which must not be used any more.
 
