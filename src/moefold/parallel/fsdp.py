@@ -297,8 +297,9 @@ class PerRankGradDots:
     With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then summed over
     the micro-batches.
 
-    It is an FSDP custom reduce-scatter (`FSDPModule.set_custom_reduce_scatter`). Under ZeRO 0, where nothing is
-    scattered, it reads the buffer that it allocated for FSDP, after the all-reduce.
+    With an exchange it reduces the gradients in memory that ranks share. Without, it is an FSDP custom reduce-scatter
+    (`FSDPModule.set_custom_reduce_scatter`); under ZeRO 0, where nothing is scattered, it reads the buffer that it
+    allocated for FSDP, after the all-reduce.
     """
 
     def __init__(self, group: Group, *, replicates: bool, exchange: SharedExchange | None) -> None:
@@ -311,7 +312,7 @@ class PerRankGradDots:
         self._all_reduce_start: Timestamp | None = None
 
     def attach(self, module: FSDPModule) -> None:
-        """Install this object as the module's custom reduce-scatter, with a timed all-gather."""
+        """Let this object reduce the module's gradients, with a timed all-gather."""
         if self.exchange is not None:
             group = fsdp_param_group(module)
             if group is not None:
