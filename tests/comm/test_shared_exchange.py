@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter through shared memory give the results of torch's collectives."""
+"""All-gathers and sums through shared memory give the results of torch's operations on one rank."""
 
 import pytest
 import torch
@@ -22,7 +22,12 @@ def _values(member: int, round_: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(21, 5, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def _many_pieces(dtype: torch.dtype) -> None:
+def _sum(of_members: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    first, second, third = (x.to(dtype) for x in of_members)
+    return first + second + third
+
+
+def _many_pieces(dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
     """Exchange tensors of several pieces, the last one shorter, many times through the same memory."""
     group = _group()
     before = shared_memory.PIECE_BYTES
@@ -30,13 +35,9 @@ def _many_pieces(dtype: torch.dtype) -> None:
     try:
         exchange = open_shared_exchange(group, CPU)
         assert exchange is not None
-        for round_ in range(8):
+        for round_ in range(4):
             of_members = [_values(member, round_, dtype) for member in range(3)]
             mine = of_members[group.rank].clone()
-            total = torch.full((7, 5), float("nan"), dtype=dtype)
-            exchange.sum_scatter_into(total, mine)
-            assert torch.equal(total, (of_members[0] + of_members[1] + of_members[2]).chunk(3)[group.rank])
-            assert torch.equal(mine, of_members[group.rank]), "the input is only read"
             gathered = torch.full((63, 5), float("nan"), dtype=dtype)
             exchange.gather_into(gathered, mine)
             assert torch.equal(gathered, torch.cat(of_members))
@@ -45,6 +46,18 @@ def _many_pieces(dtype: torch.dtype) -> None:
             own.copy_(mine)
             exchange.gather_into(room, own)
             assert torch.equal(room, gathered)
+
+            # Rows that are cut evenly, unevenly, and too few for all; columns of a larger matrix; one value.
+            lists = [[x, x[:8, :3], x[:4].T, x[:2], x[3, :1]] for x in of_members]
+            expected = [_sum(list(of_one), sum_dtype) for of_one in zip(*lists, strict=True)]
+            parts = exchange.sum_scatter(lists[group.rank], sum_dtype)
+            for part, whole in zip(parts, expected, strict=True):
+                cut = [*whole.chunk(3), whole[:0], whole[:0]]
+                assert torch.equal(part, cut[group.rank])
+                assert part.dtype == sum_dtype
+            sums = exchange.sum(lists[group.rank], sum_dtype)
+            assert all(torch.equal(total, whole) for total, whole in zip(sums, expected, strict=True))
+            assert torch.equal(of_members[group.rank], mine), "the terms are only read"
     finally:
         shared_memory.PIECE_BYTES = before
 
@@ -64,9 +77,11 @@ def _ranks_of_several_machines_have_none() -> None:
     assert open_shared_exchange(group, torch.device("cuda")) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pieces_through_shared_memory(pool, dtype):
-    pool.run(3, _many_pieces, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "sum_dtype"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_pieces_through_shared_memory(pool, dtype, sum_dtype):
+    pool.run(3, _many_pieces, dtype, sum_dtype)
 
 
 def test_without_shared_memory_there_is_no_exchange(pool):

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.comm.torch_compat import gloo_backend
+
 GATHER_TAG = 2
 REDUCE_TAG = 3
 """Tags of messages; ring communication in `comm/collectives.py` has other tags."""
@@ -47,7 +49,7 @@ class _Messages(dist.Work):
 
 def uses_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether gloo runs the collectives of a process group on tensors of a device, in host memory."""
-    return device.type == "cpu" and dist.get_backend(handle) == "gloo"
+    return device.type == "cpu" and gloo_backend(handle) is not None
 
 
 def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:

@@ -15,7 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, FlightRecorder
 from moefold.comm.resumable import BackwardOverlap
-from moefold.comm.torch_compat import FakeStore, fsdp_group_size, fsdp_param_group, nccl_options, release_mesh_groups
+from moefold.comm.torch_compat import (
+    FakeStore,
+    fsdp_group_size,
+    fsdp_param_group,
+    gloo_backend,
+    nccl_options,
+    register_shared_loop,
+    release_mesh_groups,
+)
 from moefold.config.parallel import ParallelConfig
 from moefold.topology.communicators import Communicator, communicator_names, communicators
 from moefold.topology.layout import Layout, fold_mapping
@@ -192,8 +200,11 @@ def _process_group(communicator: Communicator, hang_timeout_s: float) -> dist.Pr
         timeout = collective_timeout(hang_timeout_s)
         is_nccl = "nccl" in dist.get_backend_config()
         options = nccl_options(timeout, is_high_priority=communicator.purpose == "experts") if is_nccl else None
+        backend = None if gloo_backend(dist.group.WORLD) is None else register_shared_loop()
         # Only the members synchronise: other ranks need not create groups that they are not in.
-        handle = dist.new_group(list(ranks), use_local_synchronization=True, timeout=timeout, pg_options=options)
+        handle = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        )
     assert isinstance(handle, dist.ProcessGroup)
     return handle
 

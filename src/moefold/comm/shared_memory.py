@@ -7,6 +7,7 @@ the last process that maps it has ended in any way.
 import mmap
 import os
 import select
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather_objects
 from moefold.comm.gloo_collectives import gathered_parts, sum_in_order, uses_gloo
 from moefold.comm.groups import Group, collective_timeout
+from moefold.comm.torch_compat import foreach_copy_
 from moefold.errors import RunError
 
 
@@ -256,39 +258,129 @@ class SharedExchange:
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`."""
-        parts = gathered_parts(out, x, self.group.size, self.group.rank)
-        width = PIECE_BYTES // out.element_size()
-        for pieces in zip(*(part.split(width) for part in parts), strict=True):
-            slots = self._next_half(out.dtype)
-            count = pieces[0].numel()
-            slots[self.group.rank, :count].copy_(pieces[self.group.rank])
-            self.barrier.wait()
-            for member, piece in enumerate(pieces):
-                if member != self.group.rank:
-                    piece.copy_(slots[member, :count])
+        self._gather([gathered_parts(out, x, self.group.size, self.group.rank)])
 
-    def sum_scatter_into(self, out: Tensor, x: Tensor) -> None:
-        """Sum tensors over the members, in their order; `out` gets this rank's part along dim 0."""
+    def sum_scatter(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Sum tensors over the members, in their order; return this rank's rows of each sum.
+
+        Args:
+            tensors: of the same shapes on all members; rows are cut as `torch.chunk` cuts them, so that the last
+                members may have fewer, or none.
+            dtype: of the sums; tensors of another type are converted.
+        """
+        size = self.group.size
+        parts = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
+        totals = _room_for([of_members[self.group.rank] for of_members in parts], dtype)
+        self._sum(parts, totals, dtype)
+        return [total.view(-1, *x.shape[1:]) for total, x in zip(totals, tensors, strict=True)]
+
+    def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return the sums of tensors over the members, added in their order: the same bits on all members."""
+        totals = _room_for(tensors, dtype)
+        parts, sums = (
+            [_parts(x, -(-x.numel() // self.group.size), self.group.size) for x in of] for of in (tensors, totals)
+        )
+        self._sum(parts, [of_members[self.group.rank] for of_members in sums], dtype)
+        self._gather(sums)
+        return [total.view_as(x) for total, x in zip(totals, tensors, strict=True)]
+
+    def _gather(self, tensors: Sequence[Sequence[Tensor]]) -> None:
+        """Fill the other members' parts of tensors.
+
+        Args:
+            tensors: for each tensor the parts of all members, flat; this rank's are filled.
+        """
+        dtype = tensors[0][0].dtype
+        for piece in _pieces(tensors, PIECE_BYTES // dtype.itemsize):
+            slots = self._next_half(dtype)
+            of_members = [piece.of(tensors, member) for member in range(self.group.size)]
+            published = [piece.inside(slot, parts) for slot, parts in zip(slots, of_members, strict=True)]
+            foreach_copy_(published[self.group.rank], of_members[self.group.rank])
+            self.barrier.wait()
+            for member in range(self.group.size):
+                if member != self.group.rank:
+                    foreach_copy_(of_members[member], published[member])
+
+    def _sum(self, tensors: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Sum this rank's parts of tensors over the members.
+
+        Args:
+            tensors: for each tensor the parts of all members, flat.
+            totals: for each tensor the sum of this rank's part, flat, which this fills.
+            dtype: of the totals.
+        """
         size = self.group.size
         rank = self.group.rank
-        parts = x.view(-1).chunk(size)
-        width = PIECE_BYTES // x.element_size() // (size - 1)
-        of_parts = zip(*(part.split(width) for part in parts), strict=True)
-        for total, pieces in zip(out.view(-1).split(width), of_parts, strict=True):
+        width = PIECE_BYTES // dtype.itemsize // (size - 1)
+        for piece in _pieces(tensors, width):
             # slots[m, n]: the term that member m adds to the sum of the n-th of the other members.
-            slots = self._next_half(x.dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
-            count = total.numel()
-            for slot, piece in zip(slots[rank], (*pieces[:rank], *pieces[rank + 1 :]), strict=True):
-                slot[:count].copy_(piece)
+            slots = self._next_half(dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
+            of_members = [piece.of(tensors, member) for member in range(size)]
+            mine = of_members.pop(rank)
+            for slot, parts in zip(slots[rank], of_members, strict=True):
+                foreach_copy_(piece.inside(slot, parts), parts)
             self.barrier.wait()
-            received = [slots[member, rank - (rank > member), :count] for member in range(size) if member != rank]
-            terms = [*received[:rank], pieces[rank], *received[rank:]]
-            sum_in_order(terms, total)
+            terms = [
+                piece.inside(slots[member, rank - (rank > member)], mine) for member in range(size) if member != rank
+            ]
+            terms.insert(rank, mine)
+            sums = [totals[index][start:stop] for index, start, stop in piece.ranges]
+            for total, of_total in zip(sums, zip(*terms, strict=True), strict=True):
+                sum_in_order(of_total, total)
 
     def _next_half(self, dtype: torch.dtype) -> Tensor:
         """Return the half for the next piece, [group.size, elements]."""
         self._turn = 1 - self._turn
         return self._halves[self._turn].view(dtype)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is exchanged between two barriers: a range of the parts of each of some tensors."""
+
+    ranges: Sequence[tuple[int, int, int]]
+    """Number of the tensor, start and end of the range in each part; in shorter parts as far as they reach."""
+
+    def of(self, tensors: Sequence[Sequence[Tensor]], member: int) -> list[Tensor]:
+        """Return the ranges of a member's parts."""
+        return [tensors[index][member][start:stop] for index, start, stop in self.ranges]
+
+    def inside(self, slot: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return where a slot has the ranges of parts."""
+        lengths = [stop - start for _, start, stop in self.ranges]
+        rooms = slot[: sum(lengths)].split(lengths)
+        return [room[: len(part)] for room, part in zip(rooms, parts, strict=True)]
+
+
+def _pieces(tensors: Sequence[Sequence[Tensor]], length: int) -> Iterator[_Piece]:
+    """Cut tensors into pieces of at most `length` elements of each member."""
+    ranges: list[tuple[int, int, int]] = []
+    room = length
+    for index, (longest, *_) in enumerate(tensors):
+        start = 0
+        while start < len(longest):
+            stop = min(start + room, len(longest))
+            ranges.append((index, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield _Piece(ranges)
+                ranges = []
+                room = length
+    if ranges:
+        yield _Piece(ranges)
+
+
+def _parts(x: Tensor, length: int, size: int) -> Sequence[Tensor]:
+    """Return the members' parts of a tensor, flat: `length` elements each, fewer or none for the last members."""
+    flat = x.reshape(-1)
+    return [flat[length * member : length * (member + 1)] for member in range(size)]
+
+
+def _room_for(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Allocate as many elements as tensors have, flat, one after the other."""
+    lengths = [x.numel() for x in tensors]
+    return torch.empty(sum(lengths), dtype=dtype).split(lengths)
 
 
 def open_shared_exchange(group: Group, device: torch.device) -> SharedExchange | None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,6 +243,35 @@ def nccl_options(timeout: timedelta, *, is_high_priority: bool) -> Any:
     return options
 
 
+def gloo_backend(handle: dist.ProcessGroup | None) -> Any:
+    """Return the gloo backend of a process group that has no other; None for other groups."""
+    if handle is None or dist.get_backend(handle) not in ("gloo", _SHARED_LOOP):
+        return None
+    backend = handle._get_backend(torch.device("cpu"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL it is wrapped.
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def register_shared_loop() -> str:
+    """Return the name of a back-end whose groups are gloo groups on the connections of the default group's device.
+
+    Each group of the back-end "gloo" has a device with a thread of its own, which wakes up 100 times a second.
+    """
+
+    def create(options: Any, _: Any) -> Any:
+        shared = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        shared._devices = gloo_backend(dist.group.WORLD).options._devices
+        shared._timeout = options.timeout
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, shared)
+
+    if _SHARED_LOOP.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(_SHARED_LOOP, create, extended_api=True, devices=["cpu"])
+    return _SHARED_LOOP
+
+
+_SHARED_LOOP = "gloo_of_world"
+
+
 def release_mesh_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that a mesh holds, which must not be used any more.
 
@@ -424,6 +454,56 @@ def replace_fsdp_gather(group: Any, outputs: Sequence[Tensor], gather: Callable[
 
     # `wait_for_unshard` finds that nothing is in flight.
     group.unshard = unshard
+
+
+def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dtype], list[Tensor]]) -> None:
+    """Let a parameter group reduce the gradients of a backward pass by a function, instead of by FSDP's collectives.
+
+    Args:
+        group: a parameter group on a CPU, without offloading of its parameters.
+        reduce: takes this rank's gradients of whole parameters, those that are sharded along another dim than the first
+            with their shards one after the other along the first, and the type to reduce in; returns the gradients of
+            this rank's shards.
+    """
+    # Another replacement may be there already.
+    accumulate = partial(type(group).post_backward, group)
+
+    def post_backward(*unused: Any) -> None:
+        if not group.reduce_grads:
+            accumulate()
+            return
+        group._training_state = type(group._training_state).POST_BACKWARD
+        params = []
+        grads = []
+        for param in group.fsdp_params:
+            if not hasattr(param, "_unsharded_param"):
+                continue
+            param.accumulate_unsharded_grad_if_needed()
+            if param.unsharded_accumulated_grad is not None:
+                grad = param.unsharded_accumulated_grad_data
+            elif param.unsharded_param.grad is not None:
+                grad = param.unsharded_grad_data
+            else:
+                continue
+            params.append(param)
+            grads.append(_sharded_along_rows(grad, param.fsdp_placement.dim, fsdp_group_size(group)))
+            param.unsharded_accumulated_grad = param.unsharded_param.grad = None
+        if group.reshard_after_backward:
+            group.reshard()
+        if not params:
+            return
+        for param, shard in zip(params, reduce(grads, group._reduce_dtype or grads[0].dtype), strict=True):
+            grad = shard.view(param.sharded_size).to(group._orig_dtype)
+            if param.sharded_param.grad is None:
+                param.sharded_param.grad = param.to_sharded_dtensor(grad)
+            else:
+                local_tensor(param.sharded_param.grad).add_(grad)
+
+    group.post_backward = post_backward
+
+
+def _sharded_along_rows(x: Tensor, dim: int, size: int) -> Tensor:
+    return x if dim == 0 else torch.cat(x.chunk(size, dim))
 
 
 def fsdp_shard(param: Any) -> Tensor:

@@ -30,8 +30,10 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
 from moefold.comm.torch_compat import (
     as_parameter,
+    fsdp_param_group,
     init_fsdp_root,
     remove_fsdp_forward_hooks,
+    replace_fsdp_reduction,
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
@@ -295,8 +297,9 @@ class PerRankGradDots:
     With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then summed over
     the micro-batches.
 
-    It is an FSDP custom reduce-scatter (`FSDPModule.set_custom_reduce_scatter`). Under ZeRO 0, where nothing is
-    scattered, it reads the buffer that it allocated for FSDP, after the all-reduce.
+    With an exchange it reduces the gradients in memory that ranks share. Without, it is an FSDP custom reduce-scatter
+    (`FSDPModule.set_custom_reduce_scatter`); under ZeRO 0, where nothing is scattered, it reads the buffer that it
+    allocated for FSDP, after the all-reduce.
     """
 
     def __init__(self, group: Group, *, replicates: bool, exchange: SharedExchange | None) -> None:
@@ -309,7 +312,13 @@ class PerRankGradDots:
         self._all_reduce_start: Timestamp | None = None
 
     def attach(self, module: FSDPModule) -> None:
-        """Install this object as the module's custom reduce-scatter, with a timed all-gather."""
+        """Let this object reduce the module's gradients, with a timed all-gather."""
+        if self.exchange is not None:
+            group = fsdp_param_group(module)
+            if group is not None:
+                replace_fsdp_reduction(group, self._reduce_by_exchange)
+            if self._replicates:
+                return
         module.set_custom_all_gather(TimedAllGather(self._group.comm_timer, self.exchange))  # type: ignore[arg-type]  # as below
         module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # the class to inherit from is private
         if self._replicates:
@@ -350,11 +359,16 @@ class PerRankGradDots:
         if self.is_enabled and not self._replicates:
             self._accumulate_dots(input_tensor)
         with self._group.comm_timer.waiting():
-            if self.exchange is not None:
-                assert self.exchange.serves(group), "FSDP reduces among the members of the exchange"
-                self.exchange.sum_scatter_into(output_tensor, input_tensor)
-                return None
             return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
+
+    @torch.no_grad()
+    def _reduce_by_exchange(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Sum gradients in memory that ranks share: to this rank's rows of them, or whole where ranks replicate."""
+        assert self.exchange is not None
+        if self.is_enabled:
+            self._accumulate_dots(torch.cat([grad.reshape(-1).to(dtype) for grad in grads]))
+        with self._group.comm_timer.waiting():
+            return self.exchange.sum(grads, dtype) if self._replicates else self.exchange.sum_scatter(grads, dtype)
 
     def _after_all_reduce(self, output: Tensor) -> None:
         self._group.comm_timer.leave(self._all_reduce_start)
@@ -431,7 +445,7 @@ def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero
         PerRankGradDots(
             group,
             replicates=zero == 0,
-            exchange=open_shared_exchange(group, groups.device) if zero else None,
+            exchange=open_shared_exchange(group, groups.device),
         )
         for group in (groups.attn.dp_cp, groups.moe.edp)
     )
@@ -439,7 +453,7 @@ def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero
     for dots, modules in zip((dense, experts), _modules_by_group(stages), strict=True):
         for module in modules:
             dots.attach(module)
-        if dots.exchange is not None and zero < 3:
+        if dots.exchange is not None and 0 < zero < 3:
             gathered += open_shared_gather(modules, dots.exchange)
     return FSDPCommHooks(dense, experts, gathered)
 
