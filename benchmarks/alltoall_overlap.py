@@ -34,7 +34,7 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerPool

@@ -21,7 +21,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.model.transformer import TORCH_DTYPES, build_model
-from moefold.parallel.select_ops import apply_kernels, select_kernels
+from moefold.parallel.kernels.select import apply_kernels, select_kernels
 
 ROUNDS = 7
 MODEL = edit_model(

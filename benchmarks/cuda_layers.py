@@ -14,16 +14,17 @@ from moefold.comm import row_exchange
 from moefold.comm.groups import Group, fake_rank
 from moefold.comm.row_exchange import MetaSymmetricMemory, RowExchange
 from moefold.config.chosen import chosen
-from moefold.config.find import find_part
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.load import config_from_dict
+from moefold.config.part_registry import find_part
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.cost.unit_memory import dispatch_sizes
 from moefold.model.moe.token_group import TokenColumns
-from moefold.parallel import expert_parallel, low_precision
+from moefold.parallel import expert_parallel
+from moefold.parallel.kernels import low_precision
+from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from moefold.parallel.parallelize import build_sharded_stages
-from moefold.parallel.select_ops import apply_kernels, select_kernels
 
 LayerPart = Literal["layer", "block", "model"]
 

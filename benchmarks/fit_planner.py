@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from moefold.cost.hardware import Device, load_device
 from moefold.planner import model_spec
+from moefold.planner.accuracy import PAPER, Prediction, PublishedCase, parse_case, row_key, validate_predictions
 from moefold.planner.cost_model import data_parallel, layer, step, workload
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.model_spec import load_model_spec
-from moefold.planner.validation import PAPER, Prediction, PublishedCase, parse_case, row_key, validate_predictions
 
 HOPPER = ("h100", "h200", "h800")
 GRACE = ("gb200", "gb300")

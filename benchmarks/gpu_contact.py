@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from benchmarks.gpu_stage import Stage, layer_config, recorded_waits
 from moefold.bench.our_step import LayerStep
 from moefold.bench.shape import step_flops
+from moefold.ops.expert_ops import ExpertWeights, GatheredRows
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import ExpertWeights, GatheredRows
 
 REFERENCE = GroupedExpertOps()
 LAYERS = (("qwen3-30b-a3b", 4096), ("mixtral-8x22b", 4096))

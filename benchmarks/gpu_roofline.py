@@ -207,7 +207,7 @@ def part_of(event: Event) -> str:
         return "activation"
     if event.name in ("_combine_kernel", "_combine_backward_kernel"):
         return "combine"
-    if event.name in GATHERING_OPS and file in ("ops/interface.py", "ops/permute.py"):
+    if event.name in GATHERING_OPS and file in ("ops/expert_ops.py", "ops/permute.py"):
         return "gathers of tokens"
     if event.name == "sort" or file == "model/moe/permute.py":
         return "permutation"

@@ -11,9 +11,9 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from moefold.planner.families import measured_axes
+from moefold.planner.accuracy import SkipRowError, parse_case, predict, read_rows
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER
-from moefold.planner.validation import SkipRowError, parse_case, predict, read_rows
+from moefold.planner.mapping_families import measured_axes
 
 MEASURED_COLUMNS = (
     *("model", "gpu", "seq_len", "tp", "cp", "pp", "ep", "etp", "mbs", "zero", "recompute", "offload"),

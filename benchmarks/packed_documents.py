@@ -37,7 +37,7 @@ from moefold.planner.lengths.distribution import histogram_names, load_distribut
 from moefold.planner.lengths.samples import SampleLengths, StreamedSamples, effective_length
 from moefold.progress import ProgressCallback, WorkProgress, ignore_progress
 from moefold.topology.layout import Layout, fold
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 
 MAX_RANKS = 64

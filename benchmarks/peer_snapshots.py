@@ -31,7 +31,7 @@ from moefold.data.dataset import open_dataset
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerPool

@@ -43,7 +43,7 @@ from moefold.ops.cpu.swiglu import CSwiGLU
 from moefold.parallel.parallelize import parallelize
 from moefold.progress import ProgressCallback, WorkProgress, ignore_progress
 from moefold.recipe import load_config
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 

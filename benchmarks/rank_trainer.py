@@ -17,7 +17,7 @@ from moefold.launch.ranks import choose_device, init_distributed, run_ranks
 from moefold.launch.watchdog import Watchdog
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config

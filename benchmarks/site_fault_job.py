@@ -46,14 +46,14 @@ class Injector:
         """Patch the classes."""
         after_step, ask = SiteRounds.after_step, SiteMeeting.ask
 
-        def patched_after_step(rounds: SiteRounds, run: TrainingContext, step: FinishedStep) -> None:
+        def patched_after_step(rounds: SiteRounds, context: TrainingContext, step: FinishedStep) -> None:
             time.sleep(PACE_S)
             self._present = step.number
             while self._is_now("wait") and not (self._folder / "go").exists():
                 time.sleep(0.01)
             if step.number == self._step and self._fault in ("bit", "nan"):
-                self._damage(run)
-            after_step(rounds, run, step)
+                self._damage(context)
+            after_step(rounds, context, step)
 
         def patched_ask(meeting: SiteMeeting, message: Message) -> Message:
             answer = ask(meeting, message)
@@ -78,13 +78,13 @@ class Injector:
         path.with_suffix(".new").rename(path)
 
     @torch.no_grad()
-    def _damage(self, run: TrainingContext) -> None:
+    def _damage(self, context: TrainingContext) -> None:
         self._mark()
         if self._fault == "nan":
-            next(iter(run.training.parameters.values())).data.view(-1)[0] = torch.nan
+            next(iter(context.training.parameters.values())).data.view(-1)[0] = torch.nan
         else:
-            assert run.training.outer is not None
-            weights = next(iter(run.training.outer.weights.values())).view(-1)
+            assert context.training.outer is not None
+            weights = next(iter(context.training.outer.weights.values())).view(-1)
             weights.view(torch.int64)[0] ^= 1
 
     def _note(self, message: Message, answer: Message) -> None:

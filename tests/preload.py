@@ -25,7 +25,7 @@ MODULES = (
         "moefold.parts.dispatcher.leastloaded.module",
         "moefold.optim.state_offload",
     ),
-    *("moefold.parallel.low_precision", "moefold.parallel.offload", "moefold.parallel.memory_tracking"),
+    *("moefold.parallel.kernels.low_precision", "moefold.parallel.offload", "moefold.parallel.memory_tracking"),
     *("moefold.train.rollout_loader", "moefold.train.callbacks.rollouts", "moefold.train.reference"),
     *("moefold.parallel.gathered_weights", "moefold.inference.vllm_engine", "moefold.train.memory_profile"),
     *("torch.utils.serialization.config", "encodings.utf_8_sig"),

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from moefold.metrics.table import GROUPS, MISREAD
+from moefold.metrics.definitions import GROUPS, MISREAD
 
 
 def metrics_page() -> str:
@@ -10,7 +10,7 @@ def metrics_page() -> str:
     lines = [
         "# Every reported number",
         "",
-        "<!-- From src/moefold/metrics/table.py: `python -m tools.metrics_page > docs/metrics.md`. -->",
+        "<!-- From src/moefold/metrics/definitions.py: `python -m tools.metrics_page > docs/metrics.md`. -->",
         "",
         "What each number of a run counts, and its name in Megatron-LM, torchtitan, transformers (HF), TRL and vLLM.",
         "`moefold inspect --definitions` prints this page. The text on the console, `metrics.jsonl`, the trackers, the",

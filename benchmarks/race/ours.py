@@ -115,7 +115,7 @@ def train_grpo(turns: Turns, seat: Seat) -> None:
     class Ticks(Callback):
         """Ends a turn with each step."""
 
-        def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
             """See `Callback`."""
             assert step.rl is not None
             turns.end({"new": step.rl["length_mean"]})

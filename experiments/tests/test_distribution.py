@@ -8,10 +8,10 @@ import pytest
 
 import moefold
 import moefold_experiments
-from moefold.config import find, outside, part_table
-from moefold.config.find import EXPERIMENTS, find_part, kind_of
+from moefold.config import part_registry, part_table, plugins
 from moefold.config.load import config_from_dict
 from moefold.config.part import settings_of
+from moefold.config.part_registry import EXPERIMENTS, find_part, kind_of
 from moefold.config.upgrade import KIND, MOVED, upgraded
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
@@ -30,7 +30,7 @@ def test_the_entry_points_are_the_kinds_that_the_package_knows_by_name():
 
 
 def test_the_package_imports_no_experiment():
-    files = Path(find.__file__).parents[1].rglob("*.py")
+    files = Path(part_registry.__file__).parents[1].rglob("*.py")
     assert [str(file) for file in files if "moefold_experiments" in file.read_text()] == []
 
 
@@ -49,13 +49,13 @@ def test_parts_are_read_without_torch():
 @pytest.mark.parametrize(("group", "kind"), KINDS)
 @pytest.mark.parametrize("form", ["{}", '{{kind="{}"}}'])
 def test_without_the_distribution_a_recipe_is_told_what_to_install(monkeypatch, group, kind, form):
-    for module in (find, outside, part_table):
+    for module in (part_registry, plugins, part_table):
         monkeypatch.setattr(module, "entry_points_of", lambda group: {})
-    find.kinds.cache_clear()
-    key = find.find_group(group).key
+    part_registry.kinds.cache_clear()
+    key = part_registry.find_group(group).key
     with pytest.raises(ConfigError) as refused:
         load_config(None, [f"{key}={form.format(kind)}"])
-    find.kinds.cache_clear()
+    part_registry.kinds.cache_clear()
     assert str(refused.value) == (
         f"{key}={kind!r} is a part of moefold-experiments, which is not installed; pip install moefold-experiments, "
         "or in a checkout pip install ./experiments"

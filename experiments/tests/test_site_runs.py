@@ -126,7 +126,7 @@ def train_and_fail_before_the_vote(cfg: Config) -> str:
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
 
     class FailingInARound(Callback):
-        def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+        def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
             rounds = trainer._callbacks[0]
             assert isinstance(rounds, SiteRounds)
             if cfg.sites.number == 2 and rounds._flight is not None:

@@ -20,7 +20,7 @@ from moefold.data.sampler import Sampler as Sampler
 from moefold.inference.jobs import EvalOptions as EvalOptions
 from moefold.inference.jobs import GenerateOptions as GenerateOptions
 from moefold.inference.sampling import SamplingParams as SamplingParams
-from moefold.metrics.table import Metric as Metric
+from moefold.metrics.definitions import Metric as Metric
 from moefold.model.head import ModelOutput as ModelOutput
 from moefold.model.loss_function import LossFunction as LossFunction
 from moefold.model.loss_function import weighted_sum as weighted_sum

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.config.outside import import_files
+from moefold.config.plugins import import_files
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.host.rank_env import RankEnv, read_rank_env

@@ -24,8 +24,8 @@ from moefold.comm.sharded_tensor import local_slice
 from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
+from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.shard_boxes import Box
-from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold

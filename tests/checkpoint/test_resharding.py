@@ -17,7 +17,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle

@@ -11,8 +11,8 @@ from rich.console import Console
 from moefold.cli.inspect import print_balance
 from moefold.cli.inspect_picture import save_picture
 from moefold.cli.main import main
+from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance
-from moefold.metrics.table import MISREAD, definitions_text
 from tests.metrics.undefined import undefined
 
 

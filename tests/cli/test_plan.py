@@ -11,7 +11,7 @@ from moefold.cli.main import EXIT_FAILED, EXIT_USER_ERROR, main
 from moefold.cost.flops import train_flops_per_token
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
-from moefold.planner.validation import STATED_ERROR
+from moefold.planner.accuracy import STATED_ERROR
 from moefold.recipe import load_config
 from moefold.train.start import check_data_source
 from moefold.validate.config import check_config

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moefold.cli.main import EXIT_USER_ERROR, main
-from moefold.planner.validation import STATED_ERROR
+from moefold.planner.accuracy import STATED_ERROR
 
 FIXED = "pp=1,mbs=1,zero=1,recompute=none,offload=none,overlap=off,dispatcher=alltoall"
 SMALL = [

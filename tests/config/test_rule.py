@@ -3,8 +3,8 @@ from typing import get_type_hints
 
 import pytest
 
-from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part_registry import built_in_kinds, find_part, groups
 from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.planner.search.constraints import MAPPING_RULES

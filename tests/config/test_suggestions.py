@@ -1,7 +1,7 @@
 import pytest
 
-from moefold.config.find import built_in_kinds
 from moefold.config.part import KindOf
+from moefold.config.part_registry import built_in_kinds
 from moefold.config.suggestions import (
     group_at,
     join_with_or,

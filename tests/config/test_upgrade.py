@@ -12,10 +12,10 @@ from moefold.board.run_reader import RunReader
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.resume import data_order_change, sample_order
 from moefold.config.chosen import read_key
-from moefold.config.find import built_in_kinds
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, make_part
+from moefold.config.part_registry import built_in_kinds
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.suggestions import key_types, kind_settings, part_keys, tables

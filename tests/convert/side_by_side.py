@@ -26,7 +26,7 @@ from moefold.convert.weights import HfSource
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.convert.hf_models import save_model

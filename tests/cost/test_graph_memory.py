@@ -9,7 +9,7 @@ from moefold.cost.peak_memory import compute_rank_memory
 from moefold.data.dataset import open_dataset
 from moefold.parallel.graphed_modules import GraphedModule, apply_cuda_graphs
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
 from tests.parallel.recorded_graphs import TapeRecorder

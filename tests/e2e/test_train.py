@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from moefold.metrics.table import step_values
+from moefold.metrics.definitions import step_values
 from tests.e2e.agents import run_on_ranks
 from tests.e2e.command import FOLDED, TWO, checkpoints, losses, metrics, moefold, run, small, train
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.model.moe.token_group import TokenColumns
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.kernels.select import select_kernels
 from tests.gpu.runs import losses_on, small_recipe
 from tests.model.moe.layers import moe_layer
 

@@ -17,10 +17,10 @@ from moefold.model.init import init_weights
 from moefold.ops import autotune
 from moefold.ops.triton import experts as triton_experts
 from moefold.parallel.inference_model import InferenceModel
-from moefold.parallel.kernel_choices import settle_choices
+from moefold.parallel.kernels.timed import settle_choices
 from moefold.parallel.paged_decoder import decoding_notice
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from tests.gpu_static.pretended_cases import TILED

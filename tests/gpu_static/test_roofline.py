@@ -121,7 +121,7 @@ def test_the_operations_of_a_table_sum_to_its_time():
 
 def test_parts_of_a_layer():
     assert part_of(Event("kernel", "_combine_kernel", "ops/triton/grouped_gemm.py:1")) == "combine"
-    assert part_of(Event("op", "index_select", "ops/interface.py:1")) == "gathers of tokens"
+    assert part_of(Event("op", "index_select", "ops/expert_ops.py:1")) == "gathers of tokens"
     assert part_of(Event("op", "add", "autograd")) == "sums of autograd"
 
 

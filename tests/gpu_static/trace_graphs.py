@@ -18,8 +18,8 @@ from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.parallel.cuda_graphs import Replay, T
 from moefold.parallel.graphed_micro_batch import MicroBatchGraph
 from moefold.parallel.graphed_modules import apply_cuda_graphs
+from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from moefold.parallel.parallelize import build_sharded_stages
-from moefold.parallel.select_ops import apply_kernels, select_kernels
 
 TOKENS = 4096
 CASES: dict[str, dict[str, Any]] = {

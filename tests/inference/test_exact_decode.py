@@ -15,8 +15,8 @@ from moefold.inference.sampling import SamplingParams
 from moefold.model.linear import UnquantizedLinear
 from moefold.model.loss import SoftmaxOptions
 from moefold.ops.gemm import Gemm
-from moefold.parallel import select_ops
 from moefold.parallel.batch import Batch
+from moefold.parallel.kernels import select
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
@@ -329,10 +329,10 @@ class GemmByRows(Gemm):
 
 def compare_without(cfg: Config, undone: str) -> tuple[float, float, int]:
     """As `compare`, with one part undone."""
-    select = select_ops._cpu_kernels
+    cpu_kernels = select._cpu_kernels
 
     def undo(cfg: Config) -> Any:
-        kernels = select(cfg)
+        kernels = cpu_kernels(cfg)
         changes: dict[str, Any] = {
             "router": {},
             "head": {"gemm": GemmByRows()},
@@ -344,7 +344,7 @@ def compare_without(cfg: Config, undone: str) -> tuple[float, float, int]:
 
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(select_ops, "_cpu_kernels", undo)
+        patch.setattr(select, "_cpu_kernels", undo)
         if undone == "router":
             from moefold.model.moe import router
 

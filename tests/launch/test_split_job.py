@@ -7,7 +7,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from moefold.comm.job_link import JobSplit
+from moefold.comm.trainer_sampler_link import JobSplit
 from moefold.host.rank_env import RankEnv
 from moefold.launch.failure import RankErrorHandler
 from moefold.launch.ranks import init_split_job, spawn_ranks

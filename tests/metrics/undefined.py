@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moefold.metrics.table import GROUPS
+from moefold.metrics.definitions import GROUPS
 
 
 def undefined(record: Mapping[str, Any], prefix: str = "") -> list[str]:

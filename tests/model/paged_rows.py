@@ -6,7 +6,8 @@ import torch
 
 from moefold.model.layer_cache import PassRows
 
-PAGE_POSITIONS = 4
+SMALL_PAGE = 4
+"""Positions of a page in these tests: a sample of a few tokens has several."""
 
 
 def pass_rows(spans: Sequence[range], pages_per_sample: int) -> PassRows:
@@ -17,8 +18,8 @@ def pass_rows(spans: Sequence[range], pages_per_sample: int) -> PassRows:
     positions = torch.tensor([position for span in spans for position in span])
     counts = [len(spans[i]) for i in samples]
     segment_of_row = torch.arange(len(samples)).repeat_interleave(torch.tensor(counts))
-    pages = tables[segment_of_row, positions // PAGE_POSITIONS].long()
-    slots_R = pages * PAGE_POSITIONS + positions % PAGE_POSITIONS
+    pages = tables[segment_of_row, positions // SMALL_PAGE].long()
+    slots_R = pages * SMALL_PAGE + positions % SMALL_PAGE
     lasts = [spans[i][-1] for i in samples]
     return PassRows(slots_R, positions, tables, counts, lasts, torch.tensor(samples), max(samples) + 1)
 

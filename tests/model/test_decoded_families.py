@@ -10,7 +10,7 @@ from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
 from moefold.model.fused_block import fused_unsupported_reason
 from moefold.model.transformer import build_model
-from moefold.parallel.select_ops import apply_kernels, select_kernels
+from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler
 

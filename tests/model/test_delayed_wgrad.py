@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moefold.model.linear import linear
 from moefold.model.moe.fused_experts import fused_experts
 from moefold.ops.cpu.experts import SequentialExpertOps
-from moefold.ops.interface import ExpertOptions, ExpertWeights
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights
 from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.parallel.wgrad_store import WeightGradStore
 

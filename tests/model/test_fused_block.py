@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moefold.config.schema import Config
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.model.fused_block import FusedBlock, FusedLayers, supports_fused
 from moefold.model.init import init_weights
 from moefold.model.kernels import Kernels
@@ -24,9 +25,8 @@ from moefold.ops.cpu.decode import CDecode, CDecodePass
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.decode import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
-from moefold.parallel.select_ops import apply_kernels, select_kernels, uses_c_kernels
+from moefold.parallel.kernels.select import apply_kernels, select_kernels, uses_c_kernels
 from tests.model.test_against_transformers import FAMILIES, SIZES
 from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler
@@ -51,7 +51,7 @@ def recipe(model: dict[str, Any], dtype: str = "float32") -> Config:
         {
             "run": {"dtype": dtype, "seed": 3, "kernels": "c"},
             "model": SIZES | model,
-            "train": {"seq_len": PAGES * PAGE_SIZE},
+            "train": {"seq_len": PAGES * PAGE_POSITIONS},
             "data": {"kind": "synthetic"},
         }
     )
@@ -78,7 +78,7 @@ def rows_of(spans: Sequence[range]) -> PassRows:
     counts = [len(spans[i]) for i in chosen]
     positions = torch.tensor([position for span in spans for position in span])
     sample_of_row = torch.tensor(chosen).repeat_interleave(torch.tensor(counts))
-    slots = tables[sample_of_row, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    slots = tables[sample_of_row, positions // PAGE_POSITIONS].long() * PAGE_POSITIONS + positions % PAGE_POSITIONS
     return PassRows(slots, positions, tables[chosen], counts, [spans[i][-1] for i in chosen])
 
 
@@ -93,7 +93,7 @@ def run(
     for block in blocks:
         attention = block.attention
         kernels = PageKernels(attention.kernels.paged_attention)
-        cache = PagedAttention(current, num_pages, PAGE_SIZE, KeyLimits(attention.window), kernels)
+        cache = PagedAttention(current, num_pages, PAGE_POSITIONS, KeyLimits(attention.window), kernels)
         attention.core_attention = cache
         block.fused = None
         if fuses and supports_fused(block):

@@ -11,7 +11,7 @@ from moefold.model.paged_cache import PagedLatents
 from moefold.model.part_modules import build_attention
 from moefold.model.rope import build_rope
 from moefold.ops.documents import PackedDocuments
-from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
+from tests.model.paged_rows import SMALL_PAGE, pass_rows, to_rows
 from tests.models import config_of
 
 S, B, PAGES = 9, 3, 3
@@ -61,7 +61,7 @@ class Example:
 
     def cached(self, window: int) -> PagedLatents:
         """Give the layer a cache."""
-        self.layer.latent_cache = cache = PagedLatents(self.current_pass, B * PAGES, PAGE_POSITIONS, window)
+        self.layer.latent_cache = cache = PagedLatents(self.current_pass, B * PAGES, SMALL_PAGE, window)
         return cache
 
     def piece(self, spans: list[range]) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_pieces_equal_the_whole(kind, window, ends):
         spans = [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
         torch.testing.assert_close(example.piece(spans), to_rows(expected, spans), rtol=1e-12, atol=1e-12)
         starts = stops
-    assert cache.nbytes == B * PAGES * PAGE_POSITIONS * (5 + 4) * 8
+    assert cache.nbytes == B * PAGES * SMALL_PAGE * (5 + 4) * 8
     assert cache.page_path == ""
 
 

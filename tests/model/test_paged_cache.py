@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from moefold.comm.torch_compat import cuda_flash_attention_reads_pages
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.model.attention import CausalAttention
 from moefold.model.layer_cache import CurrentPass, PassRows
 from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
-from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.ops.paged_flash import FlashPages, device_refusal
-from tests.model.paged_rows import PAGE_POSITIONS, pass_rows, to_rows
+from tests.model.paged_rows import SMALL_PAGE, pass_rows, to_rows
 from tests.ops.reference_flash import paged_reference_flash
 
 S, B, A, G, D = 9, 3, 4, 2, 6
@@ -37,7 +37,7 @@ def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
     sinks = torch.linspace(-1, 2, A, dtype=torch.float64) if has_sinks else None
     expected = CausalAttention(window, chunk_size)(q, k, v, None, sinks)
     current_pass = CurrentPass()
-    core = PagedAttention(current_pass, B * PAGES, PAGE_POSITIONS, KeyLimits(window, chunk_size))
+    core = PagedAttention(current_pass, B * PAGES, SMALL_PAGE, KeyLimits(window, chunk_size))
     starts = (0,) * B
     for stops in ends:
         spans = [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
@@ -45,7 +45,7 @@ def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
         found = core(*(to_rows(x, spans) for x in (q, k, v)), None, sinks)
         torch.testing.assert_close(found, to_rows(expected, spans))
         starts = stops
-    assert core.nbytes == 2 * B * PAGES * PAGE_POSITIONS * G * D * 8
+    assert core.nbytes == 2 * B * PAGES * SMALL_PAGE * G * D * 8
     # Where no kernel reads pages, none is said to be switched off.
     assert core.page_path == ""
 
@@ -53,7 +53,7 @@ def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
 def test_copied_pages_hold_what_the_old_ones_held():
     q, k, v = tokens(1)
     current_pass = CurrentPass()
-    core = PagedAttention(current_pass, B * PAGES, PAGE_POSITIONS)
+    core = PagedAttention(current_pass, B * PAGES, SMALL_PAGE)
     spans = [range(6), range(0), range(0)]
     current_pass.rows = pass_rows(spans, PAGES)
     core(*(to_rows(x, spans) for x in (q, k, v)))
@@ -80,23 +80,23 @@ class FirstPages:
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize("chunk_size", [PAGE_SIZE, 2 * PAGE_SIZE])
+@pytest.mark.parametrize("chunk_size", [PAGE_POSITIONS, 2 * PAGE_POSITIONS])
 def test_a_kernel_gets_the_pages_of_the_chunk(chunk_size):
-    length = 4 * PAGE_SIZE + 5
+    length = 4 * PAGE_POSITIONS + 5
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(length, 1, heads, D, generator=generator, dtype=torch.float64) for heads in (A, G, G))
     expected = CausalAttention(0, chunk_size)(q, k, v)
     current_pass = CurrentPass()
-    core = PagedAttention(current_pass, 5, PAGE_SIZE, KeyLimits(0, chunk_size), PageKernels(FirstPages()))
+    core = PagedAttention(current_pass, 5, PAGE_POSITIONS, KeyLimits(0, chunk_size), PageKernels(FirstPages()))
     tables = torch.tensor([[3, 1, 4, 0, 2]], dtype=torch.int32)
     for start, stop in (
-        (0, PAGE_SIZE + 3),
-        (PAGE_SIZE + 3, 2 * PAGE_SIZE),
-        (2 * PAGE_SIZE, length - 1),
+        (0, PAGE_POSITIONS + 3),
+        (PAGE_POSITIONS + 3, 2 * PAGE_POSITIONS),
+        (2 * PAGE_POSITIONS, length - 1),
         (length - 1, length),
     ):
         positions = torch.arange(start, stop)
-        slots = tables[0, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+        slots = tables[0, positions // PAGE_POSITIONS].long() * PAGE_POSITIONS + positions % PAGE_POSITIONS
         current_pass.rows = PassRows(slots, positions, tables, [stop - start], [stop - 1])
         found = core(*(x[start:stop] for x in (q, k, v)))
         torch.testing.assert_close(found, expected[start:stop])

@@ -4,7 +4,7 @@ import torch
 
 from moefold.model.paged_selection import LastSelections, select_slots
 from moefold.ops.sparse_attention import IndexTensors
-from tests.model.paged_rows import PAGE_POSITIONS, pass_rows
+from tests.model.paged_rows import SMALL_PAGE, pass_rows
 
 TOP_K, HEADS, DIM, SAMPLES, PAGES = 3, 2, 5, 3, 8
 
@@ -20,10 +20,10 @@ def test_a_sample_gets_its_own_last_selection_and_others_none():
 
 def test_guesses_reach_the_samples_that_continue_and_change_nothing():
     torch.manual_seed(0)
-    keys = torch.randn(SAMPLES * PAGES, PAGE_POSITIONS, DIM)
+    keys = torch.randn(SAMPLES * PAGES, SMALL_PAGE, DIM)
     last = LastSelections()
     guessed = 0
-    for position in range(10, PAGES * PAGE_POSITIONS):
+    for position in range(10, PAGES * SMALL_PAGE):
         # The second sample pauses in every third pass, and the third is filled by several rows in one.
         spans = [range(position, position + 1)] * SAMPLES
         if position % 3 == 0:
@@ -43,6 +43,6 @@ def test_guesses_reach_the_samples_that_continue_and_change_nothing():
         if position < 4 * TOP_K:
             assert kept is None
         else:
-            pages = rows.tables_NP[rows.single_rows].gather(1, kept.long() // PAGE_POSITIONS)
-            assert torch.equal(pages * PAGE_POSITIONS + kept % PAGE_POSITIONS, expected[singles])
+            pages = rows.tables_NP[rows.single_rows].gather(1, kept.long() // SMALL_PAGE)
+            assert torch.equal(pages * SMALL_PAGE + kept % SMALL_PAGE, expected[singles])
     assert guessed > 20

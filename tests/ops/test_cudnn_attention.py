@@ -13,7 +13,7 @@ from moefold.ops import cudnn_attention
 from moefold.ops.autotune import Autotuner
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cudnn_attention import CudnnAttention, probe_cudnn_attention
-from moefold.parallel import low_precision, select_ops, selected_kernels
+from moefold.parallel.kernels import low_precision, select, selected
 from tests.model.attention_reference import random_attention, random_sinks, with_gradients
 from tests.ops.reference_cudnn import ReferenceCudnn, reference_cudnn
 from tests.verify.recipes import tiny
@@ -101,7 +101,7 @@ def test_selection(monkeypatch, settings, device, is_deterministic, is_used):
     cfg = replace(cfg, run=replace(cfg.run, deterministic=is_deterministic))
     for reason in ("", "it differs"):
         monkeypatch.setattr(cudnn_attention, "probe_cudnn_attention", lambda device, reason=reason: reason)
-        kernel, message = selected_kernels.block_attention_kernel(
+        kernel, message = selected.block_attention_kernel(
             cfg.run, cfg.model, cfg.parallel, torch.device(device), Autotuner(is_enabled=True)
         )
         assert (kernel is not None) == (is_used and not reason)
@@ -121,7 +121,7 @@ def test_kernels_of_every_precision_have_it(monkeypatch, precision):
     monkeypatch.setattr(low_precision, "scaled_mm_unsupported_reason", lambda *args: "it differs")
     for reason in ("", "it differs"):
         monkeypatch.setattr(cudnn_attention, "probe_cudnn_attention", lambda device, reason=reason: reason)
-        kernels = select_ops.select_kernels(cfg, torch.device("cuda"))
+        kernels = select.select_kernels(cfg, torch.device("cuda"))
         assert (kernels.block_attention is None) == bool(reason)
         assert ("flash attention for blocks, as it differs" in kernels.message) == bool(reason)
 
@@ -129,7 +129,7 @@ def test_kernels_of_every_precision_have_it(monkeypatch, precision):
 def test_layers_get_the_kernel():
     kernel = CudnnAttention()
     stage = build_model(tiny(model={"attention.sinks": True}))
-    select_ops.apply_kernels(stage, select_ops.SelectedKernels(block_attention=kernel))
+    select.apply_kernels(stage, select.SelectedKernels(block_attention=kernel))
     assert all(block.attention.core_attention.block_kernel is kernel for block in stage.layers.values())
 
 

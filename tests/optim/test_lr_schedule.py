@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from moefold.config.find import find_part
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.part import make_part, settings_of
+from moefold.config.part_registry import find_part
 from moefold.config.part_table import toml_value
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict

@@ -10,7 +10,7 @@ from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 

@@ -18,7 +18,7 @@ from moefold.data.dataset import open_dataset
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS
 from moefold.model.local_param import CastCopies, local_param
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.memory_profile import measure_step
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config

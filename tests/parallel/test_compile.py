@@ -9,9 +9,9 @@ from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.errors import ConfigError
 from moefold.ops.compiled import CompiledSwiGLU
+from moefold.parallel.kernels.select import select_kernels
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.select_ops import select_kernels
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.slow import slow

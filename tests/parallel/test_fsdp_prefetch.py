@@ -15,7 +15,7 @@ from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.parallel import fsdp
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from tests.slow import slow

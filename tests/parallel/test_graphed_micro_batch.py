@@ -16,15 +16,15 @@ from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.model.local_param import CastCopies
 from moefold.model.moe.dispatch import local
+from moefold.ops.expert_ops import GatheredRows, LazyCounts
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import GatheredRows, LazyCounts
-from moefold.parallel import select_ops
 from moefold.parallel.graphed_micro_batch import GraphedAccumulation
 from moefold.parallel.graphed_modules import GraphedModule
+from moefold.parallel.kernels import select
+from moefold.parallel.kernels.selected import SelectedKernels
 from moefold.parallel.parallel_model import ParallelModel, make_runner
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
-from moefold.parallel.selected_kernels import SelectedKernels
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
 from moefold.verify.ranks.pool import WorkerError
@@ -60,7 +60,7 @@ def _assert_replayed_equals_eager(cfg: Config, keeps_counts_on_device: bool = Fa
     with pytest.MonkeyPatch.context() as patch:
         if keeps_counts_on_device:
             patch.setattr(local, "as_counts", lambda counts_E, values=None: LazyCounts(counts_E, values))
-            patch.setattr(select_ops, "SelectedKernels", partial(SelectedKernels, expert_ops=_DeviceCounts()))
+            patch.setattr(select, "SelectedKernels", partial(SelectedKernels, expert_ops=_DeviceCounts()))
         expected, expected_weights = _train(cfg, _model(cfg))
         model = _model(cfg)
         recorders = CountedRecorders()

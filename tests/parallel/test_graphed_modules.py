@@ -19,7 +19,7 @@ from moefold.parallel import graphed_modules
 from moefold.parallel.cuda_graphs import shares_storage
 from moefold.parallel.graphed_modules import GraphedModule, apply_cuda_graphs, attention_arguments
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from tests.parallel.recorded_graphs import CountedRecorders, TapeRecorder

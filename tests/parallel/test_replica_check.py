@@ -24,7 +24,7 @@ from moefold.parallel import shared_gather
 from moefold.parallel.fsdp import install_comm_hooks
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
 from tests.verify.covering import few_else_slow

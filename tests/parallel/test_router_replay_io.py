@@ -14,7 +14,7 @@ from moefold.data.dataset import open_dataset
 from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, trace_shape
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import create_groups, run_distributed

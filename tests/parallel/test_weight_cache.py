@@ -12,7 +12,7 @@ from moefold.cost.unit_memory import caches_quantized_weights, quantized_copy_by
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, fake_quantize
 from moefold.ops.quantization.weight_cache import WeightCache
-from moefold.parallel import low_precision, select_ops
+from moefold.parallel.kernels import low_precision, select
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.slow import slow
 from tests.verify.feature_cases import LOAN
@@ -48,7 +48,7 @@ def _run(cfg: Config, num_steps: int, weight_cache: WeightCache | None = None) -
     is_shared = caches_quantized_weights(cfg.train, cfg.num_micro_batches, cfg.parallel.zero)
     weight_cache = weight_cache or WeightCache(is_enabled=is_shared)
     linear = CachingLinear(FORMAT, weight_cache)
-    kernels = select_ops.SelectedKernels(
+    kernels = select.SelectedKernels(
         expert_ops=EmulatedExpertOps(linear), linear_backend=linear, weight_cache=weight_cache
     )
     low_precision.low_precision_kernels = lambda cfg, device, autotuner: kernels

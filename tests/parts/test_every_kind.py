@@ -13,8 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.comm.groups import fake_rank
-from moefold.config.find import find_part, groups
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part_registry import find_part, groups
 from moefold.config.schema import Config
 from moefold.convert.weights import parameter_shapes
 from moefold.cost.layer_spec import model_weights

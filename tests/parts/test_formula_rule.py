@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import moefold.parts
-from moefold.config.find import find_part
-from moefold.config.outside import import_file
+from moefold.config.part_registry import find_part
+from moefold.config.plugins import import_file
 from tests.parts.formula_rule import FormulaError, formula_reads
 
 HEAD = """

@@ -11,9 +11,9 @@ import pytest
 import moefold.parts
 from moefold.config.chosen import chosen
 from moefold.config.field import Judged
-from moefold.config.find import built_in_kinds, find_part, groups, kind_of, kinds_in_words
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
 from moefold.config.part import Part
+from moefold.config.part_registry import built_in_kinds, find_part, groups, kind_of, kinds_in_words
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, part_keys
 from moefold.errors import ConfigError

@@ -5,7 +5,7 @@ import pytest
 
 from moefold.cost.hardware import DetectedMachine
 from moefold.errors import ConfigError
-from moefold.launch.hardware import planner_gpu_name, slowest_machine
+from moefold.launch.detect_hardware import planner_gpu_name, slowest_machine
 from moefold.planner.auto_parallel import plan_mapping
 from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.search.constraints import MappingConstraints, Restriction

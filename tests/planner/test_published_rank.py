@@ -18,6 +18,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import load_device
+from moefold.planner.accuracy import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
@@ -27,7 +28,6 @@ from moefold.planner.search.constraints import FOLDED, MappingConstraints, Restr
 from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import MappingGroup, MicroBatchChoice, Search
 from moefold.planner.search.space import HOST, MappingSpace, PipelineVariant
-from moefold.planner.validation import BASELINES, PAPER, PublishedCase, SkipRowError, parse_case, predict, read_rows
 from moefold.validate.config import check_config
 
 SAMPLE, LEAST_SAMPLE = 4000, 100

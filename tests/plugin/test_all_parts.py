@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moefold.config.data import DataConfig
-from moefold.config.find import find_part
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
+from moefold.config.part_registry import find_part
 from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
 from moefold.train.run_folder import SETTINGS_FILE

@@ -8,10 +8,10 @@ from inspect import getattr_static, isfunction
 import pytest
 
 from moefold.config.chosen import read_key, with_key
-from moefold.config.find import all_groups, built_in_kinds, find_part
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.load import config_from_dict
-from moefold.config.outside import class_faults
+from moefold.config.part_registry import all_groups, built_in_kinds, find_part
+from moefold.config.plugins import class_faults
 from moefold.config.schema import Config
 from moefold.config.suggestions import part_marks, slot_fault
 from moefold.errors import ConfigError, RunError

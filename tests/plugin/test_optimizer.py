@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config import find
+from moefold.config import part_registry
 from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
 from moefold.cost.state_memory import StateMemory
@@ -55,7 +55,7 @@ def test_it_equals_its_formula_under_each_mapping(pool: WorkerPool, mapping: dic
 
 
 def _refusal_without_formula(cfg: Config) -> str:
-    part = find.find_part("optimizer", "sgd")
+    part = part_registry.find_part("optimizer", "sgd")
     del part.formula
     try:
         run_oracle(cfg, 1)

@@ -1,4 +1,4 @@
-"""Parts from outside that cannot work: each is refused by its key, with its distribution or file."""
+"""Parts from plugins that cannot work: each is refused by its key, with its distribution or file."""
 
 import copy
 import json
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config import find, outside
+from moefold.config import part_registry, plugins
 from moefold.config.load import config_from_dict
-from moefold.config.outside import MissingPartError
+from moefold.config.plugins import MissingPartError
 from moefold.config.reference import keys_text
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import choices_of
@@ -39,8 +39,8 @@ def install(tmp_path, monkeypatch):
     """Return a function that installs a package with one learning-rate schedule for this test."""
 
     def caches_clear():
-        of_find = (find.kinds, find.find_part)
-        for function in (outside._all_entry_points, outside.entry_points_of, outside._entry_of, *of_find):
+        of_find = (part_registry.kinds, part_registry.find_part)
+        for function in (plugins._all_entry_points, plugins.entry_points_of, plugins._entry_of, *of_find):
             function.cache_clear()
 
     def install(code, kind="half", distribution="moefold-half", module="half_plugin"):
@@ -51,7 +51,7 @@ def install(tmp_path, monkeypatch):
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.3\n")
         (metadata / "entry_points.txt").write_text(f"[moefold.lr_schedule]\n{kind} = {module}:Half\n")
         monkeypatch.syspath_prepend(str(folder))
-        monkeypatch.delitem(outside.sys.modules, module, raising=False)
+        monkeypatch.delitem(plugins.sys.modules, module, raising=False)
         caches_clear()
 
     yield install
@@ -100,7 +100,7 @@ def test_a_broken_package_is_refused_by_its_distribution_and_costs_nothing_unnam
     assert message.startswith("train.lr_schedule='half' of moefold-half 0.3 (half_plugin:Half) ")
     assert reason in message
     assert load_config(None, ["train.lr_schedule=cosine"]).train.lr_schedule.kind == "cosine"
-    assert "half_plugin" not in outside.sys.modules or "import" not in reason
+    assert "half_plugin" not in plugins.sys.modules or "import" not in reason
 
 
 @pytest.mark.parametrize("reexported", [False, True])
@@ -113,8 +113,8 @@ def test_a_broken_part_does_not_stop_another_one_of_its_package(install, tmp_pat
         (folder / "half_plugin" / "good.py").write_text(GOOD)
     points = next(folder.glob("*.dist-info")) / "entry_points.txt"
     points.write_text(points.read_text().replace("]\n", "]\nbroken = half_plugin.broken:Half\n"))
-    outside._all_entry_points.cache_clear()
-    outside.entry_points_of.cache_clear()
+    plugins._all_entry_points.cache_clear()
+    plugins.entry_points_of.cache_clear()
     assert load_config(None, ["train.lr_schedule=half"]).train.lr_schedule.kind == "half"
     assert "'broken' of moefold-half 0.3 (half_plugin.broken:Half) cannot be imported" in refusal(
         "train.lr_schedule=broken"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moefold.config.part import Part
-from moefold.config.pipeline_action import find_deadlock
+from moefold.config.pipeline_actions import find_deadlock
 from moefold.config.schema import Config
 from moefold.cost.stage_memory import max_in_flight
 from moefold.planner.cost_model.bubble import bubble_s

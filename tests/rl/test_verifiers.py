@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.config.data import DataConfig
-from moefold.data.tasks import Problems
+from moefold.data.synthetic_problems import Problems
 from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, evaluate, last_number
 
 

@@ -15,7 +15,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.topology.collective_order import collective_sequence, order_mismatches
 from moefold.topology.layout import fold
 from moefold.topology.schedules import runtime_slots
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.validate.config import check_config
 from moefold.validate.parallel import validate_collective_order
 from tests.verify.recipes import tiny

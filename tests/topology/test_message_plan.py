@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from moefold.config.parallel import ParallelConfig
-from moefold.config.pipeline_action import Action, SlotRow
+from moefold.config.pipeline_actions import Action, SlotRow
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.cost.memory_snapshots import StepSchedule
+from moefold.cost.peak_candidates import StepSchedule
 from moefold.topology.message_plan import (
     CHANNEL_CAPACITY,
     RankPlan,

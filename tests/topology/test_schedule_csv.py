@@ -2,7 +2,7 @@ import pytest
 
 from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
-from moefold.config.pipeline_action import Action
+from moefold.config.pipeline_actions import Action
 from moefold.errors import ConfigError
 from moefold.parts.schedule.csv import _read_schedule
 from moefold.planner.cost_model.layer import CostItem

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from moefold.config.find import built_in_kinds
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
-from moefold.config.pipeline_action import Action, SlotRow, find_deadlock
+from moefold.config.part_registry import built_in_kinds
+from moefold.config.pipeline_actions import Action, SlotRow, find_deadlock
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError

@@ -49,14 +49,14 @@ class Killer(Callback):
         self._job_rank = -1
         self._models: list[weakref.ref[Any]] = []
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         alive = [model for model in self._models if model() is not None]
-        self._models.append(weakref.ref(run.training.model.stages[0]))
+        self._models.append(weakref.ref(context.training.model.stages[0]))
         if self._job_rank >= 0:
             (self._folder / f"{self._job_rank}.models").write_text(f"{len(alive)} of {len(self._models) - 1}")
             return
-        self._job_rank = run.groups.rank
-        recorder: Any = run.groups.recorder
+        self._job_rank = context.groups.rank
+        recorder: Any = context.groups.recorder
         for name in ("set_phase", "record_collective"):
             self._watch(recorder, name)
 
@@ -72,10 +72,10 @@ class Killer(Callback):
 
         setattr(recorder, name, record_or_die)
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
-        if run.is_first_rank:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+        if context.is_first_rank:
             with (self._folder / f"{self._job_rank}.steps").open("a") as file:
-                file.write(f"{time.time()} {step.number} {run.position.samples} {run.groups.attn.dp.size}\n")
+                file.write(f"{time.time()} {step.number} {context.position.samples} {context.groups.attn.dp.size}\n")
 
 
 def recipe(

@@ -46,7 +46,7 @@ class Delay(Callback):
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         time.sleep(0.05 * self._random.random())
 
 

@@ -7,7 +7,7 @@ from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.attention_plan import plan_attention
 from moefold.topology.token_placement import RoundShape, document_bounds, place
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
 from tests.verify.recipes import tiny

@@ -29,19 +29,19 @@ OUTPUTS = ("metrics.jsonl", "expert_counts.bin", "routing", "faults.jsonl")
 class _DiskFull(Callback):
     """After a step, every file that is open for the log is on a full disk, and the run folder is a file."""
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
-        if run.log is None or step.number != 2:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+        if context.log is None or step.number != 2:
             return
         full = os.open("/dev/full", os.O_WRONLY)
-        counts = run.log._counts
+        counts = context.log._counts
         assert counts is not None
-        for file in (run.log.writer._file, counts._file):
+        for file in (context.log.writer._file, counts._file):
             os.dup2(full, file.fileno())
-        folder = run.folder
+        folder = context.folder
         folder.rename(folder.with_name("kept"))
         folder.touch()
         for _ in range(2):
-            run.log.log_fault({"step": 2, "kind": "spike"})
+            context.log.log_fault({"step": 2, "kind": "spike"})
 
 
 def _train_on_a_full_disk(cfg: Config) -> tuple[int, str]:

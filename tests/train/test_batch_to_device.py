@@ -8,7 +8,7 @@ import torch
 from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
 from moefold.comm.groups import fake_rank
 from moefold.data.dataset import open_dataset
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from tests.verify.recipes import tiny
 
 pytest.importorskip("triton")

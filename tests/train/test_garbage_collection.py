@@ -13,7 +13,7 @@ from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.callbacks.callback import Callback
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep

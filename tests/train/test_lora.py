@@ -20,7 +20,7 @@ from moefold.errors import ConfigError
 from moefold.model.init import init_weights
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.train.trainer import Trainer

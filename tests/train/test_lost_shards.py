@@ -22,7 +22,7 @@ from moefold.data.dataset import open_dataset
 from moefold.errors import ConfigError, RunError
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.train.trainer import Trainer

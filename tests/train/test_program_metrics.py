@@ -10,7 +10,7 @@ import pytest
 import moefold
 from moefold.config.metrics import MetricsConfig
 from moefold.config.schema import Config
-from moefold.metrics.table import REDUCTIONS
+from moefold.metrics.definitions import REDUCTIONS
 from tests.test_extending import _register
 from tests.train.test_trainer import recipe
 

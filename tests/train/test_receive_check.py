@@ -10,7 +10,7 @@ from moefold.errors import RunError
 from moefold.parallel.expert_parallel import check_receive_loads
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 from tests.models import config_of

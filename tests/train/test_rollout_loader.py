@@ -109,7 +109,7 @@ class Interruption(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         if step.number == self.step:
             raise InterruptedError
 
@@ -475,8 +475,8 @@ def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
 class Stop(Callback):
     """Requests a stop before the first step."""
 
-    def on_start(self, run: TrainingContext) -> None:
-        run.stop.request(signal.SIGTERM)
+    def on_start(self, context: TrainingContext) -> None:
+        context.stop.request(signal.SIGTERM)
 
 
 def _train_and_stop(cfg: Config) -> int:

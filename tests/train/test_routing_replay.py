@@ -178,8 +178,8 @@ class CountReplays(Callback):
     def __init__(self) -> None:
         self.found: tuple[bool, str] = (False, "")
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
-        loader = rollout_loader(run)
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+        loader = rollout_loader(context)
         self.found = loader._replay is not None, loader.message
 
 

@@ -81,7 +81,7 @@ class Stopper(Callback):
         self._stop = stop
         self._last = last
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         if step.number == self._last - 1:
             self._stop.request(signal.SIGTERM)
 
@@ -352,7 +352,7 @@ class Failing(Callback):
     def __init__(self, at: int) -> None:
         self._at = at
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         if step.number == self._at:
             raise ArithmeticError
 
@@ -483,7 +483,7 @@ class Waiting(Callback):
         self._go = go
         self._site = site
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         if step.number == self._at:
             self._go.with_name(f"site-{self._site} waits").touch()
             wait_for(self._go)

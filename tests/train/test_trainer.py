@@ -25,7 +25,7 @@ from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.data.routing_trace import RoutingTrace
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import STOP_POLL_EVERY, TrainingStep
 from moefold.train.trainer import Trainer

@@ -16,7 +16,7 @@ from moefold.model.transformer import Transformer, build_model
 from moefold.ops.documents import DocumentBounds
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart, PreferencePart
 from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart
 from moefold.config.part import make_part
+from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler

@@ -21,13 +21,13 @@ from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, with_key
 from moefold.config.edit import edit_model
 from moefold.config.field import Judged
-from moefold.config.find import built_in_kinds, find_part, groups
 from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.loss import OracleOutput
 from moefold.config.groups.router import ScoreFormula
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.layers import LAYER_KEYS
 from moefold.config.part import Part, make_part, settings_of
+from moefold.config.part_registry import built_in_kinds, find_part, groups
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.dataset import ProgramData

@@ -10,7 +10,7 @@ from moefold.config.schema import Config
 from moefold.config.small_sizes import SmallSizes
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import create_groups, run_distributed
 from moefold.verify.shrink import shrink

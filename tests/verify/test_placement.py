@@ -30,7 +30,7 @@ def _run_with_positions_of_rows(cfg: Config) -> DistributedRecord:
 
 def _run_with_labels_of_another_slot(cfg: Config) -> DistributedRecord:
     """As if the labels stayed in the order of the samples."""
-    from moefold.train.round_placement import RoundPlacer
+    from moefold.train.batch_placement import RoundPlacer
 
     move_tokens = RoundPlacer.move_tokens
     RoundPlacer.move_tokens = lambda self, columns, bounds: move_tokens(

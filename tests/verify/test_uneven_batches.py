@@ -121,7 +121,7 @@ def _run_with_routed_padding(cfg: Config) -> DistributedRecord:
 
 def _run_with_weight(cfg: Config) -> DistributedRecord:
     """As if the filling samples counted in the loss."""
-    from moefold.train.batch import BatchSharder
+    from moefold.train.batch_sharding import BatchSharder
 
     BatchSharder._read_weighted_samples = _without_mask(BatchSharder._read_weighted_samples)
     return run_distributed(cfg, STEPS)

@@ -25,9 +25,9 @@ from moefold.model.attention import CausalAttention
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.transformer import TORCH_DTYPES
-from moefold.parallel.kernel_choices import settle_choices
-from moefold.parallel.select_ops import select_kernels
-from moefold.parallel.selected_kernels import SelectedKernels
+from moefold.parallel.kernels.select import select_kernels
+from moefold.parallel.kernels.selected import SelectedKernels
+from moefold.parallel.kernels.timed import settle_choices
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import fold
 

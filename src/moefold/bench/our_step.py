@@ -15,8 +15,8 @@ from moefold.cost.layer_spec import model_weights
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import TORCH_DTYPES, Transformer, module_settings
 from moefold.parallel.batch import Batch
+from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from moefold.parallel.parallelize import parallelize
-from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.topology.layout import fold
 from moefold.train.train_step import TrainingStep
 

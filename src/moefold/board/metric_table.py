@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from moefold.metrics.definitions import COUNTS, STEP
 from moefold.metrics.expert_balance import Array
 from moefold.metrics.reader import MAX_VALUE, NONFINITE, finite_number, nonfinite_of
-from moefold.metrics.table import COUNTS, STEP
 
 WEIGHTS = ("0.6", "0.9", "0.97", "0.99", "0.999")
 """Weights of the previous step that a page may request."""

@@ -25,9 +25,9 @@ from moefold.config.suggestions import key_types, sections
 from moefold.config.upgrade import flat_settings, upgraded
 from moefold.errors import format_list
 from moefold.host.folder_lock import is_in_use
+from moefold.metrics.definitions import charts_of
 from moefold.metrics.expert_balance import Array
 from moefold.metrics.reader import MAX_STEP, METRICS_FILE, finite_number, is_step
-from moefold.metrics.table import charts_of
 from moefold.metrics.writer import FAULTS_FILE, to_json_value
 from moefold.train.run_folder import SETTINGS_FILE
 

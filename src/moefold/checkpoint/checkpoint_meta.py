@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, format_json, read_json
 from moefold.checkpoint.manifest import regular_file
-from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.layer_words import parse_layers, spell_layers
 from moefold.config.model import ModelConfig
 from moefold.config.part import keys_of, without_source
+from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.config.part_table import known_parts
 from moefold.config.upgrade import FORMAT, states_by_object, upgraded, upgraded_keys
 from moefold.data.input_paths import check_data_file_names
@@ -192,7 +192,7 @@ def _check_meta(meta: CheckpointMeta) -> None:
         raise TypeError(f"sites is {meta.state_of('sites')!r}")
     if (rl := meta.state_of("data").get("rl")) is not None:
         from moefold.rl.plateau import Plateau
-        from moefold.rl.table import table_headers
+        from moefold.rl.rollout_table import table_headers
 
         Plateau.from_json(rl)
         table_headers(rl)

@@ -25,10 +25,10 @@ from moefold.config.bounds import keys_with
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.field import SAME_TENSORS
-from moefold.config.find import built_in_kinds
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
 from moefold.config.part import keys_of, without_source
+from moefold.config.part_registry import built_in_kinds
 from moefold.config.part_table import NONE
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig

@@ -129,7 +129,7 @@ def add_part_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _part(text: str) -> str:
-    from moefold.config.outside import import_files
+    from moefold.config.plugins import import_files
 
     try:
         import_files(text)

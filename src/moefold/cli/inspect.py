@@ -16,9 +16,9 @@ from moefold.cli.command_parser import CommandParser
 from moefold.cli.screen import Column, numbers, print_columns
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, reject_existing
+from moefold.metrics.definitions import MISREAD, TABLES, definitions_text
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
 from moefold.metrics.metric_curves import MetricCurve
-from moefold.metrics.table import MISREAD, TABLES, definitions_text
 from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the

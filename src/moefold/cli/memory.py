@@ -17,8 +17,8 @@ from moefold.config.schema import Config
 from moefold.config.train import AUTO
 from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
+from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES, KernelProfile
-from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.errors import ConfigError
 from moefold.launch.fitting import check_training
 from moefold.planner.query import check_imbalance

@@ -13,8 +13,8 @@ from moefold.cli.plan_sites import add_site_options, reject_site_options
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
-from moefold.planner.families import FAMILIES, best_of_families, choose_family
 from moefold.planner.lengths.distribution import histogram_names
+from moefold.planner.mapping_families import FAMILIES, best_of_families, choose_family
 from moefold.planner.memory.budget import RESERVE_FRACTION
 from moefold.planner.planner import Planner
 from moefold.planner.query import result_as_dict

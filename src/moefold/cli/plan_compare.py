@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moefold.errors import ConfigError
+from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.compare import FoldingComparison, compare_by_seq_len
 from moefold.planner.planner import PlanRequest, format_axis_value, format_mapping
 from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, FOLDED
 from moefold.planner.search.search import PlannedMapping
-from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped
 
 TEXT_WIDTH = 80

@@ -15,6 +15,7 @@ from moefold.cli.screen import HEAD_WIDTH, print_prose
 from moefold.config.groups.context import ContextPart
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, reject_existing
+from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import check_recipe_precision
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.lengths.balance import DocumentLoads
@@ -26,7 +27,6 @@ from moefold.planner.search.search import PlannedMapping
 from moefold.planner.simulator.export import check_timeline_file, write_timeline
 from moefold.planner.simulator.simulate import simulate_mapping
 from moefold.planner.sites import with_site_settings
-from moefold.planner.validation import STATED_ERROR
 from moefold.terminal import print_escaped, printable
 
 

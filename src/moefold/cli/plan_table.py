@@ -6,14 +6,13 @@ from typing import Any
 from rich.console import Console
 
 from moefold.cli.screen import Column, numbers, print_columns, print_prose
-from moefold.config.find import built_in_kinds, find_part, kinds
 from moefold.config.limits import parse_count
+from moefold.config.part_registry import built_in_kinds, find_part, kinds
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
 from moefold.cost.hardware import DECIDING_CONSTANTS, GIB, Device
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
-from moefold.planner.families import FAMILIES, FamilyBest
 from moefold.planner.mapping import (
     ParallelMapping,
     describe_strategy,
@@ -21,6 +20,7 @@ from moefold.planner.mapping import (
     format_rate,
     format_seconds,
 )
+from moefold.planner.mapping_families import FAMILIES, FamilyBest
 from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED

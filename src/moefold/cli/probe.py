@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     rank_env = read_rank_env()
     if rank_env is not None and args.ranks not in (None, rank_env.world_size):
         raise ConfigError(f"--ranks {args.ranks}: the launcher started {rank_env.world_size} ranks; leave --ranks out")
-    from moefold.launch.hardware import detect_machine
+    from moefold.launch.detect_hardware import detect_machine
     from moefold.launch.ranks import choose_device, run_ranks
 
     with reworded_errors(*DEVICE_OPTION):

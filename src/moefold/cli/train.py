@@ -11,7 +11,7 @@ from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.recipe import load_recipe
 from moefold.terminal import MULTILINE_CHARS, print_escaped, printable
-from moefold.train.log_lines import next_commands
+from moefold.train.run_summary import next_commands
 from moefold.train.start import RunSetup, choose_training_device, prepare_data, set_up_run
 from moefold.validate.config import check_config
 

@@ -15,14 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from moefold.config.aliases import key_hint, our_value
 from moefold.config.bounds import max_magnitude
-from moefold.config.find import find_part, kinds_in_words
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.layer_words import counted_layers
 from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
-from moefold.config.outside import raise_missing
 from moefold.config.part import KindOf, Part, Table, tables_of
+from moefold.config.part_registry import find_part, kinds_in_words
 from moefold.config.part_table import NONE, brief_value, build_table, is_table_value, placed, settings_of_other_kind
+from moefold.config.plugins import raise_missing
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.suggestions import (

@@ -11,8 +11,8 @@ from typing import Any
 
 from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
-from moefold.config.find import built_in_kinds, class_of, find_part, kinds
 from moefold.config.lora import LoraConfig
+from moefold.config.part_registry import built_in_kinds, class_of, find_part, kinds
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
 

@@ -1,8 +1,9 @@
 """Parts: the choices of a recipe as frozen objects.
 
 A part is a dataclass in its own file: `parts/GROUP/KIND.py`, or `parts/GROUP/KIND/part.py` with its module and its
-formula in the same folder. A recipe names the part by its kind, the name of the file (`config/find.py`). The fields of
-the part are its settings. The other modules use only the methods of the base class of its group, in `config/groups/`.
+formula in the same folder. A recipe names the part by its kind, the name of the file (`config/part_registry.py`). The
+fields of the part are its settings. The other modules use only the methods of the base class of its group, in
+`config/groups/`.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
-from moefold.config.find import (
+from moefold.config.part_registry import (
     built_in_kinds,
     describe_class,
     find_part,
@@ -19,7 +20,7 @@ from moefold.config.find import (
     kinds,
     kinds_with,
 )
-from moefold.config.outside import origin_of, rebuild
+from moefold.config.plugins import origin_of, rebuild
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.errors import RunError
@@ -77,7 +78,7 @@ class Part:
     key: ClassVar[str]
     """Recipe key that chooses the part of this group, as "section.key"."""
     interface: ClassVar[int]
-    """Interface version that a part from outside was written for: 1 (`config/outside.py`)."""
+    """Interface version that a part from outside was written for: 1 (`config/plugins.py`)."""
     changes_maths: ClassVar[bool] = True
     """False if no result depends on the part: the oracle of `moefold verify` does not read it."""
 

@@ -15,7 +15,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PydanticUserE
 from pydantic.errors import PydanticSchemaGenerationError
 
 from moefold.config.field import Bound, Most
-from moefold.config.find import (
+from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
+from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
+from moefold.config.part_registry import (
     built_in_kinds,
     check_class,
     check_not_shadowed,
@@ -26,8 +28,7 @@ from moefold.config.find import (
     kinds_in_words,
     missing_experiment,
 )
-from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
-from moefold.config.outside import (
+from moefold.config.plugins import (
     ENTRY_POINTS,
     MissingPartError,
     Origin,
@@ -38,7 +39,6 @@ from moefold.config.outside import (
     raise_missing,
     split_file_kind,
 )
-from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
 from moefold.config.problem import Problem
 from moefold.config.suggestions import (
     closest_match,

@@ -13,7 +13,8 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.aliases import is_known_path, key_hint
-from moefold.config.find import (
+from moefold.config.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
+from moefold.config.part_registry import (
     built_in_kinds,
     find_group,
     find_part,
@@ -23,7 +24,6 @@ from moefold.config.find import (
     one_of,
     unknown_kind,
 )
-from moefold.config.part import KindOf, Part, Table, default_of_field, settings_of, tables_of
 from moefold.config.schema import Config
 
 

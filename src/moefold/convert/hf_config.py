@@ -9,10 +9,10 @@ from typing import Any
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.checkpoint.checkpoint_meta import model_sizes
 from moefold.checkpoint.resume import model_differences
-from moefold.config.find import is_built_in
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.part import describe_part, parts_in
+from moefold.config.part_registry import is_built_in
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder

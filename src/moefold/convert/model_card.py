@@ -12,9 +12,9 @@ from typing import Any
 from moefold import __version__
 from moefold.checkpoint.checkpoint_dir import locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
-from moefold.config.find import built_in_kinds
 from moefold.config.model import ModelConfig
 from moefold.config.part import without_source
+from moefold.config.part_registry import built_in_kinds
 from moefold.config.part_table import build_part, shortest, toml_value
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import default_of, part_keys

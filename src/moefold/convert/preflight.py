@@ -20,8 +20,8 @@ from moefold.config.layer_words import spell_layers
 from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_dense_layers, has_moe_layers
-from moefold.config.outside import MissingPartError
 from moefold.config.part_table import shown_value
+from moefold.config.plugins import MissingPartError
 from moefold.config.suggestions import download_advice
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import (

@@ -9,7 +9,7 @@ from moefold.checkpoint.checkpoint_meta import model_sizes
 from moefold.checkpoint.resume import model_differences
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
-from moefold.config.outside import MissingPartError
+from moefold.config.plugins import MissingPartError
 from moefold.config.schema import Config
 from moefold.config.upgrade import upgraded
 from moefold.convert.hf_config import CONFIG_FILE

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from moefold.config.layers import Layer
-from moefold.config.pipeline_action import SlotRow
+from moefold.config.pipeline_actions import SlotRow
 from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.saved_tensors import BytesByPart

@@ -15,7 +15,7 @@ from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import ByteTable, ModelChunk, columns_of
-from moefold.cost.memory_snapshots import RankSnapshots, StepSchedule, find_rank_snapshots
+from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, find_rank_snapshots
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes

@@ -156,7 +156,7 @@ def prepare(
     if data.kind == "tokens" and data.corrupt == "fatal":
         files = token_files(data)
         TokenFileStream(files, vocab_size=vocab_size).probe()
-        from moefold.data.token_tokenizer import compare_tokenizers
+        from moefold.data.tokenizer_match import compare_tokenizers
 
         if note := compare_tokenizers(files, load_tokenizer(data, vocab_size=vocab_size), data.tokenizer):
             logger.warning("%s", note)
@@ -204,7 +204,7 @@ class _DatasetBuilder:
         if data.has_conversations:
             return self._conversations(tokenizer)
         if data.kind == "task":
-            from moefold.data.tasks import open_task
+            from moefold.data.synthetic_problems import open_task
 
             training_problems, held_out = open_task(data, tokenizer, seq_len=self.seq_len, seed=self.seed)
             return Dataset(training_problems, held_out or NoSamples(), tokenizer)

@@ -13,7 +13,7 @@ from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, r
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
-from moefold.data.tasks import Problems, check_task_tokenizer
+from moefold.data.synthetic_problems import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer, reject_nul
 from moefold.errors import ConfigError
 

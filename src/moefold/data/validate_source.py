@@ -35,7 +35,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     if data.kind == "program":
         return
     if data.kind == "task":
-        from moefold.data.tasks import open_task
+        from moefold.data.synthetic_problems import open_task
 
         check_no_data_path(data)
         open_task(data, tokenizer, seq_len=seq_len, seed=0)
@@ -55,7 +55,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
                 text_tables(data, split)
         return
     if data.kind == "tokens":
-        from moefold.data.token_tokenizer import compare_tokenizers
+        from moefold.data.tokenizer_match import compare_tokenizers
 
         files = token_files(data, skipped_files(data))
         compare_tokenizers(files, tokenizer, data.tokenizer)

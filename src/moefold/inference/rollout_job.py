@@ -10,7 +10,7 @@ from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, log_note, read_prompts
 from moefold.data.reward_prompt import override_want
-from moefold.data.tasks import Problems
+from moefold.data.synthetic_problems import Problems
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reword, reworded_errors
 from moefold.host.output_file import check_output_path, reject_existing
 from moefold.host.rank_env import RankEnv

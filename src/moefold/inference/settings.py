@@ -8,13 +8,13 @@ from math import lcm
 from typing import Any, Literal, Self
 
 from moefold.config.chosen import chosen, chosen_in
-from moefold.config.find import built_in_kinds, find_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.load import apply_overrides, config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.config.part_table import name_files
 from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig

@@ -15,9 +15,9 @@ from moefold.data.file_formats import reject_surrogates
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
-from moefold.data.token_tokenizer import compare_tokenizers
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, reject_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
+from moefold.data.tokenizer_match import compare_tokenizers
 from moefold.errors import ConfigError
 from moefold.inference.source import ModelSource
 

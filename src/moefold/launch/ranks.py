@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, group_timeout, read_snapshot
-from moefold.comm.job_link import JobLink, JobSplit
 from moefold.comm.torch_compat import import_compiler
+from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
 from moefold.host.listen import is_loopback
 from moefold.host.processes import CallTimeoutError, run_with_timeout

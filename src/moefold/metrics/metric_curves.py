@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from moefold.metrics.definitions import SHOWN, TABLES, title_of
 from moefold.metrics.expert_balance import Array, split_into_bins
 from moefold.metrics.reader import read_records, value_of
-from moefold.metrics.table import SHOWN, TABLES, title_of
 
 ENDS = 10
 """Divisor: the start and the end of a curve are means over a tenth of its values."""

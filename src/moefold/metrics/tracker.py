@@ -13,7 +13,7 @@ import numpy as np
 from moefold.config.metrics import MetricsConfig
 from moefold.config.part_table import toml_value
 from moefold.errors import ConfigError, install_command
-from moefold.metrics.table import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
+from moefold.metrics.definitions import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
 
 GIB = 2**30
 EVAL_CURVE = SHOWN["eval_loss"].curve

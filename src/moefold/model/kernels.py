@@ -10,8 +10,8 @@ from moefold.ops.block_attention import CausalKernel, LimitedCausalKernel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.decode import DecodeChoice, DecodeKernel
 from moefold.ops.draw import DrawKernel
+from moefold.ops.expert_ops import ExpertOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
-from moefold.ops.interface import ExpertOps
 from moefold.ops.norm import NormKernel
 from moefold.ops.paged_attention import PagedAttentionKernel
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.model.layer_cache import CurrentPass, LayerCache, PassRows
 from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.documents import PackedDocuments
-from moefold.ops.paged_attention import PAGE_SIZE, PagedAttentionKernel
+from moefold.ops.paged_attention import PagedAttentionKernel
 
 if TYPE_CHECKING:
     from moefold.ops.paged_flash import FlashPages
@@ -127,7 +128,7 @@ class PagedAttention(PagedCache):
         kernels = kernels or PageKernels()
         # The kernel reads whole pages: it gets the pages of a row's chunk.
         chunks_are_pages = self._limits.chunk_size % page_positions == 0
-        self._kernel = kernels.rows if page_positions == PAGE_SIZE and chunks_are_pages else None
+        self._kernel = kernels.rows if page_positions == PAGE_POSITIONS and chunks_are_pages else None
         self._reader = kernels.segments
         self._page_positions = page_positions
 
@@ -176,7 +177,7 @@ class PagedAttention(PagedCache):
             scaled = scale_queries(q_RAD, scale)
             tables, lengths = rows.row_tables, rows.lengths
             if chunk_size := self._limits.chunk_size:
-                tables, lengths = chunk_tables(rows, chunk_size, chunk_size // PAGE_SIZE)
+                tables, lengths = chunk_tables(rows, chunk_size, chunk_size // PAGE_POSITIONS)
             out = self._kernel(scaled, keys, values, tables, lengths, self._limits.window, sinks)
             return out.unsqueeze(1)
         keys = self._keys.write(k_RGD, rows.slots_R)
@@ -255,7 +256,7 @@ class PageKernels:
     """Kernels that read pages without gathering them; None: no kernel does."""
 
     rows: PagedAttentionKernel | None = None
-    """Kernel with a page table for each row, for pages of `PAGE_SIZE` positions."""
+    """Kernel with a page table for each row, for pages of `PAGE_POSITIONS` positions."""
     segments: "FlashPages | None" = None
     """Kernel with a page table for each segment."""
 

@@ -32,8 +32,8 @@ from moefold.comm.torch_compat import (
     cuda_flash_attention_backward,
 )
 from moefold.ops.documents import Segments
+from moefold.ops.expert_ops import unit_stride
 from moefold.ops.gemm import is_faster_in_fp32
-from moefold.ops.interface import unit_stride
 
 
 def scale_queries(q: Tensor, scale: float | None) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moefold.ops.interface import (
+from moefold.ops.expert_ops import (
     ExpertGradients,
     ExpertOptions,
     ExpertWeights,

@@ -1,9 +1,9 @@
 """Attention of single tokens to the keys and values of a paged cache (arXiv:2309.06180 sec. 4): decoding.
 
-A cache has P pages of PAGE_SIZE positions, for all key/value heads of this rank: keys [P, G, D, PAGE_SIZE], whose last
-dim is the position, and values [P, G, PAGE_SIZE, D], in one dtype. A row is one token of one sample; position i of its
-sample is slot i % PAGE_SIZE of page page_table[row, i // PAGE_SIZE], and the token attends to the first `length`
-positions; the last of them is its own. Consecutive tokens of a sample, or samples with one prompt, may share pages.
+A cache has P pages of N = `PAGE_POSITIONS` positions, for all key/value heads of this rank: keys [P, G, D, N], whose
+last dim is the position, and values [P, G, N, D], in one dtype. A row is one token of one sample; position i of its
+sample is slot i % N of page page_table[row, i // N], and the token attends to the first `length` positions; the last of
+them is its own. Consecutive tokens of a sample, or samples with one prompt, may share pages.
 
 `ops/cpu/paged_attention.py` implements it; without a kernel, `model/paged_cache.py` gathers the pages of each row.
 """
@@ -13,8 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-PAGE_SIZE = 64
-"""Positions of a page: a block of keys of the C attention kernels, which rescale their sums after each."""
+from moefold.cost.kv_cache import PAGE_POSITIONS
 
 
 class PagedAttentionKernel(Protocol):
@@ -38,8 +37,8 @@ class PagedAttentionKernel(Protocol):
 
         Args:
             q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).
-            key_pages: [P, G, D, PAGE_SIZE], contiguous.
-            value_pages: [P, G, PAGE_SIZE, D], contiguous.
+            key_pages: [P, G, D, N], contiguous.
+            value_pages: [P, G, N, D], contiguous.
             page_table: pages of each row, int32 [R, pages], contiguous, on the CPU for a kernel of the CPU.
             lengths: keys that a row attends to, its own included, int32 [R], each at least 1; the cache has them.
             window: sliding window: maximum keys of a row, its own included; 0: no limit. Pages before it are not read.
@@ -68,9 +67,9 @@ class PageSegments:
 
 
 def new_pages(num_pages: int, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate zero pages for keys [P, G, D, PAGE_SIZE] and values [P, G, PAGE_SIZE, D], on `like`'s device."""
-    keys = like.new_zeros(num_pages, num_groups, head_dim, PAGE_SIZE)
-    return keys, like.new_zeros(num_pages, num_groups, PAGE_SIZE, head_dim)
+    """Allocate zero pages for keys [P, G, D, N] and values [P, G, N, D], on `like`'s device."""
+    keys = like.new_zeros(num_pages, num_groups, head_dim, PAGE_POSITIONS)
+    return keys, like.new_zeros(num_pages, num_groups, PAGE_POSITIONS, head_dim)
 
 
 def write_pages(
@@ -79,8 +78,8 @@ def write_pages(
     """Write the keys and values of rows into their slots, in place.
 
     Args:
-        key_pages: [P, G, D, PAGE_SIZE].
-        value_pages: [P, G, PAGE_SIZE, D].
+        key_pages: [P, G, D, N].
+        value_pages: [P, G, N, D].
         k_RGD: keys of the rows, [R, G, D].
         v_RGD: values, [R, G, D].
         page_R: page of each row, int64 [R].

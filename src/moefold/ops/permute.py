@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.ops.interface import Permutation
+from moefold.ops.expert_ops import Permutation
 from moefold.ops.quantization.formats import pack, unpack
 
 

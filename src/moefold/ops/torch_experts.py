@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.ops.cpu.experts import SequentialExpertOps
+from moefold.ops.expert_ops import ExpertGradients, ExpertOps, ExpertOptions, ExpertWeights, GatheredRows
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import ExpertGradients, ExpertOps, ExpertOptions, ExpertWeights, GatheredRows
 
 GROUPED_MM_ALIGNMENT_BYTES = 16
 """Alignment of every stride that torch's grouped_mm requires."""

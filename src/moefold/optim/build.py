@@ -8,12 +8,12 @@ from torch import nn
 
 from moefold.comm.groups import Group
 from moefold.config.chosen import chosen_in
-from moefold.config.find import is_built_in
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import built, describe_part
+from moefold.config.part_registry import is_built_in
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights

@@ -10,7 +10,7 @@ from moefold.comm.collectives import gather_to_first
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.parallel.forward_chain import ForwardChain
-from moefold.parallel.kernel_choices import recall_choices, settle_choices
+from moefold.parallel.kernels.timed import recall_choices, settle_choices
 from moefold.parallel.parallel_model import ShardedStages
 from moefold.parallel.parallelize import build_sharded_stages
 from moefold.parallel.peer_experts import PeerExperts

@@ -15,7 +15,7 @@ from moefold.comm.host_copy import copy_to_device
 from moefold.comm.torch_compat import has_forward_hooks
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.cost.kv_cache import CacheKind, page_positions
+from moefold.cost.kv_cache import PAGE_POSITIONS, CacheKind, page_positions
 from moefold.cost.unit_memory import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention, TokenMixer
@@ -30,7 +30,6 @@ from moefold.model.rope import RopeTable
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Block, MTPBlock, Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
-from moefold.ops.paged_attention import PAGE_SIZE
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.fsdp import gathered_parameters
@@ -225,7 +224,7 @@ class PagedDecoder:
 
     def _fuse_layers(self) -> None:
         """Set `fused` on the layers that the C kernel supports; after the other attributes are replaced."""
-        if self._size.page_positions != PAGE_SIZE:
+        if self._size.page_positions != PAGE_POSITIONS:
             return
         decode_passes: dict[DecodeKernel, DecodePass] = {}
         for stage in self._chain.stages:

@@ -34,9 +34,9 @@ from moefold.parallel.fsdp import (
     shard_data_parallel,
     shard_model_parallel,
 )
+from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from moefold.parallel.parallel_model import ParallelModel, ShardedStages, make_runner
 from moefold.parallel.recompute import apply_recompute, device_memory, resolve_recompute
-from moefold.parallel.select_ops import apply_kernels, select_kernels
 from moefold.parallel.tensor_parallel import apply_tensor_parallel
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg.run, cfg.model, cfg.parallel, cfg.train)
     recalled = ""
     if sharded.autotuner.is_enabled:
-        from moefold.parallel.kernel_choices import recall_choices
+        from moefold.parallel.kernels.timed import recall_choices
 
         recalled = recall_choices(sharded.autotuner, groups.device, groups.world)
     message = "; ".join(filter(None, (sharded.message, recalled, recompute_message)))

@@ -22,7 +22,7 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.host_copy import copy_to_device
 from moefold.ops.block_attention import fold_in_sinks, scale_queries, sink_gradient
 from moefold.ops.documents import DocumentBounds, PackedDocuments
-from moefold.ops.task_attention import TaskAttention, TaskKernel
+from moefold.ops.varlen_attention import TaskAttention, TaskKernel
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
 from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
 

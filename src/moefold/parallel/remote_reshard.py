@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES
 from moefold.comm.groups import World, current_world
-from moefold.comm.job_link import JobLink, PendingReceive, PendingSend
 from moefold.comm.reshard_plan import BoxTransfer, ReshardPlan, plan_reshard
+from moefold.comm.trainer_sampler_link import JobLink, PendingReceive, PendingSend
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.model.local_param import local_tensor
 from moefold.parallel.fsdp import reshard_parameters

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.chosen import chosen_in
-from moefold.config.find import kinds_with
 from moefold.config.groups.context import ContextPart
 from moefold.config.load import config_from_dict
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
+from moefold.config.part_registry import kinds_with
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.tree import parsed_value

@@ -20,17 +20,17 @@ from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import GIB, load_device
 from moefold.errors import ConfigError
+from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
-from moefold.planner.families import FamilyBest, best_of_families
 from moefold.planner.lengths.balance import DocumentLoads
 from moefold.planner.lengths.document_source import check_documents, open_document_samples
+from moefold.planner.mapping_families import FamilyBest, best_of_families
 from moefold.planner.memory.budget import default_reserve_gib
 from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_context, read_model
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.sites import resolve_sites
-from moefold.planner.validation import STATED_ERROR
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens per sample of a model without a recipe."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from moefold.rl.table import TABLE_KEY
+from moefold.rl.rollout_table import TABLE_KEY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.pipeline_action import Action, SlotRow
+from moefold.config.pipeline_actions import Action, SlotRow
 from moefold.config.train import TrainConfig
 from moefold.topology.layout import Layout
 from moefold.topology.pipeline_layout import Stage

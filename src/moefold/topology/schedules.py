@@ -4,12 +4,12 @@ from dataclasses import fields
 from functools import cache, lru_cache
 
 from moefold.config.chosen import chosen_in, of_group
-from moefold.config.find import built_in_kinds, find_part, is_built_in
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, describe_part
-from moefold.config.pipeline_action import SlotRow, find_fault, find_undeclared, split_pairs
+from moefold.config.part_registry import built_in_kinds, find_part, is_built_in
+from moefold.config.pipeline_actions import SlotRow, find_fault, find_undeclared, split_pairs
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
 

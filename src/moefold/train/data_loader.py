@@ -27,7 +27,7 @@ from moefold.data.source_listing import named_sources
 from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.batch import Batch
-from moefold.train.batch import BatchSharder, WeightedSamples
+from moefold.train.batch_sharding import BatchSharder, WeightedSamples
 
 T = TypeVar("T")
 

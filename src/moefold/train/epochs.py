@@ -9,7 +9,7 @@ from moefold.config.limits import MAX_STEPS
 from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.train.log_lines import MIN_UNBOUNDED_SAMPLES
+from moefold.train.run_summary import MIN_UNBOUNDED_SAMPLES
 
 if TYPE_CHECKING:
     from moefold.data.dataset import ProgramData

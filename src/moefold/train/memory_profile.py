@@ -31,7 +31,7 @@ from moefold.parallel.memory_tracking import NOT_ACTIVATIONS
 from moefold.parallel.parallelize import build_sharded_stages, parallelize
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import fold_mapping
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 
 

@@ -4,12 +4,12 @@ from collections import deque
 from dataclasses import dataclass
 
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.job_link import JobLink, JobSplit, PendingObject, PendingSend
+from moefold.comm.trainer_sampler_link import JobLink, JobSplit, PendingObject, PendingSend
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.remote_reshard import WeightSender
-from moefold.rl.table import Round
-from moefold.train.round_sampler import PromptPosition
+from moefold.rl.rollout_table import Round
+from moefold.train.rollout_sampler import PromptPosition
 
 ORDERS_TAG = 3
 """Tags of the messages of a `JobLink`: orders of training rank 0, and rounds for one training rank."""

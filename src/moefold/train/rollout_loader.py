@@ -20,7 +20,7 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.resume import moved_data_message, relocated
 from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.job_link import JobLink
+from moefold.comm.trainer_sampler_link import JobLink
 from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
@@ -28,15 +28,14 @@ from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError
 from moefold.parallel.batch import Batch
+from moefold.parallel.kernels.select import select_kernels, uses_c_kernels
 from moefold.parallel.paged_decoder import decoding_notice
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
-from moefold.parallel.select_ops import select_kernels, uses_c_kernels
 from moefold.rl.plateau import Plateau
 from moefold.rl.reward import FailedReward, Reward, check_columns
 from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, rollout_positions
-from moefold.rl.step_rows import StepRows, pack_step, split_steps
-from moefold.rl.table import (
+from moefold.rl.rollout_table import (
     TABLE_KEY,
     TABLE_PREFIX,
     RolloutTable,
@@ -46,13 +45,14 @@ from moefold.rl.table import (
     restore_table,
     table_headers,
 )
+from moefold.rl.step_rows import StepRows, pack_step, split_steps
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.data_loader import DataLoader, Position
 from moefold.train.log_probs import TrainerLogProbs
 from moefold.train.reference import ReferenceModel
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
+from moefold.train.rollout_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.train.rollout_source import LocalRollouts, RolloutModel, RolloutSource
-from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.exactness import inexact_settings, mismatch_limit, replays_routing
 
 

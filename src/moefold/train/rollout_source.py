@@ -11,10 +11,10 @@ from moefold.inference.vllm_engine import VllmEngine
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.reshard import WeightTransfer
+from moefold.rl.rollout_table import Round
 from moefold.rl.statistics import RoundStatistics
-from moefold.rl.table import Round
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
-from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
+from moefold.train.rollout_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.config import check_config
 
 

@@ -53,14 +53,14 @@ class RoutingProbe:
         self._site = site
         self._batches: list[Batch] | None = None
 
-    def read(self, run: TrainingContext) -> Probe:
+    def read(self, context: TrainingContext) -> Probe:
         """Evaluate the held-out samples and return the choices of this rank's routers; collective.
 
         The probe is empty in a run without evaluation, or if all held-out samples are lost.
         """
         if self._batches is None:
-            self._batches = run.data.eval_batches(NUM_SAMPLES) if self._train.eval_every else []
-        layers = run.training.model.moe_layers()
+            self._batches = context.data.eval_batches(NUM_SAMPLES) if self._train.eval_every else []
+        layers = context.training.model.moe_layers()
         routers: Sequence[Router] = [layers[number].router for number in sorted(layers)]
         recorders = [_ChoiceRecorder() for _ in routers]
         for router, recorder in zip(routers, recorders, strict=True):
@@ -69,12 +69,12 @@ class RoutingProbe:
             for number, batch in enumerate(self._batches):
                 for recorder in recorders:
                     recorder.num_samples = NUM_SAMPLES - number * self._train.global_batch_size
-                run.training.evaluate([batch])
+                context.training.evaluate([batch])
         finally:
             for router in routers:
                 router.override = None
         chosen = [part for recorder in recorders for part in recorder.chosen]
-        hasher = TensorHasher(run.groups.device)
+        hasher = TensorHasher(context.groups.device)
         # Sites without samples have nothing to compare.
         keys = [int(hasher.digest(batch.tokens)[1]) for batch in self._batches] or [self._site]
         return Probe(sum(keys) % 2**62, torch.cat([torch.empty(0, self._top_k, dtype=torch.int16), *chosen]))

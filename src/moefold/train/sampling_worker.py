@@ -9,7 +9,7 @@ import torch
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.job_link import JobLink, PendingObject
+from moefold.comm.trainer_sampler_link import JobLink, PendingObject
 from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.data.fingerprint import file_sizes, size_differences_by_file
@@ -19,9 +19,9 @@ from moefold.errors import ConfigError, format_list
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.remote_reshard import WeightReceiver
 from moefold.rl.reward import Reward, check_columns
+from moefold.rl.rollout_table import Round
 from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import pack_step, split_steps
-from moefold.rl.table import Round
 from moefold.topology.layout import Layout
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.remote_rollouts import (
@@ -31,7 +31,7 @@ from moefold.train.remote_rollouts import (
     SamplingStart,
     sampling_rank_of,
 )
-from moefold.train.round_sampler import PromptPosition, PromptSampler, RoundSampler
+from moefold.train.rollout_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.config import check_config
 
 

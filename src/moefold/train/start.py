@@ -438,7 +438,7 @@ def check_saved_rollouts(setup: RunSetup) -> None:
     if setup.resume is None:
         return
     from moefold.data.fingerprint import fingerprint
-    from moefold.rl.table import check_headers, table_headers
+    from moefold.rl.rollout_table import check_headers, table_headers
 
     cfg = setup.folder.cfg
     meta = read_meta(setup.resume)
@@ -508,7 +508,7 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
     """
     # Detecting the devices imports torch.
     from moefold.cost.hardware import DetectedMachine
-    from moefold.launch.hardware import detect_machine, slowest_machine
+    from moefold.launch.detect_hardware import detect_machine, slowest_machine
     from moefold.planner.auto_parallel import plan_mapping
 
     machine = detect_machine(cfg.run.device, rank_env)

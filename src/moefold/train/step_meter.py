@@ -80,7 +80,7 @@ class StepResult:
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers by name that the table of metrics has."""
-        from moefold.metrics.table import STEP
+        from moefold.metrics.definitions import STEP
 
         return {metric.name: getattr(self, metric.name) for metric in STEP if hasattr(self, metric.name)}
 

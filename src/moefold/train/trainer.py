@@ -25,13 +25,13 @@ from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
 from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader, Position
-from moefold.train.log_lines import startup_lines
+from moefold.train.run_summary import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
 
 if TYPE_CHECKING:
-    from moefold.comm.job_link import JobLink
+    from moefold.comm.trainer_sampler_link import JobLink
     from moefold.data.dataset import ProgramData
     from moefold.parallel.replica_check import HostFact
 
@@ -103,11 +103,11 @@ class Trainer:
 
             reference = (ReferencePass(cfg.checkpoint),)
         if measures_kernels:
-            from moefold.train.callbacks.kernel_choices import KernelChoices
+            from moefold.train.callbacks.kernel_timing import KernelChoices
 
             kernels = (KernelChoices(),)
         if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
-            from moefold.train.callbacks.replica_check import ReplicaComparison
+            from moefold.train.callbacks.replica_comparison import ReplicaComparison
 
             replicas = (ReplicaComparison(cfg.checkpoint, cfg.run.seed, self._checkpointing.saver.drain),)
         if cfg.sites.is_active:
@@ -275,7 +275,7 @@ class Trainer:
 
     def _host_facts(self, context: TrainingContext) -> "list[HostFact]":
         """Return what the replica check compares besides tensors."""
-        from moefold.train.callbacks.replica_check import host_facts
+        from moefold.train.callbacks.replica_comparison import host_facts
 
         return host_facts(context, self._cfg.run.seed)
 

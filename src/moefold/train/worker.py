@@ -12,8 +12,8 @@ import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.job_link import JobLink, JobSplit
 from moefold.comm.torch_compat import set_aside_process_groups
+from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
 from moefold.config.run import RunConfig
@@ -22,8 +22,8 @@ from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock
 from moefold.host.rank_env import RankEnv
-from moefold.launch.embedding import program_ranks, restored_process_state
 from moefold.launch.failure import RankErrorHandler
+from moefold.launch.in_process import program_ranks, restored_process_state
 from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
 from moefold.launch.runtime_env import runtime_env_message
@@ -101,7 +101,7 @@ class ProgramParts:
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"two callbacks have their state under the name {twice[0]!r}; give one a state_name")
         if further := [metric for callback in self.callbacks for metric in callback.metrics]:
-            from moefold.metrics.table import check_metrics
+            from moefold.metrics.definitions import check_metrics
 
             check_metrics(further)
 
@@ -173,7 +173,7 @@ def train_on_rank(
         training = _RankTraining(parts, first_messages, device, link, watchdog, stop, locks)
         run_dir = Path(folder.cfg.run.dir)
         if regroups:
-            from moefold.train.generations import GenerationLoop
+            from moefold.train.elastic import GenerationLoop
 
             loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, locks.release)
             status = loop.run(stop)
@@ -217,7 +217,7 @@ class _RankTraining:
             cleanup.callback(groups.release)
             self.stop.announces = groups.rank == 0
             if cfg.faults.regroups:
-                from moefold.train.generations import with_saved_checkpoints
+                from moefold.train.elastic import with_saved_checkpoints
 
                 cfg = replace(cfg, checkpoint=with_saved_checkpoints(cfg.run, cfg.checkpoint, history))
             trainer = Trainer(

@@ -38,7 +38,7 @@ def inexact_settings(cfg: Config, device_type: str, *, has_c_kernels: bool = Tru
     Args:
         cfg: a checked recipe, without "auto" values of the mapping.
         has_c_kernels: whether the ranks compute with the C kernels. False only if they were selected and this machine
-            has no compiler or faster libraries; see `uses_c_kernels` in parallel/select_ops.py.
+            has no compiler or faster libraries; see `uses_c_kernels` in parallel/kernels/select.py.
     """
     if cfg.is_rl and cfg.rollout.uses_server:
         return ("rollout.engine='vllm': it computes with kernels of its own; choose 'own'",)

@@ -17,9 +17,9 @@ from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
+from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.cost.snapshot_memory import snapshot_bytes
 from moefold.cost.stages import plan_stages
 from moefold.cost.state_memory import StateMemory
 from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names, unit_weights

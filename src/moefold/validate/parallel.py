@@ -11,7 +11,6 @@ from typing import Any
 
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.data import DataConfig
-from moefold.config.find import is_built_in, kinds_with
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.context import BALANCED, ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
@@ -25,7 +24,8 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
-from moefold.config.pipeline_action import find_deadlock
+from moefold.config.part_registry import is_built_in, kinds_with
+from moefold.config.pipeline_actions import find_deadlock
 from moefold.config.problem import Problem
 from moefold.config.rl import RLConfig
 from moefold.config.rule import ask

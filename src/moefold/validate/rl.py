@@ -6,13 +6,13 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
-from moefold.config.find import kinds_with
 from moefold.config.groups.policy import CorrectionPart, ObjectivePart
 from moefold.config.groups.router import ChoicePart
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part_registry import kinds_with
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.suggestions import join_with_or, nearest_numbers

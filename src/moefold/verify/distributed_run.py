@@ -16,7 +16,7 @@ from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.progress import ProgressCallback, ignore_progress
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config

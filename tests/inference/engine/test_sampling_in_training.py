@@ -14,7 +14,7 @@ from moefold.inference.engine.requests import Completion, EngineSettings, Reques
 from moefold.inference.sampling import SamplingParams
 from moefold.model.local_param import CastCopy, local_tensor
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from tests.parallel.test_cast_copies import CountCasts

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.ops.interface import ExpertOptions, ExpertWeights
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights
 
 
 def reference_experts(

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from moefold.model.moe.adapted_experts import NO_ADAPTER, ExpertAdapters, adapted_experts
 from moefold.ops.cpu.gemm import CGemm
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.interface import ExpertOptions, ExpertWeights
 from tests.model.moe.reference_experts import reference_experts
 from tests.ops.c_kernels import needs_compiler
 

@@ -7,7 +7,7 @@ from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.fused_experts import fused_experts
 from moefold.ops.cpu.experts import SequentialExpertOps
-from moefold.ops.interface import ExpertOptions, ExpertWeights
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights
 from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation
 from moefold.ops.torch_experts import GroupedMMExpertOps, leaves_empty_experts_unwritten
 from tests.model.moe.reference import swiglu

@@ -8,7 +8,7 @@ import torch
 
 from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import MathBlockAttention
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.kernels.select import select_kernels
 from tests.model.attention_reference import documents
 from tests.ops.c_kernels import (
     CPU,

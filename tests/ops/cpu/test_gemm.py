@@ -10,7 +10,7 @@ import torch
 from moefold.ops.cpu import gemm as c_product
 from moefold.ops.cpu.build import CompilerError
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.kernels.select import select_kernels
 from moefold.verify.distributed_run import run_distributed
 from tests.ops.c_kernels import CPU, VECTORS, assert_same_losses, needs_compiler, recipe
 from tests.slow import slow

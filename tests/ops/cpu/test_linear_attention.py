@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moefold.ops.linear_attention import ChunkedLinearAttention, l2_normalize, recurrent_linear_attention
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.kernels.select import select_kernels
 from tests.ops.c_kernels import CPU, HALF_STEPS, VECTORS, assert_same_losses, needs_compiler, recipe
 from tests.verify.linear_cases import DOCUMENTS, HYBRID, TWO_SAMPLES
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from moefold.model.norm import RMSNorm
 from moefold.model.transformer import build_model
 from moefold.ops.norm import TORCH_RMS_NORM, cpu_rms_norm
-from moefold.parallel.select_ops import apply_kernels, select_kernels
+from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from tests.ops.c_kernels import CPU, HALF_STEPS, VECTORS, assert_same_losses, in_each_type, needs_compiler, recipe
 
 pytestmark = needs_compiler

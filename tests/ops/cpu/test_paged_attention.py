@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.ops.block_attention import FlashMask
 from moefold.ops.cpu.build import CompilerError
-from moefold.ops.paged_attention import PAGE_SIZE, new_pages, write_pages
+from moefold.ops.paged_attention import new_pages, write_pages
 from tests.ops.c_kernels import VECTORS, in_each_type, needs_compiler
 
 pytestmark = needs_compiler
@@ -32,7 +33,7 @@ class _Cache:
         self.q, self.k, self.v = (
             torch.randn(tokens, samples, count, d, generator=generator).to(dtype) for count in (heads, groups, groups)
         )
-        pages_each = -(-tokens // PAGE_SIZE)
+        pages_each = -(-tokens // PAGE_POSITIONS)
         order = torch.randperm(samples * pages_each + 2, generator=generator)[: samples * pages_each]
         self.table = order.to(torch.int32).view(samples, pages_each)
         self.pages = new_pages(samples * pages_each + 2, groups, d, self.q)
@@ -40,8 +41,8 @@ class _Cache:
             pages.fill_(float("nan"))
         position = torch.arange(tokens)
         for sample in range(samples):
-            page_R = self.table[sample].long()[position // PAGE_SIZE]
-            write_pages(*self.pages, self.k[:, sample], self.v[:, sample], page_R, position % PAGE_SIZE)
+            page_R = self.table[sample].long()[position // PAGE_POSITIONS]
+            write_pages(*self.pages, self.k[:, sample], self.v[:, sample], page_R, position % PAGE_POSITIONS)
 
     def rows(self, positions: list[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
         """Return (queries, page table, lengths) of (position, sample) of each row."""
@@ -100,10 +101,10 @@ def test_rows_of_any_lengths_that_share_pages_have_the_bits_of_each_alone(kernel
         # A row shares with the row before from none to all of its pages.
         num_shared = int(torch.randint(5, (1,), generator=generator))
         table[row, :num_shared] = table[row - 1, :num_shared]
-    lengths = torch.randint(1, 4 * PAGE_SIZE + 1, (num_rows,), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(1, 4 * PAGE_POSITIONS + 1, (num_rows,), generator=generator, dtype=torch.int32)
     keys, values = (
         torch.randn(num_pages, groups, *sizes, generator=generator).to(dtype)
-        for sizes in ((d, PAGE_SIZE), (PAGE_SIZE, d))
+        for sizes in ((d, PAGE_POSITIONS), (PAGE_POSITIONS, d))
     )
     q = torch.randn(num_rows, heads, d, generator=generator).to(dtype)
     together = paged(q, keys, values, table, lengths, window)

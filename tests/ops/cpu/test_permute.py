@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.model.moe.permute import plan_permutation
-from moefold.ops.interface import Permutation
+from moefold.ops.expert_ops import Permutation
 from moefold.ops.permute import TORCH_PERMUTE_OPS
 from tests.ops.c_kernels import HALF_STEPS, in_each_type, needs_compiler
 

@@ -5,7 +5,7 @@ import torch
 
 from moefold.model.transformer import build_model
 from moefold.ops.rope import Rope, rotate_halves
-from moefold.parallel.select_ops import apply_kernels, select_kernels
+from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from tests.ops.c_kernels import CPU, HALF_STEPS, assert_same_losses, in_each_type, needs_compiler, recipe
 from tests.verify.recipes import LATENT
 

@@ -21,7 +21,7 @@ from moefold.ops.cpu.build import COMPILERS, CompilerError
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import SwiGLUActivation
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.kernels.select import select_kernels
 from moefold.validate.config import check_config
 from moefold.validate.train import check_kernel_device
 from tests.e2e.forked import run_program

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from moefold.config.run import RunConfig
-from moefold.ops.interface import GatheredRows
+from moefold.ops.expert_ops import GatheredRows
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, round_to_e2m1
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, pack_e2m1, scaled_mm_unsupported_reason, swizzle_scales
-from moefold.parallel.low_precision import MIN_MX_CAPABILITY, tensor_core_unsupported_reason, verified_kernels
+from moefold.parallel.kernels.low_precision import MIN_MX_CAPABILITY, tensor_core_unsupported_reason, verified_kernels
 from tests.ops.quantization.scaled_mm_stand_in import E2M1, offset, row_major, scaled_mm
 
 NAMES = ("mxfp8", "nvfp4")

@@ -9,7 +9,7 @@ import torch
 from moefold.errors import ConfigError
 from moefold.ops.quantization.emulated import EmulatedExpertOps
 from moefold.ops.quantization.formats import QUANT_FORMATS
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.kernels.select import select_kernels
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import run_distributed
 from tests.slow import slow

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moefold.ops.autotune import Autotuner
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights, GatheredRows
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows
 from moefold.ops.swiglu import SWIGLU, ClampedSwiGLUActivation
 from moefold.ops.triton.experts import TritonExpertOps, clamp_params
 from moefold.ops.triton.fc1 import Fc1Output, fc1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.model.local_param import local_param
-from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights, GatheredRows
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import E4M3_MAX, QuantFormat, float32_scale, round_to_e4m3, scale_blocks
 from moefold.ops.quantization.weight_cache import WeightCache

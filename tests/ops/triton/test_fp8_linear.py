@@ -16,7 +16,7 @@ from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.triton import fp8_gemm, fp8_linear
 from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
 from moefold.ops.triton.fp8_linear import ScaledMMFp8Linear
-from moefold.parallel import low_precision
+from moefold.parallel.kernels import low_precision
 
 CPU = torch.device("cpu")
 FORMAT = QUANT_FORMATS["fp8-blockwise"]

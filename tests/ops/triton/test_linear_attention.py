@@ -15,7 +15,7 @@ from moefold.model.transformer import build_model
 from moefold.ops.linear_attention import ChunkedLinearAttention
 from moefold.ops.triton import linear_attention
 from moefold.ops.triton.linear_attention import TritonLinearAttention
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.kernels.select import select_kernels
 from tests.slow import slow
 from tests.verify.recipes import tiny
 

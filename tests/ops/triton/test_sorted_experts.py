@@ -16,13 +16,13 @@ from moefold.model.moe.permute import (
     unpermute,
 )
 from moefold.ops.autotune import Autotuner
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights, GatheredRows, LazyCounts, PermuteMap
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, LazyCounts, PermuteMap
 from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.ops.triton.experts import TritonExpertOps
 from moefold.ops.triton.grouped_gemm import tile_configs
-from moefold.parallel.select_ops import select_kernels
+from moefold.parallel.kernels.select import select_kernels
 from moefold.verify.distributed_run import run_distributed
 from tests.model.moe.reference_experts import reference_experts
 from tests.slow import slow

@@ -6,8 +6,8 @@ import torch
 from moefold.model.moe.fused_experts import fused_experts
 from moefold.ops.autotune import Autotuner
 from moefold.ops.cpu.experts import SequentialExpertOps
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights, LazyCounts
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import ExpertOptions, ExpertWeights, LazyCounts
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS
 from moefold.ops.triton.experts import TritonExpertOps

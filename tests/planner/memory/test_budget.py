@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from moefold.config.find import find_part
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
+from moefold.config.part_registry import find_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig

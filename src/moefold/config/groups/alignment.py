@@ -7,8 +7,8 @@ from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from moefold.config.field import Bound
-from moefold.config.find import kinds_with
 from moefold.config.part import Part, UnusedKeys
+from moefold.config.part_registry import kinds_with
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:

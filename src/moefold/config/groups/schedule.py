@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from moefold.config.part import Part
-from moefold.config.pipeline_action import SlotRow
+from moefold.config.pipeline_actions import SlotRow
 
 
 @dataclass(frozen=True, kw_only=True)

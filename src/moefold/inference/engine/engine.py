@@ -18,7 +18,6 @@ from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.cost.kv_cache import CacheSizes, page_positions
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
-from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler, PassSegment
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
@@ -28,6 +27,7 @@ from moefold.inference.engine.requests import (
     PromptScore,
     Request,
 )
+from moefold.inference.engine.scheduler import Pass, PassLimits, PassScheduler, PassSegment
 from moefold.inference.sampling import SamplingParams
 from moefold.model.layer_cache import CacheSize, PassRows
 from moefold.model.loss import token_log_probs

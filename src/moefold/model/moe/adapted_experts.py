@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights, GatheredRows, scale_rows
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.grouped_experts import (
     GroupedExpertOps,
@@ -22,7 +23,6 @@ from moefold.ops.grouped_experts import (
     row_offsets,
     weight_gradient_per_expert,
 )
-from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, scale_rows
 from moefold.ops.torch_experts import GroupedMMExpertOps, supports_grouped_mm
 
 NO_ADAPTER = (None, None)

@@ -12,8 +12,8 @@ from moefold.model.lora import LowRankAdapters
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.fused_experts import fused_experts
 from moefold.ops.cpu.experts import SequentialExpertOps
+from moefold.ops.expert_ops import ALL_COLUMNS, ExpertOps, ExpertOptions, ExpertWeights
 from moefold.ops.gemm import TORCH_GEMM
-from moefold.ops.interface import ALL_COLUMNS, ExpertOps, ExpertOptions, ExpertWeights
 from moefold.ops.swiglu import SWIGLU, ExpertActivation
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 

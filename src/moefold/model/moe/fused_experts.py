@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
-from moefold.ops.interface import ExpertOps, ExpertOptions, ExpertWeights
+from moefold.ops.expert_ops import ExpertOps, ExpertOptions, ExpertWeights
 
 NUM_WEIGHTS = len(fields(ExpertWeights))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.ops.interface import LazyCounts, Permutation
+from moefold.ops.expert_ops import LazyCounts, Permutation
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps, probs_per_row, values_per_choice
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from moefold.ops.block_attention import BlockMask, FlashMask, MathBlockAttention, fold_in_sinks
 from moefold.ops.cpu.build import CompilerError, TensorView, load_library
 from moefold.ops.documents import Segments
-from moefold.ops.interface import unit_stride
+from moefold.ops.expert_ops import unit_stride
 
 MAX_HEAD_DIM = 256
 """Maximum head dim, as in `attention.c`."""

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM
 from moefold.ops.cpu.build import load_library
 from moefold.ops.cpu.gemm import DTYPE_CODES
 from moefold.ops.decode import DecodeLayer, DecodeRows, LayerWeights, LinearWeights
-from moefold.ops.paged_attention import PAGE_SIZE
 
 FUNCTIONS = {
     "gemm": "gemm",
@@ -204,7 +204,10 @@ class CDecodePass:
         assert rows.cos.stride() == rows.sin.stride(), (rows.cos.stride(), rows.sin.stride())
         assert rows.cos.stride(-1) == 1, rows.cos.stride()
         assert int(rows.lengths.min()) > 0, rows.lengths
-        assert int(rows.lengths.max()) <= rows.page_table.shape[1] * PAGE_SIZE, (rows.lengths, rows.page_table.shape)
+        assert int(rows.lengths.max()) <= rows.page_table.shape[1] * PAGE_POSITIONS, (
+            rows.lengths,
+            rows.page_table.shape,
+        )
         slots, table, lengths = (x.contiguous() for x in (rows.slots_R, rows.page_table, rows.lengths))
         self._rows = rows
         self._tensors = slots, table, lengths
@@ -240,8 +243,8 @@ class CDecodeLayer:
     Args:
         shared: memory shared by all layers of the decoder.
         weights: weights of the layer.
-        key_pages: [P, G, D, PAGE_SIZE].
-        value_pages: [P, G, PAGE_SIZE, D].
+        key_pages: [P, G, D, PAGE_POSITIONS].
+        value_pages: [P, G, PAGE_POSITIONS, D].
     """
 
     def __init__(self, shared: CDecodePass, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> None:
@@ -306,8 +309,8 @@ class CDecodeLayer:
         heads = len(attention.query.weight) // head_dim
         # The C code has no bounds checks.
         assert head_dim == attention.head_dim, (head_dim, attention.head_dim)
-        assert key_pages.shape == (num_pages, groups, head_dim, PAGE_SIZE), key_pages.shape
-        assert value_pages.shape == (num_pages, groups, PAGE_SIZE, head_dim), value_pages.shape
+        assert key_pages.shape == (num_pages, groups, head_dim, PAGE_POSITIONS), key_pages.shape
+        assert value_pages.shape == (num_pages, groups, PAGE_POSITIONS, head_dim), value_pages.shape
         assert key_pages.is_contiguous(), key_pages.stride()
         assert value_pages.is_contiguous(), value_pages.stride()
         assert heads % groups == 0, (heads, groups)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefold.ops.expert_ops import ExpertGradients, ExpertOptions, ExpertWeights, rowwise_dot, scale_rows
 from moefold.ops.gemm import TORCH_GEMM, Gemm
-from moefold.ops.interface import ExpertGradients, ExpertOptions, ExpertWeights, rowwise_dot, scale_rows
 
 
 @dataclass(frozen=True)

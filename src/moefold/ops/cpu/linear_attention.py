@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.ops.cpu.build import CompilerError, TensorView, load_library
-from moefold.ops.interface import unit_stride
+from moefold.ops.expert_ops import unit_stride
 from moefold.ops.linear_attention import ChunkedLinearAttention, Chunks
 
 LIBRARIES = ("linear_chunks", "linear_channel_chunks", "linear_scan")

@@ -10,10 +10,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM, TOLERANCES, CAttention
 from moefold.ops.cpu.build import CompilerError, load_library
-from moefold.ops.interface import unit_stride
-from moefold.ops.paged_attention import PAGE_SIZE, new_pages, write_pages
+from moefold.ops.expert_ops import unit_stride
+from moefold.ops.paged_attention import new_pages, write_pages
 
 SELF_TEST_LENGTHS = (7, 64, 150)
 """Tokens of the samples of the self-test: several pages, and not a multiple of a page."""
@@ -58,7 +59,7 @@ class CPagedAttention:
 
     def __init__(self, attention: CAttention) -> None:
         library = load_library("paged_attention")
-        assert library.paged_attention_page_size() == PAGE_SIZE, library.paged_attention_page_size()
+        assert library.paged_attention_page_size() == PAGE_POSITIONS, library.paged_attention_page_size()
         self._attend = library.paged_attention
         self._attend.argtypes = [
             *[_QueriesStruct] * 2,
@@ -92,8 +93,8 @@ class CPagedAttention:
         rows, heads, d = q_RAD.shape
         num_pages, groups = key_pages.shape[:2]
         # The C code has no bounds checks.
-        assert key_pages.shape == (num_pages, groups, d, PAGE_SIZE), key_pages.shape
-        assert value_pages.shape == (num_pages, groups, PAGE_SIZE, d), value_pages.shape
+        assert key_pages.shape == (num_pages, groups, d, PAGE_POSITIONS), key_pages.shape
+        assert value_pages.shape == (num_pages, groups, PAGE_POSITIONS, d), value_pages.shape
         assert key_pages.is_contiguous(), key_pages.stride()
         assert value_pages.is_contiguous(), value_pages.stride()
         assert q_RAD.dtype == key_pages.dtype == value_pages.dtype, (q_RAD.dtype, key_pages.dtype, value_pages.dtype)
@@ -106,7 +107,7 @@ class CPagedAttention:
         if rows == 0:
             return out
         assert int(lengths.min()) > 0, lengths
-        assert int(lengths.max()) <= page_table.shape[1] * PAGE_SIZE, (lengths, page_table.shape)
+        assert int(lengths.max()) <= page_table.shape[1] * PAGE_POSITIONS, (lengths, page_table.shape)
         lengths = lengths.contiguous()
         wide_sinks = None if sinks is None else sinks.float().contiguous()
         cache = _CacheStruct(
@@ -136,15 +137,15 @@ class CPagedAttention:
             torch.linspace(low, 1, tokens * samples * count * d).sin().view(tokens, samples, count, d)
             for low, count in ((-2, heads), (-3, groups), (4, groups))
         )
-        pages_each = -(-tokens // PAGE_SIZE)
+        pages_each = -(-tokens // PAGE_POSITIONS)
         page_table = torch.arange(samples * pages_each, dtype=torch.int32).view(samples, pages_each)
         position = torch.arange(tokens)
         for dtype in TOLERANCES:
             q_SBAD, k_SBGD, v_SBGD = (x.to(dtype) for x in (q, k, v))
             pages = new_pages(samples * pages_each, groups, d, q_SBAD)
             for sample in range(samples):
-                page_R = page_table[sample].long()[position // PAGE_SIZE]
-                write_pages(*pages, k_SBGD[:, sample], v_SBGD[:, sample], page_R, position % PAGE_SIZE)
+                page_R = page_table[sample].long()[position // PAGE_POSITIONS]
+                write_pages(*pages, k_SBGD[:, sample], v_SBGD[:, sample], page_R, position % PAGE_POSITIONS)
             expected, _ = attention.forward(q_SBAD, k_SBGD, v_SBGD, "causal")
             lengths = torch.tensor(SELF_TEST_LENGTHS, dtype=torch.int32)
             sample_R = torch.arange(samples)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moefold.ops.cpu.build import load_library
-from moefold.ops.interface import Permutation
+from moefold.ops.expert_ops import Permutation
 from moefold.ops.permute import TorchPermuteOps
 
 DTYPES = (torch.float32, torch.bfloat16)

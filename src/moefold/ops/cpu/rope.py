@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.ops.cpu.build import CompilerError, load_library
-from moefold.ops.interface import unit_stride
+from moefold.ops.expert_ops import unit_stride
 from moefold.ops.rope import Rope, rotate_halves
 
 MAX_PAIRS = 256

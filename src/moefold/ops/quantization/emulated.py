@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moefold.ops.expert_ops import GatheredRows
 from moefold.ops.grouped_experts import GroupedExpertOps, gemm_per_expert, weight_gradient_per_expert
-from moefold.ops.interface import GatheredRows
 from moefold.ops.quantization.formats import QuantFormat, fake_quantize
 
 

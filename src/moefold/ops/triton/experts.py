@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from moefold.ops.autotune import Autotuner, TuningKey
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights, GatheredRows, PermuteMap, unit_stride
 from moefold.ops.grouped_experts import GroupedExpertOps
-from moefold.ops.interface import ExpertOptions, ExpertWeights, GatheredRows, PermuteMap, unit_stride
 from moefold.ops.swiglu import ClampedSwiGLUActivation, ExpertActivation, SwiGLUActivation
 from moefold.ops.torch_experts import GroupedMMExpertOps, supports_grouped_mm
 from moefold.ops.triton.fc1 import Fc1Output, fc1, fc1_tile_configs

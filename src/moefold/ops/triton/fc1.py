@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.interface import ExpertWeights
+from moefold.ops.expert_ops import ExpertWeights
 from moefold.ops.triton.grouped_gemm import (
     GROUP_SIZE_M,
     TileConfig,

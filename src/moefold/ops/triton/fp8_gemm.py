@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.ops.autotune import Autotuner
-from moefold.ops.interface import GatheredRows, unit_stride
+from moefold.ops.expert_ops import GatheredRows, unit_stride
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.triton.experts import TritonExpertOps
 from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, TileConfig, max_programs, swizzled_tile

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.ops.autotune import TuningKey
-from moefold.ops.interface import unit_stride
+from moefold.ops.expert_ops import unit_stride
 from moefold.ops.quantization.scaled_mm import torch_scaled_mm
 from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear, single_expert_offsets
 from moefold.ops.triton.quantize import QuantizedTensor, quantize_columns, quantize_rows

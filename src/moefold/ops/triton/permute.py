@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.interface import Permutation, unit_stride
+from moefold.ops.expert_ops import Permutation, unit_stride
 from moefold.ops.permute import TORCH_PERMUTE_OPS
 from moefold.ops.triton.grouped_gemm import combine_rows
 from moefold.ops.triton.wire_format import pack_rows, unpack_rows

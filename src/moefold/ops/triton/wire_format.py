@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.interface import unit_stride
+from moefold.ops.expert_ops import unit_stride
 from moefold.ops.quantization.formats import (
     E4M3_MAX,
     MIN_AMAX,

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_action import SlotRow
-from moefold.config.schedule_rows import RowBuilder, interleaved_bubble_s, interleaved_row, overlapped_interleaved_row
+from moefold.config.pipeline_actions import SlotRow
+from moefold.config.pipeline_order import RowBuilder, interleaved_bubble_s, interleaved_row, overlapped_interleaved_row
 
 
 @dataclass(frozen=True, kw_only=True)

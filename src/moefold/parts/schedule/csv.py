@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_action import Action, SlotRow, find_fault, one_per_slot
+from moefold.config.pipeline_actions import Action, SlotRow, find_fault, one_per_slot
+from moefold.config.pipeline_order import interleaved_bubble_s, interleaved_row
 from moefold.config.problem import Problem
-from moefold.config.schedule_rows import interleaved_bubble_s, interleaved_row
 from moefold.errors import ConfigError
 from moefold.remote_path import is_remote
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_action import SlotRow
-from moefold.config.schedule_rows import RowBuilder
+from moefold.config.pipeline_actions import SlotRow
+from moefold.config.pipeline_order import RowBuilder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,6 @@ class DualPipeV(SchedulePart):
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
         """Return (pp-1)(f+2b-3w)/2."""
-        from moefold.cost.elementwise import elementwise_max
+        from moefold.cost.array_math import elementwise_max
 
         return (pp - 1) * elementwise_max(forward_s + 2 * backward_s - 3 * wgrad_s, 0.0) / 2

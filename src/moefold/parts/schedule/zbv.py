@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_action import SlotRow
-from moefold.config.schedule_rows import RowBuilder
+from moefold.config.pipeline_actions import SlotRow
+from moefold.config.pipeline_order import RowBuilder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class ZeroBubbleV(SchedulePart):
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
         """Return half of the bubble of zero-bubble at both ends, for at least 2*pp-1 micro-batches."""
-        from moefold.cost.elementwise import elementwise_max
+        from moefold.cost.array_math import elementwise_max
 
         both = forward_s + backward_s
         unfilled = (pp - 1) * (both - wgrad_s)

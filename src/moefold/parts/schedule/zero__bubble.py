@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_action import SlotRow
-from moefold.config.schedule_rows import RowBuilder, interleaved_stages
+from moefold.config.pipeline_actions import SlotRow
+from moefold.config.pipeline_order import RowBuilder, interleaved_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ZeroBubble(SchedulePart):
         A rank's wait is filled with weight gradients of earlier micro-batches. With fewer than pp micro-batches it is
         either (pp-n)w longer, or the sequential time through all chunks.
         """
-        from moefold.cost.elementwise import elementwise_max
+        from moefold.cost.array_math import elementwise_max
 
         both = forward_s + backward_s
         num_active = min(count, pp)

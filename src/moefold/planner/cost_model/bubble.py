@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from moefold.config.part import Part
-from moefold.config.pipeline_action import ActionResult, Slot, execute_order
-from moefold.cost.elementwise import elementwise_max
+from moefold.config.pipeline_actions import ActionResult, Slot, execute_order
+from moefold.cost.array_math import elementwise_max
 from moefold.topology.schedules import schedule_named, schedule_rows
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from moefold.config.groups.optimizer import StateSpec
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part
-from moefold.cost.elementwise import elementwise_max
+from moefold.cost.array_math import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.memoised import all_arguments, memoised

@@ -142,7 +142,8 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
 def matrix_unit_unsupported_reason(run: RunConfig, precision: str, device: Device) -> str:
     """Return why GEMMs of a precision do not run on the matrix units of a device; empty if they do.
 
-    The reasons are the same as in `parallel/select_ops.py`, with the device's table in place of its compute capability.
+    The reasons are the same as in `parallel/kernels/select.py`, with the device's table in place of its compute
+    capability.
     """
     if precision == BF16:
         return ""

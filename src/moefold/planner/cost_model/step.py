@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
-from moefold.cost.elementwise import elementwise_max
+from moefold.cost.array_math import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ModelChunk, columns_of

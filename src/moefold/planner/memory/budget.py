@@ -1,7 +1,7 @@
 """Memory model: bytes of the fullest rank of a mapping, by the formulas that the runtime is tested against. Torch-free.
 
 Weights, gradients, moments and activations follow `cost/unit_states.py` and `cost/activation_memory.py`, in the
-order of the schedule. They are linear in a few counts (`cost/memory_snapshots.py`) and a few sizes (`states.py`,
+order of the schedule. They are linear in a few counts (`cost/peak_candidates.py`) and a few sizes (`states.py`,
 `activations.py`), each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """
 
@@ -16,7 +16,7 @@ from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import MemoryColumns, ModelChunk, columns_of
-from moefold.cost.memory_snapshots import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
+from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (

@@ -16,9 +16,9 @@ from math import prod
 from typing import Any
 
 from moefold.config.chosen import part_of_kind
-from moefold.config.find import built_in_kinds
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.part import Part, word_of
+from moefold.config.part_registry import built_in_kinds
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of
 from moefold.cost.memoised import all_arguments, memoised

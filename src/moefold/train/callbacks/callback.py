@@ -16,7 +16,7 @@ from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
 
 if TYPE_CHECKING:
-    from moefold.metrics.table import Metric
+    from moefold.metrics.definitions import Metric
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Callback:
     metrics: "Sequence[Metric]" = ()
     """Definitions of the metrics that `measure` returns."""
 
-    def measure(self, run: TrainingContext, step: FinishedStep) -> Mapping[str, float | None]:
+    def measure(self, context: TrainingContext, step: FinishedStep) -> Mapping[str, float | None]:
         """Return this rank's values of `metrics` by name, before the line of the step is written; None: no value."""
         return {}
 
@@ -120,22 +120,22 @@ class Callback:
         has_state = type(self).state_dict is not Callback.state_dict
         return (self.state_name or type(self).__name__) if has_state else ""
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         """Run before the first step, after the checkpoint or the initial weights were loaded."""
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Run after a step: it was evaluated, logged and saved if that was due; with state, before it is saved."""
 
-    def on_rollback(self, run: TrainingContext) -> None:
+    def on_rollback(self, context: TrainingContext) -> None:
         """Run after a rollback, once the state of the earlier checkpoint is loaded."""
 
-    def on_end(self, run: TrainingContext, status: int) -> None:
+    def on_end(self, context: TrainingContext, status: int) -> None:
         """Run after the last step and its checkpoint; not after an exception.
 
         Args:
-            run: the run.
+            context: the run.
             status: exit status of the run; 128 + its number after a signal.
         """
 
-    def on_error(self, run: TrainingContext, error: Exception) -> None:
+    def on_error(self, context: TrainingContext, error: Exception) -> None:
         """Run after an exception, before it ends the run; other ranks may be gone, so it must not communicate."""

@@ -83,51 +83,51 @@ class Checkpointing(Callback):
         self.restored_step = self._history.restored_step
         self.initial_states = self._history.initial_states
 
-    def resume(self, run: TrainingContext) -> Resume:
+    def resume(self, context: TrainingContext) -> Resume:
         """Open the data, and load the checkpoint to resume from or the initial weights; collective."""
-        run.states.add("evaluation", Record(lambda: {"eval_loss": self._eval_loss}))
+        context.states.add("evaluation", Record(lambda: {"eval_loss": self._eval_loss}))
         self.saver.open_folder()
         if self.restored_step is not None:
-            self._resume_from_peers(run, self.restored_step)
+            self._resume_from_peers(context, self.restored_step)
             return Resume(None)
-        run.groups.recorder.set_phase("loading the checkpoint or the initial weights")
-        resume = resolve_resume(self._cfg, run.data.fingerprints)
+        context.groups.recorder.set_phase("loading the checkpoint or the initial weights")
+        resume = resolve_resume(self._cfg, context.data.fingerprints)
         self._history.resumed_from = resume.path
-        run.data.open(None if resume.path is None else read_meta(resume.path))
+        context.data.open(None if resume.path is None else read_meta(resume.path))
         if self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import AdapterWeights
 
-            adapters = AdapterWeights.open(self._cfg.lora, self._cfg.checkpoint, run.groups, resume.path)
-            self.init_message = self._open_adapters(run, adapters)
+            adapters = AdapterWeights.open(self._cfg.lora, self._cfg.checkpoint, context.groups, resume.path)
+            self.init_message = self._open_adapters(context, adapters)
         if resume.path is not None:
-            self._load(run, resume.path)
-            run.is_resumed = True
+            self._load(context, resume.path)
+            context.is_resumed = True
         elif self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import load_initial_adapters
 
-            self.init_message += load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, run.training.model)
+            self.init_message += load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, context.training.model)
         else:
             if self._cfg.checkpoint.start:
-                self.init_message = self._load_weights(run)
+                self.init_message = self._load_weights(context)
             if self._cfg.trains_indexers_only and not self.init_message:
                 self.init_message = (
                     "note: the warm-up trains indexers of attention whose weights are random; set checkpoint.init_from "
                     "to start with trained ones"
                 )
-        if run.is_first_rank and self._cfg.checkpoint.saves:
+        if context.is_first_rank and self._cfg.checkpoint.saves:
             from moefold.checkpoint.run_tokenizer import save_run_tokenizer
 
             save_run_tokenizer(self._cfg.run, self._cfg.data, self._cfg.checkpoint, is_resumed=resume.path is not None)
         if resume.path is None:
-            run.states.start()
+            context.states.start()
         return resume
 
-    def _open_adapters(self, run: TrainingContext, adapters: "AdapterWeights") -> str:
+    def _open_adapters(self, context: TrainingContext, adapters: "AdapterWeights") -> str:
         """Load the base weights of a run that trains adapters alone; collective. Returns a description."""
-        run.states.add("lora", Record(lambda: adapters.settings))
-        return "" if adapters.base is None else self._load_weights(run, adapters.base)
+        context.states.add("lora", Record(lambda: adapters.settings))
+        return "" if adapters.base is None else self._load_weights(context, adapters.base)
 
-    def _resume_from_peers(self, run: TrainingContext, step: int) -> None:
+    def _resume_from_peers(self, context: TrainingContext, step: int) -> None:
         """Restore the run from the snapshots of a step, and certify the result; collective.
 
         Raises:
@@ -136,50 +136,50 @@ class Checkpointing(Callback):
         from moefold.checkpoint.transition_certificate import RestoredRun, certify
 
         assert self.snapshots is not None
-        run.groups.recorder.set_phase("restoring the state from the memory of the ranks")
-        self.snapshots.share_progress(step, run.groups.world)
+        context.groups.recorder.set_phase("restoring the state from the memory of the ranks")
+        self.snapshots.share_progress(step, context.groups.world)
         taken = self.snapshots.snapshot(step).train_state
         assert taken is not None
         meta = checkpoint_meta(self._cfg, taken)
-        run.data.open(meta)
+        context.data.open(meta)
         if self._cfg.trains_adapters_only:
             from moefold.train.adapter_weights import AdapterWeights
 
-            self._open_adapters(run, AdapterWeights.of_settings(taken.lora))
-        groups = run.groups
-        state = run.training.tensors()
+            self._open_adapters(context, AdapterWeights.of_settings(taken.lora))
+        groups = context.groups
+        state = context.training.tensors()
         self.snapshots.restore(step, state, groups.world, groups.device)
-        self._load_states(run, meta, None)
-        run.is_resumed = True
-        run.groups.recorder.set_phase("comparing the restored state with the snapshots")
+        self._load_states(context, meta, None)
+        context.is_resumed = True
+        context.groups.recorder.set_phase("comparing the restored state with the snapshots")
         restored = RestoredRun(
-            run.states.restored_state_dict(),
-            step_counts(run.training.optimizer, run.training.parameters),
-            run.data.train_sharder.own_samples,
+            context.states.restored_state_dict(),
+            step_counts(context.training.optimizer, context.training.parameters),
+            context.data.train_sharder.own_samples,
             self._cfg.train.global_batch_size,
         )
         certify(self.snapshots, step, state, restored, groups)
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         """Take a snapshot before the first step: a loss in it needs one of this mapping."""
-        self._take_snapshot(run)
+        self._take_snapshot(context)
 
-    def _take_snapshot(self, run: TrainingContext) -> None:
+    def _take_snapshot(self, context: TrainingContext) -> None:
         """Copy the state to the memory of this rank and of its peer, if the recipe says so; collective."""
         if self.snapshots is None or not self._cfg.checkpoint.peer_every:
             return
-        run.groups.recorder.set_phase("copying the state to a peer")
-        started_s = run.groups.recorder.clock()
-        states = run.states.state_dict()
+        context.groups.recorder.set_phase("copying the state to a peer")
+        started_s = context.groups.recorder.clock()
+        states = context.states.state_dict()
         if of_callbacks := {name: state for name, state in states.items() if name.startswith(CALLBACKS)}:
             # Rank 0's, as in a checkpoint.
-            states |= broadcast_object(of_callbacks, run.groups.world, 0)
-        self.snapshots.take(run.training.tensors(), TrainState(states=states), run.groups)
-        blocked_s = run.groups.recorder.clock() - started_s
-        run.save_s += blocked_s
+            states |= broadcast_object(of_callbacks, context.groups.world, 0)
+        self.snapshots.take(context.training.tensors(), TrainState(states=states), context.groups)
+        blocked_s = context.groups.recorder.clock() - started_s
+        context.save_s += blocked_s
         self.total_save_s += blocked_s
 
-    def roll_back(self, run: TrainingContext, step_fault: "StepFault") -> Resume:
+    def roll_back(self, context: TrainingContext, step_fault: "StepFault") -> Resume:
         """Load the newest intact checkpoint and skip the samples of the faulty batch from there on; collective.
 
         Raises:
@@ -188,73 +188,73 @@ class Checkpointing(Callback):
         found = Resume(self._history.resumed_from)
         if self._history.saved_step is not None:
             own = replace(self._cfg.checkpoint, resume="auto")
-            found = resolve_resume(replace(self._cfg, checkpoint=own), run.data.fingerprints)
+            found = resolve_resume(replace(self._cfg, checkpoint=own), context.data.fingerprints)
         if found.path is None:
             raise RunError(
                 f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "
                 "to: set checkpoint.every lower, or skip such steps"
             )
-        self._load(run, found.path)
-        run.position.skipped.append((step_fault.samples[0], step_fault.end_sample))
+        self._load(context, found.path)
+        context.position.skipped.append((step_fault.samples[0], step_fault.end_sample))
         if self.snapshots is not None:
             self.snapshots.forget_groups()
-            self._take_snapshot(run)
+            self._take_snapshot(context)
         return found
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Save if it is due; collective."""
-        run.save_s = 0.0
+        context.save_s = 0.0
         is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
         self._eval_loss = step.eval_loss if is_finite else None
         if is_save_due(self._cfg.checkpoint, step):
-            self.save(run)
+            self.save(context)
         if is_due(self._cfg.checkpoint.peer_every, step.number):
-            self._take_snapshot(run)
+            self._take_snapshot(context)
 
-    def on_end(self, run: TrainingContext, status: int) -> None:
+    def on_end(self, context: TrainingContext, status: int) -> None:
         """Finish the last save."""
-        run.groups.recorder.set_phase("finishing the last save")
-        started_s = run.groups.recorder.clock()
+        context.groups.recorder.set_phase("finishing the last save")
+        started_s = context.groups.recorder.clock()
         self.saver.finish()
-        self.total_save_s += run.groups.recorder.clock() - started_s
+        self.total_save_s += context.groups.recorder.clock() - started_s
 
-    def on_error(self, run: TrainingContext, error: Exception) -> None:
+    def on_error(self, context: TrainingContext, error: Exception) -> None:
         """Wait for a save under way, with a limit.
 
         The last checkpoint may be almost written; a save that waits for a lost rank never finishes.
         """
         self.saver.drain_with_timeout(SAVE_DRAIN_LOST_RANK_S if is_collective_error(error) else SAVE_DRAIN_S)
 
-    def save(self, run: TrainingContext) -> None:
+    def save(self, context: TrainingContext) -> None:
         """Save a checkpoint; collective."""
-        run.groups.recorder.set_phase("saving a checkpoint")
-        run.data.prepare_save()
-        for prepare in run.before_save:
+        context.groups.recorder.set_phase("saving a checkpoint")
+        context.data.prepare_save()
+        for prepare in context.before_save:
             prepare()
         # Waiting for rollouts is a phase of its own.
-        run.groups.recorder.set_phase("saving a checkpoint")
-        waited_s = self.saver.save(run.states.tensors(), TrainState(states=run.states.state_dict()))
-        run.save_s += waited_s
+        context.groups.recorder.set_phase("saving a checkpoint")
+        waited_s = self.saver.save(context.states.tensors(), TrainState(states=context.states.state_dict()))
+        context.save_s += waited_s
         self.total_save_s += waited_s
-        self._history.saved_step = run.position.step
+        self._history.saved_step = context.position.step
 
-    def _load(self, run: TrainingContext, path: Path) -> None:
+    def _load(self, context: TrainingContext, path: Path) -> None:
         """Restore the run from a checkpoint; collective."""
         meta = read_meta(path)
         if self._cfg.sites.is_active or meta.state_of("sites"):
             from moefold.train.outer_state import check_expert_owner
 
             check_expert_owner(meta, self._cfg.sites)
-        run.data.decide_restart(meta)
-        self._load_states(run, meta, path)
+        context.data.decide_restart(meta)
+        self._load_states(context, meta, path)
 
-    def _load_states(self, run: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
+    def _load_states(self, context: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
         """Restore all objects of the run; collective. Without a path, those without tensors."""
-        run.states.load(meta.states, path)
+        context.states.load(meta.states, path)
         self.checkpoint_dp = meta.dp
-        self.resume_messages = (*self._resume_messages(run, meta), *run.states.notices(meta.states))
+        self.resume_messages = (*self._resume_messages(context, meta), *context.states.notices(meta.states))
 
-    def _load_weights(self, run: TrainingContext, folder: Path | None = None) -> str:
+    def _load_weights(self, context: TrainingContext, folder: Path | None = None) -> str:
         """Load the weights of a folder, None: those that the recipe names; collective. Returns a description."""
         # The readers of Hugging Face folders are a tenth of the trainer's modules.
         from moefold.convert.init_from import load_initial_weights
@@ -264,17 +264,17 @@ class Checkpointing(Callback):
             self._cfg.model,
             self._cfg.data,
             self._cfg.checkpoint,
-            run.training.model,
-            is_first_rank=run.is_first_rank,
+            context.training.model,
+            is_first_rank=context.is_first_rank,
             folder=folder,
         )
 
-    def _resume_messages(self, run: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
+    def _resume_messages(self, context: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
         """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
         messages = [describe_schedule_change(meta.state_of("schedule"), self._cfg.run, self._cfg.train, meta.step)]
-        is_padded = self._cfg.is_rl or run.data.train_sampler.has_annotations
+        is_padded = self._cfg.is_rl or context.data.train_sampler.has_annotations
         is_old = "tokens_consumed" not in meta.state_of("position")
-        if meta.step and is_old and (is_padded or run.training.guard.num_skipped):
+        if meta.step and is_old and (is_padded or context.training.guard.num_skipped):
             messages.append(
                 f"`tokens` goes on from the {meta.tokens:,} of the checkpoint, which an earlier version counted with "
                 "padding and with skipped updates"

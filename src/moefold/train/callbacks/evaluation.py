@@ -23,53 +23,53 @@ class PeriodicEvaluation(Callback):
         self._at_start = train.eval_at_start
         self._last_step = last_step
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         """Evaluate before the first step, or as a signal prevented before the checkpoint was written; collective.
 
         Sets the exit status of the run if another signal came.
         """
-        step = run.position.step
+        step = context.position.step
         is_first = self._at_start and step == 0
-        is_missing = run.log is not None and run.log.writer.lacks_evaluation(step)
-        is_made_up = run.is_resumed and self._is_due(step) and any(current_world().all_gather_object(is_missing))
-        if self._at_start and step > 0 and run.log is not None and not run.log.writer.has_step(0):
-            run.log.message(
+        is_missing = context.log is not None and context.log.writer.lacks_evaluation(step)
+        is_made_up = context.is_resumed and self._is_due(step) and any(current_world().all_gather_object(is_missing))
+        if self._at_start and step > 0 and context.log is not None and not context.log.writer.has_step(0):
+            context.log.message(
                 "train.eval_at_start: the run has begun without it, so nothing is evaluated before its start"
             )
         if not is_first and not is_made_up:
             return
-        for layer in run.training.model.moe_layers().values():
+        for layer in context.training.model.moe_layers().values():
             layer.begin_step(step)
-        eval_loss, raised = _evaluate(run)
-        if run.log is not None and eval_loss is not None:
-            run.log.writer.add_evaluation(step, eval_loss)
+        eval_loss, raised = _evaluate(context)
+        if context.log is not None and eval_loss is not None:
+            context.log.writer.add_evaluation(step, eval_loss)
             why = "before the first step" if is_first else "made up after a signal"
-            run.log.message(f"step {step}: eval {eval_loss:.4f}, {why}")
+            context.log.message(f"step {step}: eval {eval_loss:.4f}, {why}")
         if raised and eval_loss is None:
-            run.status = SIGNAL_STATUS + raised[0]
+            context.status = SIGNAL_STATUS + raised[0]
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Evaluate if it is due and no signal stops the run; collective."""
         # A site that has taken the state of another one is at a later step than it has trained.
-        if not self._is_due(run.position.step):
+        if not self._is_due(context.position.step):
             return
         step.is_evaluated = False
         if not step.signals:
-            step.eval_loss, step.signals = _evaluate(run)
+            step.eval_loss, step.signals = _evaluate(context)
             step.is_evaluated = step.eval_loss is not None or not step.signals
 
     def _is_due(self, step: int) -> bool:
         return is_due(self._every, step) or (self._every > 0 and step == self._last_step)
 
 
-def _evaluate(run: TrainingContext) -> tuple[float | None, list[Signals]]:
+def _evaluate(context: TrainingContext) -> tuple[float | None, list[Signals]]:
     """Return the validation loss, and the signals received during the evaluation; collective.
 
     The loss is None if a signal interrupted the evaluation, or if all validation samples are lost.
     """
-    batches = run.data.eval_batches()
-    run.log_dropped_files(run.position.step)
+    batches = context.data.eval_batches()
+    context.log_dropped_files(context.position.step)
     if not batches:
         return None, []
-    eval_loss, flags = run.training.evaluate_or_stop(batches, lambda: run.stop.flags)
+    eval_loss, flags = context.training.evaluate_or_stop(batches, lambda: context.stop.flags)
     return eval_loss, [number for number, count in zip(SIGNALS, flags, strict=bool(flags)) if count]

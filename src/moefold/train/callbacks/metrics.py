@@ -43,37 +43,37 @@ class MetricsLogging(Callback):
         name = torch.cuda.get_device_name(device) if run.dtype == "bfloat16" and device.type == "cuda" else ""
         self._peak_tflops = metrics.peak_tflops or peak_bf16_tflops(name)
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Compute and write the metrics of the step."""
-        run.groups.recorder.set_phase("writing metrics")
-        from moefold.metrics.table import measured, reduced, step_values
+        context.groups.recorder.set_phase("writing metrics")
+        from moefold.metrics.definitions import measured, reduced, step_values
 
-        values = self._values(run, step)
+        values = self._values(context, step)
         further = [metric for callback in self._measuring for metric in callback.metrics]
         if self._measuring:
-            parts = [measured(one.metrics, one.measure(run, step), type(one).__name__) for one in self._measuring]
+            parts = [measured(one.metrics, one.measure(context, step), type(one).__name__) for one in self._measuring]
             own = {name: value for part in parts for name, value in part.items()}
             values |= reduced(further, current_world().all_gather_object(own))
-        run.metrics = step_values(values, further)
-        if run.log is not None:
-            run.log.write(run.metrics, step.result.expert_counts)
+        context.metrics = step_values(values, further)
+        if context.log is not None:
+            context.log.write(context.metrics, step.result.expert_counts)
 
-    def _values(self, run: TrainingContext, step: FinishedStep) -> dict[str, Any]:
+    def _values(self, context: TrainingContext, step: FinishedStep) -> dict[str, Any]:
         result = step.result
         tokens_per_s = step.num_tokens / step.step_time_s
-        tflops = tokens_per_s * self._flops_per_token / run.groups.layout.world_size / 1e12
+        tflops = tokens_per_s * self._flops_per_token / context.groups.layout.world_size / 1e12
         return result.numbers() | {
             "step": step.number,
             "loss_terms": result.loss_terms if len(result.loss_terms) > 1 else None,
             "loss_metrics": None if step.rl else result.loss_metrics or None,
-            "tokens": run.position.tokens,
-            "tokens_consumed": run.position.tokens_consumed,
+            "tokens": context.position.tokens,
+            "tokens_consumed": context.position.tokens_consumed,
             "step_time_s": step.step_time_s,
             "tokens_per_s": tokens_per_s,
             "tflops_per_rank": tflops,
             "mfu": tflops / self._peak_tflops if self._peak_tflops else None,
             "memory_gib": result.peak_memory_gib,
-            "save_s": run.save_s,
+            "save_s": context.save_s,
             "eval_loss": step.eval_loss,
             "rank_times": rank_time_metrics(result.rank_times),
             "rl": step.rl and step.rl | result.loss_metrics,
@@ -94,27 +94,27 @@ class StepReporting(Callback):
         self.last: dict[str, Any] | None = None
         """Metrics of the step that ended the run; None before it."""
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Report the step, and keep its metrics if it is the last one."""
         if step.is_last or step.signals:
-            self.last = to_record(run.metrics)
+            self.last = to_record(context.metrics)
         if self._on_step is not None:
-            self._on_step(to_record(run.metrics))
+            self._on_step(to_record(context.metrics))
 
 
 class RoutingTraceSaving(Callback):
     """Callback that gathers the recorded routing and writes it on rank 0 (moe.trace_every)."""
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Save the routing of the step if it was traced; collective."""
-        buffer = run.training.router_replay
+        buffer = context.training.router_replay
         if buffer is not None and buffer.is_due(step.number):
-            writer = None if run.log is None else run.log.trace_writer
-            if run.log is None or writer is None or run.log.outputs.has_failed(TRACE_FOLDER):
+            writer = None if context.log is None else context.log.trace_writer
+            if context.log is None or writer is None or context.log.outputs.has_failed(TRACE_FOLDER):
                 buffer.save(step.number, None)
             else:
                 # Errors of the gather are of the job, and end it.
-                run.log.outputs.attempt(TRACE_FOLDER, lambda: buffer.save(step.number, writer), (OSError,))
+                context.log.outputs.attempt(TRACE_FOLDER, lambda: buffer.save(step.number, writer), (OSError,))
 
 
 class StragglerDetection(Callback):
@@ -128,16 +128,16 @@ class StragglerDetection(Callback):
         self._factor = factor
         self._stragglers: Stragglers | None = None
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         """Gather the host names of all ranks; collective."""
-        layout = run.groups.layout
+        layout = context.groups.layout
         if self._factor and layout.world_size > 1:
             from moefold.metrics.step_metrics import Stragglers
 
             hosts = current_world().all_gather_object(socket.gethostname())
             self._stragglers = Stragglers(self._factor, layout.attention.groups("dp", "cp", "tp"), hosts)
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Log the ranks that are slow after this step, on rank 0."""
-        if run.log is not None and self._stragglers is not None:
-            run.log.log_stragglers(step.number, self._stragglers.update(step.result.rank_times))
+        if context.log is not None and self._stragglers is not None:
+            context.log.log_stragglers(step.number, self._stragglers.update(step.result.rank_times))

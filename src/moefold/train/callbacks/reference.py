@@ -37,39 +37,39 @@ class ReferencePass(Callback):
     def __init__(self, checkpoint: CheckpointConfig) -> None:
         self._checkpoint = checkpoint
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         """Compute or read the log-probabilities of all pairs; collective.
 
         Raises:
             ConfigError: the run is resumed, and its folder has none for its data.
         """
-        reference = run.data.reference
+        reference = context.data.reference
         if reference is None:
             return
-        name = _file_name(run)
-        path = run.folder / name
-        if run.is_resumed:
-            reference.values = self._read_on_rank0(run, name, reference.values.shape)
+        name = _file_name(context)
+        path = context.folder / name
+        if context.is_resumed:
+            reference.values = self._read_on_rank0(context, name, reference.values.shape)
         else:
-            reference.values = reference_log_probs(run, len(reference.values))
+            reference.values = reference_log_probs(context, len(reference.values))
         # A run that goes on from a checkpoint of another folder has its own file from now on.
-        if run.is_first_rank and not (run.is_resumed and path.is_file()):
+        if context.is_first_rank and not (context.is_resumed and path.is_file()):
             draft = path.with_suffix(".tmp")
             with draft.open("wb") as file:
                 np.save(file, reference.values)
             os.replace(draft, path)
 
-    def _read_on_rank0(self, run: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    def _read_on_rank0(self, context: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
         """Read the file on rank 0, and send its array to all ranks; collective.
 
         It is in the run folder, or next to the checkpoints that checkpoint.resume names one of.
         """
         found: NDArray[np.float64] | None = None
-        folders = [run.folder]
+        folders = [context.folder]
         if self._checkpoint.resume not in ("auto", "never"):
             folders.append(Path(self._checkpoint.resume).resolve().parent.parent)
-        if run.is_first_rank:
-            names = (name, _former_file_name(run))
+        if context.is_first_rank:
+            names = (name, _former_file_name(context))
             path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
             if path is not None:
                 try:
@@ -81,7 +81,7 @@ class ReferencePass(Callback):
         on_rank0: NDArray[np.float64] | None = current_world().all_gather_object(found)[0]
         if on_rank0 is None:
             raise ConfigError(
-                f"run.dir={str(run.folder)!r} has no readable {name}, the log-probabilities of this data under the "
+                f"run.dir={str(context.folder)!r} has no readable {name}, the log-probabilities of this data under the "
                 "initial weights, which are trained already; restore the file and the data, or start a new run with "
                 "checkpoint.init_from"
             )
@@ -101,29 +101,29 @@ _KEYS_OF_FORMAT_1 = {
 """Keys of [align] that every recipe had: they are part of the names of files, which a resumed run looks for."""
 
 
-def _file_name(run: TrainingContext) -> str:
+def _file_name(context: TrainingContext) -> str:
     """Return a file name that changes with anything that changes the pairs or their numbers."""
-    order = run.data.order | _KEYS_OF_FORMAT_1
+    order = context.data.order | _KEYS_OF_FORMAT_1
     order = {key: value for key, value in order.items() if key not in LOCATION_KEYS}
-    return _hashed_name([order, list(run.data.fingerprints.values())])
+    return _hashed_name([order, list(context.data.fingerprints.values())])
 
 
-def _former_file_name(run: TrainingContext) -> str:
+def _former_file_name(context: TrainingContext) -> str:
     """Return the file name of earlier versions, which changed with the paths of the data."""
-    fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in run.data.fingerprints.items()}
-    return _hashed_name([run.data.order | _KEYS_OF_FORMAT_1, fingerprints])
+    fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in context.data.fingerprints.items()}
+    return _hashed_name([context.data.order | _KEYS_OF_FORMAT_1, fingerprints])
 
 
 def _hashed_name(identity: object) -> str:
     return f"reference-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.npy"
 
 
-def reference_log_probs(run: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
+def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
     """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]; collective.
 
     The forward pass is the same as in an evaluation, under the mapping of the training.
     """
-    training = run.training
+    training = context.training
     model = training.model
     groups = model.groups
     last = model.stages[-1]
@@ -132,8 +132,8 @@ def reference_log_probs(run: TrainingContext, num_pairs: int) -> NDArray[np.floa
     last.loss = recorder
     model.train(False)
     with model.cast_copies.fresh():
-        for sampler in (run.data.train_sampler, run.data.validation_sampler):
-            for batch in _epoch(sampler, run):
+        for sampler in (context.data.train_sampler, context.data.validation_sampler):
+            for batch in _epoch(sampler, context):
                 model.runner.evaluate(batch)
     reshard_parameters(model.stages)
     model.train(True)
@@ -150,13 +150,13 @@ def reference_log_probs(run: TrainingContext, num_pairs: int) -> NDArray[np.floa
     return found
 
 
-def _epoch(sampler: Sampler, run: TrainingContext) -> Iterator[Batch]:
+def _epoch(sampler: Sampler, context: TrainingContext) -> Iterator[Batch]:
     """Yield this rank's shards of batches that cover each sample of an epoch."""
     if not len(sampler):
         return
-    sharder = run.data.sharder(sampler)
+    sharder = context.data.sharder(sampler)
     for first in range(0, len(sampler), sharder.global_batch_size):
-        run.groups.recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
+        context.groups.recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
         yield sharder.batch(first)
 
 

@@ -27,25 +27,25 @@ class RewardEvaluation(Callback):
         self._every = every
         self._reset_patience = reset_patience
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Evaluate if it is due and no signal stops the run; collective."""
         assert step.rl is not None
         step.rl["eval_reward"] = None
         if not (is_due(self._every, step.number) or (self._every > 0 and step.is_last)) or step.signals:
             return
-        loader = rollout_loader(run)
+        loader = rollout_loader(context)
         reward = loader.evaluate_reward()
         step.rl["eval_reward"] = reward
-        if run.log is not None:
+        if context.log is not None:
             result = "no reward" if reward is None else f"greedy reward {reward:.4f}"
-            run.log.message(f"step {step.number}: {result} on held-out prompts")
+            context.log.message(f"step {step.number}: {result} on held-out prompts")
         if reward is None:
             return
         if loader.resets_reference(reward):
             loader.reset_reference()
-            run.training.reset_moments()
-            if run.log is not None:
-                run.log.message(
+            context.training.reset_moments()
+            if context.log is not None:
+                context.log.message(
                     f"step {step.number}: the reference model is the current policy, and the optimizer moments are 0: "
                     f"no higher reward in {self._reset_patience} evaluations"
                 )
@@ -65,62 +65,62 @@ class RolloutLogging(Callback):
         self._reports_none = False
         """Whether the log has said that no rollout has a reward."""
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
-        if not run.is_first_rank or not self._every:
+        if not context.is_first_rank or not self._every:
             return
-        assert run.log is not None
-        self._file = run.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._open(run))
+        assert context.log is not None
+        self._file = context.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._open(context))
 
     @staticmethod
-    def _open(run: TrainingContext) -> TextIO:
-        path = run.folder / ROLLOUTS_FILE
-        truncate_metrics(path, run.position.step)
+    def _open(context: TrainingContext) -> TextIO:
+        path = context.folder / ROLLOUTS_FILE
+        truncate_metrics(path, context.position.step)
         return path.open("a", encoding="utf-8")
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Write the rollouts of the step if they are due."""
         assert step.rl is not None
-        loader = rollout_loader(run)
-        if run.log is not None:
-            self._report_silence(run, step)
+        loader = rollout_loader(context)
+        if context.log is not None:
+            self._report_silence(context, step)
         if self._file is not None and is_due(self._every, step.number):
-            assert run.log is not None
+            assert context.log is not None
             records = [record for group in loader.round for record in rollout_records(group, loader.completion_text)]
-            run.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._append(step.number, records))
+            context.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._append(step.number, records))
 
     def _append(self, step: int, records: list[dict[str, Any]]) -> None:
         assert self._file is not None
         self._file.writelines(json.dumps({"step": step, **record}) + "\n" for record in records)
         self._file.flush()
 
-    def on_error(self, run: TrainingContext, error: Exception) -> None:
+    def on_error(self, context: TrainingContext, error: Exception) -> None:
         """Write the rollouts of a sampler that differs from training."""
-        if run.log is None or not isinstance(error, MismatchError):
+        if context.log is None or not isinstance(error, MismatchError):
             return
-        loader = rollout_loader(run)
+        loader = rollout_loader(context)
         records = [record for group in loader.round for record in token_records(group, loader.completion_text)]
-        text = "".join(json.dumps({"step": run.position.step + 1, **record}) + "\n" for record in records)
-        path = run.folder / MISMATCH_FILE
-        run.log.outputs.attempt(MISMATCH_FILE, lambda: path.write_text(text, encoding="utf-8"))
+        text = "".join(json.dumps({"step": context.position.step + 1, **record}) + "\n" for record in records)
+        path = context.folder / MISMATCH_FILE
+        context.log.outputs.attempt(MISMATCH_FILE, lambda: path.write_text(text, encoding="utf-8"))
 
-    def on_end(self, run: TrainingContext, status: int) -> None:
+    def on_end(self, context: TrainingContext, status: int) -> None:
         """Close the file."""
         if self._file is not None:
             # What is left in the buffer of a file that has failed cannot be written.
             with suppress(OSError):
                 self._file.close()
 
-    def _report_silence(self, run: TrainingContext, step: FinishedStep) -> None:
+    def _report_silence(self, context: TrainingContext, step: FinishedStep) -> None:
         """Log once each that no rollout had a reward, and that no group had two rewards for many steps.
 
         No gradient comes from rewards then.
         """
         assert step.rl is not None
-        assert run.log is not None
+        assert context.log is not None
         if step.rl["reward"] is None and not self._reports_none:
             self._reports_none = True
-            run.log.message(
+            context.log.message(
                 f"step {step.number}: no rollout has a reward, so nothing is learnt from them: the functions of "
                 "reward.use returned None for all of them, or failed"
             )
@@ -135,13 +135,13 @@ class RolloutLogging(Callback):
                     f" (mean reward {reward}); use other prompts, a better start (checkpoint.init_from), a larger "
                     "rl.group_size or a higher rollout.temperature"
                 )
-            run.log.message(
+            context.log.message(
                 f"step {step.number}: no group has had two different rewards for {SILENT_STEPS} steps, so nothing is "
                 f"learnt: {cause}"
             )
 
 
-def rollout_loader(run: TrainingContext) -> RolloutLoader:
+def rollout_loader(context: TrainingContext) -> RolloutLoader:
     """Return the data loader of a run of reinforcement learning."""
-    assert isinstance(run.data, RolloutLoader)
-    return run.data
+    assert isinstance(context.data, RolloutLoader)
+    return context.data

@@ -16,11 +16,11 @@ from moefold.config.moe import TRACE_FOLDER
 from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
-from moefold.metrics.progress import Progress, StepLine
+from moefold.metrics.step_line import Progress, StepLine
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
 from moefold.train.data_loader import DataEvent
-from moefold.train.log_lines import closing_lines
+from moefold.train.run_summary import closing_lines
 from moefold.train.signals import StopSignals
 
 if TYPE_CHECKING:

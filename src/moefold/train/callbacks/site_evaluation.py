@@ -21,7 +21,7 @@ class SiteEvaluation(Callback):
     def __init__(self, model: ModelConfig, sites: SitesConfig) -> None:
         self._spike = LossSpike(shortest_gap(recipe_fragments(model, sites), sites.every))
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Add to the metrics of the round, if the step has one; collective."""
         self._spike.add(step.result.loss)
         if step.sites is None:
@@ -31,21 +31,21 @@ class SiteEvaluation(Callback):
         if step.sites.get("skipped") is None:
             self._spike.mark()
         if step.eval_loss is not None:
-            step.sites["eval_loss"] = self._evaluate(run, step.eval_loss)
+            step.sites["eval_loss"] = self._evaluate(context, step.eval_loss)
 
-    def _evaluate(self, run: TrainingContext, own_loss: float) -> float | None:
+    def _evaluate(self, context: TrainingContext, own_loss: float) -> float | None:
         """Return the validation loss of the outer weights; None if a signal interrupted the evaluation."""
-        outer = run.training.outer
+        outer = context.training.outer
         assert outer is not None
-        if not any(current_world().all_gather_object(self._swap(run, outer))):
+        if not any(current_world().all_gather_object(self._swap(context, outer))):
             return own_loss
-        eval_loss, _ = run.training.evaluate_or_stop(run.data.eval_batches(), lambda: run.stop.flags)
-        self._swap(run, outer)
+        eval_loss, _ = context.training.evaluate_or_stop(context.data.eval_batches(), lambda: context.stop.flags)
+        self._swap(context, outer)
         return eval_loss
 
     @staticmethod
-    def _swap(run: TrainingContext, outer: OuterOptimizer) -> bool:
-        reshard_parameters(run.training.model.stages)
+    def _swap(context: TrainingContext, outer: OuterOptimizer) -> bool:
+        reshard_parameters(context.training.model.stages)
         return outer.swap_weights()
 
 

@@ -86,70 +86,70 @@ class SiteRounds(Callback):
         self._gift: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         """Meet the other sites; collective.
 
         Raises:
             ConfigError: the settings or weights differ from the other sites'.
             RunError: the meeting point cannot be reached, or the state of another site did not arrive.
         """
-        run.before_save.append(lambda: self._decide(run))
+        context.before_save.append(lambda: self._decide(context))
         if self._sites.count == 1:
             return
-        outer = _outer_of(run)
-        frozen = [p.data for p in run.training.parameters.values() if not p.requires_grad]
-        frozen_hash = {"the hash of the frozen weights": self._digest(run, frozen)} if frozen else {}
-        self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, run.groups.rank)
-        hello = self._position(run.position.step, outer)
-        digest = self._digest(run, list(outer.weights.values()))
+        outer = _outer_of(context)
+        frozen = [p.data for p in context.training.parameters.values() if not p.requires_grad]
+        frozen_hash = {"the hash of the frozen weights": self._digest(context, frozen)} if frozen else {}
+        self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, context.groups.rank)
+        hello = self._position(context.position.step, outer)
+        digest = self._digest(context, list(outer.weights.values()))
         # A pending round is counted, and not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
-        found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, run))
+        found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
         if found == "stopped":
             return
         # The round after the present step is still to come.
-        self._meeting.connect(lambda: self._position(run.position.step - 1, outer))
+        self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
         if found == "missed":
-            self._join(run)
-            self._begin_joined(run)
+            self._join(context)
+            self._begin_joined(context)
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._run.steps
-        outer = _outer_of(run)
+        outer = _outer_of(context)
         fragments = fragments_due(self._run, self._model, self._sites, step.number)
         due = self._flight.due if self._flight is not None else outer.pending.due if outer.pending is not None else 0
         if due and (step.number >= due or is_last):
-            run.groups.recorder.set_phase("waiting for the exchange with the other sites")
-            self._decide(run)
-            step.sites = self._apply(run, is_overlapped=True)
-            self._give(run)
+            context.groups.recorder.set_phase("waiting for the exchange with the other sites")
+            self._decide(context)
+            step.sites = self._apply(context, is_overlapped=True)
+            self._give(context)
         elif fragments:
             outer.skip()
         if not fragments:
             return
-        run.groups.recorder.set_phase("exchanging weights with the other sites")
+        context.groups.recorder.set_phase("exchanging weights with the other sites")
         overlap = 0 if is_last else self._sites.overlap
-        if not self._begin(run, step.number, fragments, overlap):
-            self._join(run)
-            step.is_last = run.position.step == self._run.steps
-            self._begin_joined(run)
+        if not self._begin(context, step.number, fragments, overlap):
+            self._join(context)
+            step.is_last = context.position.step == self._run.steps
+            self._begin_joined(context)
         elif not overlap or self._flight is None:
-            self._decide(run)
-            step.sites = self._apply(run, is_overlapped=False)
-            self._give(run)
+            self._decide(context)
+            step.sites = self._apply(context, is_overlapped=False)
+            self._give(context)
 
-    def on_rollback(self, run: TrainingContext) -> None:
+    def on_rollback(self, context: TrainingContext) -> None:
         """Forget the round under way, whose differences are of weights that are no more; in runs of one site."""
         self._flight = None
         self._record = {}
 
-    def on_end(self, run: TrainingContext, status: int) -> None:
+    def on_end(self, context: TrainingContext, status: int) -> None:
         """Leave the meeting point."""
         if self._meeting is not None:
             self._meeting.leave()
 
-    def on_error(self, run: TrainingContext, error: Exception) -> None:
+    def on_error(self, context: TrainingContext, error: Exception) -> None:
         """Close the connections, by which the meeting point knows that the site is gone."""
         if self._meeting is not None:
             self._meeting.close()
@@ -162,19 +162,19 @@ class SiteRounds(Callback):
             "version": outer.num_rounds,
         }
 
-    def _poll(self, run: TrainingContext, answer: Message) -> bool:
+    def _poll(self, context: TrainingContext, answer: Message) -> bool:
         """Return whether a signal ends the wait for the other sites; collective."""
-        run.groups.recorder.set_phase("waiting for the other sites")
+        context.groups.recorder.set_phase("waiting for the other sites")
         awaited = describe_wait(answer, self._sites.meet)
-        if self._logged_wait != awaited and run.log is not None:
-            run.log.message(awaited)
+        if self._logged_wait != awaited and context.log is not None:
+            context.log.message(awaited)
         self._logged_wait = awaited
-        raised = [any(flags) for flags in zip(*current_world().all_gather_object(run.stop.flags), strict=True)]
+        raised = [any(flags) for flags in zip(*current_world().all_gather_object(context.stop.flags), strict=True)]
         if any(raised):
-            run.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
+            context.status = SIGNAL_STATUS + SIGNALS[raised.index(True)]
         return any(raised)
 
-    def _join(self, run: TrainingContext) -> None:
+    def _join(self, context: TrainingContext) -> None:
         """Take weights, moments and position of another site, as this one lacks rounds; collective.
 
         Raises:
@@ -183,14 +183,14 @@ class SiteRounds(Callback):
         assert self._meeting is not None
         assert self._meeting.links is not None
         self._logged_wait = ""
-        answer = self._meeting.ask_for_giver(partial(self._poll, run))
+        answer = self._meeting.ask_for_giver(partial(self._poll, context))
         if answer is None:
             return
-        run.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
+        context.groups.recorder.set_phase(f"receiving the state of site {answer['giver']}")
         header = torch.zeros(5, dtype=torch.int64)
         failure = ""
         try:
-            self._meeting.links.receive_state(answer["gift"], [header, *self._state_tensors(run)])
+            self._meeting.links.receive_state(answer["gift"], [header, *self._state_tensors(context)])
         except (RuntimeError, MeetError) as error:
             failure = _first_line(error)
         if failures := [text for text in current_world().all_gather_object(failure) if text]:
@@ -198,80 +198,82 @@ class SiteRounds(Callback):
                 f"site {self._sites.number} did not receive the state of site {answer['giver']}: {failures[0]}; start "
                 "it again"
             )
-        before = run.position.step
-        self._adopt(run, header)
-        if run.log is not None:
+        before = context.position.step
+        self._adopt(context, header)
+        if context.log is not None:
             taken = f"took the state of site {answer['giver']} after round {header[0]}, and goes on from step"
-            run.log.message(f"after step {before}: {taken} {run.position.step}")
+            context.log.message(f"after step {before}: {taken} {context.position.step}")
 
-    def _begin_joined(self, run: TrainingContext) -> None:
+    def _begin_joined(self, context: TrainingContext) -> None:
         """Begin the round that the giver begins after it has given its state, if there is one; collective.
 
         Where a round is exchanged during the whole next one, the state is given between two rounds of the same step.
         """
-        step = run.position.step
+        step = context.position.step
         fragments = fragments_due(self._run, self._model, self._sites, step)
-        if self._sites.part.overlaps_whole_round and fragments and step < self._run.steps and run.status == 0:
-            self._begin(run, step, fragments, self._sites.overlap)
+        if self._sites.part.overlaps_whole_round and fragments and step < self._run.steps and context.status == 0:
+            self._begin(context, step, fragments, self._sites.overlap)
 
-    def _give(self, run: TrainingContext) -> None:
+    def _give(self, context: TrainingContext) -> None:
         """Send the state of this site to one that joins, if the meeting point says so; local to each rank."""
         order, self._gift = self._gift, None
         if order is None or self._meeting is None or self._meeting.links is None:
             return
-        run.groups.recorder.set_phase(f"sending the state to site {order['to']}")
-        tensors = [torch.tensor(self._header(run, order["round"])), *self._state_tensors(run)]
+        context.groups.recorder.set_phase(f"sending the state to site {order['to']}")
+        tensors = [torch.tensor(self._header(context, order["round"])), *self._state_tensors(context)]
         try:
             self._meeting.links.send_state(order["gift"], tensors)
             text = f"gave its state to site {order['to']}"
         except (RuntimeError, MeetError) as error:
             text = f"site {order['to']} did not receive the state: {_first_line(error)}"
-        if run.log is not None:
-            run.log.message(f"after step {run.position.step}: {text}")
+        if context.log is not None:
+            context.log.message(f"after step {context.position.step}: {text}")
 
-    def _header(self, run: TrainingContext, index: int) -> list[int]:
+    def _header(self, context: TrainingContext, index: int) -> list[int]:
         """Return the numbers of the state that a site gives.
 
         They are round, steps since, rounds applied, updates of the moments, and a number of the method of sites.
         """
-        outer = _outer_of(run)
-        since = run.position.step - step_of_round(self._run, self._model, self._sites, index)
-        return [index, since, outer.num_rounds, run.training.moment_updates, outer.carried]
+        outer = _outer_of(context)
+        since = context.position.step - step_of_round(self._run, self._model, self._sites, index)
+        return [index, since, outer.num_rounds, context.training.moment_updates, outer.carried]
 
-    def _state_tensors(self, run: TrainingContext) -> list[Tensor]:
+    def _state_tensors(self, context: TrainingContext) -> list[Tensor]:
         """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
 
         Each site has the moments of its own experts, where sites own them; those stay.
         """
-        training = run.training
-        owned = _outer_of(run).experts if self._sites.owns_experts else ()
+        training = context.training
+        owned = _outer_of(context).experts if self._sites.owns_experts else ()
         shared = {name: p for name, p in training.optimized.items() if name not in owned}
         moments = named_moments(training.optimizer, shared)
-        outer = _outer_of(run).entries(("weights", "momentum"))
+        outer = _outer_of(context).entries(("weights", "momentum"))
         tensors = outer | {f"optimizer.{name}": moment for name, moment in moments.items()} | dict(training.buffers)
         return [local_tensor(tensors[name]) for name in sorted(tensors)]
 
-    def _adopt(self, run: TrainingContext, header: Tensor) -> None:
+    def _adopt(self, context: TrainingContext, header: Tensor) -> None:
         """Go on from a received state: the weights become the outer weights.
 
         The step stays this site's own: a site may take more or fewer steps between two rounds.
         """
         index, since, num_rounds, moment_updates, carried = header.tolist()
-        reshard_parameters(run.training.model.stages)
-        _outer_of(run).carried = carried
-        _outer_of(run).adopt(num_rounds, run.position.tokens)
-        run.training.restore_moment_updates(moment_updates)
-        run.position.step = step_of_round(self._run, self._model, self._sites, index) + min(since, self._sites.overlap)
+        reshard_parameters(context.training.model.stages)
+        _outer_of(context).carried = carried
+        _outer_of(context).adopt(num_rounds, context.position.tokens)
+        context.training.restore_moment_updates(moment_updates)
+        context.position.step = step_of_round(self._run, self._model, self._sites, index) + min(
+            since, self._sites.overlap
+        )
 
-    def _begin(self, run: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
+    def _begin(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
         """Take the differences of fragments, and start to exchange them; collective.
 
         Returns:
             False if the other sites have applied rounds without this one.
         """
         began_s = time.perf_counter()
-        outer = _outer_of(run)
-        reshard_parameters(run.training.model.stages)
+        outer = _outer_of(context)
+        reshard_parameters(context.training.model.stages)
         own = outer.difference(fragments)
         self._record = {"fragment": fragments[0] if len(fragments) == 1 else -1, "members": 0, "skipped": None}
         is_finite = all(current_world().all_gather_object(bool(torch.isfinite(own).all())))
@@ -279,22 +281,32 @@ class SiteRounds(Callback):
             if is_finite:
                 sent = outer.send(fragments, own, is_last=step == self._run.steps)
                 self._flight = _Flight(
-                    step, step + overlap, fragments, own, sent, True, run.position.tokens, (0,), (1.0,), None, began_s
+                    step,
+                    step + overlap,
+                    fragments,
+                    own,
+                    sent,
+                    True,
+                    context.position.tokens,
+                    (0,),
+                    (1.0,),
+                    None,
+                    began_s,
                 )
                 self._begin_next(outer)
             else:
-                self._skip(run, step, "the weights are not finite")
+                self._skip(context, step, "the weights are not finite")
             return True
         in_pairs = self._sites.part.in_pairs
         is_last = step == self._run.steps
         # Before the other sites wait for this one.
-        probe = self._probe.read(run) if is_probed(self._run, self._model, self._sites, step) else None
+        probe = self._probe.read(context) if is_probed(self._run, self._model, self._sites, step) else None
         question = self._position(step, outer) | {
             "do": "round",
-            "tokens": self._weight(run, fragments),
+            "tokens": self._weight(context, fragments),
             "finite": is_finite,
             # The outer weights of pairs differ.
-            "digest": 0 if in_pairs else self._digest(run, list(outer.weights.values())),
+            "digest": 0 if in_pairs else self._digest(context, list(outer.weights.values())),
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
             "last": step + overlap >= self._run.steps,
@@ -310,10 +322,12 @@ class SiteRounds(Callback):
             self._record["members"] = 1
             return True
         if "members" not in answer:
-            self._skip(run, step, str(answer.get("skip") or answer.get("unreachable")))
+            self._skip(context, step, str(answer.get("skip") or answer.get("unreachable")))
             return True
-        if answer["nonfinite"] and run.log is not None:
-            run.log.message(f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0")
+        if answer["nonfinite"] and context.log is not None:
+            context.log.message(
+                f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0"
+            )
         members = tuple(answer["members"])
         sent = outer.send(fragments, own, is_last=is_last)
         exchange: Future[Exchanged] | None = None
@@ -323,17 +337,17 @@ class SiteRounds(Callback):
             exchange = self._meeting.links.begin(
                 round_, sent.vector, sent.num_coded, outer.code, sent.num_gathered, probe
             )
-        tokens = run.position.tokens
+        tokens = context.position.tokens
         weights = tuple(answer["weights"])
         due = step + overlap
         self._flight = _Flight(step, due, fragments, own, sent, is_finite, tokens, members, weights, exchange, began_s)
         self._begin_next(outer)
         return True
 
-    def _weight(self, run: TrainingContext, fragments: tuple[int, ...]) -> int:
+    def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
         """Return the weight of this site in a round of fragments; 0 if it has not trained since the last one."""
-        outer = _outer_of(run)
-        tokens = run.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
+        outer = _outer_of(context)
+        tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
 
     def _begin_next(self, outer: OuterOptimizer) -> None:
@@ -341,14 +355,14 @@ class SiteRounds(Callback):
         if self._flight is not None and self._flight.is_overlapped:
             outer.begin_next()
 
-    def _decide(self, run: TrainingContext) -> None:
+    def _decide(self, context: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
         waiting_since_s = time.perf_counter()
-        outer = _outer_of(run)
-        exchanged, failure = _result(flight, run)
+        outer = _outer_of(context)
+        exchanged, failure = _result(flight, context)
         waited_s = time.perf_counter() - waiting_since_s
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
@@ -358,10 +372,10 @@ class SiteRounds(Callback):
                 if self._meeting.links is not None:
                     self._meeting.links.drop()
                 if flight.is_finite and flight.is_overlapped:
-                    reshard_parameters(run.training.model.stages)
+                    reshard_parameters(context.training.model.stages)
                     outer.cancel(flight.fragments, flight.own)
                 why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
-                self._skip(run, flight.step, str(why))
+                self._skip(context, flight.step, str(why))
                 return
         assert exchanged is not None
         outer.num_rounds += 1
@@ -375,7 +389,7 @@ class SiteRounds(Callback):
         outer.pending = outer.receive(round_, flight.sent, exchanged, flight.members)
         self._record |= {
             "members": len(flight.members),
-            "sent_bytes": _sum_of_ranks(run, [float(exchanged.sent_bytes)])[0],
+            "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
             "exchange_s": exchanged.seconds,
             "wait_s": waited_s,
             "round_s": time.perf_counter() - flight.began_s,
@@ -383,32 +397,32 @@ class SiteRounds(Callback):
         if is_probed(self._run, self._model, self._sites, flight.step):
             own = flight.members.index(self._sites.number)
             counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, own)
-            equal, compared = _sum_of_ranks(run, [float(count) for count in counts])
+            equal, compared = _sum_of_ranks(context, [float(count) for count in counts])
             self._record["routing_overlap"] = equal / compared if compared else None
 
-    def _apply(self, run: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
+    def _apply(self, context: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
         """Take the outer step of the pending round, if any; return the metrics of the round. Collective.
 
         Args:
-            run: the run.
+            context: the run.
             is_overlapped: the site has trained since the differences were taken.
         """
-        outer = _outer_of(run)
+        outer = _outer_of(context)
         pending, outer.pending = outer.pending, None
         if pending is None:
             outer.skip()
         else:
-            reshard_parameters(run.training.model.stages)
+            reshard_parameters(context.training.model.stages)
             # A checkpoint has g of a round that is not applied yet, and not what this site sent.
             knows_own = "members" in self._record
             if knows_own and has_moe_layers(self._model) and not pending.is_mean_of_weights:
-                squares = _sum_of_ranks(run, router_squares(outer, pending))
+                squares = _sum_of_ranks(context, router_squares(outer, pending))
                 self._record["router_distance"] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
-            norms, metrics = outer.apply(pending, run.groups, is_overlapped=is_overlapped)
+            norms, metrics = outer.apply(pending, context.groups, is_overlapped=is_overlapped)
             self._record |= metrics
             if self._sites.moments == "reset":
-                run.training.reset_moments()
-            difference, mean, product, weights, averaged = _sum_of_ranks(run, norms.to_tensor().tolist())
+                context.training.reset_moments()
+            difference, mean, product, weights, averaged = _sum_of_ranks(context, norms.to_tensor().tolist())
             if knows_own:
                 self._record |= {
                     "difference": (difference / weights) ** 0.5 if weights else 0.0,
@@ -416,20 +430,20 @@ class SiteRounds(Callback):
                 }
         return self._record | {"rounds": outer.num_rounds, "num_skipped": self._num_skipped}
 
-    def _skip(self, run: TrainingContext, step: int, why: str) -> None:
+    def _skip(self, context: TrainingContext, step: int, why: str) -> None:
         self._num_skipped += 1
         self._record["skipped"] = why
-        if run.log is not None:
-            run.log.log_skipped_round(step, why)
+        if context.log is not None:
+            context.log.log_skipped_round(step, why)
 
-    def _digest(self, run: TrainingContext, tensors: Sequence[Tensor]) -> int:
+    def _digest(self, context: TrainingContext, tensors: Sequence[Tensor]) -> int:
         """Return a hash of tensors of all ranks of the site; collective."""
-        hasher = TensorHasher(run.groups.device)
+        hasher = TensorHasher(context.groups.device)
         local = sum(int(hasher.digest(tensor)[1]) for tensor in tensors)
         return int(sum(current_world().all_gather_object(local)) % 2**63)
 
 
-def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, str]:
+def _result(flight: _Flight, context: TrainingContext) -> tuple[Exchanged | None, str]:
     """Wait for an exchange of this rank; return its result, or why it failed."""
     if flight.exchange is None:
         vector, num_coded, num_gathered = flight.sent
@@ -443,7 +457,7 @@ def _result(flight: _Flight, run: TrainingContext) -> tuple[Exchanged | None, st
                 if flight.exchange.done():
                     raise
                 # Every part of the exchange has a limit of its own.
-                run.groups.recorder.note_progress()
+                context.groups.recorder.note_progress()
     except (RuntimeError, MeetError, TimeoutError) as error:
         return None, f"the exchange with {describe_sites(flight.members)} failed: {_first_line(error)}"
 
@@ -475,13 +489,13 @@ def describe_wait(answer: Message, address: str) -> str:
     return f"waiting for {awaited} at {address}{refused}"
 
 
-def _sum_of_ranks(run: TrainingContext, numbers: list[float]) -> list[float]:
+def _sum_of_ranks(context: TrainingContext, numbers: list[float]) -> list[float]:
     """Return the sums of numbers over the ranks of the site; collective."""
-    local = torch.tensor(numbers, dtype=torch.float64, device=run.groups.device)
-    sums: list[float] = all_reduce_sum(local, run.groups.world).tolist()
+    local = torch.tensor(numbers, dtype=torch.float64, device=context.groups.device)
+    sums: list[float] = all_reduce_sum(local, context.groups.world).tolist()
     return sums
 
 
-def _outer_of(run: TrainingContext) -> OuterOptimizer:
-    assert run.training.outer is not None, "a run with sites has an outer optimizer"
-    return run.training.outer
+def _outer_of(context: TrainingContext) -> OuterOptimizer:
+    assert context.training.outer is not None, "a run with sites has an outer optimizer"
+    return context.training.outer

@@ -13,7 +13,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch import RoutingMap
-from moefold.ops.interface import ExpertOptions, ExpertWeights
+from moefold.ops.expert_ops import ExpertOptions, ExpertWeights
 from moefold.parallel.expert_parallel import select_dispatcher
 from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher, open_buffer
 from moefold.topology.layout import fold

@@ -9,7 +9,7 @@ from moefold.comm import async_collectives
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.verify.distributed_run import create_groups
 from tests.models import edit_model
 from tests.verify.recipes import tiny

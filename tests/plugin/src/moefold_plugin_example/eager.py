@@ -2,8 +2,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moefold.config.groups.schedule import SchedulePart
-from moefold.config.pipeline_action import SlotRow
-from moefold.config.schedule_rows import RowBuilder
+from moefold.config.pipeline_actions import SlotRow
+from moefold.config.pipeline_order import RowBuilder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moefold.comm.async_collectives import WireFormat
 from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
-from moefold.ops.interface import ExpertOps, LazyCounts, Permutation, PermuteMap
+from moefold.ops.expert_ops import ExpertOps, LazyCounts, Permutation, PermuteMap
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 
 

@@ -14,7 +14,7 @@ from moefold.model.moe.permute import (
     truncate_permutation,
     unpermute,
 )
-from moefold.ops.interface import LazyCounts, Permutation, PermuteMap
+from moefold.ops.expert_ops import LazyCounts, Permutation, PermuteMap
 from moefold.ops.quantization.formats import straight_through_quantize
 
 

@@ -16,7 +16,7 @@ from moefold.comm.groups import MoEGroups
 from moefold.comm.resumable import Resumable
 from moefold.errors import RunError
 from moefold.model.moe.dispatch.base import Dispatcher, ExpertMigration, RoutingMap, SplitSizes
-from moefold.ops.interface import PermuteMap
+from moefold.ops.expert_ops import PermuteMap
 from moefold.ops.permute import PermuteOps
 
 PHASES = ("preprocess", "dispatch", "probs", "migration", "combine")

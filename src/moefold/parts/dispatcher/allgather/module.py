@@ -11,7 +11,7 @@ from moefold.comm.groups import Group
 from moefold.comm.resumable import Resumable, run_to_end
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap, SplitSizes, fp8_wire_format
 from moefold.model.moe.permute import as_counts, permute, permute_probs, plan_permutation, unpermute
-from moefold.ops.interface import Permutation, PermuteMap
+from moefold.ops.expert_ops import Permutation, PermuteMap
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from moefold.model.moe.permute import (
     truncate_permutation,
     unpermute,
 )
-from moefold.ops.interface import Permutation, PermuteMap
+from moefold.ops.expert_ops import Permutation, PermuteMap
 
 
 @dataclass(frozen=True)

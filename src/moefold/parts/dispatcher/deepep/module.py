@@ -16,7 +16,7 @@ from moefold.comm.groups import Group
 from moefold.errors import ConfigError
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.permute import permute, permute_probs, plan_permutation, unpermute
-from moefold.ops.interface import Permutation, PermuteMap
+from moefold.ops.expert_ops import Permutation, PermuteMap
 from moefold.ops.quantization.formats import dequantize, quantize
 
 TOKEN_BYTES = 2

@@ -21,7 +21,7 @@ from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import Group, MoEGroups
 from moefold.model.moe.dispatch.base import ExpertMigration, SplitSizes
 from moefold.model.moe.permute import reorder_permutation
-from moefold.ops.interface import Permutation
+from moefold.ops.expert_ops import Permutation
 from moefold.parts.dispatcher.alltoall.module import AllToAllDispatcher, AllToAllMetadata
 
 Counts = NDArray[np.int64]

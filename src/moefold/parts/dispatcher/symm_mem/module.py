@@ -16,7 +16,7 @@ from moefold.comm.groups import Group
 from moefold.comm.row_exchange import RowExchange
 from moefold.model.moe.dispatch.base import Dispatcher, RoutingMap
 from moefold.model.moe.permute import as_counts, permute, permute_probs, plan_permutation, unpermute
-from moefold.ops.interface import LazyCounts, Permutation
+from moefold.ops.expert_ops import LazyCounts, Permutation
 
 
 @dataclass

@@ -10,10 +10,7 @@ import torch
 
 from moefold.data.prompts import Prompt
 from moefold.errors import RunError
-from moefold.metrics.expert_balance import LayerSummary
-from moefold.metrics.progress import StepLine
-from moefold.metrics.step_metrics import MoELayerMetrics, ReplicaMetrics, offload_metrics, rank_time_metrics
-from moefold.metrics.table import (
+from moefold.metrics.definitions import (
     GROUPS,
     LAYER_CURVES,
     LINE,
@@ -25,6 +22,9 @@ from moefold.metrics.table import (
     reduced,
     step_values,
 )
+from moefold.metrics.expert_balance import LayerSummary
+from moefold.metrics.step_line import StepLine
+from moefold.metrics.step_metrics import MoELayerMetrics, ReplicaMetrics, offload_metrics, rank_time_metrics
 from moefold.metrics.writer import to_record
 from moefold.parallel.memory_tracking import MemoryByPart
 from moefold.rl.rollout import Rollout, RolloutGroup
@@ -82,7 +82,9 @@ def test_what_is_shown_is_of_the_record():
 
 
 def test_a_number_without_a_definition_is_refused_by_its_name():
-    with pytest.raises(RunError, match="the metric 'flops' has no definition; add it to STEP in metrics/table.py"):
+    with pytest.raises(
+        RunError, match="the metric 'flops' has no definition; add it to STEP in metrics/definitions.py"
+    ):
         step_values({"loss": 1.0, "flops": 1.0})
 
 

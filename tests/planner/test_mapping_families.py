@@ -14,7 +14,9 @@ from moefold.cli.main import main
 from moefold.cli.plan_table import print_families
 from moefold.cli.screen import open_console
 from moefold.cost.hardware import DECIDING_CONSTANTS
-from moefold.planner.families import (
+from moefold.planner.accuracy import STATED_ERROR
+from moefold.planner.mapping import ParallelMapping, format_compact_degrees
+from moefold.planner.mapping_families import (
     FAMILIES,
     FamilyBest,
     Nearest,
@@ -22,11 +24,9 @@ from moefold.planner.families import (
     choose_family,
     nearest_measured,
 )
-from moefold.planner.mapping import ParallelMapping, format_compact_degrees
 from moefold.planner.planner import Planner
 from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.search.search import PlannedMapping
-from moefold.planner.validation import STATED_ERROR
 from tests.slow import slow
 
 SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "8", "--seq-len", "64", "--global-batch-size", "16"]

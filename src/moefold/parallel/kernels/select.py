@@ -17,7 +17,7 @@ from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
-from moefold.parallel.selected_kernels import SelectedKernels, triton_kernels
+from moefold.parallel.kernels.selected import SelectedKernels, triton_kernels
 from moefold.validate.train import check_kernel_device, triton_unsupported_reason
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def select_kernels(cfg: Config, device: torch.device) -> SelectedKernels:
 
 def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner, *, is_plain: bool) -> SelectedKernels:
     if cfg.train.quantizes_gemms:
-        from moefold.parallel.low_precision import low_precision_kernels
+        from moefold.parallel.kernels.low_precision import low_precision_kernels
 
         return low_precision_kernels(cfg, device, autotuner)
     if is_plain:

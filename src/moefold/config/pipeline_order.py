@@ -8,7 +8,7 @@ therefore one more forward pass ahead than in interleaved 1F1B: two for each lat
 from collections import Counter, deque
 from typing import Any
 
-from moefold.config.pipeline_action import Action, Slot, SlotRow
+from moefold.config.pipeline_actions import Action, Slot, SlotRow
 
 
 class RowBuilder:

@@ -7,7 +7,7 @@ import pytest
 
 from moefold.comm.groups import World
 from moefold.errors import ConfigError, RunError
-from moefold.launch.embedding import ProgramRanks
+from moefold.launch.in_process import ProgramRanks
 
 
 class TwoRanks(World):

@@ -14,9 +14,7 @@ from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
 from moefold.rl.rollout import Rollout, RolloutGroup
-from moefold.rl.statistics import RoundStatistics
-from moefold.rl.step_rows import pack_step, split_steps
-from moefold.rl.table import (
+from moefold.rl.rollout_table import (
     FINISH_REASONS,
     TABLE_KEY,
     RolloutTable,
@@ -27,6 +25,8 @@ from moefold.rl.table import (
     restore_table,
     table_headers,
 )
+from moefold.rl.statistics import RoundStatistics
+from moefold.rl.step_rows import pack_step, split_steps
 
 GROUP_SIZE = 2
 FUNCTIONS = [(), ("exact", "length"), ("a", "b", "c")]

@@ -730,7 +730,7 @@ def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> di
     """
     names = [metric.name for metric in (*STEP, *further) if metric.name != NONFINITE]
     if unknown := sorted(values.keys() - set(names)):
-        raise RunError(f"the metric {unknown[0]!r} has no definition; add it to STEP in metrics/table.py")
+        raise RunError(f"the metric {unknown[0]!r} has no definition; add it to STEP in metrics/definitions.py")
     return {name: values.get(name) for name in names}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.planner.validation import (
+from moefold.planner.accuracy import (
     COLUMNS,
     KINDS,
     STATED_ERROR,

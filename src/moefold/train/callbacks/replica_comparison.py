@@ -44,7 +44,7 @@ class ReplicaComparison(Callback):
         """Take over the step of a checkpoint."""
         self._checked_step = state_dict.get("checked_step")
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Compare the replicas if a save is due and the step has not compared them; collective.
 
         Raises:
@@ -52,20 +52,24 @@ class ReplicaComparison(Callback):
         """
         divergences: Sequence[Divergence] = step.result.divergences
         is_checked = step.result.replicas is not None
-        if is_save_due(self._checkpoint, step) and not is_checked and run.training.checks_replicas:
+        if is_save_due(self._checkpoint, step) and not is_checked and context.training.checks_replicas:
             # Loading a checkpoint makes all replicas equal, so weights that have diverged would go unnoticed.
-            run.groups.recorder.set_phase("comparing replicas")
-            divergences = run.training.divergences(step.batch, step.number, step.result.lr, host_facts(run, self._seed))
+            context.groups.recorder.set_phase("comparing replicas")
+            divergences = context.training.divergences(
+                step.batch, step.number, step.result.lr, host_facts(context, self._seed)
+            )
             is_checked = True
         if divergences:
-            self._raise(divergences, run, step)
+            self._raise(divergences, context, step)
         if is_checked:
             self._checked_step = step.number
 
-    def _raise(self, divergences: Sequence[Divergence], run: TrainingContext, step: FinishedStep) -> None:
+    def _raise(self, divergences: Sequence[Divergence], context: TrainingContext, step: FinishedStep) -> None:
         """End the run, before it saves; collective."""
-        if run.log is not None:
-            run.log.log_fault({"step": step.number, "kind": "divergence"} | {"found": list(map(asdict, divergences))})
+        if context.log is not None:
+            context.log.log_fault(
+                {"step": step.number, "kind": "divergence"} | {"found": list(map(asdict, divergences))}
+            )
         self._drain()
         hosts = current_world().all_gather_object(socket.gethostname())
         odd_ranks = sorted({rank for divergence in divergences for rank in divergence.ranks})
@@ -79,18 +83,18 @@ class ReplicaComparison(Callback):
         )
 
 
-def host_facts(run: TrainingContext, seed: int) -> list[HostFact]:
+def host_facts(context: TrainingContext, seed: int) -> list[HostFact]:
     """Return the host state (RNG, data position) before the step, compared across ranks by the replica check."""
-    routers = [layer.router.step for layer in run.training.model.moe_layers().values()]
-    device = run.groups.device
+    routers = [layer.router.step for layer in context.training.model.moe_layers().values()]
+    device = context.groups.device
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     digests = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
-    data = run.data.state_dict()
+    data = context.data.state_dict()
     stream = data.pop("stream")
     return [
         HostFact("the random number generators", f"{seed} {routers} {digests}", ("stage",)),
-        HostFact("the data position", json.dumps([run.position.state_dict(), data]), ("world",)),
+        HostFact("the data position", json.dumps([context.position.state_dict(), data]), ("world",)),
         # Data-parallel ranks read different samples, so their streams may be at different blocks.
         HostFact("the stream position", json.dumps(stream), ("tp", "cp", "pp")),
-        *run.training.meter.plan_facts(),
+        *context.training.meter.plan_facts(),
     ]

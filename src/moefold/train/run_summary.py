@@ -13,9 +13,9 @@ from moefold.config.data import DataConfig
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
-from moefold.config.outside import origin_of
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import parts_in
+from moefold.config.plugins import origin_of
 from moefold.config.rl import RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config

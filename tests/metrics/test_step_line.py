@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moefold.metrics.progress import (
+from moefold.metrics.step_line import (
     PLAIN_INTERVAL_S,
     Progress,
     StepLine,

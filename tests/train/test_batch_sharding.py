@@ -16,7 +16,7 @@ from moefold.data.dataset import open_dataset
 from moefold.errors import ConfigError
 from moefold.parallel.batch import Batch
 from moefold.parallel.context_parallel import sequence_positions
-from moefold.train.batch import BatchSharder
+from moefold.train.batch_sharding import BatchSharder
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.data.index_shuffle import hash_ints
 from moefold.inference.engine.pages import PagePool, PageTable, pages_for
-from moefold.inference.engine.passes import Pass, PassLimits, PassScheduler
 from moefold.inference.engine.requests import Request
+from moefold.inference.engine.scheduler import Pass, PassLimits, PassScheduler
 
 EOS = 0
 

@@ -8,11 +8,11 @@ from functools import lru_cache
 from importlib.resources import files
 from math import log2
 
+from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.planner import Planner, PlanRequest
 from moefold.planner.search.constraints import COUPLED_WITH_CP, METHODS, Fold
 from moefold.planner.search.search import MappingGroup, PlannedMapping
-from moefold.planner.validation import STATED_ERROR
 
 HOPPER = ("h100", "h200", "h800")
 FOLD_AXES = ("tp", "cp", "pp", "ep", "etp")

@@ -1,6 +1,6 @@
 """Callback that settles which kernels run, after the first step."""
 
-from moefold.parallel.kernel_choices import settle_choices
+from moefold.parallel.kernels.timed import settle_choices
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 
 
@@ -10,12 +10,12 @@ class KernelChoices(Callback):
     def __init__(self) -> None:
         self._is_settled = False
 
-    def after_step(self, run: TrainingContext, step: FinishedStep) -> None:
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Settle once; collective where kernels are measured."""
         if self._is_settled:
             return
         self._is_settled = True
-        groups = run.groups
-        message = settle_choices(run.training.model.autotuner, groups.device, groups.world)
-        if message and run.log is not None:
-            run.log.message(message)
+        groups = context.groups
+        message = settle_choices(context.training.model.autotuner, groups.device, groups.world)
+        if message and context.log is not None:
+            context.log.message(message)

@@ -20,8 +20,8 @@ from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, adjust_rewards
+from moefold.rl.rollout_table import Round, make_round
 from moefold.rl.statistics import RoundStatistics
-from moefold.rl.table import Round, make_round
 
 GREEDY = SamplingParams(temperature=0.0)
 """Sampling on held-out prompts."""

@@ -261,7 +261,7 @@ class StepLine:
 
     def __init__(self, steps: int, *, is_gpu: bool, evaluates: bool) -> None:
         # Lazy import of the table of all numbers, which only the rank with the line needs.
-        from moefold.metrics.table import LINE
+        from moefold.metrics.definitions import LINE
 
         self._table = LINE
         self._steps = steps

@@ -25,7 +25,7 @@ from moefold.ops.documents import DocumentBounds
 from moefold.parallel.batch import Batch
 
 if TYPE_CHECKING:
-    from moefold.train.round_placement import RoundPlacer
+    from moefold.train.batch_placement import RoundPlacer
 
 TargetWeights = NDArray[np.float64]
 WeightedSamples = tuple[SampleBatch, TargetWeights]
@@ -80,9 +80,9 @@ class BatchSharder:
         self._placer: RoundPlacer | None = None
         plan = chosen_in(parallel, ContextPart).plan
         if plan.balances_hosts or plan.moves_tokens:
-            from moefold.train import round_placement
+            from moefold.train import batch_placement
 
-            self._placer = round_placement.RoundPlacer(parallel, train, groups)
+            self._placer = batch_placement.RoundPlacer(parallel, train, groups)
         self._first_in_batch = self._dp_group.rank * self._samples_per_rank
         self._positions = positions.cpu().numpy()
         self._device = groups.device

@@ -8,7 +8,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.ops.documents import DocumentBounds
 from moefold.topology.layout import fold
-from moefold.train.round_placement import RoundPlacer
+from moefold.train.batch_placement import RoundPlacer
 from tests.slow import slow
 from tests.verify.recipes import tiny
 

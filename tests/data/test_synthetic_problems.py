@@ -8,7 +8,7 @@ import pytest
 from moefold.config.data import DataConfig
 from moefold.data.dataset import open_dataset
 from moefold.data.prompts import open_prompts
-from moefold.data.tasks import TASKS, Problems
+from moefold.data.synthetic_problems import TASKS, Problems
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.errors import ConfigError
 from moefold.rl.verifiers import countdown, evaluate

@@ -9,7 +9,7 @@ import torch
 
 from moefold.ops.block_attention import BlockedWindow, fold_in_sinks
 from moefold.ops.cpu.attention import CAttention
-from moefold.ops.task_attention import TaskAttention
+from moefold.ops.varlen_attention import TaskAttention
 from tests.model.attention_reference import reference_attention, relative_errors
 from tests.ops.reference_flash import reference_flash
 

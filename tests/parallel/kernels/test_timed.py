@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from moefold.comm.groups import ParallelGroups
 from moefold.ops.autotune import Autotuner, TuningKey
-from moefold.parallel import kernel_choices
-from moefold.parallel.kernel_choices import recall_choices, settle_choices
+from moefold.parallel.kernels import timed
+from moefold.parallel.kernels.timed import recall_choices, settle_choices
 from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
@@ -35,7 +35,7 @@ def _choices(case: Case) -> tuple[list[str], list[str], int, list[str]]:
     """What this rank runs before and after it settles, how often it measured, and what it logs."""
     rank = dist.get_rank()
     os.environ["XDG_CACHE_HOME"] = str(case.cache / str(rank))
-    kernel_choices.kernel_environment = lambda device: {"device": case.devices[rank]}
+    timed.kernel_environment = lambda device: {"device": case.devices[rank]}
     cfg = tiny(world_size=2)
     world = ParallelGroups.create(check_config(cfg), CPU).world
     measured = []

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from moefold.comm.job_link import JobLink, JobSplit
+from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 
 
 def test_a_message_may_take_longer_than_a_collective():

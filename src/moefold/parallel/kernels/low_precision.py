@@ -14,7 +14,7 @@ from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat
 from moefold.ops.quantization.scaled_mm import ScaledMMLinear, scaled_mm_unsupported_reason
 from moefold.ops.quantization.weight_cache import WeightCache
-from moefold.parallel.selected_kernels import SelectedKernels, triton_kernels
+from moefold.parallel.kernels.selected import SelectedKernels, triton_kernels
 from moefold.validate.train import triton_unsupported_reason
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from moefold.launch.watchdog import Watchdog
 from moefold.recipe import after_loss, fitting_after_loss
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
-from moefold.train.member_choice import choose, snapshot_facts
+from moefold.train.elastic_members import choose, snapshot_facts
 from moefold.train.signals import StopSignals
 
 MAX_COLLECTIONS = 8
@@ -108,15 +108,15 @@ class LossLog(Callback):
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
 
-    def on_start(self, run: TrainingContext) -> None:
+    def on_start(self, context: TrainingContext) -> None:
         """Log the loss, on rank 0."""
-        if run.log is None:
+        if context.log is None:
             return
-        record = self._loss.to_record(run.groups.attn.dp.size, run.position.step)
-        run.log.log_fault(record)
+        record = self._loss.to_record(context.groups.attn.dp.size, context.position.step)
+        context.log.log_fault(record)
         source = "" if self._loss.restored_step is None else ", restored from the memory of the ranks"
-        run.log.message(
-            f"regrouped in {record['seconds']:.2f} s; training goes on after step {run.position.step}{source}"
+        context.log.message(
+            f"regrouped in {record['seconds']:.2f} s; training goes on after step {context.position.step}{source}"
         )
 
 

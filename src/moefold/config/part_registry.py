@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moefold.config.aliases import our_value
-from moefold.config.outside import (
+from moefold.config.plugins import (
     class_faults,
     entry_point_of,
     entry_points_of,
