@@ -336,7 +336,7 @@ class SharedExchange:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is exchanged between two barriers: a range of the parts of each of some tensors."""
+    """A range of each of some tensors, which the members exchange between two barriers."""
 
     ranges: Sequence[tuple[int, int, int]]
     """Number of the tensor, start and end of the range in each part; in shorter parts as far as they reach."""
