@@ -82,7 +82,7 @@ def test_a_count_notices_one_more_place(counted, count, snippet):
 @pytest.mark.parametrize(
     ("name", "count", "snippet"),
     [
-        ("config/pipeline_action.py", "layer_letters", "self.kind == 'F'"),
+        ("config/pipeline_actions.py", "layer_letters", "self.kind == 'F'"),
         ("cost/snippet.py", "layer_letters", "kind == 'X' or kind == 'DENSE'"),
         ("cost/snippet.py", "kind_comparisons", "device.type == 'cuda'"),
         ("cost/snippet.py", "comparisons", "kind == 'mla' or layer.kind == 'L'"),
