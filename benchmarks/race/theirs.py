@@ -15,16 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.race.turns import (
-    GROUP_SIZE,
-    LEARNING_RATE,
-    SEED,
-    Seat,
-    Turns,
-    grpo_prompts,
-    prompts_of,
-    run_contestant,
-)
+from benchmarks.race.turns import GROUP_SIZE, LEARNING_RATE, SEED, Seat, Turns, grpo_prompts, prompts_of, run_contestant
 
 MAX_GRAD_NORM = 1.0
 

@@ -12,13 +12,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.model.loss import (
-    PLAIN_SOFTMAX,
-    ChunkOptions,
-    SoftmaxOptions,
-    chunked_token_losses,
-    token_losses,
-)
+from moefold.model.loss import PLAIN_SOFTMAX, ChunkOptions, SoftmaxOptions, chunked_token_losses, token_losses
 from moefold.model.transformer import build_model
 from moefold.parallel.tensor_parallel import TPVocabParallel
 from tests.models import model_of

@@ -14,7 +14,7 @@ import torch
 import moefold
 from moefold.checkpoint.checkpoint_dir import step_path
 from moefold.checkpoint.checkpoint_meta import read_meta
-from moefold.checkpoint.save_load import Record, RunStates
+from moefold.checkpoint.run_states import Record, RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
@@ -324,3 +324,12 @@ def test_a_position_keeps_the_samples_that_it_skips_through_a_rollback():
     other.load_state_dict(saved)
     assert (other.step, other.samples, other.skipped) == (4, 0, [(0, 4)])
     assert "restarts_data" not in other.state_dict()
+
+
+def test_a_state_that_the_run_does_not_have_is_named():
+    states = RunStates()
+    states.add("weights", Returns({}))
+    assert states.notices({"weights": {}, "of_later": {}, "callbacks.A": {}}) == (
+        "the checkpoint has the state of callbacks.A, which this program does not add: the next checkpoint lacks it",
+        "the checkpoint has the state of of_later, which this run does not have: the next checkpoint lacks it",
+    )

@@ -11,10 +11,7 @@ from moefold.config.rule import ask
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
-from moefold.validate.moe import (
-    check_dispatch_device,
-    check_dispatch_package,
-)
+from moefold.validate.moe import check_dispatch_device, check_dispatch_package
 
 
 def _recipe(dispatcher: str = "deepep", **sections: dict[str, object]) -> Config:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 META_FILE = "moefold.json"
 
 States = dict[str, dict[str, Any]]
-"""State of each object of a run by its name, as JSON values: see `save_load.RunStates`."""
+"""State of each object of a run by its name, as JSON values: see `run_states.RunStates`."""
 
 
 def counted(*, step: int = 0, samples: int = 0, tokens: int = 0) -> States:

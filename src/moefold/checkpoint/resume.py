@@ -14,13 +14,7 @@ from moefold.checkpoint.checkpoint_dir import (
     step_of,
     step_path,
 )
-from moefold.checkpoint.checkpoint_meta import (
-    CheckpointMeta,
-    method_of_samples,
-    model_of,
-    model_sizes,
-    read_meta,
-)
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta, method_of_samples, model_of, model_sizes, read_meta
 from moefold.config.bounds import keys_with
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig

@@ -7,12 +7,11 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from moefold.bounded_read import MAX_JSON_DEPTH
 from moefold.checkpoint.checkpoint_dir import (
     check_integrity,
     checkpoint_folder,
@@ -35,15 +32,7 @@ from moefold.checkpoint.checkpoint_dir import (
     step_path,
     validate_files,
 )
-from moefold.checkpoint.checkpoint_meta import (
-    META_FILE,
-    CheckpointMeta,
-    States,
-    TrainState,
-    model_sizes,
-    read_meta,
-    write_meta,
-)
+from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, TrainState, model_sizes, read_meta, write_meta
 from moefold.checkpoint.commit import commit, remove_folder, remove_older
 from moefold.checkpoint.folder_writer import FolderWriter
 from moefold.checkpoint.manifest import FileDigest, digest_file, file_sizes, write_manifest
@@ -79,11 +68,6 @@ class ShardSavePlanner(DefaultSavePlanner):
             yield replace(item, index=MetadataIndex(item.index.fqn, chunk.offsets), tensor_data=data)
 
 
-CALLBACKS = "callbacks."
-"""Prefix of the names of a program's callbacks."""
-_STATE_DEPTH = MAX_JSON_DEPTH - 2
-"""Maximum nesting of a state, which is at level 2 of `META_FILE`."""
-_LOAD_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 SETTINGS_FILE = "config.json"
 """Settings of the run, next to its checkpoints in a remote folder."""
 OPTIONAL_BUFFER_SUFFIX = ".last_counts_E"
@@ -110,173 +94,6 @@ _CORRUPT_FILE_ERRORS = (
 )
 """Exceptions that the library raises on files that contradict their index."""
 _RESUME_HINT = "name another one with checkpoint.resume, or move it away"
-
-
-@runtime_checkable
-class TensorState(Protocol):
-    """Object whose state has tensors in addition to JSON values."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's shards of the object's entries, by mapping-independent names."""
-
-    def load_tensors(self, path: Path | None) -> None:
-        """Load the object's entries of a checkpoint, after `load_state_dict`; None: a new run. Collective."""
-
-
-class Record:
-    """State that describes a checkpoint and is not restored; `read` returns it."""
-
-    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
-        self._read = read
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the description."""
-        return self._read()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing."""
-
-
-class RunStates:
-    """Registry of the objects whose state a resumed run needs; saver and loader iterate over it.
-
-    The owner of an object adds it under a name. For a name that a checkpoint lacks, {} is loaded, the state of a new
-    run; the callback of a program gets back its state at the time of its first `add`.
-
-    Args:
-        initial: states of callbacks at their first `add`, by name, in which `add` stores new ones. After a regroup,
-            callbacks outlive the registry.
-    """
-
-    def __init__(self, initial: States | None = None) -> None:
-        self._owners: dict[str, Stateful] = {}
-        self._after: dict[str, tuple[str, ...]] = {}
-        self._initial: States = {} if initial is None else initial
-
-    def add(self, name: str, owner: Stateful, *, after: tuple[str, ...] = ()) -> None:
-        """Register an object.
-
-        Args:
-            name: its name in checkpoints.
-            owner: the object.
-            after: names of the objects that must be loaded before it.
-
-        Raises:
-            ConfigError: the state of a callback cannot be saved, or it has no state before `on_start`.
-        """
-        assert name not in self._owners, name
-        self._owners[name] = owner
-        self._after[name] = after
-        if name.startswith(CALLBACKS) and name not in self._initial:
-            try:
-                self._initial[name] = _state_of(owner, name)
-            except ConfigError:
-                raise
-            except _LOAD_ERRORS as error:
-                raise ConfigError(
-                    f"state_dict() of {name!r} fails before on_start: {error!r}; let it work as soon as the callback "
-                    "is built"
-                ) from error
-
-    def state_dict(self) -> States:
-        """Return a copy of the states without tensors, by name.
-
-        Raises:
-            ConfigError: a callback does not return a dict of JSON values.
-        """
-        return {name: _state_of(owner, name) for name, owner in self._owners.items()}
-
-    def restored_state_dict(self) -> States:
-        """Return the states that a restored run must equal: without descriptions and callbacks of a program.
-
-        A callback may return a different state at each call, such as the seconds since its start.
-        """
-        return {
-            name: _state_of(owner, name)
-            for name, owner in self._owners.items()
-            if not (isinstance(owner, Record) or name.startswith(CALLBACKS))
-        }
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's shards of all entries of a checkpoint."""
-        return {name: tensor for owner in self._with_tensors() for name, tensor in owner.tensors().items()}
-
-    def start(self) -> None:
-        """Begin a new run, after the initial weights were loaded; collective.
-
-        Raises:
-            ConfigError: a callback cannot load its initial state.
-        """
-        for name in filter(self._initial.__contains__, self._owners):
-            self._load_one(name, self._initial[name], "of the new callback")
-        for owner in self._with_tensors():
-            owner.load_tensors(None)
-
-    def load(self, states: States, path: Path | None) -> None:
-        """Restore all objects in the order that they require; collective.
-
-        Args:
-            states: result of `state_dict`.
-            path: the checkpoint; None: the tensors are restored by other means.
-
-        Raises:
-            ConfigError: a state is malformed, or the checkpoint lacks a tensor.
-        """
-        for name in TopologicalSorter(self._after).static_order():
-            self._load_one(name, states.get(name, self._initial.get(name, {})), "in the checkpoint")
-            owner = self._owners[name]
-            if path is not None and isinstance(owner, TensorState):
-                owner.load_tensors(path)
-
-    def _load_one(self, name: str, state: dict[str, Any], source: str) -> None:
-        try:
-            # A copy, because a snapshot in memory and the initial state may be loaded again.
-            self._owners[name].load_state_dict(_plain(state, name))
-        except ConfigError:
-            raise
-        except _LOAD_ERRORS as error:
-            raise ConfigError(f"the state of {name!r} {source} cannot be loaded: {error!r}") from error
-
-    def notices(self, states: States) -> tuple[str, ...]:
-        """Return messages about callbacks that only the checkpoint or only the run has."""
-        known, stored = ({name for name in names if name.startswith(CALLBACKS)} for names in (self._owners, states))
-        messages = {
-            "the checkpoint has the state of {}, which this program does not add: the next checkpoint lacks it": stored
-            - known,
-            "the checkpoint has no state of {}, which starts as the program built it": known - stored,
-        }
-        return tuple(text.format(format_list(sorted(names))) for text, names in messages.items() if names)
-
-    def _with_tensors(self) -> list[TensorState]:
-        return [owner for owner in self._owners.values() if isinstance(owner, TensorState)]
-
-
-def _state_of(owner: Stateful, name: str) -> dict[str, Any]:
-    state = owner.state_dict()
-    if not isinstance(state, Mapping):
-        raise ConfigError(f"state_dict() of {name!r} returned {state!r:.60}, and must return a dict")
-    plain: dict[str, Any] = _plain(state, name)
-    return plain
-
-
-def _plain(value: Any, where: str, levels: int = _STATE_DEPTH) -> Any:
-    """Return a copy of JSON values of bounded depth.
-
-    Raises:
-        ConfigError: it has other values, or is nested too deep.
-    """
-    if isinstance(value, Mapping | list | tuple) and not levels:
-        raise ConfigError(f"the state {where:.80}... has more than {_STATE_DEPTH} levels, or contains itself")
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(part, f"{where}.{key}", levels - 1) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part, f"{where}[{index}]", levels - 1) for index, part in enumerate(value)]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(
-        f"the state {where} is of type {type(value).__name__}, and a checkpoint stores JSON values: let state_dict() "
-        "return numbers, texts, lists and tables with keys of text"
-    )
 
 
 @dataclass(frozen=True)

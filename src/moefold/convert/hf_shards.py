@@ -19,13 +19,7 @@ from moefold.config.run import RunConfig
 from moefold.convert.families import FAMILIES
 from moefold.convert.family import Family
 from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
-from moefold.convert.mtp import (
-    INDEX_FILE,
-    MTP_FILES,
-    SINGLE_FILE,
-    is_mtp_tensor,
-    mtp_layer_numbers,
-)
+from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, is_mtp_tensor, mtp_layer_numbers
 from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weights import group_by_parameters

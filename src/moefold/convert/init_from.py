@@ -30,13 +30,7 @@ from moefold.convert.hf_shards import save_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, tokenizer_unsupported_reason
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, write_checkpoint
 from moefold.convert.known_keys import ALL_KEYS
-from moefold.convert.preflight import (
-    export_message,
-    read_model,
-    resolve_weights_folder,
-    upcycle_scale,
-    weights_path,
-)
+from moefold.convert.preflight import export_message, read_model, resolve_weights_folder, upcycle_scale, weights_path
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
 from moefold.convert.weights import WeightSource, load_shards, open_weights, parameter_shapes

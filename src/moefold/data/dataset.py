@@ -16,13 +16,7 @@ from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
-from moefold.data.token_file import (
-    TokenFileSet,
-    TokenFileStream,
-    build_token_file_set,
-    read_npy_header,
-    token_files,
-)
+from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
 from moefold.data.tokenizer import OffsetTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError
 

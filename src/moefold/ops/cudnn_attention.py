@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.torch_compat import cudnn_attention, cudnn_attention_backward
-from moefold.ops.block_attention import (
-    PROBE_LSE_TOLERANCE,
-    PROBE_TOLERANCE,
-    CudaFlash,
-    Mask,
-    MathBlockAttention,
-)
+from moefold.ops.block_attention import PROBE_LSE_TOLERANCE, PROBE_TOLERANCE, CudaFlash, Mask, MathBlockAttention
 
 MAX_HEAD_SIZE = 128
 """Largest head dim of cuDNN's backward pass on every GPU that has its kernels (torch: sdp_utils.cpp)."""

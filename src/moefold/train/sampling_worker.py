@@ -24,13 +24,7 @@ from moefold.rl.statistics import RoundStatistics
 from moefold.rl.step_rows import pack_step, split_steps
 from moefold.topology.layout import Layout
 from moefold.topology.rollout_mapping import rollout_config
-from moefold.train.remote_rollouts import (
-    ORDERS_TAG,
-    ROUNDS_TAG,
-    RoundOrder,
-    SamplingStart,
-    sampling_rank_of,
-)
+from moefold.train.remote_rollouts import ORDERS_TAG, ROUNDS_TAG, RoundOrder, SamplingStart, sampling_rank_of
 from moefold.train.rollout_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.config import check_config
 

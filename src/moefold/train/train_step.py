@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moefold.checkpoint.save_load import Record, RunStates, checkpoint_state, load_checkpoint
+from moefold.checkpoint.run_states import Record, RunStates
+from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint
 from moefold.comm.collectives import all_reduce_sum
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.optimizer import OptimizerPart

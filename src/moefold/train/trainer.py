@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moefold.checkpoint.save_load import CALLBACKS, RunStates
+from moefold.checkpoint.run_states import CALLBACKS, RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.alignment import AlignmentPart

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.planner.lengths.distribution import (
-    LengthHistogram,
-    ListedLengths,
-    histogram_names,
-    load_distribution,
-)
+from moefold.planner.lengths.distribution import LengthHistogram, ListedLengths, histogram_names, load_distribution
 
 FRACTIONS = (np.arange(100_000) + 0.5) / 100_000
 PUBLISHED = {

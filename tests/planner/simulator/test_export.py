@@ -9,12 +9,7 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.export import TRACKS, chrome_trace, write_timeline
 from moefold.planner.simulator.simulate import StageSegments, StepTail, simulate
-from moefold.planner.simulator.timeline import (
-    COMMUNICATION,
-    COMPUTE,
-    SEND,
-    subtract_spans,
-)
+from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, subtract_spans
 from moefold.topology.schedules import schedule_rows
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -16,13 +16,7 @@ from moefold.ops.expert_ops import GatheredRows, unit_stride
 from moefold.ops.quantization.weight_cache import WeightCache
 from moefold.ops.triton.experts import TritonExpertOps
 from moefold.ops.triton.grouped_gemm import GROUP_SIZE_M, TileConfig, max_programs, swizzled_tile
-from moefold.ops.triton.quantize import (
-    QuantizedTensor,
-    first_block,
-    quantize_columns,
-    quantize_rows,
-    quantize_weights,
-)
+from moefold.ops.triton.quantize import QuantizedTensor, first_block, quantize_columns, quantize_rows, quantize_weights
 
 
 @triton.jit

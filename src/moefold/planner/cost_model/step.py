@@ -28,12 +28,7 @@ from moefold.planner.cost_model.data_parallel import DataParallelCostModel, Rank
 from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
-from moefold.planner.memory.activations import (
-    ActivationMemoryTable,
-    MemoryStrategies,
-    memory_strategy,
-    minimal_config,
-)
+from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, memory_strategy, minimal_config
 from moefold.planner.model_spec import ModelSpec, train_flops
 from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
 from moefold.topology.schedules import schedule_named

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.config.pipeline_actions import Action
 from moefold.errors import ConfigError
 from moefold.host.output_file import PICTURE_SUFFIXES, check_writable
-from moefold.planner.simulator.timeline import (
-    COMMUNICATION,
-    COMPUTE,
-    SEND,
-    Span,
-    Timeline,
-    subtract_spans,
-)
+from moefold.planner.simulator.timeline import COMMUNICATION, COMPUTE, SEND, Span, Timeline, subtract_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from moefold.checkpoint.save_load import RunStates
+from moefold.checkpoint.run_states import RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.parallel.batch import Batch
 from moefold.train.callbacks.run_log import RunLog

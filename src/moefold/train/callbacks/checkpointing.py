@@ -6,13 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, States, TrainState, read_meta
-from moefold.checkpoint.save_load import (
-    CALLBACKS,
-    Record,
-    Resume,
-    checkpoint_meta,
-    resolve_resume,
-)
+from moefold.checkpoint.run_states import CALLBACKS, Record
+from moefold.checkpoint.save_load import Resume, checkpoint_meta, resolve_resume
 from moefold.checkpoint.saver import open_saver
 from moefold.comm.collectives import broadcast_object, is_collective_error
 from moefold.comm.groups import ParallelGroups
