@@ -22,7 +22,7 @@ class MemberChoice(NamedTuple):
 
 
 def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
-    """Return what the choice needs to know of this process, as JSON: the claims of `PeerSnapshots`."""
+    """Return the facts of this process for the choice, as JSON: the claims of its `PeerSnapshots`."""
     if snapshots is None:
         return None
     return [
@@ -32,12 +32,12 @@ def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
 
 
 def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberChoice:
-    """Choose `count` of the survivors: those that have all shards of the newest step in memory, if any have.
+    """Choose `count` survivors, which have all shards of the newest step in memory if possible.
 
     Args:
-        facts: of each survivor.
+        facts: facts of each survivor.
         count: number of members.
-        snapshots: of this process, for the layout of the snapshots.
+        snapshots: snapshots of this process, for their layout.
 
     Raises:
         CannotChooseError: this process has no snapshot of the mapping that was lost, and others have.
@@ -56,7 +56,7 @@ def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberC
 
 
 def _held_by_rank(facts: Facts, generation: int) -> tuple[dict[int, HeldSteps], dict[int, int]]:
-    """Return what each survivor holds of a generation and its job rank, by its rank in the generation."""
+    """Return the held steps and the job rank of each survivor, by its rank in a generation."""
     held: dict[int, HeldSteps] = {}
     job_ranks = {}
     for job_rank, claims in facts.items():

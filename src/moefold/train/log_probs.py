@@ -38,7 +38,7 @@ class LogProbCapture:
 def label_log_probs(model: ParallelModel, capture: LogProbCapture, batch: Batch) -> Tensor:
     """Return the log-probability of each label of this rank's shard, [N, S/cp]; collective over the ranks of the model.
 
-    On other pipeline ranks than the last, zeros.
+    Pipeline ranks other than the last return zeros.
 
     Args:
         model: in evaluation mode, with `capture` as the loss of its last stage.

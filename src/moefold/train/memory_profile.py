@@ -121,7 +121,7 @@ def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
 
 
 def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
-    # The threads that OpenMP would wait for are in the parent alone.
+    # The threads that OpenMP would wait for exist in the parent only.
     torch.set_num_threads(1)
     # Activations are not counted here, and nothing may be written to disk.
     cfg = replace(cfg, train=replace(cfg.train, offload=()))

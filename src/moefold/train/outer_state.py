@@ -1,4 +1,4 @@
-"""The outer optimizer of a model: what it averages, how often each shard counts in its norms, and its checkpoints."""
+"""The outer optimizer of a model: the averaged tensors, the count of each shard in the norms, and checkpoints."""
 
 from functools import partial
 from pathlib import Path

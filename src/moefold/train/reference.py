@@ -49,7 +49,7 @@ class ReferenceModel:
         return cfg.checkpoint.start
 
     def load(self, folder: str = "") -> str:
-        """Load the weights that rl.reference names; collective. Weights of the start have the adapters of the start.
+        """Load the weights that rl.reference names, with the initial adapters for rl.reference="start"; collective.
 
         Args:
             folder: the checkpoint or Hugging Face folder that has them; "": the newest checkpoint of `source`.
@@ -77,7 +77,7 @@ class ReferenceModel:
     def log_probs(self, batch: Batch) -> Tensor:
         """Return the log-probability of each label of this rank's shard, [N, S/cp]; collective.
 
-        On other pipeline ranks than the last, zeros.
+        Pipeline ranks other than the last return zeros.
         """
         self._groups.recorder.set_phase("log-probabilities of the reference model")
         for layer in self._model.moe_layers().values():

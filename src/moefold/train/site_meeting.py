@@ -81,7 +81,7 @@ def _optimizer_states(train: TrainConfig) -> dict[str, Any]:
 
 
 class SiteMeeting:
-    """Connections of this rank to the meeting point; `links` connects it to its equals on the other sites.
+    """Connections of this rank to the meeting point; `links` connects it to the same ranks of the other sites.
 
     Args:
         sites: section of the recipe.

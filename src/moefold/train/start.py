@@ -1,7 +1,7 @@
 """Start of a training run: checks against the machine, then the steps up to the moment when its ranks begin.
 
 `moefold train` and the Python API take these steps in the same order: `set_up_run`, `choose_training_device`,
-`prepare_data`, and then the ranks run `train_worker` or `train_on_rank`. Torch-free on the CPU.
+`prepare_data`, and then the ranks run `train_worker` or `train_on_rank`.
 """
 
 import tempfile
@@ -337,7 +337,7 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
 
 
 def _keep_resolved_of_checkpoint(cfg: Config, left_out: frozenset[str]) -> Config:
-    """Return a recipe with the values that the run of a named checkpoint has resolved, of keys that it leaves out."""
+    """Return a recipe with the values of left-out keys that the run of a named checkpoint has resolved."""
     if cfg.checkpoint.resume in ("auto", "never"):
         return cfg
     path = to_path(cfg.checkpoint.resume)
@@ -387,7 +387,7 @@ def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "Pro
 
 
 def choose_training_device(setup: RunSetup, rank_env: RankEnv | None) -> str:
-    """Return the device type, after a check of what it supports and of its memory.
+    """Return the device type, after a check of its features and its memory.
 
     Raises:
         ConfigError: the device cannot run the recipe.
@@ -430,10 +430,10 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
 
 
 def check_saved_rollouts(setup: RunSetup) -> None:
-    """Check that rollouts of the checkpoint to resume from, which are not trained on yet, are batches of the recipe.
+    """Check that the untrained rollouts of the checkpoint to resume from fit the batches of the recipe.
 
     Raises:
-        ConfigError: they are of other groups or batches.
+        ConfigError: they have other groups or batches.
     """
     if setup.resume is None:
         return
@@ -447,7 +447,7 @@ def check_saved_rollouts(setup: RunSetup) -> None:
 
 
 def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> None:
-    """Check that rollout.folder is of the model of the recipe, and that a vLLM server runs with it.
+    """Check that rollout.folder holds the model of the recipe, and that a vLLM server runs with it.
 
     Args:
         cfg: the recipe.
@@ -455,7 +455,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
         max_tokens: tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
-        ConfigError: it is of another model, the server cannot be reached, or it was started with other options.
+        ConfigError: it holds another model, the server cannot be reached, or it was started with other options.
     """
     from moefold.convert.preflight import init_from_unsupported_reason
     from moefold.inference.vllm_server import VllmError, vllm_server

@@ -1,4 +1,4 @@
-"""A non-finite step, a spike, or another sampler than training: log and stop messages, and record for faults.jsonl."""
+"""Faults of a step (non-finite values, spikes, sampler mismatch): log and stop messages, records for faults.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class MismatchError(RunError):
 
 @dataclass(frozen=True)
 class StepFault:
-    """Report of a non-finite step, a spike, or another sampler than training."""
+    """Report of a non-finite step, a spike, or a mismatch of sampler and training."""
 
     step: int
     samples: Sequence[int]
@@ -46,7 +46,7 @@ class StepFault:
         return self.samples[-1] + 1
 
     def describe(self) -> str:
-        """Describe the fault: what is not finite, on which ranks, and in which samples."""
+        """Describe the fault: the non-finite values or the spike, with ranks and samples."""
         parts = [f"step {self.step}: {self.result.decision.description}"]
         if self.result.nonfinite_report is not None:
             parts.append(self.result.nonfinite_report.describe())
@@ -59,10 +59,10 @@ class StepFault:
         return "; ".join([*parts, f"the batch is {batch}: {origins}"])
 
     def stop_error(self, advice: str) -> RunError:
-        """Return why the run stops, which checkpoint is intact, and the way out; collective.
+        """Return the error that stops the run, with the intact checkpoint and the way out; collective.
 
         Args:
-            advice: what to do about a mismatch, from `mismatch_advice`.
+            advice: the way out of a mismatch, from `mismatch_advice`.
         """
         decision = self.result.decision
         world = current_world()
@@ -108,7 +108,7 @@ class StepFault:
         return record
 
     def _suspect_samples(self) -> list[int]:
-        """Return the samples that may be at fault: those read by the faulty ranks, or all."""
+        """Return the samples that may be at fault: the samples of the faulty ranks, or all."""
         size = len(self.samples)
         report = self.result.nonfinite_report
         ranks = report.loss_ranks or report.gradient_ranks if report else ()

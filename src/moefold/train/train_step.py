@@ -108,7 +108,7 @@ class TrainingStep:
         return self.model.named_buffers
 
     def add_states(self, states: RunStates) -> None:
-        """Register what a resumed run needs of the step."""
+        """Register the states of the step that a resumed run needs."""
         cfg = self._cfg
         states.add("weights", self)
         states.add("guard", self.guard)
@@ -139,7 +139,7 @@ class TrainingStep:
             load_checkpoint(path, *self._stored(), self.optimizer, self.optimized)
 
     def _stored(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-        """Return the parameters and buffers that checkpoints contain: of adapters alone if nothing else is trained.
+        """Return the parameters and buffers that checkpoints contain: only adapters if nothing else is trained.
 
         The buffers of frozen weights, such as the biases of experts, do not change.
         """
@@ -149,7 +149,7 @@ class TrainingStep:
 
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
-        """The parameters of the optimizer: without frozen weights, and of sites their own experts alone."""
+        """The parameters of the optimizer: no frozen weights, and only the site's own experts where sites own them."""
         owned: dict[str, nn.Parameter] = self.model.trained_parameters
         return owned if self._owned is None else dict(self._owned.parameters)
 
@@ -296,7 +296,7 @@ class TrainingStep:
         return track_memory(self.model, self.optimizer, *tensors)
 
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
-        """Accumulate the gradients of a batch, or run forward passes alone; return this rank's loss terms."""
+        """Accumulate the gradients of a batch, or run only forward passes; return this rank's loss terms."""
         if self._passes is not None:
             terms: Tensor = self._passes.run(batch, step, self.begin_step)
             return terms

@@ -76,7 +76,7 @@ class ProgramParts:
     def __post_init__(self) -> None:
         """Check the callbacks before ranks start.
 
-        Raises:
+        ConfigError: an object is not a callback, or a callback has invalid metrics or states.
             ConfigError: something else than a callback is among them, or a metric of one cannot be.
         """
         is_list = isinstance(self.callbacks, Sequence)
@@ -191,7 +191,7 @@ def train_on_rank(
 
 @dataclass(frozen=True)
 class _RankTraining:
-    """Trains on this rank, with the process group that is there."""
+    """Trains on this rank, with the existing process group."""
 
     program: ProgramParts
     first_messages: tuple[str, ...]
@@ -290,7 +290,7 @@ class _RunLocks:
             )
 
     def release(self) -> None:
-        """Release the locks, if this process holds them: another one is rank 0 now."""
+        """Release the locks, if this process holds them: another process is rank 0 now."""
         self._stack.close()
         self._is_held = False
 

@@ -12,7 +12,7 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingCon
 
 
 class SiteEvaluation(Callback):
-    """Callback after the evaluation; on steps with a round only.
+    """Callback that runs after the evaluation, on steps with a round only.
 
     `eval_loss` is the loss of the outer weights if the step is evaluated, which costs a second evaluation where the
     site's own weights differ from them. `spike` is the value of the round before.
