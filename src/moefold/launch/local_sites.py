@@ -1,6 +1,6 @@
 """All sites of a run on this machine: a meeting point in this process, and one child process for each site.
 
-The children are forked before torch starts threads; their output is passed on, line by line, with the number of the
+The children are forked before torch starts threads. Their output is passed on line by line, with the number of the
 site in front.
 """
 
@@ -38,8 +38,8 @@ SiteMain = Callable[[int, int], int]
 def run_local_sites(main: SiteMain, count: int, min_members: int, environments: Sequence[dict[str, str]]) -> int:
     """Run all sites, wait for them, and return the exit status: the largest one, or a signal's.
 
-    Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the others are ended too
-    if they are too few for a round; their statuses do not count.
+    Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the other sites are
+    ended too if they are too few for a round; their statuses do not count.
 
     Args:
         min_members: fewest sites of a round.
@@ -67,7 +67,7 @@ def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv
         )
     gpus: list[str] = []
     if device != "cpu" and not has_no_gpu():
-        # Lazy import: without a GPU driver, torch is imported by the sites alone.
+        # Lazy import: without a GPU driver, only the sites import torch.
         import torch
 
         numbers = [str(number) for number in range(torch.cuda.device_count())]
@@ -92,7 +92,7 @@ class _SiteProcess:
         self.outputs = ((out, sys.stdout), (err, sys.stderr))
         self.status: int | None = None
         self.is_ended = False
-        """It was told to end, as too few sites are left."""
+        """Whether the site was ordered to end, as too few sites are left."""
 
 
 def _fork(
@@ -142,7 +142,7 @@ def _fork(
 
 
 def _limit_threads(threads: int) -> None:
-    """Set the threads of torch where the parent had imported it, and therefore read the variable already."""
+    """Set the threads of torch if the parent had imported it, and torch has therefore read the variable already."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
 

@@ -1,7 +1,7 @@
-"""State of a meeting point: which sites live, who takes part in a round, and which rounds are applied. Torch-free.
+"""State of a meeting point: the living sites, the members of each round, and the applied rounds.
 
-A round is applied only if every one of its members voted for it; a round that is not applied is as if it had not been
-due. All of the state can be lost: a new meeting point learns it from the messages of the sites.
+A round is applied only if all its members voted for it. A round that is not applied has no effect, as if it had not
+been due. All of the state can be lost: a new meeting point learns it from the messages of the sites.
 """
 
 import secrets
@@ -32,7 +32,7 @@ class BadRequestError(Exception):
 @dataclass
 class _Site:
     host: str
-    """Host of the site, as it says."""
+    """Host of the site, as the site reports it."""
     address: str
     """Address from which its first rank connects."""
     settings: dict[str, Any]
@@ -54,7 +54,7 @@ class _Site:
 
 
 class Meeting:
-    """State machine of the meeting point; a request is entered once, and asks for its answer after every change.
+    """State machine of the meeting point; a request is entered once, and checked for an answer after every change.
 
     Args:
         clock: monotonic time in seconds.
@@ -76,7 +76,7 @@ class Meeting:
         self._refused: dict[int, str] = {}
         """Sites that were refused at the start and did not come back, with the reason."""
         self._ended: dict[int, str] = {}
-        """Sites whose process has ended before it came here, with the reason."""
+        """Sites whose process has ended before they came here, with the reason."""
         self._givers: dict[int, Message] = {}
         """Answers to joining sites whose giver is known."""
         self._num_gifts = 0
@@ -148,7 +148,7 @@ class Meeting:
                 self._drop(number, f"on {site.host} has closed its connection")
 
     def end_site(self, number: int, reason: str) -> None:
-        """Count a site as one that does not come, if its process has ended before the first round.
+        """Count a site as absent, if its process has ended before the first round.
 
         Args:
             reason: why it does not come, for the sites that wait for it.
@@ -279,7 +279,7 @@ class Meeting:
         return self._missed(number) or {"ready": True}
 
     def _answer_join(self, number: int) -> Message:
-        """Return who gives a joining site its state, or that it has to ask again."""
+        """Return the answer to a joining site: the site that gives it the state, a request to wait, or the end."""
         if number in self._givers:
             return self._givers.pop(number)
         if not [other for other in self.living if not self._sites[other].is_joining]:
@@ -287,7 +287,7 @@ class Meeting:
         return {"wait": True}
 
     def _assign_joining_site(self, index: int, givers: Sequence[int]) -> Message:
-        """Return the order to give the state to a joining site after a round, for the first of some sites."""
+        """Return the order to give the state to the first joining site after a round; `givers` may give it."""
         joining = [number for number in self.living if self._sites[number].is_joining and number not in self._givers]
         if not joining or not givers:
             return {}
@@ -303,9 +303,9 @@ class Meeting:
         return {"give": {"to": number, "gift": gift, "round": index}}
 
     def _missed(self, number: int) -> Message | None:
-        """Return the answer to a site that lacks rounds which others have applied; None if it lacks none.
+        """Return the answer to a site that lacks applied rounds; None if it lacks none.
 
-        Sites in pairs have other weights than each other; a site that lacks a single round takes part in the next.
+        Sites in pairs have different weights; such a site takes part in the next round if it lacks a single one.
         """
         site = self._sites[number]
         if site.is_paired:
@@ -391,10 +391,10 @@ class Meeting:
         self._forget_keys()
 
     def _wait_s(self, round_: MeetingRound, asked: Mapping[int, Asked]) -> float:
-        """Return how long a round waits for sites after the first one has asked: grace time, once a quorum is here."""
+        """Return how long a round waits after its first site: the grace time, once a quorum is here."""
         timeout_s = round_.timeout_s
         settings = self._sites[min(asked)].settings
-        # No site gives its state after the last round, so that a site which is left out could not finish.
+        # No site gives its state after the last round, so a site that is left out could not finish.
         if len(asked) < _quorum(settings) or any(ask.is_last for ask in asked.values()):
             return timeout_s
         past = (self._rounds[other] for other in sorted(self._rounds))
@@ -420,7 +420,7 @@ class Meeting:
             return "error" in common
         groups = pair_members(_int(settings, "run.seed"), index, members) if in_pairs else [members]
         round_.answers |= dict.fromkeys(members, {"rests": True})
-        # Connections between other sets of sites are not kept, but for late sites that still exchange.
+        # Connections between other sets of sites are dropped, except for late sites that still exchange.
         late = [ballot.members for other in self._rounds.values() for ballot in other.ballots if not ballot.outcome]
         self._epochs = {group: epoch for group, epoch in self._epochs.items() if group in groups or group in late}
         for group in groups:
@@ -455,7 +455,7 @@ class Meeting:
         self._store_bytes = sum(len(key) + len(value) for key, value in self._store.items())
 
     def _is_over(self, name: str) -> bool:
-        """Return whether a connection or a transfer of this meeting point has ended, as a site of it left."""
+        """Return whether a connection or a transfer of this meeting point has ended, because one of its sites left."""
         is_own = name.startswith((f"{self._name}-", f"gift-{self._name}-"))
         return is_own and name not in self._epochs.values() and name not in self._gifts.values()
 
@@ -518,7 +518,7 @@ class Meeting:
 
 
 def describe_sites(numbers: list[int] | tuple[int, ...]) -> str:
-    """Return "no site", "site 1" or "sites 0, 2"."""
+    """Return the text "no site", "site 1" or "sites 0, 2"."""
     if not numbers:
         return "no site"
     return f"site{'s' if len(numbers) > 1 else ''} {', '.join(str(number) for number in numbers)}"

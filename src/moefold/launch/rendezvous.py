@@ -28,7 +28,7 @@ POLL_S = 0.05
 """Least polling interval; it grows with the number of ranks, as a single store serves them all."""
 
 WAIT_NOTICE_S = 10.0
-"""Time after which a rank prints for which ranks it waits."""
+"""Time after which a rank prints the numbers of the missing ranks."""
 
 MISSING_RANKS_GRACE_S = 5.0
 """Extra time after the timeout for a rank to find out which ranks are missing."""
@@ -90,7 +90,7 @@ def _open_store(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None])
     Args:
         rank_env: this rank.
         deadline: monotonic time of the timeout.
-        on_wait: called again and again while rank 0 has not opened the store.
+        on_wait: called repeatedly while rank 0 has not opened the store.
 
     Raises:
         _MissingRanksError: rank 0 did not open the store in time.

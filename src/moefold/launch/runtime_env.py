@@ -1,6 +1,6 @@
 """Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends.
 
-Torch is imported by the functions that need it: the settings of malloc do not.
+Functions that need torch import it themselves: the settings of malloc do not need it.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: 
 def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return ranks, threads and logged variables in one line for the log of rank 0.
 
-    "" for ranks on the CPU of one machine, for which `moefold doctor` says the same, and for a single rank.
+    Returns "" for ranks on the CPU of one machine, where `moefold doctor` reports the same, and for a single rank.
     """
     if rank_env.world_size == 1 or (device_type == "cpu" and rank_env.local_world_size == rank_env.world_size):
         return ""

@@ -66,19 +66,19 @@ def choose_run_folder(
 ) -> RunFolder:
     """Choose the folder that a start of a recipe writes to.
 
-        1. If run.dir holds no run, and no job of another run is there: run.dir.
-        2. If run.dir, run.dir-2, run.dir-3, ... holds the run that this command started: that folder. It is the same run if
-           all settings that affect its result are the same. It resumes if it has fewer steps than run.steps, and is
-           finished if it has all steps and both run.steps and the parallel mapping are the same too.
-        3. If one of these folders holds the same run, which ended before its first checkpoint: it; the run starts over.
-        4. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data, and no job of another run
-           is there: run.dir, which resumes with the new settings.
-        5. Else the first free one of run.dir-2, run.dir-3, ...
+    1. If run.dir holds no run, and no job of another run is there: run.dir.
+    2. If run.dir, run.dir-2, run.dir-3, ... holds the run that this command started: that folder. It is the same run if
+       all settings that affect its result are the same. It resumes if it has fewer steps than run.steps, and is
+       finished if it has all steps and both run.steps and the parallel mapping are the same too.
+    3. If one of these holds the same run, which ended before its first checkpoint: that folder; the run starts over.
+    4. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data, and no job of another run
+       is there: run.dir, which resumes with the new settings.
     5. Else the first free folder of run.dir-2, run.dir-3, ...
-        Args:
-            cfg: the recipe.
-            locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
-            left_out: keys that the recipe leaves out, which keep the values of the run that goes on.
+
+    Args:
+        cfg: the recipe.
+        locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
+        left_out: keys that the recipe leaves out, which keep the values of the run that goes on.
     """
     run_dir = Path(cfg.run.dir)
     given = cfg

@@ -32,7 +32,7 @@ class TrainingContext:
     position: Position
     stop: StopSignals
     states: RunStates = field(default_factory=RunStates)
-    """The objects whose state checkpoints have."""
+    """The objects whose state is in checkpoints."""
     log: RunLog | None = None
     """Files of the run folder, on rank 0 only."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class TrainingContext:
 
 @dataclass
 class FinishedStep:
-    """One step that was not rolled back. Equal on all ranks apart from the batch and the time."""
+    """One step that was not rolled back. Equal on all ranks, except for the batch and the time."""
 
     number: int
     """1-based."""
@@ -71,7 +71,7 @@ class FinishedStep:
     step_time_s: float
     is_last: bool
     num_tokens: int
-    """Input tokens of the global batch, padding aside."""
+    """Input tokens of the global batch, without padding."""
     rl: dict[str, Any] | None = None
     """Metrics of the rollouts; None without reinforcement learning."""
     signals: list[Signals] = field(default_factory=list)
@@ -88,12 +88,12 @@ class Callback:
     """Base class of callbacks; each hook does nothing unless it is overridden.
 
     All ranks call the hooks of all callbacks in the same order, so a hook may communicate if every rank does. State
-    belongs into the callback; checkpoints have it if the callback overrides `state_dict` and `load_state_dict`. With
+    belongs in the callback; checkpoints contain it if the callback overrides `state_dict` and `load_state_dict`. With
     several GPU ranks a callback must be picklable. An exception ends the run.
     """
 
     state_name: str = ""
-    """Name of its state in checkpoints; "": the name of its class."""
+    """Name of the callback's state in checkpoints; "": the name of its class."""
 
     metrics: "Sequence[Metric]" = ()
     """Definitions of the metrics that `measure` returns."""
@@ -104,19 +104,19 @@ class Callback:
 
     @property
     def has_metrics(self) -> bool:
-        """True if the callback declares metrics or measures; what it measures must be declared."""
+        """True if the callback declares metrics or measures; measured metrics must be declared."""
         return bool(self.metrics) or type(self).measure is not Callback.measure
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint as JSON values; rank 0's is stored, and each rank gets it back."""
+        """Return the state for a checkpoint as JSON values; rank 0's state is stored, and each rank gets it back."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint, before `on_start`, and before `on_rollback`."""
+        """Take over the state of a checkpoint; called before `on_start` and before `on_rollback`."""
 
     @property
     def saved_as(self) -> str:
-        """Name under which checkpoints have its state; "" for a callback without state."""
+        """Name of the callback's state in checkpoints; "" for a callback without state."""
         has_state = type(self).state_dict is not Callback.state_dict
         return (self.state_name or type(self).__name__) if has_state else ""
 
@@ -124,7 +124,7 @@ class Callback:
         """Run before the first step, after the checkpoint or the initial weights were loaded."""
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Run after a step: it was evaluated, logged and saved if that was due; with state, before it is saved."""
+        """Run after a step and its due evaluation, log line and save; callbacks with state run before the save."""
 
     def on_rollback(self, context: TrainingContext) -> None:
         """Run after a rollback, once the state of the earlier checkpoint is loaded."""
@@ -134,7 +134,7 @@ class Callback:
 
         Args:
             context: the run.
-            status: exit status of the run; 128 + its number after a signal.
+            status: exit status of the run; 128 + the number of a signal.
         """
 
     def on_error(self, context: TrainingContext, error: Exception) -> None:

@@ -23,11 +23,11 @@ class MetricsLogging(Callback):
     """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0.
 
     Args:
-        run: for the dtype: the known peaks of devices are for bfloat16.
-        metrics: for the peak that a recipe gives.
+        run: gives the dtype: the known peaks of devices are for bfloat16.
+        metrics: gives the peak, if the recipe sets it.
         flops_per_token: FLOPs of a step for each token of the batch.
         device: device of the rank.
-        callbacks: of the program, which may measure more.
+        callbacks: callbacks of the program, which may measure more.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class StragglerDetection(Callback):
     """Callback that logs slow ranks with the names of their hosts.
 
     Args:
-        factor: faults.straggler_factor; 0: no rank is.
+        factor: faults.straggler_factor; 0: no rank is slow.
     """
 
     def __init__(self, factor: float) -> None:
