@@ -1,4 +1,4 @@
-"""Training step of moefold for benchmarks: of a whole model, of one MoE layer or of a stack of layers."""
+"""Training step of moefold for benchmarks: for a whole model, one MoE layer or a stack of layers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -128,7 +128,7 @@ class LayerStep:
         model: the layers.
         x: hidden states [S, B, H].
         grad: gradient of the output, [S, B, H].
-        module: what runs: the layers or the first MoE layer.
+        module: the module that runs: the layers or the first MoE layer.
         first_moe_layer: first MoE layer.
     """
 
@@ -199,9 +199,9 @@ def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is
 
     Args:
         layers: indices of the layers.
-        device: of the weights.
+        device: device of the weights.
         is_whole: True: with embedding and head, and float32 weights. False: a middle pipeline stage, from hidden states
-            to hidden states, with weights in the dtype of the run but for float32 routers.
+            to hidden states, with weights in the dtype of the run and float32 routers.
     """
     with torch.device("meta"):
         model = Transformer(cfg.model, module_settings(cfg), layers, is_first=is_whole, is_last=is_whole)

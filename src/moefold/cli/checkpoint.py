@@ -134,7 +134,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run one action. Return 0 for done, sound or equal; 1 for damaged or different."""
+    """Run one action. Return 0 for done, intact or equal; 1 for damaged or different."""
     arguments = _parser().parse_args(argv)
     action: Callable[[argparse.Namespace], int] = arguments.action
     return action(arguments)
@@ -142,7 +142,7 @@ def run(argv: list[str]) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     folder = locate_folder(arguments.folder)
-    # `import` writes a folder that is one checkpoint and has no step in its name.
+    # `import` writes a single checkpoint into a folder without a step in its name.
     paths = [folder] if (folder / META_FILE).is_file() else named_checkpoints(folder)
     best = best_of(paths)
     rows = [replace(_checkpoint_row(path), is_best=path == best) for path in paths]

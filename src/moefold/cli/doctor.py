@@ -23,7 +23,7 @@ from moefold.terminal import print_escaped, printable
 def network_links(system: Path = Path("/sys/class")) -> list[str]:
     """Return one description for each network interface that is up, and each port of an InfiniBand or RoCE adapter.
 
-    Empty where the kernel lists none, as on macOS.
+    Empty if the kernel lists none, as on macOS.
 
     Args:
         system: folder of the kernel's device classes.
@@ -41,7 +41,7 @@ def network_links(system: Path = Path("/sys/class")) -> list[str]:
 
 
 def _read(file: Path) -> str:
-    """Return the content of a file of the kernel; "" where it cannot be read."""
+    """Return the content of a file of the kernel; "" if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

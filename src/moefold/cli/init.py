@@ -84,7 +84,7 @@ def _list_recipes(sentences: dict[str, str]) -> list[str]:
     """List recipes by folder, one line each of at most `LIST_WIDTH` columns; planned variants share a line.
 
     Args:
-        sentences: what each recipe is, by name.
+        sentences: description of each recipe, by name.
     """
     lines = []
     for folder in sorted({name.rpartition("/")[0] for name in sentences}):
@@ -111,7 +111,7 @@ def _join(counts: list[int]) -> str:
 
 
 def _shorten(sentence: str, width: int) -> str:
-    """Shorten a sentence to `width` characters: at the end of its last part that fits, or else of a word."""
+    """Shorten a sentence to `width` characters: after its last part that fits, or else after a word."""
     if len(sentence) <= width:
         return sentence
     ends = [match.start() for match in re.finditer(r" \(|[,:;] ", sentence) if width / 2 < match.start() <= width]

@@ -187,10 +187,10 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
 
 
 def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) -> None:
-    """Print the numbers of each curve, and its course; nothing if there is none.
+    """Print the numbers and the course of each curve; prints nothing without curves.
 
     Args:
-        title: what the curves describe.
+        title: subject of the curves.
     """
     if not curves:
         return

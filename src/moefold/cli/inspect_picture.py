@@ -186,7 +186,7 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
 
 
 def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
-    """Draw a panel for each curve of reinforcement learning; the held-out reward in the panel of the reward."""
+    """Draw a panel for each curve of reinforcement learning; the held-out reward is in the panel of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
     held_out = next((one for one in curves if one.name == HELD_OUT), None)
     for axes, curve in zip(_draw_panels(figure, panels), panels, strict=True):
@@ -214,7 +214,7 @@ def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Arra
 
     shades = colormaps["Blues"](np.linspace(0.35, 0.95, max(2, len(balance.layers))))
     count = len(balance.layers)
-    # With more layers, the shade between the two named ones tells a layer's depth.
+    # With more layers, the shade between the two named layers shows the depth of a layer.
     named = range(count) if count <= MAX_NAMED_LAYERS else (0, count - 1)
     marker = "o" if len(steps) == 1 else ""
     for i in range(len(balance.layers)):

@@ -1,7 +1,7 @@
-"""Local job: start one process per rank on this machine, wait for them, and end them together. Torch-free.
+"""Local job: start one process per rank on this machine, wait for them, and end them together.
 
 The launcher passes Ctrl-C, SIGTERM and SIGHUP to its ranks and waits for them. The job's temporary files are the
-flight-record files of the ranks; folders that killed processes left are removed.
+flight-record files of the ranks; folders left by killed processes are removed.
 """
 
 import gc
@@ -35,7 +35,7 @@ RankMain = Callable[[RankEnv, str], int]
 """Main function of a rank: called with its environment and device type, returns the exit status of the job."""
 
 EXIT_GRACE_S = 30.0
-"""Time that the other ranks have to exit after one has failed, before they are killed."""
+"""Time that the other ranks have to exit after a rank has failed, before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def run_processes(
     ends the others. If this process is killed, the ranks get SIGINT.
 
     Args:
-        on_loss: called with the number and the exit code of a rank that a signal has ended, while others run: these go
-            on. None: such a rank has failed.
+        on_loss: called with the number and the exit code of a rank that a signal has ended, if others run: they go on.
+            None: such a rank has failed.
 
     Raises:
         RunError: the system cannot start another process.
@@ -119,7 +119,7 @@ def _wait_for_ranks(ranks: Sequence[_RankProcess], on_loss: Callable[[int, int],
                 continue
             if exitcode or not status_pipe.poll():
                 _terminate([rank.process for rank in running.values()])
-                # A survivor that fails after a loss is a consequence of it.
+                # A survivor that fails after a loss fails because of it.
                 return last_loss if last_loss and exitcode == EXIT_FAILED else JobResult(0, number, exitcode)
             statuses.append(int(status_pipe.recv_bytes()))
     return JobResult(max(statuses), None, 0)
