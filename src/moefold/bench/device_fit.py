@@ -93,7 +93,7 @@ class DeviceMeasurements:
     """Measured times of one rank while all ranks of the machine do the same."""
 
     dtype: str
-    """Compute type of attention and experts, and of the GEMMs from which the tile model is fitted."""
+    """Compute type of attention, experts, and the GEMMs that determine the tile model."""
     memory_gib: float
     copy_bytes_per_s: float
     """Bytes read and written."""

@@ -72,7 +72,7 @@ def save_picture(
 
 
 def _shown_layers(balance: ExpertBalance) -> list[int]:
-    """Return the indices of the layers to draw: all, or the least even ones and an even spread over the depth."""
+    """Return the indices of the layers to draw: all, or the least even layers and an even spread over the depth."""
     count = len(balance.layers)
     if count <= MAX_MAPS:
         return list(range(count))

@@ -96,7 +96,7 @@ def check_jitter_options(args: argparse.Namespace) -> None:
     """Check that --jitter is a small spread, and that --seed has an effect.
 
     Raises:
-        ConfigError: one of them is wrong, or has no effect.
+        ConfigError: an option is wrong, or has no effect.
     """
     if not 0 <= args.jitter <= 1:
         raise ConfigError(

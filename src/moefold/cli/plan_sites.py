@@ -28,7 +28,7 @@ def reject_site_options(args: argparse.Namespace, option: str, reason: str) -> N
     """Reject options of sites that have no effect with another option.
 
     Raises:
-        ConfigError: one of them is given.
+        ConfigError: an option of sites is given.
     """
     for name in OPTIONS:
         if getattr(args, name) is not None:

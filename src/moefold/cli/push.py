@@ -55,7 +55,7 @@ def _hf_folder(given: Path) -> Iterator[Path]:
     """Yield a folder of Hugging Face or PEFT: the given folder, or an export that is deleted at the end.
 
     Raises:
-        ConfigError: it is neither a folder nor a checkpoint, or a checkpoint of only adapters.
+        ConfigError: it is not such a folder and not a checkpoint, or it is a checkpoint of only adapters.
     """
     if is_hf_folder(given) or (given / ADAPTER_CONFIG_FILE).is_file():
         yield given

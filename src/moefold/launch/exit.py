@@ -43,7 +43,7 @@ OOM_MESSAGES = (
     "integer multiplication overflow",
     "Maximum allowed dimension exceeded",
 )
-"""Fragments of messages by which other error classes report failed allocations."""
+"""Fragments of messages in which other error classes report failed allocations."""
 _REQUESTED_SIZE = re.compile(r"allocate (\d+) bytes|[Aa]llocate (\d[\d.]* ?[KMGTP]?i?B)")
 OOM_SUGGESTION = (
     "choose a smaller model, batch or sequence, or more ranks; for training `moefold memory RECIPE --dry` shows what "

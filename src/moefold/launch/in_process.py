@@ -180,7 +180,7 @@ def restored_process_state() -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
-            # Modules and their hooks refer to each other: reference counts alone free neither the model nor groups.
+            # Modules and their hooks refer to each other: reference counts cannot free the model or its groups.
             gc.collect()
 
 

@@ -55,7 +55,7 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
 
 
 def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv | None) -> list[dict[str, str]]:
-    """Return the environment variables by which the sites share the cores or GPUs of this machine.
+    """Return the environment variables that divide the cores or GPUs of this machine among the sites.
 
     Raises:
         ConfigError: a launcher started this process, or there are too few GPUs.

@@ -13,7 +13,7 @@ from moefold.launch.signed_lines import MAX_LINE_BYTES, BadLineError, Message, S
 
 CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
-"""Interval in which a site tells the meeting point that it is alive."""
+"""Interval between two messages of a site that it is alive."""
 
 
 class MeetError(Exception):
@@ -130,7 +130,7 @@ class MeetConnection:
 
 
 class MeetStore:
-    """Key-value store at the meeting point, by which the ranks of a round find each other.
+    """Key-value store at the meeting point; the ranks of a round find each other through it.
 
     Args:
         connection: a connection of this rank.

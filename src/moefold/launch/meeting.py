@@ -34,7 +34,7 @@ class _Site:
     host: str
     """Host of the site, as the site reports it."""
     address: str
-    """Address from which its first rank connects."""
+    """Address that its first rank connects from."""
     settings: dict[str, Any]
     weights: int | None
     """Hash of its outer weights after `version` rounds; None where it is not known."""

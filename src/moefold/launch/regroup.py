@@ -11,7 +11,7 @@ see that), a collective has failed and it reports nothing any more (it and the o
 does not arrive within `faults.timeout_s`. A rank that ended with its own error message is not lost: the job ends as
 it does without regrouping.
 
-Keys of the store, below `moefold/regroup/`: `lost` and `arrived/N` are lists to which ranks append, `generation/N` is
+Keys of the store, below `moefold/regroup/`: ranks append to the lists `lost` and `arrived/N`, `generation/N` is
 written once, `ended/N` is the exit status of the training of generation N, and `left` lists the ranks that have read
 it.
 """
@@ -35,7 +35,7 @@ LOST_KEY = "lost"
 POLL_S = 0.02
 """Least interval between two questions to the store; it grows with the number of ranks."""
 LOOK_S = 0.5
-"""Interval in which a rank that waits for the others looks at the processes of its machine."""
+"""Interval between two checks of this machine's processes by a rank that waits for the others."""
 CONNECT_POLL_S = 0.005
 """Least interval while process groups connect, which asks for several keys one after another."""
 LOSS_WAIT_S = 5.0
@@ -178,7 +178,7 @@ class Regroup:
         return self._rank not in self.current.members
 
     def group_store(self) -> dist.Store:
-        """Return the store on which the process groups of the current generation connect.
+        """Return the store that connects the process groups of the current generation.
 
         A wait in it ends with LostRankError when a member is lost. A process of an older generation uses other keys.
         On GPUs it is torch's own store, as threads of NCCL use it too, and a rank that is lost while the others

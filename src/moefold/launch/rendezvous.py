@@ -34,7 +34,7 @@ MISSING_RANKS_GRACE_S = 5.0
 """Extra time after the timeout for a rank to find out which ranks are missing."""
 
 STDERR_FD = 2
-"""File descriptor of stderr, to which C++ code writes directly."""
+"""File descriptor of stderr, where C++ code writes directly."""
 
 MAX_REASON_CHARS = 160
 """Length limit for torch's own text in a message."""
@@ -324,7 +324,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Listen at the rendezvous address only, if that is certainly the interface to which the ranks connect.
+    """Listen at the rendezvous address only, if the ranks certainly connect to that interface.
 
     This holds for IP addresses and "localhost". A host name may resolve to different interfaces on different hosts,
     and an address mapped by NAT is not local: then the caller must listen on all interfaces.

@@ -24,13 +24,13 @@ LOGGED_PREFIXES = {
 """Prefixes of environment variables that change computation or communication, by device type."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables by which a user configures torch's CUDA allocator, which reads them at its first use."""
+"""Environment variables that configure torch's CUDA allocator, which reads them at its first use."""
 
 
 def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
     """Make torch's CUDA allocator use expandable segments, unless the user configured it; call it before CUDA starts.
 
-    The routed tokens of a rank change with each step, and so do the sizes of its blocks. Without expandable segments,
+    The routed tokens of a rank and the sizes of its blocks change with each step. Without expandable segments,
     free blocks of earlier sizes stay reserved: an allocation can fail although enough memory is free. Child processes
     inherit the setting.
     """
@@ -41,7 +41,7 @@ def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
 def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> None:
     """Set torch's thread count to this rank's share of the cores, unless OMP_NUM_THREADS is set.
 
-    Oversubscribed ranks, whose threads spin on the same cores, are many times slower than single-threaded ones.
+    Oversubscribed ranks, whose threads spin on the same cores, are many times slower than single-threaded ranks.
     """
     import torch
 
@@ -113,7 +113,7 @@ MAX_MMAP_THRESHOLD_BYTES = (1 << 30, 1 << 25)
 """Candidates for M_MMAP_THRESHOLD, in order: older glibc versions, such as 2.31, accept at most the second."""
 
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-"""Environment variables by which a user configures glibc's malloc."""
+"""Environment variables that configure glibc's malloc."""
 
 
 def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:
@@ -127,7 +127,7 @@ def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.env
 
 
 def malloc_message(device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the malloc setting as text for the log; "" where `keep_freed_blocks` has no effect."""
+    """Return the malloc setting as text for the log; "" if `keep_freed_blocks` has no effect."""
     return "freed memory is kept" if keeps_freed_blocks(device_type, environment) else ""
 
 

@@ -1,7 +1,7 @@
 """Signed JSON lines between the sites and their meeting point.
 
 A line is the HMAC-SHA256 of its direction, its number in the connection and its content, in hexadecimal, a space, and
-one JSON object. The key of a connection is derived from the shared secret and a random number of either side, so that a
+one JSON object. The key of a connection is derived from the shared secret and a random number of each side, so that a
 line of another connection, direction or position is refused. An empty secret is known to everyone: it is for meeting
 points that only this machine can reach.
 """

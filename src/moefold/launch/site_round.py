@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from moefold.launch.signed_lines import Message
 
 GRACE_ROUNDS = 16
-"""Past rounds from which the grace time is estimated."""
+"""Number of past rounds for the estimate of the grace time."""
 MIN_GRACE_ROUNDS = 8
 """With fewer past rounds, a round waits for late sites up to sites.timeout_s."""
 MIN_GRACE_S = 5.0

@@ -43,7 +43,7 @@ class InputCount:
 
     @property
     def token_weight(self) -> float | None:
-        """The share of each token in the auxiliary losses of the routers: 1 / tokens; None if there is no padding.
+        """Share of each token in the auxiliary losses of the routers: 1 / tokens; None if there is no padding.
 
         All ranks get the same value, including ranks without padding.
         """
@@ -142,7 +142,7 @@ class BatchSharder:
         return self._normalize_weights(parts, num_samples)
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:
-        """Read this rank's samples of one global batch; those after the first `num_taken` of the batch weigh 0."""
+        """Read this rank's samples of one global batch; samples after the first `num_taken` of the batch weigh 0."""
         own = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
         samples_of_rank = self._sampler.batch_at(own + [samples[-1]] * (self._samples_per_rank - len(own)))
         self._check_ids(samples_of_rank.tokens)

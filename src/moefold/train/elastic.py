@@ -84,7 +84,7 @@ class Loss:
 
         Args:
             dp: data-parallel degree of the new generation.
-            step: step from which it goes on.
+            step: step where it goes on.
         """
         new = self.generation
         return {

@@ -40,7 +40,7 @@ def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberC
         snapshots: snapshots of this process, for their layout.
 
     Raises:
-        CannotChooseError: this process has no snapshot of the mapping that was lost, and others have.
+        CannotChooseError: this process has no snapshot of the mapping that was lost, but another process has one.
     """
     survivors = sorted(facts)
     generation = max((found[0][0] for found in facts.values() if found), default=0)
@@ -80,6 +80,6 @@ def _members(
     if step is None or chosen is None:
         return tuple(survivors[:count]), generation, None
     members = [job_ranks[rank] for rank in chosen]
-    # Spares of the lost mapping have no snapshot of it, and get all shards from the others.
+    # Spares of the lost mapping have no snapshot of it, and get all shards from the other ranks.
     members += [rank for rank in survivors if rank not in job_ranks.values()][: count - len(members)]
     return tuple(sorted(members)), generation, step

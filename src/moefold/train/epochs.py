@@ -48,7 +48,7 @@ def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first:
 
 
 def _unknown_length_reason(data: DataConfig, rl: RLConfig) -> str:
-    """Return why the settings alone tell that the length of the data is unknown; "" if they do not."""
+    """Return why the length of the data is certainly unknown, from the settings only; "" if it may be known."""
     if data.streaming:
         return "data.streaming=true reads a stream, whose length is unknown"
     if data.kind == "synthetic":

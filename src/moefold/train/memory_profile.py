@@ -111,7 +111,7 @@ def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
     """Return the state bytes of one rank, from its stages and optimizer built on the meta device.
 
     Gradients (absent before a step) and offloaded moments are not counted. Runs in a child process, because torch
-    caches what it derives from a device mesh, this rank's coordinate included, for all equal meshes of the process.
+    caches values of a device mesh, including this rank's coordinate, for all equal meshes of the process.
     """
     with block_signals([signal.SIGINT], starts_python=False):
         # The child must not handle Ctrl-C; this process does.

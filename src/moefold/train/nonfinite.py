@@ -57,7 +57,7 @@ class NonFiniteReport:
 
     @property
     def is_reproducible(self) -> bool:
-        """True if the rerun was not finite either; else the hardware is suspect rather than the batch."""
+        """True if the rerun was also not finite; else the fault is probably in the hardware, not in the batch."""
         return any(finding.is_bad_on_rerun for finding in self.findings)
 
     def describe(self) -> str:

@@ -41,7 +41,7 @@ class PromptSampler(Sampler):
         return 0 if self.prompts is None else len(self.prompts)
 
     def annotated_sample(self, index: int) -> Sample:
-        """Raise NotImplementedError: samples are packed rollouts, which a prompt alone does not determine."""
+        """Raise NotImplementedError: samples are packed rollouts, and a prompt does not determine them."""
         raise NotImplementedError("prompts are no samples")
 
     def origin(self, index: int) -> str:

@@ -14,7 +14,7 @@ from moefold.parallel.batch import Batch
 from moefold.train.callbacks.callback import TrainingContext
 
 NUM_SAMPLES = 8
-"""Held-out samples on which the routing is compared."""
+"""Number of held-out samples for the comparison of the routing."""
 
 
 class _ChoiceRecorder:

@@ -26,7 +26,7 @@ from moefold.launch.site_round import PAIRS_SETTING
 from moefold.topology.fragments import round_order
 
 POLL_S = 0.5
-"""Interval in which a site asks whether the others have come."""
+"""Interval between two questions of a site whether the other sites have come."""
 ANSWER_GRACE_S = 15.0
 """Time for an answer of the meeting point beyond sites.timeout_s."""
 _EQUAL_PARALLEL_KEYS = (
@@ -232,7 +232,7 @@ class SiteMeeting:
         self.close()
 
     def close(self) -> None:
-        """Close the connections, by which the meeting point knows that the site is gone."""
+        """Close the connections, which tells the meeting point that the site is gone."""
         self._heartbeat.stop()
         if self.links is not None:
             self.links.close()

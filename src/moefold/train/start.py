@@ -418,7 +418,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
             check_vllm(cfg, rank_env, max_tokens=longest)
         check_saved_rollouts(setup)
     elif cfg.data.kind != "program" and not cfg.data.drops_files:
-        # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
+        # The ranks agree on the corrupt token files to skip, and the checkpoint records the choice.
         prepare(
             cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
         )

@@ -124,7 +124,7 @@ class StepFault:
 
 
 def _describe_intact_checkpoint(folder: Path) -> str:
-    """Describe the newest checkpoint of a folder whose file sizes are right, and the damaged later ones."""
+    """Describe the newest checkpoint of a folder whose file sizes are right, and the later, damaged checkpoints."""
     damaged: list[str] = []
     for path in reversed(named_checkpoints(folder)):
         if not (faults := quick_validate(path)):

@@ -262,7 +262,7 @@ class _RunLocks:
         """Acquire the locks unless this process holds them.
 
         Args:
-            starts_run: whether the job starts; a successor of rank 0 finds what the job has written.
+            starts_run: whether the job starts; a successor of rank 0 finds the files that the job has written.
 
         Raises:
             ConfigError: another job holds one, or has written to the folder before the start of this run.

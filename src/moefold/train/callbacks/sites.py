@@ -34,7 +34,7 @@ from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
 
 WAIT_S = 1.0
-"""Interval in which a rank that waits for an exchange reports progress."""
+"""Interval between two progress reports of a rank that waits for an exchange."""
 
 
 @dataclass
@@ -150,7 +150,7 @@ class SiteRounds(Callback):
             self._meeting.leave()
 
     def on_error(self, context: TrainingContext, error: Exception) -> None:
-        """Close the connections, by which the meeting point knows that the site is gone."""
+        """Close the connections, which tells the meeting point that the site is gone."""
         if self._meeting is not None:
             self._meeting.close()
 
