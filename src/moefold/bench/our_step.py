@@ -97,7 +97,7 @@ class ModelStep:
         self.labels = samples[:, 1:].contiguous()
 
     def build(self) -> StepFunction:
-        """Build the trainer's full step, with gradient norm, clipping, schedule and metrics; every degree is 1."""
+        """Build the trainer's full step, with gradient norm, clipping, schedule and metrics. Every degree is 1."""
         model = parallelize(self.cfg, ParallelGroups.create(fold(world_size=1), self.device))
         stage = model.stages[0]
         self.first_moe_layer = next(iter(stage.moe_layers().values()))
@@ -178,7 +178,7 @@ def forward_backward_step(
     parameters: list[nn.Parameter],
     moe_layer: MoELayer | None = None,
 ) -> StepFunction:
-    """Return forward and backward from given states and output gradient; a second output is a balance loss."""
+    """Return forward and backward from given states and output gradient. A second output is a balance loss."""
 
     def step() -> None:
         if moe_layer is not None:

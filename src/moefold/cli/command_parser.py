@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(name, action="store_true", help=text)
 
     def option(self, name: str, default: Any, metavar: str | None, text: str, **settings: Any) -> None:
-        """Add an option with a value of the type of its default; a type as the default means that it has no default."""
+        """Add an option with a value of the type of its default. A type as the default means that it has no default."""
         if not isinstance(default, type):
             settings["default"] = default
             default = type(default)
@@ -105,7 +105,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the path of the recipe and the overrides; a first word `section.key=value` is an override.
+    """Return the path of the recipe and the overrides. A first word `section.key=value` is an override.
 
     Args:
         recipe: the first word; None without words.

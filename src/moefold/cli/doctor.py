@@ -81,7 +81,7 @@ class Finding:
 
 
 def run(argv: list[str]) -> int:
-    """Print the report; return 1 if training cannot start on this machine, else 0."""
+    """Print the report and return 1 if training cannot start on this machine, else 0."""
     arguments = _parser().parse_args(argv)
     found = [*_software(), *_host(), *_torch(), *_links(), _cache(), *_optional()]
     if arguments.json:

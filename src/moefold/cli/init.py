@@ -81,7 +81,7 @@ def _closest_recipe(word: str, known: set[str]) -> str | None:
 
 
 def _list_recipes(sentences: dict[str, str]) -> list[str]:
-    """List recipes by folder, one line each of at most `LIST_WIDTH` columns; planned variants share a line.
+    """List recipes by folder, one line each of at most `LIST_WIDTH` columns. Planned variants share a line.
 
     Args:
         sentences: description of each recipe, by name.

@@ -186,7 +186,7 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
 
 
 def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
-    """Draw a panel for each curve of reinforcement learning; the held-out reward is in the panel of the reward."""
+    """Draw a panel for each curve of reinforcement learning. The held-out reward is in the panel of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
     held_out = next((one for one in curves if one.name == HELD_OUT), None)
     for axes, curve in zip(_draw_panels(figure, panels), panels, strict=True):
@@ -197,7 +197,7 @@ def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
 
 
 def _draw_panels(figure: Any, curves: Sequence[MetricCurve]) -> Sequence[Any]:
-    """Draw a row with a panel for each curve; return their axes."""
+    """Draw a row with a panel for each curve and return their axes."""
     row: Sequence[Any] = figure.subplots(1, len(curves), squeeze=False)[0]
     for axes, curve in zip(row, curves, strict=True):
         steps, values = curve.binned(MAX_BINS)

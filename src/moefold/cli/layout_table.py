@@ -60,7 +60,7 @@ MAX_LISTED_RANKS = 1 << 18
 
 
 def node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
-    """Return the ranks of each node, in order; the last node may be smaller."""
+    """Return the ranks of each node, in order. The last node may be smaller."""
     return [range(first, min(first + gpus_per_node, world_size)) for first in range(0, world_size, gpus_per_node)]
 
 

@@ -64,7 +64,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Print the memory of each rank; return 0, or 1 if the built model and the formulas disagree."""
+    """Print the memory of each rank and return 0, or 1 if the built model and the formulas disagree."""
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))
     layout = check_config(cfg)

@@ -71,7 +71,7 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
 
 
 def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int, float]:
-    """Parse options such as `17=1.3` into the slowdown of each named rank; the largest value of a rank counts.
+    """Parse options such as `17=1.3` into the slowdown of each named rank. The largest value of a rank counts.
 
     Raises:
         ConfigError: an option is malformed, or a rank does not exist.

@@ -200,7 +200,7 @@ def _is_searched(key: str, choice: str) -> bool:
 
 
 def _is_from_outside(key: str, choice: str) -> bool:
-    """Return whether a value of an axis is a kind from another package; the search tries it only if it is named."""
+    """Return whether a value of an axis is a kind from another package. The search tries it only if it is named."""
     is_outside = choice in kinds(key) and choice not in built_in_kinds(key)
     return is_outside and _is_searched(key, choice)
 

@@ -67,14 +67,14 @@ ONE_RANK_NOTE = (
 """Note on a comparison with one rank."""
 
 OUTSIDE_NOTE = "NOT checked: whether the formulas from outside share code with what they judge"
-"""Note on external parts with their own formula; the names of the parts follow it."""
+"""Note on external parts with their own formula. The names of the parts follow it."""
 
 RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
 """Trains some steps of a recipe on its ranks with a progress callback; returns the record of each rank."""
 
 
 def run(argv: list[str]) -> int:
-    """Run `moefold verify`; return 0 if the mapping equals the oracle, 1 if not.
+    """Run `moefold verify` and return 0 if the mapping equals the oracle, 1 if not.
 
     Raises:
         NoFormulaError: the oracle cannot judge the recipe; exit status 3.

@@ -123,7 +123,7 @@ class SingleReporter:
             self.use_file(self.shared_path)
 
     def use_file(self, path: str) -> None:
-        """Use the file at `path` from now on; it stays open even if the rank that created it exits."""
+        """Use the file at `path` from now on. It stays open even if the rank that created it exits."""
         with suppress(OSError):
             # Another thread may be using the previous file, which stays open.
             self._lock = FileLock(open_lock_file(Path(path)))

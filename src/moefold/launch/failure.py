@@ -73,7 +73,7 @@ class RankErrorHandler:
         os._exit(SIGNAL_STATUS + number)
 
     def _raise_in_program(self, error: BaseException) -> None:
-        """Deregister, and turn a failed collective into a RunError; other exceptions stay as they are.
+        """Deregister, and turn a failed collective into a RunError. Other exceptions stay as they are.
 
         Raises:
             RunError: the connection to another rank was lost.
@@ -114,7 +114,7 @@ class RankErrorHandler:
         self._exit_failed()
 
     def _exit_with_run_error(self, error: RunError) -> NoReturn:
-        """Exit with a RunError; only the first rank with the error prints the message."""
+        """Exit with a RunError. Only the first rank with the error prints the message."""
         time.sleep(self._report_delay_s(error))
         self._deregister(EXIT_FAILED)
         self._reporter.report_once(

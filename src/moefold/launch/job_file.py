@@ -60,7 +60,7 @@ def escape_comment(value: object) -> str:
 
 
 def escape_plain(value: object) -> str:
-    """Return a name that needs no quotes anywhere; other names are an error of the caller."""
+    """Return a name that needs no quotes anywhere. Other names are an error of the caller."""
     text = str(value)
     assert _PLAIN.fullmatch(text), text
     return text

@@ -171,7 +171,7 @@ def _torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
 
 
 LOCK_FILE = "moefold.lock"
-"""Name of the lock file in a temporary folder; the owner holds its flock until the process ends."""
+"""Name of the lock file in a temporary folder. The owner holds its flock until the process ends."""
 
 
 def claim_folder(folder: Path) -> None:
@@ -232,7 +232,7 @@ def record_files(world_size: int) -> Iterator[tuple[str, ...]]:
 
 
 class SignalForwarder:
-    """Context manager that forwards stop signals to the child processes; a second Ctrl-C kills them.
+    """Context manager that forwards stop signals to the child processes. A second Ctrl-C kills them.
 
     A terminal sends Ctrl-C to the ranks too, `kill` only to this process: ranks must tolerate a repeated signal.
 

@@ -210,7 +210,7 @@ def _log(line: str) -> None:
 
 
 async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
-    """Print the lines of a pipe until it closes; a line beyond `MAX_LINE_BYTES` is split."""
+    """Print the lines of a pipe until it closes. A line beyond `MAX_LINE_BYTES` is split."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(

@@ -37,7 +37,7 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
 
 
 class MeetConnection:
-    """One connection to the meeting point; the first request opens it, and the next request reopens a lost one.
+    """One connection to the meeting point. The first request opens it, and the next request reopens a lost one.
 
     Args:
         timeout_s: longest wait for an answer.
@@ -130,7 +130,7 @@ class MeetConnection:
 
 
 class MeetStore:
-    """Key-value store at the meeting point; the ranks of a round find each other through it.
+    """Key-value store at the meeting point. The ranks of a round find each other through it.
 
     Args:
         connection: a connection of this rank.

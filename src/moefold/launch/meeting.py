@@ -39,7 +39,7 @@ class _Site:
     weights: int | None
     """Hash of its outer weights after `version` rounds; None where it is not known."""
     round: int
-    """Last round that was due on it; the rounds of a run are counted from 1, as the steps between them may differ."""
+    """Last round that was due on it. The rounds of a run are counted from 1, as the steps between them may differ."""
     version: int
     """Rounds applied."""
     connection: int | None
@@ -54,7 +54,7 @@ class _Site:
 
 
 class Meeting:
-    """State machine of the meeting point; a request is entered once, and checked for an answer after every change.
+    """State machine of the meeting point. A request is entered once, and checked for an answer after every change.
 
     Args:
         clock: monotonic time in seconds.
@@ -404,7 +404,7 @@ class Meeting:
     def _answer_members(
         self, index: int, round_: MeetingRound, members: tuple[int, ...], asked: Mapping[int, Asked], *, in_pairs: bool
     ) -> bool:
-        """Set the answers to the members of a round; return whether it is refused as their weights differ."""
+        """Set the answers to the members of a round and return whether it is refused as their weights differ."""
         settings = self._sites[members[0]].settings
         quorum = _quorum(settings)
         digests = {number: asked[number].digest for number in members}

@@ -22,7 +22,7 @@ from moefold.launch.rendezvous import MISSING_RANKS_GRACE_S, STORE_ERRORS, join_
 
 Result = TypeVar("Result")
 RankFunction = Callable[[RankEnv, str], Result]
-"""Function that each rank runs, given its place and its device type; the result of the first rank must be picklable."""
+"""Function that each rank runs, given its place and its device type. The result of the first rank must be picklable."""
 
 
 def collect_from_ranks(

@@ -33,7 +33,7 @@ from moefold.host.rank_env import RankEnv
 PREFIX = "moefold/regroup"
 LOST_KEY = "lost"
 POLL_S = 0.02
-"""Least interval between two questions to the store; it grows with the number of ranks."""
+"""Least interval between two questions to the store. It grows with the number of ranks."""
 LOOK_S = 0.5
 """Interval between two checks of this machine's processes by a rank that waits for the others."""
 CONNECT_POLL_S = 0.005
@@ -206,7 +206,7 @@ class Regroup:
         return not self.lost().isdisjoint(self.current.members)
 
     def next(self, facts: Any, choose: ChooseMembers) -> RankGeneration:
-        """Agree with the other survivors on the next generation; it becomes the current one.
+        """Agree with the other survivors on the next generation. It becomes the current one.
 
         The process groups of this rank must be free: other ranks may wait on their connections.
 
@@ -247,7 +247,7 @@ class Regroup:
         return self.current
 
     def await_change(self) -> int | None:
-        """Wait as a spare; return the exit status once the training has ended, or None once a member is lost.
+        """Wait as a spare and return the exit status once the training has ended, or None once a member is lost.
 
         Raises:
             RunError: a rank that trains has failed.
@@ -268,11 +268,11 @@ class Regroup:
             time.sleep(self._poll_s)
 
     def end(self, status: int) -> None:
-        """Record that the training of the current generation has ended; the first status counts."""
+        """Record that the training of the current generation has ended. The first status counts."""
         self._store.compare_set(f"ended/{self.current.number}", "", str(status))
 
     def leave(self) -> None:
-        """Leave the store at the end of the training; rank 0, if it hosts the store, waits until all others have left.
+        """Leave the store at the end of the training. Rank 0, if it hosts the store, waits until all others have left.
 
         Without this wait, a spare or a late rank would ask a store that is gone.
         """
@@ -390,7 +390,7 @@ class _GenerationStore(dist.Store):
         return self._inner.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value if the old value is as expected; return the value after the call."""
+        """Write a value if the old value is as expected and return the value after the call."""
         return self._inner.compare_set(key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
@@ -398,7 +398,7 @@ class _GenerationStore(dist.Store):
         return self._inner.check(keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
+        """Delete a key and return whether it existed."""
         return self._inner.delete_key(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -25,7 +25,7 @@ from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 
 POLL_S = 0.05
-"""Least polling interval; it grows with the number of ranks, as a single store serves them all."""
+"""Least polling interval. It grows with the number of ranks, as a single store serves them all."""
 
 WAIT_NOTICE_S = 10.0
 """Time after which a rank prints the numbers of the missing ranks."""
@@ -153,7 +153,7 @@ def _bind_store_port(rank_env: RankEnv) -> socket.socket | None:
 
 
 def _wait_until_open(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None]) -> None:
-    """Wait until the port of rank 0's store is open; torch's own wait would end with C++ stack traces on stderr."""
+    """Wait until the port of rank 0's store is open. Torch's own wait would end with C++ stack traces on stderr."""
     while True:
         try:
             remaining_s = max(POLL_S, deadline - time.monotonic())

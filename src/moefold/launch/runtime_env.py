@@ -28,7 +28,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make torch's CUDA allocator use expandable segments, unless the user configured it; call it before CUDA starts.
+    """Make torch's CUDA allocator use expandable segments, unless the user configured it. Call it before CUDA starts.
 
     The routed tokens of a rank and the sizes of its blocks change with each step. Without expandable segments,
     free blocks of earlier sizes stay reserved: an allocation can fail although enough memory is free. Child processes

@@ -48,7 +48,7 @@ PRINT_WAIT_S = 10.0
 MAX_MISSED_PERIODS = 8
 """The store counts as lost after this many report periods without a response."""
 POLL_S = 0.05
-"""Least interval of the polling for the other ranks' registration; it grows with the number of ranks."""
+"""Least interval of the polling for the other ranks' registration. It grows with the number of ranks."""
 WAITING_FRAMES = 4
 """Number of innermost frames that are searched for `run_with_timeout`, where a thread waits for another thread."""
 PRINTED_KEY = "printed"
@@ -94,7 +94,7 @@ class Watchdog:
         self._store_reporter: _StoreReporter | None = None
 
     def start(self, session: str) -> None:
-        """Start both threads; return once the ranks of this machine are known from the store.
+        """Start both threads and return once the ranks of this machine are known from the store.
 
         Args:
             session: session name of `join_rendezvous`, used as key prefix in a store that may outlive the ranks.
@@ -123,7 +123,7 @@ class Watchdog:
                 self.close()
 
     def close(self) -> None:
-        """Close the files of this rank, in a process that continues; call it after the rank has deregistered."""
+        """Close the files of this rank, in a process that continues. Call it after the rank has deregistered."""
         self.reporter.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -541,7 +541,7 @@ class _StoreReporter(threading.Thread):
         self.exit_failed()
 
     def _gather_reports(self) -> dict[int, RankReport]:
-        """Return the report of every rank that ever reported; silent ranks are reported by their local peers."""
+        """Return the report of every rank that ever reported. Silent ranks are reported by their local peers."""
         store = self._connected_store
         reports: dict[int, RankReport] = {}
         observed: dict[int, tuple[str, dict[str, Any] | None]] = {}

@@ -55,7 +55,7 @@ class AdapterWeights:
 
 
 def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model: ParallelModel) -> str:
-    """Load the adapters that lora.init_from names; return a description. Collective.
+    """Load the adapters that lora.init_from names and return a description. Collective.
 
     Raises:
         ConfigError: they belong to other matrices, or the checkpoint is damaged.

@@ -23,7 +23,7 @@ Columns = Mapping[str, NDArray[Any]]
 
 
 class RoundPlacer:
-    """Places the tokens of the rounds of a batch on the dp x cp ranks; every rank computes the same placement.
+    """Places the tokens of the rounds of a batch on the dp x cp ranks. Every rank computes the same placement.
 
     Args:
         groups: the process groups of this rank.
@@ -133,7 +133,7 @@ class SlotExchange:
         """Position of the token of each slot in its sample, int64 [rounds * C]."""
 
     def send(self, tokens: NDArray[np.float64], device: torch.device) -> NDArray[np.float64]:
-        """Send the tokens of this rank's samples; return the tokens of its slots, round by round, [rounds * C, W].
+        """Send the tokens of this rank's samples and return the tokens of its slots, round by round, [rounds * C, W].
 
         Args:
             tokens: values of each token, sample by sample, [samples * S, W].

@@ -122,7 +122,7 @@ class BatchSharder:
         return self.to_eval_batches(*self.read_eval_samples(num_samples))
 
     def read_eval_samples(self, num_samples: int) -> tuple[list[WeightedSamples], int]:
-        """Read this rank's samples of an evaluation; return them and the number of samples over all ranks.
+        """Read this rank's samples of an evaluation and return them and the number of samples over all ranks.
 
         The last global batch is filled up with samples of weight 0, so the mean does not depend on the batch size. Lost
         samples are skipped.
@@ -142,7 +142,7 @@ class BatchSharder:
         return self._normalize_weights(parts, num_samples)
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:
-        """Read this rank's samples of one global batch; samples after the first `num_taken` of the batch weigh 0."""
+        """Read this rank's samples of one global batch. Samples after the first `num_taken` of the batch weigh 0."""
         own = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
         samples_of_rank = self._sampler.batch_at(own + [samples[-1]] * (self._samples_per_rank - len(own)))
         self._check_ids(samples_of_rank.tokens)
@@ -152,7 +152,7 @@ class BatchSharder:
         return samples_of_rank, self._target_weights(samples_of_rank) * is_taken[:, None, None]
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        """Check that ids are in the vocabulary; a sharded embedding would return zeros for other ids.
+        """Check that ids are in the vocabulary. A sharded embedding would return zeros for other ids.
 
         Raises:
             ValueError: they are not.

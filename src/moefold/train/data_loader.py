@@ -258,7 +258,7 @@ class DataLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue in the stream of a checkpoint; other data starts at sample 0."""
+        """Continue in the stream of a checkpoint. Other data starts at sample 0."""
         if not self._position.restarts_data:
             self.train_sampler.restore(state_dict.get("stream"))
 

@@ -37,7 +37,7 @@ from moefold.train.elastic_members import choose, snapshot_facts
 from moefold.train.signals import StopSignals
 
 MAX_COLLECTIONS = 8
-"""Maximum number of garbage collections to free a model; the last collection finds nothing."""
+"""Maximum number of garbage collections to free a model. The last collection finds nothing."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class LogProbCapture:
         """Log-probabilities of each micro-batch, [B, S/cp]."""
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
-        """Store the log-probabilities; return zeros, [terms]."""
+        """Store the log-probabilities and return zeros, [terms]."""
         losses = output.token_losses(columns["labels"], self._options).loss
         self.captured.append(-losses.detach())
         return losses.new_zeros(len(self.terms))

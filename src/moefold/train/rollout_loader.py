@@ -290,7 +290,7 @@ class RolloutLoader(DataLoader):
         return super().state_dict() | {"rl": asdict(self._plateau) | table}
 
     def resets_reference(self, reward: float) -> bool:
-        """Record a held-out reward; return whether to reset the reference model."""
+        """Record a held-out reward and return whether to reset the reference model."""
         self._plateau = self._plateau.record(reward)
         patience = self._cfg.rl.reset_patience
         return patience > 0 and self._plateau.num_since_best >= patience
@@ -303,7 +303,7 @@ class RolloutLoader(DataLoader):
 
     @property
     def is_round_complete(self) -> bool:
-        """Return whether all sampled rollouts were trained on; a run is saved and stopped only then."""
+        """Return whether all sampled rollouts were trained on. A run is saved and stopped only then."""
         return not self._pending
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
@@ -449,7 +449,7 @@ class RolloutLoader(DataLoader):
         return RoundStep(groups, batch, metrics, routing)
 
     def _begin_step(self, step: RoundStep) -> Batch:
-        """Prepare the model for the next step; return its batch. Collective."""
+        """Prepare the model for the next step and return its batch. Collective."""
         batch = step.batch
         if self._replay is not None:
             assert step.routing is not None

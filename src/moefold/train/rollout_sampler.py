@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class PromptSampler(Sampler):
-    """Numbers of the prompts of a run; the trainer counts prompts as samples."""
+    """Numbers of the prompts of a run. The trainer counts prompts as samples."""
 
     has_annotations = True
 

@@ -61,7 +61,7 @@ class RolloutModel:
         return self._vllm
 
     def update(self) -> float:
-        """Copy the trained weights into the sampling model; return the seconds that it took. Collective.
+        """Copy the trained weights into the sampling model and return the seconds that it took. Collective.
 
         Raises:
             RunError: the vLLM server did not load them.

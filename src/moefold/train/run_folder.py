@@ -295,7 +295,7 @@ def _flatten(tree: Mapping[str, Any]) -> Settings:
 
 
 def _changed_keys(settings: Settings, now: Settings) -> list[str]:
-    """Return the keys whose values differ; a key that an earlier version lacked counts as its default."""
+    """Return the keys whose values differ. A key that an earlier version lacked counts as its default."""
     before = _with_defaults(settings)
     return [key for key, value in now.items() if before.get(key) != value]
 

@@ -18,7 +18,7 @@ NOTICE = b"\nmoefold: finishing the step; press Ctrl-C again to abandon it\n"
 
 
 class StopSignals:
-    """Context manager that records the stop signals; it can be nested. A second Ctrl-C abandons the step.
+    """Context manager that records the stop signals. It can be nested. A second Ctrl-C abandons the step.
 
     Args:
         announces: confirm the first Ctrl-C on stderr; set on one rank of the job.

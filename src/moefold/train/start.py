@@ -270,11 +270,11 @@ class RunSetup(NamedTuple):
     resume: Path | None
     """Checkpoint to resume from."""
     store: object
-    """Rendezvous store of the ranks that planned together; it must outlive their next rendezvous."""
+    """Rendezvous store of the ranks that planned together. It must outlive their next rendezvous."""
 
     @property
     def is_finished(self) -> bool:
-        """Return whether an intact checkpoint has all steps; the ranks report a damaged one and resume earlier."""
+        """Return whether an intact checkpoint has all steps. The ranks report a damaged one and resume earlier."""
         cfg = self.folder.cfg
         if self.resume is None or read_meta(self.resume).step < cfg.run.steps:
             return False
@@ -502,7 +502,7 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
 
 
 def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
-    """Plan the parallel mapping; return the new config and the rendezvous store, which must outlive the rendezvous.
+    """Plan the parallel mapping and return the new config and the rendezvous store, which must outlive the rendezvous.
 
     With several ranks, rank 0 plans for the slowest machine and broadcasts its answer.
     """

@@ -17,7 +17,7 @@ from moefold.topology.layout import Layout
 from moefold.train.step_meter import StepResult
 
 MAX_LISTED_SAMPLES = 64
-"""Maximum number of samples whose origin is listed in faults.jsonl; the sample range of the batch is always there."""
+"""Maximum number of samples whose origin is listed in faults.jsonl. The sample range of the batch is always there."""
 
 
 class MismatchError(RunError):

@@ -17,7 +17,7 @@ MIN_RELATIVE_SPREAD = 0.01
 """Lower bound of the spread relative to the median, as equal values have no spread."""
 GRAD_NORM = "gradient norm"
 SPIKE_METRICS = ("loss", GRAD_NORM)
-"""The metrics that are checked for spikes; the policy-gradient loss is near 0 and has no typical value."""
+"""The metrics that are checked for spikes. The policy-gradient loss is near 0 and has no typical value."""
 
 
 @dataclass(frozen=True)

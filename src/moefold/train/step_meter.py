@@ -349,7 +349,7 @@ class MetricPacker:
         self.add(name, rows)
 
     def all_reduce(self, group: Group) -> Tensor:
-        """Sum all tensors over the members; return one flat tensor, which `unpack` splits. Collective."""
+        """Sum all tensors over the members and return one flat tensor, which `unpack` splits. Collective."""
         return all_reduce_sum(torch.cat([tensor.flatten().double() for tensor in self._tensors.values()]), group)
 
     def unpack(self, sums: Tensor) -> dict[str, Tensor]:

@@ -242,7 +242,7 @@ class TrainingStep:
         self.moment_updates = count
 
     def _update_weights(self, totals: StepTotals) -> int:
-        """Update the weights; return the number of updates of the moments: 0 where the optimizer has made none."""
+        """Update the weights and return the number of updates of the moments: 0 where the optimizer has made none."""
         if self._passes is not None:
             assert totals.projected is not None
             self._passes.update(totals.projected.rounded)
@@ -321,7 +321,7 @@ class TrainingStep:
         return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
 
     def begin_step(self, step: int, batch: Batch) -> None:
-        """Prepare the routers for step `step` with a batch; forward passes up to the next call belong to that step.
+        """Prepare the routers for step `step` with a batch. Forward passes up to the next call belong to that step.
 
         Raises:
             ConfigError: the trace to replay lacks the step.

@@ -214,7 +214,7 @@ class Trainer:
             callback.on_end(context, context.status)
 
     def _each_callback(self, *, is_after_step: bool = False) -> Iterator[Callback]:
-        """Yield the callbacks in order; the flight recorder's phase names the user's callbacks.
+        """Yield the callbacks in order. The flight recorder's phase names the user's callbacks.
 
         Args:
             is_after_step: whether further callbacks with state come before the checkpoint of a step, which has their

@@ -62,7 +62,7 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class ProgramParts:
-    """Parts of a run that a Python program may replace; a job on GPUs pickles them for its ranks."""
+    """Parts of a run that a Python program may replace. A job on GPUs pickles them for its ranks."""
 
     loss: LossFunction | None = None
     """The loss to minimise; None: next-token prediction."""

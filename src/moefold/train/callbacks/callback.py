@@ -85,7 +85,7 @@ class FinishedStep:
 
 
 class Callback:
-    """Base class of callbacks; each hook does nothing unless it is overridden.
+    """Base class of callbacks. Each hook does nothing unless it is overridden.
 
     All ranks call the hooks of all callbacks in the same order, so a hook may communicate if every rank does. State
     belongs in the callback; checkpoints contain it if the callback overrides `state_dict` and `load_state_dict`. With
@@ -138,4 +138,4 @@ class Callback:
         """
 
     def on_error(self, context: TrainingContext, error: Exception) -> None:
-        """Run after an exception, before it ends the run; other ranks may be gone, so it must not communicate."""
+        """Run after an exception, before it ends the run. Other ranks may be gone, so it must not communicate."""

@@ -52,7 +52,7 @@ class SaveHistory:
 
 
 class Checkpointing(Callback):
-    """Callback that saves when `checkpoint` says so; the trainer resumes and rolls back with it.
+    """Callback that saves when `checkpoint` says so. The trainer resumes and rolls back with it.
 
     `init_message` describes the source of the initial weights, `checkpoint_dp` is the dp of the loaded checkpoint,
     `resume_messages` describe the learning rate and the counts after a resume, and `total_save_s` is the time that
@@ -123,7 +123,7 @@ class Checkpointing(Callback):
         return resume
 
     def _open_adapters(self, context: TrainingContext, adapters: "AdapterWeights") -> str:
-        """Load the base weights of a run that trains only adapters; return a description. Collective."""
+        """Load the base weights of a run that trains only adapters and return a description. Collective."""
         context.states.add("lora", Record(lambda: adapters.settings))
         return "" if adapters.base is None else self._load_weights(context, adapters.base)
 
@@ -283,6 +283,6 @@ class Checkpointing(Callback):
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:
-    """Return whether to save after a step; a run that saves at all also saves when a signal stops it."""
+    """Return whether to save after a step. A run that saves at all also saves when a signal stops it."""
     is_end = (step.is_last and checkpoint.at_end) or (bool(step.signals) and checkpoint.saves)
     return is_end or is_due(checkpoint.every, step.number)

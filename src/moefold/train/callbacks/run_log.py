@@ -235,7 +235,7 @@ class RunLog:
         return writer.removed_lines
 
     def _close(self, name: str, writer: ExpertCountsWriter) -> None:
-        """Close a writer; a writer that has failed would write the rest of its buffer again."""
+        """Close a writer. A writer that has failed would write the rest of its buffer again."""
         if self.outputs.has_failed(name):
             with suppress(OSError):
                 writer.close()

@@ -63,7 +63,7 @@ class _Flight:
 
 
 class SiteRounds(Callback):
-    """Callback that takes the outer step of a round; a round that is skipped changes nothing.
+    """Callback that takes the outer step of a round. A round that is skipped changes nothing.
 
     Args:
         run, model, train, sites: sections of the recipe.
@@ -444,7 +444,7 @@ class SiteRounds(Callback):
 
 
 def _result(flight: _Flight, context: TrainingContext) -> tuple[Exchanged | None, str]:
-    """Wait for an exchange of this rank; return its result, or the reason of its failure."""
+    """Wait for an exchange of this rank and return its result, or the reason of its failure."""
     if flight.exchange is None:
         vector, num_coded, num_gathered = flight.sent
         gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
