@@ -1,7 +1,7 @@
 """Measurements of `moefold probe`: the rates of one rank while all ranks of the machine compute or communicate.
 
 Every time is the median of some rounds. Over the ranks, a compute time is the median and a collective's time is the
-maximum, because ready ranks wait for the last one.
+maximum, because ready ranks wait for the last rank.
 """
 
 import statistics

@@ -78,7 +78,7 @@ def _read_prompt(rank_env: RankEnv | None) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError('a prompt is missing: moefold generate MODEL "the beginning of a text", or on standard input')
     try:
-        # Decode as UTF-8 whatever the locale: the C locale would pass undecodable bytes through.
+        # Decode as UTF-8 in every locale: the C locale would pass undecodable bytes through.
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(

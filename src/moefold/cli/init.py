@@ -74,7 +74,7 @@ def _parse_name_and_folder(words: list[str], known: set[str]) -> tuple[str, Path
 
 
 def _closest_recipe(word: str, known: set[str]) -> str | None:
-    """Return the recipe with the most similar name, with or without its folder; None if none is close."""
+    """Return the recipe with the most similar name, with or without its folder; None if no name is close."""
     by_file = {name.rpartition("/")[2]: name for name in sorted(known)}
     guess = closest_match(word, known)
     return guess if guess is not None else by_file.get(closest_match(word, by_file) or "")

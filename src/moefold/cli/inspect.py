@@ -218,7 +218,7 @@ def _blocks(console: Console) -> str:
 
 
 def _extremes(last_E: Array) -> tuple[list[int], int]:
-    """Return the experts to show, ascending, and the number left out: all, or the busiest and the idlest."""
+    """Return the experts to show, ascending, and the number left out: all, or the busiest and the least busy ones."""
     if len(last_E) <= MAX_EXPERTS:
         return list(range(len(last_E))), 0
     order = np.argsort(last_E, kind="stable").tolist()

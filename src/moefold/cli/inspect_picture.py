@@ -197,7 +197,7 @@ def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
 
 
 def _draw_panels(figure: Any, curves: Sequence[MetricCurve]) -> Sequence[Any]:
-    """Draw a row with a panel for each curve and return their axes."""
+    """Draw a row with a panel for each curve, and return the axes of the panels."""
     row: Sequence[Any] = figure.subplots(1, len(curves), squeeze=False)[0]
     for axes, curve in zip(row, curves, strict=True):
         steps, values = curve.binned(MAX_BINS)

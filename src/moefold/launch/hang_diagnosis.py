@@ -1,7 +1,7 @@
 """Hang diagnosis: find the ranks that block the job from the flight-recorder snapshots of all ranks.
 
 The main evidence is the number of collectives that each rank has started on each group. All members of a group start
-the same collectives in the same order, so a rank with a lower count has not reached the one where the others wait.
+the same collectives in the same order, so a rank with a lower count has not reached the collective of the others.
 """
 
 import time

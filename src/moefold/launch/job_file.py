@@ -67,7 +67,7 @@ def escape_plain(value: object) -> str:
 
 
 def escape_shell(words: list[str]) -> str:
-    """Return the words of a command for bash, in ASCII where a word has characters that are not printable.
+    """Return the words of a command for bash, in ASCII if a word has characters that are not printable.
 
     `{{` is split by empty quotes, as SkyPilot fills its own templates.
     """

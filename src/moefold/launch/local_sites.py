@@ -1,7 +1,7 @@
 """All sites of a run on this machine: a meeting point in this process, and one child process for each site.
 
-The children are forked before torch starts threads. Their output is passed on line by line, with the number of the
-site in front.
+The children are forked before torch starts threads. Their output is passed on line by line, after the number of the
+site.
 """
 
 import asyncio
@@ -184,7 +184,7 @@ class _Sites:
                 os.kill(site.pid, number)
 
     async def _wait(self, site: _SiteProcess, server: MeetServer) -> None:
-        """Pass the output of a site on until it closes, wait for its end, and tell the meeting point."""
+        """Pass on the output of a site until it closes, wait for the end of the site, and inform the meeting point."""
         await asyncio.gather(*(_pass_on(descriptor, f"site {site.number}: ", to) for descriptor, to in site.outputs))
         _, status = await asyncio.to_thread(os.waitpid, site.pid, 0)
         code = os.waitstatus_to_exitcode(status)

@@ -37,7 +37,7 @@ class _Site:
     """Address that its first rank connects from."""
     settings: dict[str, Any]
     weights: int | None
-    """Hash of its outer weights after `version` rounds; None where it is not known."""
+    """Hash of its outer weights after `version` rounds; None if it is not known."""
     round: int
     """Last round that was due on it. The rounds of a run are counted from 1, as the steps between them may differ."""
     version: int
@@ -275,7 +275,7 @@ class Meeting:
         if not self._has_started:
             self._has_started = True
             self._log(f"all {count} sites are here")
-        # Its next request says that it joins: a hello after a lost connection comes amid a vote too.
+        # The next request of a joining site says so: a hello after a lost connection comes during a vote too.
         return self._missed(number) or {"ready": True}
 
     def _answer_join(self, number: int) -> Message:
@@ -404,7 +404,7 @@ class Meeting:
     def _answer_members(
         self, index: int, round_: MeetingRound, members: tuple[int, ...], asked: Mapping[int, Asked], *, in_pairs: bool
     ) -> bool:
-        """Set the answers to the members of a round and return whether it is refused as their weights differ."""
+        """Set the answers to the members of a round; return whether it is refused because their weights differ."""
         settings = self._sites[members[0]].settings
         quorum = _quorum(settings)
         digests = {number: asked[number].digest for number in members}

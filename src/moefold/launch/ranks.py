@@ -29,7 +29,7 @@ from moefold.launch.runtime_env import choose_threads, expand_segments, keep_fre
 from moefold.terminal import print_escaped
 
 DEFAULT_JOIN_TIMEOUT_S = 1800.0
-"""Timeout of the rendezvous where no recipe sets one."""
+"""Timeout of the rendezvous if no recipe sets it."""
 
 CONNECT_GRACE_S = 10.0
 """Extra time after the limit of connecting for torch to stop by itself."""

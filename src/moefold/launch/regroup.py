@@ -83,7 +83,7 @@ Facts = Mapping[int, Any]
 """Facts that each survivor reported at its arrival, by job rank; JSON."""
 ChooseMembers = Callable[[Facts, Sequence[int]], tuple[Sequence[int], Any]]
 """Choose the members of the next generation and a plan from the facts of the survivors and the lost ranks. It raises
-RunError if the survivors cannot go on, and CannotChooseError where another rank has to choose."""
+RunError if the survivors cannot go on, and CannotChooseError if another rank has to choose."""
 
 
 def report_lost(store: dist.Store, rank: int, how: str = "") -> None:
@@ -247,7 +247,7 @@ class Regroup:
         return self.current
 
     def await_change(self) -> int | None:
-        """Wait as a spare and return the exit status once the training has ended, or None once a member is lost.
+        """Wait as a spare. Return the exit status once the training has ended, or None once a member is lost.
 
         Raises:
             RunError: a rank that trains has failed.
@@ -390,7 +390,7 @@ class _GenerationStore(dist.Store):
         return self._inner.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value if the old value is as expected and return the value after the call."""
+        """Write a value if the old value is as expected; return the value after the call."""
         return self._inner.compare_set(key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:

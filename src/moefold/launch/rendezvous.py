@@ -315,7 +315,7 @@ INTERFACES = ("lo", "lo0")
 def loopback_store() -> dist.TCPStore:
     """Host a TCPStore in this process, on a free port of the loopback address.
 
-    torch's own listener binds all interfaces, whatever address it is given.
+    torch's own listener binds all interfaces, for any address.
     """
     listener = _bind_and_listen(socket.AF_INET, (HOST, 0))
     port = int(listener.getsockname()[1])

@@ -28,7 +28,7 @@ class Asked:
     is_last: bool
     """No state is given after the round, because no step follows it."""
     merges: bool
-    """All sites take the mean of their weights, whatever the topology."""
+    """All sites take the mean of their weights, under every topology."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[in
 
 
 def estimate_grace_s(rounds: Iterable[MeetingRound]) -> float | None:
-    """Return how long a round waits for late sites after the first one; None if too few rounds are known.
+    """Return how long a round waits for late sites after the first site; None if too few rounds are known.
 
     Median plus three median absolute deviations of the delay of the last site in past rounds. A site that is left out
     loses its work of a round, and a wait for it delays the others: the estimate is at least the time between two rounds

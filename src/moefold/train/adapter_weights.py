@@ -50,12 +50,12 @@ class AdapterWeights:
 
     @staticmethod
     def of_settings(settings: dict[str, Any]) -> "AdapterWeights":
-        """Return the base weights of a run that goes on in this process, from the settings of its checkpoints."""
+        """Return the base weights of a run that continues in this process, from the settings of its checkpoints."""
         return AdapterWeights(to_path(settings["base"]) if settings["base"] else None, settings)
 
 
 def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model: ParallelModel) -> str:
-    """Load the adapters that lora.init_from names and return a description. Collective.
+    """Load the adapters that lora.init_from names, and return a description. Collective.
 
     Raises:
         ConfigError: they belong to other matrices, or the checkpoint is damaged.

@@ -42,7 +42,7 @@ class RoundPlacer:
         """Whether ranks hold tokens other than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:
-        """Return the batch with placements where ranks share attention work; collective over dp."""
+        """Return the batch with placements if ranks share attention work; collective over dp."""
         if self.moves_tokens or not self._shares_work or not batch.document_bounds:
             return batch
         return replace(batch, document_bounds=self._place_rounds(batch.document_bounds))

@@ -122,7 +122,7 @@ class BatchSharder:
         return self.to_eval_batches(*self.read_eval_samples(num_samples))
 
     def read_eval_samples(self, num_samples: int) -> tuple[list[WeightedSamples], int]:
-        """Read this rank's samples of an evaluation and return them and the number of samples over all ranks.
+        """Read this rank's samples of an evaluation; return them with the number of samples over all ranks.
 
         The last global batch is filled up with samples of weight 0, so the mean does not depend on the batch size. Lost
         samples are skipped.

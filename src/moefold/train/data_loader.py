@@ -161,7 +161,7 @@ class DataLoader:
             groups: the process groups of this rank.
             positions: sequence positions of this rank.
             program_data: the samples of data.kind="program".
-            position: progress of the run; None for a new one.
+            position: progress of the run; None for a new run.
 
         Raises:
             ConfigError: ranks see different files.
@@ -302,7 +302,7 @@ class DataLoader:
         """Prepare the data of a run, after `open` and once the weights are loaded; collective.
 
         Args:
-            path: the checkpoint that the run goes on from; None for a new run.
+            path: the checkpoint that the run resumes from; None for a new run.
         """
 
     def prepare_save(self) -> None:

@@ -1,7 +1,7 @@
 """Training through the loss of ranks: the survivors build a smaller job in their processes and go on.
 
-See `launch.regroup` for the agreement. A generation has process groups, a model and a trainer of its own. All of them
-are freed before the next one is built: the connections of gloo close when a group is freed, and until then another
+See `launch.regroup` for the agreement. A generation has its own process groups, model and trainer. All of them are
+freed before the next generation is built: the connections of gloo close when a group is freed, and until then another
 survivor may wait on them.
 """
 
@@ -84,7 +84,7 @@ class Loss:
 
         Args:
             dp: data-parallel degree of the new generation.
-            step: step where it goes on.
+            step: step where the training resumes.
         """
         new = self.generation
         return {
@@ -245,7 +245,7 @@ class GenerationLoop:
                 self._history.snapshots.settle(generation.plan["snapshots"])
 
     def _run_generation(self) -> int | None:
-        """Train, or wait as a spare; return the exit status, or None where a spare has to regroup."""
+        """Train, or wait as a spare. Return the exit status, or None if a spare has to regroup."""
         generation = self._regroup.current
         recorder = self._watchdog.flight_recorder
         if self._regroup.is_spare:

@@ -41,7 +41,7 @@ def label_log_probs(model: ParallelModel, capture: LogProbCapture, batch: Batch)
     Pipeline ranks other than the last return zeros.
 
     Args:
-        model: in evaluation mode, with `capture` as the loss of its last stage.
+        model: the model in evaluation mode, with `capture` as the loss of its last stage.
         capture: the loss of the last stage.
         batch: this rank's shard of a batch.
     """

@@ -143,7 +143,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             gathered = _cast_copy_bytes(cfg.run, cfg.model, parameters)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         experts = expert_names(cfg.model, cfg.lora)
-        # All sites have equally many experts.
+        # All sites have the same number of experts.
         sites = replace(cfg.sites, number=0)
         owned = trained
         if sites.owns_experts:

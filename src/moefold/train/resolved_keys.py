@@ -1,4 +1,4 @@
-"""Keys that a recipe leaves out and a run has resolved: a resumed run keeps them, whatever the defaults are now.
+"""Keys that a recipe leaves out and a run has resolved: a resumed run keeps them, even if the defaults change.
 
 Defaults change between versions, and a resumed run must not change with them.
 """

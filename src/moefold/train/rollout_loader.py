@@ -111,8 +111,8 @@ class RolloutLoader(DataLoader):
             groups: the process groups of training.
             model: the model in training.
             columns: the columns of a batch that the loss reads.
-            link: to the ranks of rollout.ranks; None without them.
-            position: progress of the run; None for a new one.
+            link: link to the ranks of rollout.ranks; None without them.
+            position: progress of the run; None for a new run.
         """
         super().__init__(cfg, groups, model.positions, position=position)
         self._model = model

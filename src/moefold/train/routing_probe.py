@@ -40,7 +40,7 @@ class RoutingProbe:
     """Reads the choices of all routers of this rank for the same `NUM_SAMPLES` held-out samples.
 
     A rank has the same layers on every site and, with the same held-out samples and global batch size, the same
-    tokens. A hash of the tokens tells whether the choices of the sites can be compared.
+    tokens. A hash of the tokens shows whether the choices of the sites can be compared.
 
     Args:
         model, train: sections of the recipe.

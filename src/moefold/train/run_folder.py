@@ -78,7 +78,7 @@ def choose_run_folder(
     Args:
         cfg: the recipe.
         locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
-        left_out: keys that the recipe leaves out, which keep the values of the run that goes on.
+        left_out: keys that the recipe leaves out, which keep the values of a continued run.
     """
     run_dir = Path(cfg.run.dir)
     given = cfg

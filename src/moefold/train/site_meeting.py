@@ -122,7 +122,7 @@ class SiteMeeting:
 
         Args:
             hello: position and weights of the site.
-            poll: called with each answer that says to wait, on all ranks; returns whether to stop waiting.
+            poll: called on all ranks with each answer to wait; returns whether to stop waiting.
 
         Returns:
             "ready" if all sites are here, "missed" if the others have applied rounds without this site, "stopped" if
@@ -189,7 +189,7 @@ class SiteMeeting:
         """Prepare for rounds, once all sites are here.
 
         Args:
-            greeting: returns position and weights of the site, for a connection after the first one was lost.
+            greeting: returns position and weights of the site, for a connection after the first connection was lost.
 
         Raises:
             RunError: the meeting point cannot be reached.
@@ -210,7 +210,7 @@ class SiteMeeting:
         self.links = SiteLinks(store, host, self.number, self._rank, self._sites.timeout_s)
 
     def raise_if_refused(self, answer: Message) -> None:
-        """Raise an error if an answer says that the site cannot take part.
+        """Raise an error if an answer excludes the site.
 
         Raises:
             ConfigError: the settings or weights differ from the other sites'.

@@ -370,7 +370,7 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
 
 
 def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "ProgramData | None") -> None:
-    """Check that a program passes samples if and only if the recipe says so, and that they fit the recipe."""
+    """Check that a program passes samples if and only if the recipe asks for them, and that they fit the recipe."""
     if program_data is not None and data.kind != "program":
         raise ConfigError(f'data.kind={data.kind!r} must be "program" where a program passes the data')
     if program_data is None and data.kind == "program":
@@ -451,7 +451,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
 
     Args:
         cfg: the recipe.
-        rank_env: the rank; None where the ranks are yet to start.
+        rank_env: the rank; None before the ranks start.
         max_tokens: tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
@@ -502,7 +502,7 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
 
 
 def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
-    """Plan the parallel mapping and return the new config and the rendezvous store, which must outlive the rendezvous.
+    """Plan the parallel mapping; return the new config and the rendezvous store, which must outlive the rendezvous.
 
     With several ranks, rank 0 plans for the slowest machine and broadcasts its answer.
     """

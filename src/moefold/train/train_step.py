@@ -118,7 +118,7 @@ class TrainingStep:
             from moefold.train.outer_state import OuterState
 
             due = partial(fragments_due, cfg.run, cfg.model, cfg.sites)
-            # Without a state of its own it starts from the loaded weights.
+            # Without its own state it starts from the loaded weights.
             states.add("sites", OuterState(self.outer, due), after=("weights",))
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class TrainingStep:
 
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
-        """The parameters of the optimizer: no frozen weights, and only the site's own experts where sites own them."""
+        """The parameters of the optimizer: no frozen weights, and only the site's own experts if sites own them."""
         owned: dict[str, nn.Parameter] = self.model.trained_parameters
         return owned if self._owned is None else dict(self._owned.parameters)
 
@@ -242,7 +242,7 @@ class TrainingStep:
         self.moment_updates = count
 
     def _update_weights(self, totals: StepTotals) -> int:
-        """Update the weights and return the number of updates of the moments: 0 where the optimizer has made none."""
+        """Update the weights; return the number of updates of the moments, 0 if the optimizer has made none."""
         if self._passes is not None:
             assert totals.projected is not None
             self._passes.update(totals.projected.rounded)

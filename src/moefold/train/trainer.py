@@ -350,7 +350,7 @@ def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
     for each other. Objects that exist at the start are frozen, unless the caller froze objects: Python unfreezes all.
 
     Yields:
-        A function to call after each step with its number, which collects where it is due.
+        A function to call after each step with its number, which collects if it is due.
     """
     was_enabled = gc.isenabled()
     # Whoever froze objects froze this module too. `gc.get_freeze_count` walks through all of them: 45 ms in a rank.

@@ -158,7 +158,7 @@ def train_on_rank(
         if link is not None and split.samples(rank_env.rank):
             watchdog.flight_recorder.first_rank = split.num_training
             with stop:
-                # The training ranks say when to stop, after a signal too.
+                # The training ranks order the stop, also after a signal.
                 from moefold.train.sampling_worker import SamplingWorker
 
                 SamplingWorker(cfg, layout, device, watchdog.flight_recorder, link).run()

@@ -37,7 +37,7 @@ SAVE_DRAIN_LOST_RANK_S = 5.0
 
 @dataclass
 class SaveHistory:
-    """Checkpoints of the run that this process has loaded and saved; outlives a trainer where the ranks regroup."""
+    """Checkpoints of the run that this process has loaded and saved; outlives a trainer if the ranks regroup."""
 
     resumed_from: Path | None = None
     """The checkpoint that the run resumed from, if any."""
@@ -52,7 +52,7 @@ class SaveHistory:
 
 
 class Checkpointing(Callback):
-    """Callback that saves when `checkpoint` says so. The trainer resumes and rolls back with it.
+    """Callback that saves on the schedule of `checkpoint`. The trainer resumes and rolls back with it.
 
     `init_message` describes the source of the initial weights, `checkpoint_dp` is the dp of the loaded checkpoint,
     `resume_messages` describe the learning rate and the counts after a resume, and `total_save_s` is the time that
@@ -123,7 +123,7 @@ class Checkpointing(Callback):
         return resume
 
     def _open_adapters(self, context: TrainingContext, adapters: "AdapterWeights") -> str:
-        """Load the base weights of a run that trains only adapters and return a description. Collective."""
+        """Load the base weights of a run that trains only adapters, and return a description. Collective."""
         context.states.add("lora", Record(lambda: adapters.settings))
         return "" if adapters.base is None else self._load_weights(context, adapters.base)
 

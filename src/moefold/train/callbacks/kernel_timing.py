@@ -11,7 +11,7 @@ class KernelChoices(Callback):
         self._is_settled = False
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Choose once; collective where kernels are measured."""
+        """Choose once; collective if kernels are measured."""
         if self._is_settled:
             return
         self._is_settled = True

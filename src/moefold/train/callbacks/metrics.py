@@ -95,7 +95,7 @@ class StepReporting(Callback):
         """Metrics of the step that ended the run; None before it."""
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Report the step, and keep its metrics if it is the last one."""
+        """Report the step, and keep its metrics if it is the last step."""
         if step.is_last or step.signals:
             self.last = to_record(context.metrics)
         if self._on_step is not None:

@@ -23,7 +23,7 @@ class ReplicaComparison(Callback):
     The training step compares every faults.replica_check_every steps by itself.
 
     Args:
-        checkpoint: section of the recipe, which says when to save.
+        checkpoint: section of the recipe, which has the schedule of saves.
         seed: run.seed.
         drain: waits for the save in the background.
     """

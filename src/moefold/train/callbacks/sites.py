@@ -241,7 +241,7 @@ class SiteRounds(Callback):
     def _state_tensors(self, context: TrainingContext) -> list[Tensor]:
         """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
 
-        Where sites own experts, each site keeps the moments of its own experts.
+        If sites own experts, each site keeps the moments of its own experts.
         """
         training = context.training
         owned = _outer_of(context).experts if self._sites.owns_experts else ()
@@ -345,13 +345,13 @@ class SiteRounds(Callback):
         return True
 
     def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
-        """Return the weight of this site in a round of fragments; 0 if it has not trained since the last one."""
+        """Return the weight of this site in a round of fragments; 0 if it has not trained since the last round."""
         outer = _outer_of(context)
         tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
 
     def _begin_next(self, outer: OuterOptimizer) -> None:
-        """Begin the next round of training, where it does not wait for the exchange under way."""
+        """Begin the next round of training if the exchange under way overlaps with it."""
         if self._flight is not None and self._flight.is_overlapped:
             outer.begin_next()
 
