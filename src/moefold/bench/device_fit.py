@@ -96,11 +96,11 @@ class DeviceMeasurements:
     """Compute type of attention, experts, and the GEMMs that determine the tile model."""
     memory_gib: float
     copy_bytes_per_s: float
-    """Bytes read and written."""
+    """Rate of a copy, counting the bytes read and the bytes written."""
     host_bytes_per_s: float | None
-    """Copies between host and GPU; None on a CPU."""
+    """Rate of copies between host and GPU; None on a CPU."""
     multiprocessors: int | None
-    """None on a CPU."""
+    """Number of multiprocessors; None on a CPU."""
     kernel_gap_s: float
     host_launch_s: float
     gemms: tuple[GemmTime, ...]

@@ -45,13 +45,13 @@ class ProbeSizes:
 
     copy_bytes: int
     gemms: tuple[tuple[int, int, int], ...]
-    """(rows, columns, depth)."""
+    """Sizes of the GEMMs, (rows, columns, depth)."""
     seq_lens: tuple[int, ...]
     attention_tokens: int
     """Tokens of one attention call, over all its sequences."""
     heads: int
     experts: tuple[int, int, int, int]
-    """(rows, hidden size, inner width, experts)."""
+    """Sizes of the experts, (rows, hidden size, inner width, experts)."""
     collective_bytes: tuple[int, ...]
 
 

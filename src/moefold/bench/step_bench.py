@@ -60,7 +60,7 @@ class StepReport:
     gemm_tflops: float
     copy_gbps: float
     rows: list[ImplementationResult]
-    """Ours first."""
+    """Results of all implementations, ours first."""
     kernels_s: dict[str, float]
     """Median seconds of the GEMMs, of the copy and of the further kernels, by name."""
 

@@ -43,7 +43,7 @@ class CheckpointRow:
 
     path: Path
     meta: CheckpointMeta | None
-    """None if the metadata cannot be read."""
+    """Metadata of the checkpoint; None if it cannot be read."""
     size_bytes: int
     faults: list[str]
     is_best: bool = False

@@ -139,7 +139,7 @@ def _part(text: str) -> str:
 
 
 RANK0_REPORT_WAIT_S = 10.0
-"""A launcher ends all ranks once one rank has exited, so the others wait this long for local rank 0's message."""
+"""Wait of the other ranks for local rank 0's message, as a launcher ends all ranks once one rank has exited."""
 
 
 @contextmanager

@@ -19,13 +19,13 @@ MAX_MAPS = 12
 MAX_BINS = 240
 COLUMNS = 4
 MAX_NAMED_LAYERS = 6
-"""With more layers, the legend names only the first and the last curve."""
+"""Maximum number of layers named in the legend; with more layers it names only the first and the last curve."""
 DPI = 150
 INK = "#1c2430"
 FAINT = "#7a8594"
 DEAD = "#16181d"
 LOAD_COLORS = ("#2b5c8a", "#7fb0d3", "#f4f4f2", "#f2a065", "#b5301f")
-"""Below the mean, at the mean, above the mean."""
+"""Colours of loads below, at and above the mean."""
 CURVES_HEIGHT = 2.7
 """Height of a row of curves, in inches."""
 HELD_OUT = "eval_reward"

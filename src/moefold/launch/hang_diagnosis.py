@@ -12,7 +12,7 @@ from moefold.comm.flight_recorder import FlightSnapshot, format_ranks
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED
 
 RECENT_REPORT_S = 5.0
-"""A rank whose last report is at most this old does not count as silent."""
+"""Age up to which the last report of a rank is recent, so that the rank does not count as silent."""
 
 
 @dataclass(frozen=True)

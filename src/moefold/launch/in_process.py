@@ -192,7 +192,7 @@ def _as_known_error(error: Exception) -> tuple[type[ConfigError | RunError], str
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables of the functions through which an exception came.
+    """Clear the local variables of the functions on the traceback of an exception.
 
     They hold the process groups of the run. gloo closes the connections of a group when the group is freed, not when it
     is destroyed: the other ranks would wait for this rank until `faults.timeout_s`.

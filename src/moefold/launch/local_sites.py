@@ -42,7 +42,7 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
     ended too if they are too few for a round; their statuses do not count.
 
     Args:
-        min_members: fewest sites of a round.
+        min_members: minimum number of sites of a round.
         environments: environment variables of each site.
     """
     listener = listen(HOST, 0)
@@ -152,7 +152,7 @@ class _Sites:
 
     Args:
         sites: the child processes.
-        min_members: fewest sites of a round.
+        min_members: minimum number of sites of a round.
     """
 
     def __init__(self, sites: Sequence[_SiteProcess], min_members: int) -> None:

@@ -27,7 +27,7 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
         text: the address.
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: the address has another form.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

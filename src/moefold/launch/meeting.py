@@ -15,7 +15,7 @@ from moefold.launch.signed_lines import Message
 from moefold.launch.site_round import PAIRS_SETTING, Asked, Ballot, MeetingRound, estimate_grace_s, pair_members
 
 SILENT_S = 30.0
-"""A site counts as lost this long after its last message."""
+"""Time without a message after which a site counts as lost."""
 MAX_SITES = 1024
 MAX_KEPT_ROUNDS = 256
 """Rounds whose outcome is kept for late sites."""
@@ -45,7 +45,7 @@ class _Site:
     connection: int | None
     last_word_s: float
     is_joining: bool = False
-    """It lacks rounds and waits for the state of another site; rounds do not wait for it."""
+    """Whether the site lacks rounds and waits for the state of another site; rounds do not wait for it."""
 
     @property
     def is_paired(self) -> bool:
@@ -151,7 +151,7 @@ class Meeting:
         """Count a site as absent, if its process has ended before the first round.
 
         Args:
-            reason: why it does not come, for the sites that wait for it.
+            reason: why the site does not come, for the sites that wait for it.
         """
         if not self._has_started and number not in self._sites:
             self._ended[number] = reason
@@ -176,7 +176,7 @@ class Meeting:
             self._sites[number].is_joining = False
             self._givers.pop(number, None)
             self._gifts.pop(number, None)
-            # It may come back as another process.
+            # The site may come back as another process.
             self._epochs = {group: epoch for group, epoch in self._epochs.items() if number not in group}
             self._log(f"site {number} {why}")
 
@@ -525,7 +525,7 @@ def describe_sites(numbers: list[int] | tuple[int, ...]) -> str:
 
 
 def _quorum(settings: Mapping[str, Any]) -> int:
-    """Return the fewest sites of a round."""
+    """Return the minimum number of sites of a round."""
     return _int(settings, "sites.quorum") or _int(settings, "sites.count") // 2 + 1
 
 

@@ -167,7 +167,7 @@ def _wait_until_open(rank_env: RankEnv, deadline: float, on_wait: Callable[[], N
 
 
 class _WaitNotice:
-    """One line on stderr about ranks that have not come, from the first rank of each machine.
+    """One line on stderr about missing ranks, from the first rank of each machine.
 
     Ranks of moefold's own launcher print none: all of them start together on one machine.
     """

@@ -10,7 +10,7 @@ from moefold.launch.signed_lines import Message
 GRACE_ROUNDS = 16
 """Number of past rounds for the estimate of the grace time."""
 MIN_GRACE_ROUNDS = 8
-"""With fewer past rounds, a round waits for late sites up to sites.timeout_s."""
+"""Minimum number of past rounds for an estimate; with fewer, a round waits for late sites up to sites.timeout_s."""
 MIN_GRACE_S = 5.0
 PAIRS_SETTING = "sites.topology"
 """Name of the setting whose value "pairs" lets the meeting point, also an older one, divide members into pairs."""
@@ -26,9 +26,9 @@ class Asked:
     digest: int
     timeout_s: float
     is_last: bool
-    """No state is given after the round, because no step follows it."""
+    """Whether no step follows the round; then no state is given after it."""
     merges: bool
-    """All sites take the mean of their weights, under every topology."""
+    """Whether all sites take the mean of their weights, under every topology."""
 
 
 @dataclass

@@ -24,7 +24,7 @@ class AdapterWeights:
     base: Path | None
     """Folder of the base weights; None: random weights of the seed, which are not in a file."""
     settings: dict[str, Any]
-    """See `adapter_settings`."""
+    """Settings of the adapters for checkpoints, see `adapter_settings`."""
 
     @staticmethod
     def open(

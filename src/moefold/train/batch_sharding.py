@@ -155,7 +155,7 @@ class BatchSharder:
         """Check that ids are in the vocabulary. A sharded embedding would return zeros for other ids.
 
         Raises:
-            ValueError: they are not.
+            ValueError: an id is outside the vocabulary.
         """
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise ValueError(f"samples hold ids {tokens.min()} to {tokens.max()}; model.vocab_size={self._vocab_size}")

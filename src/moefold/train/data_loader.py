@@ -175,14 +175,14 @@ class DataLoader:
         """The settings that determine the text of sample n."""
         self._data_files = resolve_data_files(cfg.data, current_world())
         self.fingerprints = self._data_files.by_name
-        """Fingerprints of the files as they are now."""
+        """Present fingerprints of the files."""
         self._initial_fingerprints = self._data_files.by_name
         self._shards: TokenFileSet | None = None
         self._is_dropped_evaluation_reported = False
         self.events: list[DataEvent] = []
         """Dropped data that is not logged yet."""
         self.message = ""
-        """A message about files dropped earlier or moved, or why the data restarts at sample 0; may be empty."""
+        """A message about dropped or moved files, or the reason why the data restarts at sample 0; may be empty."""
         # Other kinds of data have no files that can be dropped during the run.
         self._can_drop_files = cfg.data.drops_files
 

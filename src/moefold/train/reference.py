@@ -58,7 +58,7 @@ class ReferenceModel:
             The folder; "" for random weights.
 
         Raises:
-            ConfigError: they cannot be read.
+            ConfigError: the weights cannot be read.
         """
         if self._cfg.rl.reference == "start":
             load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, self._model)

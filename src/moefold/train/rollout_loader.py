@@ -84,7 +84,7 @@ class RoundStep:
     """One optimizer step of a round of rollouts."""
 
     groups: Sequence[RolloutGroup]
-    """Empty on a rank that got only its rows from the ranks that sample."""
+    """Groups of the step; empty on a rank that received only its rows from the ranks that sample."""
     batch: Batch
     """This rank's shard of its rollouts."""
     metrics: dict[str, Any]

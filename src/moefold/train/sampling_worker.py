@@ -92,7 +92,7 @@ class SamplingWorker:
         """Check that this rank sees the data files of the training ranks.
 
         Raises:
-            ConfigError: it sees other files.
+            ConfigError: this rank sees other files.
         """
         start = self._link.receive_object(0, ORDERS_TAG)
         assert isinstance(start, SamplingStart)

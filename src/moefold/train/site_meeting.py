@@ -26,7 +26,7 @@ from moefold.launch.site_round import PAIRS_SETTING
 from moefold.topology.fragments import round_order
 
 POLL_S = 0.5
-"""Interval between two questions of a site whether the other sites have come."""
+"""Interval between two questions of a site whether the other sites have arrived."""
 ANSWER_GRACE_S = 15.0
 """Time for an answer of the meeting point beyond sites.timeout_s."""
 _EQUAL_PARALLEL_KEYS = (

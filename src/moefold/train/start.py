@@ -89,7 +89,7 @@ def check_resume(checkpoint: CheckpointConfig) -> None:
     """Check that the checkpoint named in the recipe exists, and is a single checkpoint.
 
     Raises:
-        ConfigError: it does not exist, is a file, or is a folder of several checkpoints.
+        ConfigError: the path does not exist, is a file, or is a folder of several checkpoints.
     """
     if checkpoint.resume in ("auto", "never"):
         return
@@ -110,7 +110,7 @@ def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: Chec
     """Check that the initial weights exist and fit the recipe's model, or can be upcycled to it.
 
     Raises:
-        ConfigError: they cannot be used.
+        ConfigError: the weights cannot be used.
     """
     if lora.trains_adapters_only:
         from moefold.convert.preflight import check_initial_adapters
@@ -136,7 +136,7 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
     """Check that the trace to replay exists, fits model, batch and steps, and is not the trace to be written.
 
     Raises:
-        ConfigError: it cannot be replayed.
+        ConfigError: the trace cannot be replayed.
     """
     if not moe.replay:
         return
@@ -176,7 +176,7 @@ def probe_folder(key: str, path: str) -> None:
     """Try to create a temporary file in a folder, or in its closest existing parent; leaves nothing there.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: the file cannot be created.
     """
     name = f"{key}={path!r}"
     if is_remote(path):
@@ -245,7 +245,7 @@ def check_offload_folder(train: TrainConfig) -> None:
     Run folders may be created anywhere, but a mistyped offload folder would fill another disk.
 
     Raises:
-        ConfigError: they cannot be created.
+        ConfigError: files cannot be created.
     """
     if not ssd_offload_keys(train):
         return
@@ -351,7 +351,7 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
     """Check that fewer ranks fit the recipe, and that the launcher leaves the survivors of a lost rank alive.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: fewer ranks do not fit, or the launcher would end the survivors.
     """
     if rank_env is not None and (rank_env.is_embedded or is_torchrun()):
         launcher = "the processes of a program" if rank_env.is_embedded else "torchrun"
@@ -433,7 +433,7 @@ def check_saved_rollouts(setup: RunSetup) -> None:
     """Check that the untrained rollouts of the checkpoint to resume from fit the batches of the recipe.
 
     Raises:
-        ConfigError: they have other groups or batches.
+        ConfigError: the rollouts have other groups or batches.
     """
     if setup.resume is None:
         return
@@ -455,7 +455,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
         max_tokens: tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
-        ConfigError: it holds another model, the server cannot be reached, or it was started with other options.
+        ConfigError: the folder holds another model, or the server cannot be reached or was started with other options.
     """
     from moefold.convert.preflight import init_from_unsupported_reason
     from moefold.inference.vllm_server import VllmError, vllm_server
@@ -480,7 +480,7 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
     With rl.staleness, held-out prompts are sampled under the mapping of training.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: a sample does not fit into the cache.
     """
     from moefold.cost.kv_cache import cache_sizes
     from moefold.inference.engine.capacity import cache_pages, check_requests

@@ -105,7 +105,7 @@ class StepTotals:
     device_grad_norm: Tensor
     """Gradient norm, 0-dim on the device, so that clipping needs no host synchronisation."""
     expert_counts: Tensor
-    """[MoE layers, E], like `thresholds`."""
+    """Routed tokens per expert, [MoE layers, E], like `thresholds`."""
     thresholds: Tensor
     receive_loads: Tensor
     """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""

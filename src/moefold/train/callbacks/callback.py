@@ -38,11 +38,11 @@ class TrainingContext:
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step by name, on every rank, as `metrics.table.STEP` lists them; empty before the first."""
     is_resumed: bool = False
-    """A checkpoint was loaded."""
+    """Whether a checkpoint was loaded."""
     status: int = 0
     """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)
-    """Called before a checkpoint is saved, on all ranks; may communicate."""
+    """Functions to call before a checkpoint is saved, on all ranks; they may communicate."""
     save_s: float = 0.0
     """Time that the save after the last step blocked training."""
 
@@ -64,10 +64,10 @@ class FinishedStep:
     """One step that was not rolled back. Equal on all ranks, except for the batch and the time."""
 
     number: int
-    """1-based."""
+    """1-based number of the step."""
     result: StepResult
     batch: Batch
-    """This rank's shard."""
+    """This rank's shard of the global batch."""
     step_time_s: float
     is_last: bool
     num_tokens: int
@@ -81,7 +81,7 @@ class FinishedStep:
     sites: dict[str, Any] | None = None
     """Metrics of the round of the sites after this step; None without a round."""
     is_evaluated: bool = True
-    """False if an evaluation was due and a signal prevented it."""
+    """False if a due evaluation was prevented by a signal."""
 
 
 class Callback:

@@ -48,7 +48,7 @@ class SaveHistory:
     restored_step: int | None = None
     """Step to restore from the snapshots; None: from a checkpoint."""
     initial_states: States = field(default_factory=dict)
-    """States of the program's callbacks as it built them, see `RunStates`."""
+    """States of the program's callbacks before the first step, see `RunStates`."""
 
 
 class Checkpointing(Callback):

@@ -57,7 +57,7 @@ class LossSpike:
     """Mean loss of the steps after a round minus the mean of the steps before; `last` is the value of the last round.
 
     Args:
-        gap: fewest steps between two rounds; no more steps are compared.
+        gap: minimum number of steps between two rounds; no more steps are compared.
     """
 
     def __init__(self, gap: int) -> None:
@@ -66,7 +66,7 @@ class LossSpike:
         self._before: float | None = None
         self._num_after = 0
         self.last: float | None = None
-        """None before the first round, and after a round with fewer steps before or after it."""
+        """Value of the last round; None before the first round, and if fewer steps lie before or after the round."""
 
     def add(self, loss: float) -> None:
         """Add the loss of a step, computed with the weights before it."""

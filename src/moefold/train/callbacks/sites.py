@@ -53,7 +53,7 @@ class _Flight:
     weights: tuple[float, ...]
     """Weight of each member."""
     exchange: "Future[Exchanged] | None"
-    """None in a round of one site."""
+    """Result of the exchange; None in a round of one site."""
     began_s: float
 
     @property
@@ -107,7 +107,7 @@ class SiteRounds(Callback):
         found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
         if found == "stopped":
             return
-        # The round after the present step is still to come.
+        # The round after the present step will still follow.
         self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
         if found == "missed":
             self._join(context)
@@ -175,7 +175,7 @@ class SiteRounds(Callback):
         return any(raised)
 
     def _join(self, context: TrainingContext) -> None:
-        """Take over weights, moments and position of another site, as this site lacks rounds; collective.
+        """Take over weights, moments and position of another site, because this site lacks rounds; collective.
 
         Raises:
             RunError: the state did not arrive.
