@@ -69,7 +69,7 @@ def _add_expert_directions(noise_NH: Tensor, rows_EH: Tensor, model: ModelConfig
 
 
 StepFunction = Callable[[], object]
-"""Forward and backward on a fixed batch; for a whole model with the optimizer step."""
+"""Forward and backward on a fixed batch, followed by the optimizer step for a whole model."""
 
 OURS = "moefold"
 
@@ -178,7 +178,7 @@ def forward_backward_step(
     parameters: list[nn.Parameter],
     moe_layer: MoELayer | None = None,
 ) -> StepFunction:
-    """Return forward and backward from given states and output gradient. A second output is a balance loss."""
+    """Return a forward and backward step from given states and gradient. A second output is a balance loss."""
 
     def step() -> None:
         if moe_layer is not None:

@@ -31,7 +31,7 @@ fish: add to ~/.config/fish/config.fish
 The script has the keys of this version: print it again after an upgrade.
 """
 
-# In bash, = ends a word: the word after it completes the value of the key in front of it.
+# In bash, = ends a word: a completion after it is a value of the key in front of it.
 _BASH = """
 _moefold_overrides() {
   local key="" word="$1"

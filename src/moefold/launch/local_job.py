@@ -45,7 +45,7 @@ class JobResult:
     status: int
     """Largest status that a rank returned; 0 if a rank failed."""
     failed_rank: int | None
-    """First rank that did not return, or the lost rank after which the others could not go on."""
+    """First rank that did not return, or the lost rank whose loss ended the job."""
     exitcode: int
     """Exit code of the failed rank's process; negative: the signal that ended it."""
 

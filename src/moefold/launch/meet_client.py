@@ -81,7 +81,7 @@ class MeetConnection:
 
     @property
     def local_host(self) -> str:
-        """Address of this side of the connection, which the other sites can reach as the meeting point does."""
+        """Address of this side of the connection, where the other sites and the meeting point can reach it."""
         assert self._socket is not None, "the connection is open after the first answer"
         return str(self._socket.getsockname()[0])
 

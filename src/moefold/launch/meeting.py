@@ -39,7 +39,7 @@ class _Site:
     weights: int | None
     """Hash of its outer weights after `version` rounds; None if it is not known."""
     round: int
-    """Last round that was due on it. The rounds of a run are counted from 1, as the steps between them may differ."""
+    """Last round that was due on the site, counted from 1 in a run, as the steps between rounds may differ."""
     version: int
     """Rounds applied."""
     connection: int | None
@@ -81,7 +81,7 @@ class Meeting:
         """Answers to joining sites whose giver is known."""
         self._num_gifts = 0
         self._gifts: dict[int, str] = {}
-        """Transfers to joining sites that may be under way."""
+        """Transfers to joining sites that may be in progress."""
 
     def enter(self, message: Message, connection: int, address: str) -> None:
         """Enter a request.

@@ -224,7 +224,7 @@ def _init_process_groups(
     """Initialise the default process group, and connect the ranks that train with the ranks that sample.
 
     NCCL is bound to the device, so it connects here and not in the first step. The groups of a rank are then split from
-    the communicator of the world, for which every rank takes part: see `topology.communicators`.
+    the communicator of the world, and every rank takes part: see `topology.communicators`.
 
     Args:
         store: store that the ranks of the job share.

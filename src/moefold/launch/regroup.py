@@ -4,7 +4,7 @@ A generation is a set of ranks that train together. Ranks of the job keep their 
 of a generation have the ranks 0, 1, ... of its process group, in the order of their job ranks. A generation ends when
 one of its members is lost. Each survivor then frees its process groups, which closes the connections that other
 survivors wait on, and reports its arrival at the next generation. Once every rank of the old generation has arrived or
-is lost, the first survivor that sees it publishes the next generation, which all accept.
+is lost, the first survivor that sees it publishes the next generation, and all survivors accept it.
 
 A process counts as lost in three cases: it is gone without an exit status (the launcher and the ranks of its machine
 see that), a collective has failed and it reports nothing any more (it and the others of its machine are gone), or it

@@ -95,7 +95,7 @@ class BatchSharder:
         return range(min(self._first_in_batch, self.global_batch_size), min(end, self.global_batch_size))
 
     def batch(self, first_sample: int) -> Batch:
-        """Return `to_batch` of the global batch that starts at sample `first_sample` of the run."""
+        """Return this rank's shard of the global batch that starts at sample `first_sample` of the run."""
         return self.to_batch(self.read(range(first_sample, first_sample + self.global_batch_size)))
 
     def read(self, samples: Sequence[int]) -> WeightedSamples:

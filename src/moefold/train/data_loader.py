@@ -126,7 +126,7 @@ class Position:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set all fields that a checkpoint has, and keep the present samples to skip, which it may lack."""
+        """Set all fields that a checkpoint has. The present samples to skip are kept, as it may lack them."""
         # Old checkpoints count one kind of tokens.
         found = {"tokens_consumed": state_dict["tokens"]} | state_dict
         if self.restarts_data:
@@ -313,7 +313,7 @@ class DataLoader:
         return {}
 
     def finish(self) -> None:
-        """End the ranks that make data, after the training loop; not after an exception."""
+        """End the ranks that make data, after the training loop, but not after an exception."""
 
     def close(self) -> None:
         """End the processes that make data."""

@@ -103,7 +103,7 @@ class Loss:
 
 
 class LossLog(Callback):
-    """Callback that records the loss after which a generation begins, once it is ready to train."""
+    """Callback that records the loss before a generation, once the generation is ready to train."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss

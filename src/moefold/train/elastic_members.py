@@ -1,4 +1,4 @@
-"""Choice of the ranks that train after a loss, and of the state that they go back to. Pure."""
+"""Choice of the ranks that train after a loss, and of the state that they restore. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -250,7 +250,7 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
 
 
 def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
-    """Describe how the data of a checkpoint's run differs from the recipe's; files under the same names count as same.
+    """Describe how the data of a checkpoint's run and of the recipe differ; files of the same name count as the same.
 
     Files that have changed under their names are rejected by name at the start.
     """

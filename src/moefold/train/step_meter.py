@@ -339,7 +339,7 @@ class MetricPacker:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add this rank's summand; the same names and shapes on every rank."""
+        """Add this rank's summand; names and shapes must be equal on every rank."""
         self._tensors[name] = tensor
 
     def add_row(self, name: str, row: Tensor, group: Group) -> None:

@@ -130,7 +130,7 @@ class Callback:
         """Run after a rollback, once the state of the earlier checkpoint is loaded."""
 
     def on_end(self, context: TrainingContext, status: int) -> None:
-        """Run after the last step and its checkpoint; not after an exception.
+        """Run after the last step and its checkpoint, but not after an exception.
 
         Args:
             context: the run.

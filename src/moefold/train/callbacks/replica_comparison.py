@@ -37,7 +37,7 @@ class ReplicaComparison(Callback):
     state_name = "replica_check"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last step whose replicas were compared; nothing before the first."""
+        """Return the last step whose replicas were compared; empty before the first comparison."""
         return {} if self._checked_step is None else {"checked_step": self._checked_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
