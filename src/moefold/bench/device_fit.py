@@ -140,7 +140,7 @@ def fit_device(base: Device, measured: DeviceMeasurements, name: str) -> Device:
         multiprocessors=measured.multiprocessors or base.multiprocessors,
         kernel_gap_s=measured.kernel_gap_s,
         host_launch_s=measured.host_launch_s,
-        # The launch of a bare kernel is less than this constant.
+        # The launch of a bare kernel takes less time than this constant.
         sources={key: source for key, source in base.sources.items() if key != "host_launch_s"},
         host_bytes_per_s=measured.host_bytes_per_s or measured.copy_bytes_per_s,
         **_rate_and_fraction("hbm_bytes_per_s", "hbm_fraction", base.hbm_bytes_per_s, measured.copy_bytes_per_s),

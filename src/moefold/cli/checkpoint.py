@@ -223,7 +223,7 @@ def _rm(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{str(path)!r} does not exist")
     to_remove = {path.resolve() for path in arguments.checkpoints}
     for folder in sorted({path.parent for path in to_remove}):
-        # Newest first: runs resume from it, and the check stops at the first sound checkpoint.
+        # Newest first: runs resume from it, and the check stops at the first intact checkpoint.
         rest = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
         if not arguments.force and all(map(_validate_checkpoint, rest)):
             raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")

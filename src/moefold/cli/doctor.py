@@ -210,7 +210,7 @@ def _install_command(package: str) -> str:
         listed = importlib.metadata.requires("moefold") or []
     except importlib.metadata.PackageNotFoundError:
         listed = []
-    # The extra for development asks for newer versions than a run does.
+    # The development extra requires newer versions than a run.
     needed = [line for line in listed if "extra == 'dev'" not in line.replace('"', "'")]
     requirements = [re.split(r"\s*;", line)[0].replace(" ", "") for line in needed]
     found = next((line for line in requirements if re.split(r"[\[<>=!~]", line)[0] == package), package)

@@ -141,7 +141,7 @@ def _rank_entry(
     all_started: Barrier,
     status_pipe: Connection,
 ) -> None:
-    # What was inherited is never collected here; see `run_processes`.
+    # Inherited objects are never collected here; see `run_processes`.
     gc.freeze()
     os.environ.update(_torchrun_variables(rank_env))
     with RankErrorHandler(rank_env, lambda: False):
@@ -153,7 +153,7 @@ def _rank_entry(
         escape_log_lines()
         status = main(rank_env, device_type)
     if os.getppid() != launcher_pid:
-        # The launcher is gone, and the rank was ended by the SIGINT of its death: there is no reader of the status.
+        # The launcher is gone, and the rank was ended by the SIGINT of its death: no process reads the status.
         os._exit(status)
     status_pipe.send_bytes(str(status).encode())
 

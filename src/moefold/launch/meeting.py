@@ -224,7 +224,7 @@ class Meeting:
         self._ended.pop(number, None)
         is_new = number not in self._sites or self._sites[number].connection is None
         self._sites[number] = site
-        # After a loss of the connection or of the meeting point, no site waits for the others again.
+        # After the loss of a connection or of the meeting point, a site does not wait for the others again.
         self._has_started = self._has_started or bool(message.get("again"))
         if is_new:
             step = _int(message, "step")
@@ -248,7 +248,7 @@ class Meeting:
                         "the same recipe and the same base weights"
                     )
             is_known = site.weights is not None and theirs.weights is not None
-            # In pairs, only the weights of the start are equal.
+            # Sites in pairs have equal weights only at the start.
             is_known = is_known and (site.version == 0 or not site.is_paired)
             if site.version == theirs.version and is_known and site.weights != theirs.weights:
                 return (

@@ -277,7 +277,7 @@ class _StartBarrier:
             self._store.set("first", self._own_id)
 
     def poll(self) -> bool:
-        """Poll the store once; return whether this rank may start: rank 0 once all answered, other ranks once released."""
+        """Poll the store once; return whether this rank may start: rank 0 once all answered, others once released."""
         return self._release_ranks() if self._rank == 0 else self._is_released()
 
     def missing_ranks(self) -> list[int]:

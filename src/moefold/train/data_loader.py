@@ -127,7 +127,7 @@ class Position:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set all fields that a checkpoint has. The present samples to skip are kept, as it may lack them."""
-        # Old checkpoints count one kind of tokens.
+        # Old checkpoints have only one count of tokens.
         found = {"tokens_consumed": state_dict["tokens"]} | state_dict
         if self.restarts_data:
             found |= {"samples": 0, "skipped": []}

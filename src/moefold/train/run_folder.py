@@ -92,7 +92,7 @@ def choose_run_folder(
         return RunFolder(given)
     candidates = [run_dir, *_numbered_folders(run_dir)]
     if cfg.checkpoint.dir:
-        # All of them share one checkpoint folder, which belongs to the run that was started last.
+        # All these folders share one checkpoint folder, which belongs to the run that was started last.
         candidates.reverse()
     for folder in candidates:
         cfg = resolved(folder)
@@ -254,7 +254,7 @@ def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder)
 
     Files that have changed under their names are rejected by name at the start.
     """
-    # Only files that are named in another way need to be read for the answer.
+    # Only files with different names need to be read for the answer.
     seen = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None
     return data_order_change(meta, order, seen, drops_files=data.drops_files)
 

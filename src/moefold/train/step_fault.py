@@ -116,7 +116,7 @@ class StepFault:
             placed = {
                 sample for finding in report.findings if finding.rank in ranks for sample in finding.samples or ()
             }
-            # Numbers beyond the batch are of padding.
+            # Numbers beyond the batch belong to padding.
             return [self.samples[i] for i in sorted(placed) if i < size]
         replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
         indices = [i for i in range(size) if not replicas or i // self.samples_per_rank in replicas]

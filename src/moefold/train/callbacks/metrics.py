@@ -113,7 +113,7 @@ class RoutingTraceSaving(Callback):
             if context.log is None or writer is None or context.log.outputs.has_failed(TRACE_FOLDER):
                 buffer.save(step.number, None)
             else:
-                # Errors of the gather are of the job, and end it.
+                # Errors of the gather concern the whole job, and end it.
                 context.log.outputs.attempt(TRACE_FOLDER, lambda: buffer.save(step.number, writer), (OSError,))
 
 

@@ -102,7 +102,7 @@ class SiteRounds(Callback):
         self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, context.groups.rank)
         hello = self._position(context.position.step, outer)
         digest = self._digest(context, list(outer.weights.values()))
-        # A pending round is counted, and not yet in the outer weights.
+        # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
         found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
         if found == "stopped":
