@@ -353,7 +353,7 @@ def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
         A function to call after each step with its number, which collects if it is due.
     """
     was_enabled = gc.isenabled()
-    # A caller that froze objects froze this module too. `gc.get_freeze_count` walks through all of them: 45 ms in a rank.
+    # A caller that froze objects froze this module too. `gc.get_freeze_count` walks through all of them (45 ms).
     freezes = any(one is gc for one in gc.get_objects())
     gc.collect()
     if freezes:
