@@ -1,4 +1,4 @@
-"""The outer optimizer of a model: the averaged tensors, the count of each shard in the norms, and checkpoints."""
+"""The outer optimizer of a model: the averaged tensors, the weight of each shard in the norms, and checkpoints."""
 
 from functools import partial
 from pathlib import Path

@@ -76,8 +76,8 @@ class ProgramParts:
     def __post_init__(self) -> None:
         """Check the callbacks before ranks start.
 
-        ConfigError: an object is not a callback, or a callback has invalid metrics or states.
-            ConfigError: something else than a callback is among them, or a metric of one cannot be.
+        Raises:
+            ConfigError: an object is not a callback, or a callback has invalid metrics or states.
         """
         is_list = isinstance(self.callbacks, Sequence)
         if not is_list or not all(isinstance(callback, Callback) for callback in self.callbacks):

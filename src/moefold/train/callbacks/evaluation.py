@@ -24,7 +24,7 @@ class PeriodicEvaluation(Callback):
         self._last_step = last_step
 
     def on_start(self, context: TrainingContext) -> None:
-        """Evaluate before the first step, or catch up on an evaluation that a signal prevented; collective.
+        """Evaluate before the first step, or do an evaluation that a signal prevented earlier; collective.
 
         Sets the exit status of the run if another signal came.
         """

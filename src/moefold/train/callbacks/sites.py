@@ -299,7 +299,7 @@ class SiteRounds(Callback):
             return True
         in_pairs = self._sites.part.in_pairs
         is_last = step == self._run.steps
-        # Read them before the other sites wait for this site.
+        # Read the choices before the other sites wait for this site.
         probe = self._probe.read(context) if is_probed(self._run, self._model, self._sites, step) else None
         question = self._position(step, outer) | {
             "do": "round",
