@@ -126,7 +126,7 @@ class Position:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set all fields that a checkpoint has. The present samples to skip are kept, as the checkpoint may lack them."""
+        """Set all fields that a checkpoint has. The present samples to skip are kept: the checkpoint may lack them."""
         # Old checkpoints have only one count of tokens.
         found = {"tokens_consumed": state_dict["tokens"]} | state_dict
         if self.restarts_data:
