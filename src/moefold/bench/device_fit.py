@@ -1,6 +1,6 @@
-"""Fit of a device description to measured times, so that the cost model's formulas reproduce them. Torch-free.
+"""Fit of a device description to measured times, so that the cost model's formulas reproduce them.
 
-`device_probe.py` measures. What was not measured keeps the number of the base device.
+`device_probe.py` measures. A number without a measurement keeps the value of the base device.
 """
 
 import json
@@ -19,10 +19,10 @@ from moefold.planner.cost_model.layer import attention_core_s, swiglu_mlp_s
 from moefold.planner.cost_model.workload import TrainingWorkload
 
 SMALLEST_HALF = 1.0
-"""Half depth or half length where the measured rate does not rise with the size."""
+"""Half depth or half length if the measured rate does not rise with the size."""
 SMALLEST_LATENCY_S = 1e-7
 COMPUTE_BOUND_FRACTION = 0.8
-"""A GEMM whose memory traffic takes more than this part of its time says nothing about the FLOP rate."""
+"""A GEMM whose memory traffic takes more than this part of its time does not determine the FLOP rate."""
 NUM_EXPERT_MATRICES = 3
 FLOATS_OF_TOML = "{:.6g}"
 
@@ -57,7 +57,7 @@ class AttentionTime:
 
 @dataclass(frozen=True)
 class ExpertsTime:
-    """Measured experts of `rows` tokens in all, forward and backward together."""
+    """Measured experts, with `rows` tokens in total, forward and backward together."""
 
     rows: int
     hidden_size: int
@@ -74,17 +74,17 @@ class CollectiveTime:
     size: int
     stride: int
     num_bytes: int
-    """Bytes of the result of an all-gather, or of those that a rank sends in an all-to-all, its own part included."""
+    """Bytes of the result of an all-gather, or bytes that a rank sends in an all-to-all, including its own part."""
     seconds: float
 
     @property
     def link_bytes(self) -> float:
-        """Bytes that pass the link of a rank."""
+        """Bytes that pass through the link of a rank."""
         return self.num_bytes * (self.size - 1) / self.size
 
     @property
     def latencies(self) -> float:
-        """Messages in a row, as the cost model counts them."""
+        """Number of messages in a row, as the cost model counts them."""
         return 1 + log2(self.size)
 
 
@@ -93,14 +93,14 @@ class DeviceMeasurements:
     """Measured times of one rank while all ranks of the machine do the same."""
 
     dtype: str
-    """Compute type of attention and experts, and of the GEMMs from which the tile model is fitted."""
+    """Compute type of attention, experts, and the GEMMs that determine the tile model."""
     memory_gib: float
     copy_bytes_per_s: float
-    """Bytes read and written."""
+    """Rate of a copy, counting the bytes read and the bytes written."""
     host_bytes_per_s: float | None
-    """Copies between host and GPU; None on a CPU."""
+    """Rate of copies between host and GPU; None on a CPU."""
     multiprocessors: int | None
-    """None on a CPU."""
+    """Number of multiprocessors; None on a CPU."""
     kernel_gap_s: float
     host_launch_s: float
     gemms: tuple[GemmTime, ...]
@@ -113,7 +113,7 @@ class DeviceMeasurements:
 
 @dataclass(frozen=True)
 class FittedTime:
-    """One measured time and what the cost model says with the fitted device."""
+    """One measured time and the prediction of the cost model for the fitted device."""
 
     name: str
     measured_s: float
@@ -140,7 +140,7 @@ def fit_device(base: Device, measured: DeviceMeasurements, name: str) -> Device:
         multiprocessors=measured.multiprocessors or base.multiprocessors,
         kernel_gap_s=measured.kernel_gap_s,
         host_launch_s=measured.host_launch_s,
-        # The launch of a bare kernel is less than this constant.
+        # The launch of a bare kernel takes less time than this constant.
         sources={key: source for key, source in base.sources.items() if key != "host_launch_s"},
         host_bytes_per_s=measured.host_bytes_per_s or measured.copy_bytes_per_s,
         **_rate_and_fraction("hbm_bytes_per_s", "hbm_fraction", base.hbm_bytes_per_s, measured.copy_bytes_per_s),
@@ -152,7 +152,7 @@ def fit_device(base: Device, measured: DeviceMeasurements, name: str) -> Device:
 
 
 def predictions(device: Device, measured: DeviceMeasurements) -> Iterator[FittedTime]:
-    """Yield what the cost model predicts for each measurement."""
+    """Yield the prediction of the cost model for each measurement."""
     for gemm in measured.gemms:
         cost = _gemm_cost(device, gemm.dtype)
         shape = f"{gemm.rows} x {gemm.depth} x {gemm.columns}"
@@ -196,7 +196,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _rate_and_fraction(rate_key: str, fraction_key: str, rate: float, reached: float) -> dict[str, Any]:
-    """Return the vendor's rate and the reached fraction of it; the measured rate and 1 where that is higher."""
+    """Return the vendor's rate and the reached fraction of it; the measured rate and 1 if that rate is higher."""
     return {rate_key: max(rate, reached), fraction_key: min(1.0, reached / rate)}
 
 
@@ -205,7 +205,7 @@ def _gemm_cost(device: Device, dtype: str) -> GemmCost:
 
 
 def _with_gemm_rates(device: Device, measured: DeviceMeasurements) -> Device:
-    """Fit rate and half depth on GEMMs of the main dtype, and the rate alone of every other one."""
+    """Fit rate and half depth on GEMMs of the main dtype, and only the rate on other GEMMs."""
     main = _compute_bound(device, measured, measured.dtype)
     inverse_rate, half_over_rate = _fit_two(
         [(_tiled_flops(device, gemm) * gemm.depth, _tiled_flops(device, gemm)) for gemm in main],
@@ -234,7 +234,7 @@ def _with_gemm_rates(device: Device, measured: DeviceMeasurements) -> Device:
 
 
 def _compute_bound(device: Device, measured: DeviceMeasurements, dtype: str) -> list[GemmTime]:
-    """Return the GEMMs of a dtype that memory traffic does not limit; all of them if it limits each."""
+    """Return the GEMMs of a dtype that memory traffic does not limit; all GEMMs if it limits each."""
     cost = _gemm_cost(device, dtype if dtype == "bfloat16" or dtype in device.wide_flops else "bfloat16")
     gemms = [gemm for gemm in measured.gemms if gemm.dtype == dtype]
 
@@ -322,6 +322,6 @@ def _fit_two(rows: Iterable[tuple[float, float]], seconds: Sequence[float]) -> t
         (a, b), *_ = np.linalg.lstsq(scaled, ones, rcond=None)
         if a > 0 and b >= 0:
             return float(a), float(b)
-    # The times do not determine both: the first term alone.
+    # The times do not determine both values: fit only the first term.
     first = scaled[:, 0]
     return float(first @ ones / (first @ first)), 0.0

@@ -1,7 +1,7 @@
 """Measurements of `moefold probe`: the rates of one rank while all ranks of the machine compute or communicate.
 
-Every time is the median of some rounds. Of compute it is the median over the ranks, of a collective the maximum: the
-ranks that are ready wait for the last one.
+Every time is the median of some rounds. Over the ranks, a compute time is the median and a collective's time is the
+maximum, because ready ranks wait for the last rank.
 """
 
 import statistics
@@ -45,13 +45,13 @@ class ProbeSizes:
 
     copy_bytes: int
     gemms: tuple[tuple[int, int, int], ...]
-    """(rows, columns, depth)."""
+    """Sizes of the GEMMs, (rows, columns, depth)."""
     seq_lens: tuple[int, ...]
     attention_tokens: int
     """Tokens of one attention call, over all its sequences."""
     heads: int
     experts: tuple[int, int, int, int]
-    """(rows, hidden size, inner width, experts)."""
+    """Sizes of the experts, (rows, hidden size, inner width, experts)."""
     collective_bytes: tuple[int, ...]
 
 
@@ -110,7 +110,7 @@ class DeviceProbe:
         run = replace(cfg.run, **settings)
         self._kernels: SelectedKernels = select_kernels(replace(cfg, run=run), device)
         self.kernel_message = ""
-        """The kernels that were chosen by time, and the file that records them; of rank 0."""
+        """The kernels that were chosen by time, and the file that records them; on rank 0."""
 
     @torch.no_grad()
     def measure(self) -> DeviceMeasurements:
@@ -161,7 +161,7 @@ class DeviceProbe:
         return len(source) / self._seconds(lambda: target.copy_(source, non_blocking=True))
 
     def _launch_times(self) -> tuple[float, float]:
-        """Return the seconds of a small kernel on the device while the host is ahead, and of the host to launch it."""
+        """Return the device seconds of a small kernel while the host is ahead, and the host seconds of its launch."""
         small = torch.zeros(16, device=self._device)
 
         def launches() -> None:
@@ -262,7 +262,7 @@ class DeviceProbe:
         return torch.randn(*shape, device=self._device).to(TORCH_DTYPES[dtype or self._dtype])
 
     def _seconds(self, operation: Callable[[], object], *, is_collective: bool = False) -> float:
-        """Return the seconds of an operation, repeated equally often on every rank after a barrier."""
+        """Return the seconds of an operation, with the same number of repetitions on every rank after a barrier."""
         operation()
         once_s = self._all(self._elapsed_s(operation, 1)).max().item()
         repetitions = min(MAX_REPETITIONS, max(1, ceil(MIN_TIMED_S / once_s)))

@@ -1,4 +1,4 @@
-"""Training step of moefold for benchmarks: of a whole model, of one MoE layer or of a stack of layers."""
+"""Training step of moefold for benchmarks: for a whole model, one MoE layer or a stack of layers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def _add_expert_directions(noise_NH: Tensor, rows_EH: Tensor, model: ModelConfig
 
 
 StepFunction = Callable[[], object]
-"""Forward and backward on a fixed batch; for a whole model with the optimizer step."""
+"""Forward and backward on a fixed batch, followed by the optimizer step for a whole model."""
 
 OURS = "moefold"
 
@@ -97,7 +97,7 @@ class ModelStep:
         self.labels = samples[:, 1:].contiguous()
 
     def build(self) -> StepFunction:
-        """Build the trainer's full step, with gradient norm, clipping, schedule and metrics; every degree is 1."""
+        """Build the trainer's full step, with gradient norm, clipping, schedule and metrics. Every degree is 1."""
         model = parallelize(self.cfg, ParallelGroups.create(fold(world_size=1), self.device))
         stage = model.stages[0]
         self.first_moe_layer = next(iter(stage.moe_layers().values()))
@@ -128,7 +128,7 @@ class LayerStep:
         model: the layers.
         x: hidden states [S, B, H].
         grad: gradient of the output, [S, B, H].
-        module: what runs: the layers or the first MoE layer.
+        module: the module that runs: the layers or the first MoE layer.
         first_moe_layer: first MoE layer.
     """
 
@@ -178,7 +178,7 @@ def forward_backward_step(
     parameters: list[nn.Parameter],
     moe_layer: MoELayer | None = None,
 ) -> StepFunction:
-    """Return forward and backward from given states and output gradient; a second output is a balance loss."""
+    """Return a forward and backward step from given states and gradient. A second output is a balance loss."""
 
     def step() -> None:
         if moe_layer is not None:
@@ -199,9 +199,9 @@ def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is
 
     Args:
         layers: indices of the layers.
-        device: of the weights.
+        device: device of the weights.
         is_whole: True: with embedding and head, and float32 weights. False: a middle pipeline stage, from hidden states
-            to hidden states, with weights in the dtype of the run but for float32 routers.
+            to hidden states, with weights in the dtype of the run and float32 routers.
     """
     with torch.device("meta"):
         model = Transformer(cfg.model, module_settings(cfg), layers, is_first=is_whole, is_last=is_whole)

@@ -1,4 +1,4 @@
-"""Shapes of `moefold bench`: model, part of it, tokens. Torch-free."""
+"""Shapes of `moefold bench`: model, benchmarked part, tokens."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,7 +61,7 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
     Args:
         dtype: compute dtype; also the dtype of the weights, unless the shape is a whole model.
         tokens: tokens of a step; 0: the shape's default.
-        experts: experts of each layer; 0: as many as the model has.
+        experts: experts of each layer; 0: the number of the model.
 
     Raises:
         ConfigError: the tokens are not a whole number of samples, or there are too few experts for the router.
@@ -97,7 +97,7 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
 
 
 def step_flops(model: ModelConfig, train: TrainConfig, part: BenchPart) -> int:
-    """Return the FLOPs of a step, forward and backward, of the parts that run, with causal attention."""
+    """Return the FLOPs of the forward and backward pass of the parts that run, with causal attention."""
     count = train_flops_per_token(model, train.seq_len, causal=True)
     forward = count.router + count.experts + count.shared_experts
     if part != "layer":
@@ -117,9 +117,9 @@ def count_weights(model: ModelConfig, part: BenchPart) -> int:
 
 
 def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: float, num_copies: int = 1) -> int:
-    """Return the number of experts that fit into memory, by halving the model's until weights and gradients fit.
+    """Return the number of experts that fit into memory: the model's, halved until weights and gradients fit.
 
-    There are `num_copies` copies of the weights, each with gradients, and for a whole model with moments. A third of
+    There are `num_copies` copies of the weights, each with gradients, and with moments for a whole model. A third of
     the memory is left for activations.
 
     Raises:

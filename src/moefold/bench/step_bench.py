@@ -45,7 +45,7 @@ class ImplementationResult:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Results of our step, and of the steps that ran in turn with it."""
+    """Results of our step, and of the steps that were timed in the same rounds."""
 
     machine: str
     torch: str
@@ -60,7 +60,7 @@ class StepReport:
     gemm_tflops: float
     copy_gbps: float
     rows: list[ImplementationResult]
-    """Ours first."""
+    """Results of all implementations, ours first."""
     kernels_s: dict[str, float]
     """Median seconds of the GEMMs, of the copy and of the further kernels, by name."""
 
@@ -81,8 +81,8 @@ def measure_step(
     """Time our step, the roofline kernels, the steps of others and further kernels in the same rounds.
 
     Args:
-        run: what `ours.build()` returned.
-        rounds: measured rounds, after 2 that do not count.
+        run: return value of `ours.build()`.
+        rounds: measured rounds, after 2 warm-up rounds.
         clock: name of a clock of `CLOCKS`.
         others: further steps by name.
         kernels: further kernels by name, which wait for the device.

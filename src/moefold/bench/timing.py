@@ -140,7 +140,7 @@ def roofline_kernels(dtype: torch.dtype, device: torch.device) -> dict[str, Call
     kernels: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
     has_onednn = TORCH_GEMM.is_faster_than_torch_mm(a)
     if not has_onednn or dtype == torch.float32:
-        # Where bfloat16 is emulated, torch.mm would take seconds and is never the faster one.
+        # Where bfloat16 is emulated, torch.mm would take seconds and is never the faster library.
         kernels[TORCH_MM] = lambda: torch.mm(a, b)
     if has_onednn:
         kernels[ONEDNN] = lambda: TORCH_GEMM.matmul(a, b)

@@ -173,7 +173,7 @@ def check_output_options(args: argparse.Namespace) -> None:
 
 
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:
-    """Print the table, and write the report where --json asks for it.
+    """Print the table, and write the report to the file of --json, if given.
 
     Raises:
         ConfigError: the file cannot be written.

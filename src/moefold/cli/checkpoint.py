@@ -43,7 +43,7 @@ class CheckpointRow:
 
     path: Path
     meta: CheckpointMeta | None
-    """None if the metadata cannot be read."""
+    """Metadata of the checkpoint; None if it cannot be read."""
     size_bytes: int
     faults: list[str]
     is_best: bool = False
@@ -134,7 +134,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run one action. Return 0 for done, sound or equal; 1 for damaged or different."""
+    """Run one action. Return 0 for done, intact or equal; 1 for damaged or different."""
     arguments = _parser().parse_args(argv)
     action: Callable[[argparse.Namespace], int] = arguments.action
     return action(arguments)
@@ -142,7 +142,7 @@ def run(argv: list[str]) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     folder = locate_folder(arguments.folder)
-    # `import` writes a folder that is one checkpoint and has no step in its name.
+    # `import` writes a single checkpoint into a folder without a step in its name.
     paths = [folder] if (folder / META_FILE).is_file() else named_checkpoints(folder)
     best = best_of(paths)
     rows = [replace(_checkpoint_row(path), is_best=path == best) for path in paths]
@@ -223,7 +223,7 @@ def _rm(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{str(path)!r} does not exist")
     to_remove = {path.resolve() for path in arguments.checkpoints}
     for folder in sorted({path.parent for path in to_remove}):
-        # Newest first: runs resume from it, and the check stops at the first sound checkpoint.
+        # Newest first: runs resume from it, and the check stops at the first intact checkpoint.
         rest = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
         if not arguments.force and all(map(_validate_checkpoint, rest)):
             raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")

@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(name, action="store_true", help=text)
 
     def option(self, name: str, default: Any, metavar: str | None, text: str, **settings: Any) -> None:
-        """Add an option with a value of the type of its default; a type as the default means that there is none."""
+        """Add an option with a value of the type of its default. A type as the default means that it has no default."""
         if not isinstance(default, type):
             settings["default"] = default
             default = type(default)
@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {printable(message)}; {hint}\n")
 
     def _our_words(self, message: str) -> str:
-        """Return how moefold calls an argument of other software that argparse does not recognise; "" if unknown."""
+        """Return moefold's name for an argument of other software that argparse does not recognise; "" if unknown."""
         if not message.startswith("unrecognized arguments: "):
             return ""
         from moefold.config.suggestions import key_types, sections
@@ -105,10 +105,10 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the path of the recipe and the overrides: a first word `section.key=value` is an override.
+    """Return the path of the recipe and the overrides. A first word `section.key=value` is an override.
 
     Args:
-        recipe: the first word; None: none was given.
+        recipe: the first word; None without words.
         overrides: the other words.
     """
     if recipe is None or ("=" in recipe and not Path(recipe).exists()):
@@ -117,7 +117,7 @@ def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[
 
 
 def add_part_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option of commands that read a run: files of parts that it was trained with, imported while parsing."""
+    """Add the option of commands that read a run: files of parts from its training, imported while parsing."""
     parser.add_argument(
         "--part",
         action="append",
@@ -139,12 +139,12 @@ def _part(text: str) -> str:
 
 
 RANK0_REPORT_WAIT_S = 10.0
-"""A launcher ends all ranks once one has exited, so the other ranks wait this long for local rank 0's message."""
+"""Wait of the other ranks for local rank 0's message, as a launcher ends all ranks once one rank has exited."""
 
 
 @contextmanager
 def report_on_local_rank0(rank_env: RankEnv | None) -> Iterator[None]:
-    """Report a ConfigError that is raised on every rank of a machine once, on local rank 0.
+    """Report a ConfigError of all ranks of a machine once, on local rank 0.
 
     The other ranks wait `RANK0_REPORT_WAIT_S` and exit, in case the launcher does not end them first.
     """

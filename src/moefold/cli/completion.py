@@ -31,7 +31,7 @@ fish: add to ~/.config/fish/config.fish
 The script has the keys of this version: print it again after an upgrade.
 """
 
-# In bash, = ends a word: what is completed after it is the value of the key in front of it.
+# In bash, = ends a word: a completion after it is a value of the key in front of it.
 _BASH = """
 _moefold_overrides() {
   local key="" word="$1"
@@ -79,14 +79,14 @@ def run(argv: list[str]) -> int:
     """Print the script."""
     shell = _parser().parse_args(argv).shell
     script: str = shtab.complete(_all_parsers(), shell, preamble=_overrides_function(shell))
-    # shtab lets zsh complete such arguments once only.
+    # shtab lets zsh complete such arguments only once.
     script = re.sub(r'"\(\*\)::?(.*:_moefold_overrides)"', r'"*:\1"', script)
     print_escaped(script + (_BASH_END if shell == "bash" else ""))
     return 0
 
 
 def _all_parsers() -> argparse.ArgumentParser:
-    """Return a parser of all commands, whose arguments say what completes them."""
+    """Return a parser of all commands, whose arguments have their completions."""
     parser = CommandParser(prog="moefold")
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, summary in COMMANDS.items():
@@ -98,7 +98,7 @@ def _all_parsers() -> argparse.ArgumentParser:
 
 
 def _mark_arguments(parsers: list[argparse.ArgumentParser]) -> None:
-    """Say for each argument of some parsers, and of their actions, what completes it."""
+    """Set the completion of each argument of some parsers and of their actions."""
     for parser in parsers:
         for action in parser._actions:
             if isinstance(action.choices, dict):
@@ -106,14 +106,14 @@ def _mark_arguments(parsers: list[argparse.ArgumentParser]) -> None:
                 if nested := [choice for choice in choices.values() if isinstance(choice, argparse.ArgumentParser)]:
                     _mark_arguments(nested)
                     continue
-                # shtab takes any other dict for parsers, too.
+                # shtab also takes any other dict for parsers.
                 action.choices = list(choices)
             if completion := _completion(parser.prog, action):
                 action.complete = completion  # type: ignore[attr-defined]
 
 
 def _completion(prog: str, action: argparse.Action) -> dict[str, Any] | None:
-    """Return what completes an argument, in shtab's form; None: nothing, or its choices."""
+    """Return the completion of an argument in shtab's form; None: no completion, or the argument's choices."""
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if _OVERRIDE.search(metavar):
         return {"bash": "_moefold_overrides", "zsh": "_moefold_overrides", "fish": "(_moefold_overrides)"}
@@ -129,7 +129,7 @@ def _completion(prog: str, action: argparse.Action) -> dict[str, Any] | None:
 
 
 def _words(function: str, words: list[str]) -> dict[str, Any]:
-    """Return a completion by words, or by files where no word fits."""
+    """Return a completion by words, or by files if no word fits."""
     listed = " ".join(map(shlex.quote, words))
     return {
         "bash": function,
@@ -154,7 +154,7 @@ def _overrides_function(shell: str) -> str:
 
 
 def _value_case(shell: str, key: str, words: list[str]) -> str:
-    """Return the case of a key in the function of a shell: the words that its value may be."""
+    """Return the case of a key in the function of a shell: the possible words of its value."""
     listed = " ".join(map(shlex.quote, words))
     if shell == "bash":
         return f'    {key}) compgen -W {shlex.quote(listed)} -- "$word" ;;'

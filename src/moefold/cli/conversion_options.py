@@ -1,4 +1,4 @@
-"""Parts that import, export and upcycle share: joining the ranks of a launcher, the progress bar, the summary."""
+"""Functions that import, export and upcycle share: joining the ranks of a launcher, progress bar and summary."""
 
 import shlex
 import sys
@@ -36,7 +36,7 @@ def conversion_job(label: str) -> Iterator[tuple["World", Callable[[int], None]]
         if rank_env is not None and rank_env.world_size > 1:
             stack.enter_context(RankErrorHandler(rank_env, lambda: False))
             stack.enter_context(init_distributed(rank_env, "cpu"))
-        # A conversion uses each buffer once, so freed blocks go back to the system rather than to malloc's cache.
+        # A conversion uses each buffer once, so freed blocks go back to the system, not to malloc's cache.
         return_large_blocks()
         world = current_world()
         is_shown = world.is_rank0 and sys.stderr.isatty()
@@ -53,7 +53,7 @@ def training_command(out: Path) -> str:
 
 
 def conversion_summary(conversion: "Conversion", out: Path, was_checked: bool) -> str:
-    """Return one line on the written and ignored tensors, and one line for each note."""
+    """Return one line about the written and ignored tensors, and one line for each note."""
     checked = ", read again and equal" if was_checked else ""
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in conversion.ignored.items():

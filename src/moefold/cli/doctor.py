@@ -23,7 +23,7 @@ from moefold.terminal import print_escaped, printable
 def network_links(system: Path = Path("/sys/class")) -> list[str]:
     """Return one description for each network interface that is up, and each port of an InfiniBand or RoCE adapter.
 
-    Empty where the kernel lists none, as on macOS.
+    Empty if the kernel lists none, as on macOS.
 
     Args:
         system: folder of the kernel's device classes.
@@ -41,7 +41,7 @@ def network_links(system: Path = Path("/sys/class")) -> list[str]:
 
 
 def _read(file: Path) -> str:
-    """Return the content of a file of the kernel; "" where it cannot be read."""
+    """Return the content of a file of the kernel; "" if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:
@@ -81,7 +81,7 @@ class Finding:
 
 
 def run(argv: list[str]) -> int:
-    """Print the report; return 1 if training cannot start on this machine, else 0."""
+    """Print the report and return 1 if training cannot start on this machine, else 0."""
     arguments = _parser().parse_args(argv)
     found = [*_software(), *_host(), *_torch(), *_links(), _cache(), *_optional()]
     if arguments.json:
@@ -210,7 +210,7 @@ def _install_command(package: str) -> str:
         listed = importlib.metadata.requires("moefold") or []
     except importlib.metadata.PackageNotFoundError:
         listed = []
-    # The extra for development asks for newer versions than a run does.
+    # The development extra requires newer versions than a run.
     needed = [line for line in listed if "extra == 'dev'" not in line.replace('"', "'")]
     requirements = [re.split(r"\s*;", line)[0].replace(" ", "") for line in needed]
     found = next((line for line in requirements if re.split(r"[\[<>=!~]", line)[0] == package), package)

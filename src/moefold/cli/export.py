@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
             base=None if args.base is None else weights_path(args.base),
             verify=not args.no_verify,
         )
-        # Rank 0 chooses the checkpoint for all ranks: a run may save another one meanwhile.
+        # Rank 0 chooses the checkpoint for all ranks: a run may save another checkpoint meanwhile.
         chosen = world.all_gather_object(locate_checkpoint(checkpoint))[0]
         if world.is_rank0:
             report_skipped_for(checkpoint, chosen)
@@ -86,7 +86,7 @@ ADAPTER_EXPORT_DEFAULTS = {
     "mtp_inside": False,
     "base": None,
 }
-"""Options that change nothing where adapters are written in PEFT's format, with their defaults."""
+"""Options without effect if adapters are written in PEFT's format, with their defaults."""
 
 
 def _parse_size(text: str) -> int:

@@ -65,7 +65,7 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
 
 def _is_override(word: str) -> bool:
-    """Return whether a word is meant as a setting, valid or not, rather than as a prompt."""
+    """Return whether a word is a setting, valid or not, and not a prompt."""
     found = _OVERRIDE.fullmatch(word)
     # A misspelt `parallel.` is a setting as well.
     return found is not None and (found[1] == "moe" or closest_match(found[1], ("parallel",), cutoff=0.75) is not None)
@@ -78,7 +78,7 @@ def _read_prompt(rank_env: RankEnv | None) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError('a prompt is missing: moefold generate MODEL "the beginning of a text", or on standard input')
     try:
-        # Decode as UTF-8 whatever the locale: the C locale would pass undecodable bytes through.
+        # Decode as UTF-8 in every locale: the C locale would pass undecodable bytes through.
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(

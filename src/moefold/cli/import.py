@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
 
 
 def _key_lines(report: KeyReport) -> str:
-    """Return the keys of a file by their kinds."""
+    """Return the text that lists the keys of a file by kind."""
     kinds = (("read", report.read), ("constant", report.constant), ("ignored", report.ignored))
     return "\n".join(f"{report.file}, {kind}: {', '.join(keys) or 'none'}" for kind, keys in kinds)
 

@@ -1,4 +1,4 @@
-"""Options of every command that runs a finished model, and its notices."""
+"""Options and notices of the commands that run a finished model."""
 
 import sys
 from argparse import Namespace
@@ -37,7 +37,7 @@ def add_ignore_key_option(parser: CommandParser) -> None:
 
 
 def add_generation_options(parser: CommandParser) -> None:
-    """Add the options that only commands which generate have."""
+    """Add the options of commands that generate."""
     parser.option(
         "--kernels",
         "auto",
@@ -56,7 +56,7 @@ def add_generation_options(parser: CommandParser) -> None:
 
 
 def read_options(kind: type[Options], arguments: Namespace, **others: Any) -> Options:
-    """Return a dataclass whose fields are arguments of the command, except for the `others`."""
+    """Return a dataclass whose fields are arguments of the command, except for `others`."""
     names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
     return kind(**{name: getattr(arguments, name) for name in names}, **others)
 

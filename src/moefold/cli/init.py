@@ -74,17 +74,17 @@ def _parse_name_and_folder(words: list[str], known: set[str]) -> tuple[str, Path
 
 
 def _closest_recipe(word: str, known: set[str]) -> str | None:
-    """Return the recipe with the most similar name, with or without its folder; None if none is close."""
+    """Return the recipe with the most similar name, with or without its folder; None if no name is close."""
     by_file = {name.rpartition("/")[2]: name for name in sorted(known)}
     guess = closest_match(word, known)
     return guess if guess is not None else by_file.get(closest_match(word, by_file) or "")
 
 
 def _list_recipes(sentences: dict[str, str]) -> list[str]:
-    """List recipes by folder, one line each of at most `LIST_WIDTH` columns; planned variants share a line.
+    """List recipes by folder, one line each of at most `LIST_WIDTH` columns. Planned variants share a line.
 
     Args:
-        sentences: what each recipe is, by name.
+        sentences: description of each recipe, by name.
     """
     lines = []
     for folder in sorted({name.rpartition("/")[0] for name in sentences}):
@@ -111,7 +111,7 @@ def _join(counts: list[int]) -> str:
 
 
 def _shorten(sentence: str, width: int) -> str:
-    """Shorten a sentence to `width` characters: at the end of its last part that fits, or else of a word."""
+    """Shorten a sentence to `width` characters: after its last part that fits, or else after a word."""
     if len(sentence) <= width:
         return sentence
     ends = [match.start() for match in re.finditer(r" \(|[,:;] ", sentence) if width / 2 < match.start() <= width]

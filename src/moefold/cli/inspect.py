@@ -187,10 +187,10 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
 
 
 def print_curves(console: Console, title: str, curves: Sequence[MetricCurve]) -> None:
-    """Print the numbers of each curve, and its course; nothing if there is none.
+    """Print the numbers and the course of each curve; prints nothing without curves.
 
     Args:
-        title: what the curves describe.
+        title: subject of the curves.
     """
     if not curves:
         return
@@ -218,7 +218,7 @@ def _blocks(console: Console) -> str:
 
 
 def _extremes(last_E: Array) -> tuple[list[int], int]:
-    """Return the experts to show, ascending, and the number left out: all, or the busiest and the idlest."""
+    """Return the experts to show, ascending, and the number left out: all, or the busiest and the least busy ones."""
     if len(last_E) <= MAX_EXPERTS:
         return list(range(len(last_E))), 0
     order = np.argsort(last_E, kind="stable").tolist()

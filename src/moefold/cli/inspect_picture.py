@@ -19,13 +19,13 @@ MAX_MAPS = 12
 MAX_BINS = 240
 COLUMNS = 4
 MAX_NAMED_LAYERS = 6
-"""With more layers, the legend names only the first and the last curve."""
+"""Maximum number of layers named in the legend; with more layers it names only the first and the last curve."""
 DPI = 150
 INK = "#1c2430"
 FAINT = "#7a8594"
 DEAD = "#16181d"
 LOAD_COLORS = ("#2b5c8a", "#7fb0d3", "#f4f4f2", "#f2a065", "#b5301f")
-"""Below the mean, at the mean, above the mean."""
+"""Colours of loads below, at and above the mean."""
 CURVES_HEIGHT = 2.7
 """Height of a row of curves, in inches."""
 HELD_OUT = "eval_reward"
@@ -72,7 +72,7 @@ def save_picture(
 
 
 def _shown_layers(balance: ExpertBalance) -> list[int]:
-    """Return the indices of the layers to draw: all, or the least even ones and an even spread over the depth."""
+    """Return the indices of the layers to draw: all, or the least even layers and an even spread over the depth."""
     count = len(balance.layers)
     if count <= MAX_MAPS:
         return list(range(count))
@@ -186,7 +186,7 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
 
 
 def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
-    """Draw a panel for each curve of reinforcement learning; the held-out reward in the panel of the reward."""
+    """Draw a panel for each curve of reinforcement learning. The held-out reward is in the panel of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
     held_out = next((one for one in curves if one.name == HELD_OUT), None)
     for axes, curve in zip(_draw_panels(figure, panels), panels, strict=True):
@@ -197,7 +197,7 @@ def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
 
 
 def _draw_panels(figure: Any, curves: Sequence[MetricCurve]) -> Sequence[Any]:
-    """Draw a row with a panel for each curve; return their axes."""
+    """Draw a row with a panel for each curve, and return the axes of the panels."""
     row: Sequence[Any] = figure.subplots(1, len(curves), squeeze=False)[0]
     for axes, curve in zip(row, curves, strict=True):
         steps, values = curve.binned(MAX_BINS)
@@ -214,7 +214,7 @@ def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Arra
 
     shades = colormaps["Blues"](np.linspace(0.35, 0.95, max(2, len(balance.layers))))
     count = len(balance.layers)
-    # With more layers, the shade between the two named ones tells a layer's depth.
+    # With more layers, the shade between the two named layers shows the depth of a layer.
     named = range(count) if count <= MAX_NAMED_LAYERS else (0, count - 1)
     marker = "o" if len(steps) == 1 else ""
     for i in range(len(balance.layers)):

@@ -39,19 +39,19 @@ NODE_GAP = 0.52
 MARGIN = 0.3
 TITLE_HEIGHT = 1.0
 HEADING_HEIGHT = 1.0
-"""Inches of a heading with one line of text."""
+"""Height in inches of a heading with one line of text."""
 LINE_HEIGHT = 0.26
-"""Inches of each additional line."""
+"""Height in inches of each additional line."""
 CHAR_WIDTH = 0.092
-"""Inches of a letter."""
+"""Width in inches of a letter."""
 NOTE_CHAR_WIDTH = 0.076
-"""Inches of a letter of the note on a view."""
+"""Width in inches of a letter of the note on a view."""
 MIN_LARGE_RANKS = 32
 DPI = 160
 LARGE_DPI = 110
 """Dots per inch of pictures with more than `MIN_LARGE_RANKS` ranks."""
 MAX_HUE_ONLY_GROUPS = 4
-"""Groups of a stage that hue alone tells apart; more groups differ in lightness too."""
+"""Maximum number of groups of a stage that differ only in hue; more groups differ in lightness too."""
 STAGE_HUE_SHARE = 0.7
 """Fraction of a stage's share of the colour wheel that its groups use."""
 INK = "#1c2430"
@@ -166,7 +166,7 @@ class _Canvas:
 
 
 def _views(layout: Layout, gpus_per_node: int) -> tuple[dict[str, DrawnView], str]:
-    """Return the attention view, the expert view, and the unfolded expert view if it differs; and a note on folding."""
+    """Return the attention view, the expert view, the unfolded expert view if it differs, and a note on folding."""
     attention, experts = build_drawn_views(layout)
     unfolded = unfolded_experts(layout)
     if unfolded is None:
@@ -313,14 +313,14 @@ UNIT_COLORS = {
 
 
 def _stage_width(costs: Sequence[StageCost] | None) -> float:
-    """Return the inches of a row with a stage."""
+    """Return the width in inches of a row with a stage."""
     return NAMES_WIDTH + UNITS_WIDTH + (0 if costs is None else 2 * BARS_WIDTH)
 
 
 def _draw_stages(
     canvas: _Canvas, plan: StagePlan, model: ModelConfig | None, costs: Sequence[StageCost] | None
 ) -> None:
-    """Draw a row for each stage: its layers, with their kinds if the model is given, and what they cost if that is."""
+    """Draw a row for each stage: its layers, with their kinds for a given model, and with their costs if given."""
     text = plan.layout
     shown = text if len(text) <= MAX_LAYOUT_CHARS else f"{text[:MAX_LAYOUT_CHARS]}..."
     canvas.text(STAGES_MARGIN, 0.36, "pipeline stages", 17, fontweight="bold")

@@ -1,4 +1,4 @@
-"""Text view of a layout: nodes, groups, pipeline stages, and the experts without folding. Torch-free."""
+"""Text view of a layout: nodes, groups, pipeline stages, and the experts without folding."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class DrawnView:
 
     view: View
     parts_of_axis: Mapping[str, tuple[str, ...]]
-    """By display axis, slowest to fastest, the axes of the view that form it."""
+    """Axes of the view that form each display axis, from slowest to fastest."""
 
     def degree(self, axis: str) -> int:
         """Return the size of one axis."""
@@ -56,11 +56,11 @@ MAX_NODES = 16
 EDGE_NODES = 4
 GROUPS_WIDTH = 72
 MAX_LISTED_RANKS = 1 << 18
-"""Most ranks for --json, which lists each in its group of every axis: 20 MB."""
+"""Maximum number of ranks for --json, which lists each rank in its group of every axis: 20 MB."""
 
 
 def node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
-    """Return the ranks of each node, in order; the last node may be smaller."""
+    """Return the ranks of each node, in order. The last node may be smaller."""
     return [range(first, min(first + gpus_per_node, world_size)) for first in range(0, world_size, gpus_per_node)]
 
 
@@ -72,7 +72,7 @@ def named_views(layout: Layout) -> tuple[tuple[str, View], tuple[str, View]]:
 def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
     """Print the degrees, the position of each rank of each node, and the groups of each axis.
 
-    A position is `group:member`: `3:1` is member 1 of group 3 of that axis. With more than 16 nodes, those in the
+    A position is `group:member`: `3:1` is member 1 of group 3 of that axis. With more than 16 nodes, the nodes in the
     middle, which repeat the pattern, are left out.
     """
     num_nodes = -(-layout.world_size // gpus_per_node)
@@ -236,13 +236,13 @@ def compact_count(weights: int) -> str:
 def unfolded_experts(layout: Layout) -> DrawnView | None:
     """Return the expert view without folding: experts coupled to the attention of a layout.
 
-    Experts are then sharded as attention is (etp = tp), ep is a factor of dp, and ep neighbours are tp*cp ranks apart.
+    Experts are then sharded like attention (etp = tp), ep is a factor of dp, and ep neighbours are tp*cp ranks apart.
 
     Args:
         layout: the folded layout.
 
     Returns:
-        The view with the largest ep that divides both ep and dp; None if the orders are not the default ones or
+        The view with the largest ep that divides both ep and dp; None if the orders are not the default orders or
         folding changes nothing.
     """
     orders = "-".join(layout.attention.axes), "-".join(layout.moe.axes)
@@ -256,7 +256,7 @@ def unfolded_experts(layout: Layout) -> DrawnView | None:
 
 
 def describe_changes(layout: Layout, experts: DrawnView, gpus_per_node: int) -> list[str]:
-    """Describe what folding changes: the degrees, the nodes that an ep group spans, and the weights of a rank."""
+    """Describe the changes by folding: the degrees, the nodes that an ep group spans, and the weights of a rank."""
     ep = experts.degree("ep")
     etp = experts.degree("etp")
     folded, coupled = (

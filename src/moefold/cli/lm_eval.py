@@ -1,4 +1,4 @@
-"""`moefold lm-eval`: run lm-eval tasks on a model, on as many ranks as the model needs."""
+"""`moefold lm-eval`: run lm-eval tasks on a model, on the number of ranks that the model needs."""
 
 import importlib.util
 from functools import partial

@@ -1,7 +1,7 @@
 """Command-line entry point: find the subcommand, run it, and turn user errors into one message.
 
 Each subcommand is a module `moefold.cli.<name>` with `run(argv) -> int`. A module is imported only when its command
-is called, so that no command pays for the imports of another one.
+is called, so a command never pays for the imports of another command.
 """
 
 import argparse
@@ -48,7 +48,7 @@ COMMANDS = {
     "bench": "measure the training step next to the rates of the machine",
 }
 REPLACED_COMMANDS = {"lengths": "moefold simulate RECIPE --lengths NAME"}
-"""Commands of earlier versions, and what does their work now."""
+"""Commands of earlier versions, and the commands that replace them."""
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_escaped(f"moefold: error: standard output cannot be written: {reason}", file=sys.stderr)
             return EXIT_FAILED
         if isinstance(error.__cause__, ConfigError | RunError):
-            # Of a rank that the command has started.
+            # The error of a rank that the command has started.
             print_escaped(f"moefold: error: {error.__cause__}", file=sys.stderr)
             return EXIT_USER_ERROR if isinstance(error.__cause__, ConfigError) else EXIT_FAILED
-        # Report errors of parts from outside, and out-of-memory errors of any library; others are bugs of moefold.
+        # Report errors of external parts, and out-of-memory errors of any library; others are bugs of moefold.
         from moefold.config.part_faults import failure_of_part
         from moefold.launch.exit import oom_message
 

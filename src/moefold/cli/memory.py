@@ -1,4 +1,4 @@
-"""`moefold memory`: show the memory of a step on each rank by part, measured or by formula, and compare the two."""
+"""`moefold memory`: show the memory of a step on each rank by part, measured, by formula, or both compared."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 MAX_MEASURED_RANKS = 64
-"""Most ranks to start on one machine."""
+"""Maximum number of ranks to start on one machine."""
 RANKS_TIMEOUT_S = 3600.0
 STATE_PARTS = {"weights": "weights", "gathered": "gathered weights", "optimizer": "optimizer", "buffers": "buffers"}
 
@@ -64,7 +64,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Print the memory of each rank; return 0, or 1 if the built model and the formulas disagree."""
+    """Print the memory of each rank and return 0, or 1 if the built model and the formulas disagree."""
     args = _parser().parse_intermixed_args(argv)
     cfg = load_config(*recipe_and_overrides(args.recipe, args.overrides))
     layout = check_config(cfg)
@@ -273,7 +273,7 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
         numbers("measured", [format_size(rank.activations) for rank in ranks]),
         *_formula_columns("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
     ]
-    # Where ranks take over tokens of others, the router alone does not determine a rank's rows.
+    # Where ranks take over tokens from other ranks, the router does not determine a rank's rows by itself.
     uneven = any(one is not None for one in imbalances) and not chosen(cfg, DispatcherPart).moves_experts
     if uneven:
         by_imbalance = {one: compute_rank_memory(cfg, kernels=kernels, imbalance=one) for one in set(imbalances) if one}
@@ -307,7 +307,7 @@ def rank_imbalance(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int)
 
 
 def format_size(size: int) -> str:
-    """Return bytes in a suitable unit, - for none."""
+    """Return a number of bytes in a suitable unit, or "-" for zero."""
     return format_bytes(size) if size else "-"
 
 

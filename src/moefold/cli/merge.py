@@ -24,7 +24,7 @@ def run(argv: list[str]) -> int:
         # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.merge import merge_checkpoints
 
-        # Rank 0 chooses the checkpoints for all ranks: a run may save another one meanwhile.
+        # Rank 0 chooses the checkpoints for all ranks: a run may save another checkpoint meanwhile.
         checkpoints = world.all_gather_object([locate_checkpoint(path) for path in given])[0]
         if world.is_rank0:
             for path, checkpoint in zip(given, checkpoints, strict=True):

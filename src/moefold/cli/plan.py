@@ -48,7 +48,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
-    """Run `moefold plan`; return 1 if the mapping to explain is illegal or does not fit, else 0.
+    """Run `moefold plan` and return 1 if the mapping to explain is illegal or does not fit, else 0.
 
     Raises:
         ConfigError: the model, the device or an option is wrong, or nothing is legal or fits.
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
         from moefold.cli.plan_explain import explain
 
         return explain(request, args, argv)
-    # A plan takes seconds, and a log file should hold nothing but the answer; with documents it takes a minute.
+    # A plan takes seconds, with documents a minute, and a log file should hold only the answer.
     has_documents = args.lengths is not None
     with WorkProgress("plan", is_shown=has_documents or sys.stderr.isatty()) as progress:
         progress.report("listing the legal mappings")

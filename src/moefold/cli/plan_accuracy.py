@@ -94,7 +94,7 @@ def _groups(accuracy: Accuracy) -> Table:
 
 
 def _kinds(accuracy: Accuracy) -> Table:
-    """Return the errors by GPU and kind of row; unseen: each row under a fit without its configuration."""
+    """Return the errors by GPU and kind of row; unseen: the errors of fits without the row's configuration."""
     table = Table("rows", "", "mean", "median", "bias", "unseen: mean", "median", "bias")
     for name, groups in accuracy.errors_by_kind().items():
         seen = groups["fitted"]

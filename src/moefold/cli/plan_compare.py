@@ -1,4 +1,4 @@
-"""`moefold plan --compare-folding`: compare the best mapping with folding to the best one without it."""
+"""`moefold plan --compare-folding`: compare the best mapping with folding to the best mapping without it."""
 
 import argparse
 import json
@@ -74,7 +74,7 @@ def _lines(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> It
 
 
 def _distinct_plans(comparison: FoldingComparison) -> Iterator[tuple[str, PlannedMapping]]:
-    """Yield the mappings of one sequence length, each once."""
+    """Yield the mappings of one sequence length without duplicates."""
     if comparison.folded is not None:
         yield "folded" if not comparison.is_same_mapping else "both", comparison.folded
     if comparison.coupled is not None and not comparison.is_same_mapping:

@@ -22,9 +22,9 @@ TIE_TOLERANCE = 1e-9
 
 
 def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    """Predict the best mapping with the given axes; return 1 if it is illegal or does not fit, else 0.
+    """Predict the best mapping with the given axes and return 1 if it is illegal or does not fit, else 0.
 
-    Files of other options are written for this mapping.
+    The files of other options are written for this mapping.
 
     Raises:
         ConfigError: an axis is wrong, or an option is incompatible with a single mapping.

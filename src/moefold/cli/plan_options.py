@@ -1,4 +1,4 @@
-"""Options of the planner's commands: the plan request, and uneven work on a simulated machine. Torch-free."""
+"""Options of the planner's commands: the plan request, and uneven work on a simulated machine."""
 
 import argparse
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
 
 
 def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int, float]:
-    """Parse options such as `17=1.3` into the slowdown of each named rank; the largest one if a rank is named twice.
+    """Parse options such as `17=1.3` into the slowdown of each named rank. The largest value of a rank counts.
 
     Raises:
         ConfigError: an option is malformed, or a rank does not exist.
@@ -93,10 +93,10 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
 
 
 def check_jitter_options(args: argparse.Namespace) -> None:
-    """Check that --jitter is a small spread, and that --seed has something to draw.
+    """Check that --jitter is a small spread, and that --seed has an effect.
 
     Raises:
-        ConfigError: one of them is wrong, or has no effect.
+        ConfigError: an option is wrong, or has no effect.
     """
     if not 0 <= args.jitter <= 1:
         raise ConfigError(

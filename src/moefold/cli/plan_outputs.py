@@ -175,7 +175,7 @@ def print_footer(
     print_prose(console, "#1", format_mapping(shown[0]))
     print_documents(console, planner, shown[0])
     gap = planner.search.gap
-    # The bounds of what the beam leaves out know neither its memory nor its messages.
+    # The bounds of mappings outside the beam do not include memory and messages.
     below = f"up to {gap:.0%} below" if gap else "not below"
     print_prose(
         console,
@@ -216,7 +216,7 @@ def describe_documents(loads: DocumentLoads) -> str:
 
 
 def describe_attention(strategy: ContextPart, max_over_mean: float) -> str:
-    """Describe how the ranks share attention, such as "planned attention (documents, balanced hosts)"; how evenly."""
+    """Describe how ranks share attention and how evenly, such as "planned attention (documents, balanced hosts)"."""
     how = f" ({strategy.plan.placement}, {strategy.plan.hosts} hosts)" if strategy.is_planned else ""
     return f"{strategy.kind} attention{how}; the busiest rank has {max_over_mean:.2f} times the mean work of a round"
 
@@ -238,7 +238,7 @@ def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> l
 
 
 def describe_flops(model: ModelSpec, w: TrainingWorkload) -> str:
-    """Describe the convention of the FLOP count, and the factor to the other one."""
+    """Describe the convention of the FLOP count, and the factor to the other convention."""
     full, half = (train_flops(model, w.seq_len, causal=causal) for causal in (False, True))
     words = f"TFLOP/s count {w.flop_description}"
     if w.counts_causal_attention:

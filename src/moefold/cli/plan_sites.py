@@ -1,4 +1,4 @@
-"""Sites in `moefold plan` and `moefold simulate`: options, and the table of the settings over a link. Torch-free."""
+"""Sites in `moefold plan` and `moefold simulate`: options, and the table of the settings over a link."""
 
 import argparse
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
 
 
 def reject_site_options(args: argparse.Namespace, option: str, reason: str) -> None:
-    """Reject options of sites, as another option answers something else.
+    """Reject options of sites that have no effect with another option.
 
     Raises:
-        ConfigError: one of them is given.
+        ConfigError: an option of sites is given.
     """
     for name in OPTIONS:
         if getattr(args, name) is not None:
@@ -36,7 +36,7 @@ def reject_site_options(args: argparse.Namespace, option: str, reason: str) -> N
 
 
 def print_site_plan(console: Console, plan: SitePlan) -> None:
-    """Print the least `every` of each precision, the settings of the recipe, the chosen ones, and data parallelism."""
+    """Print the least `every` of each precision, the recipe's and the chosen settings, and data parallelism."""
     cost = plan.cost
     fragments = len(plan.recipe.exchanges_s)
     console.print()
@@ -89,7 +89,7 @@ def describe_rate(plan: SitePlan, rate: SiteRate) -> str:
 
 
 def _code_text(plan: SitePlan, rate: SiteRate) -> str:
-    """Return the keys of a recipe that say what is sent."""
+    """Return the keys of a recipe that determine the sent bytes."""
     if plan.method.coding_s != (0.0, 0.0):
         return f"method={toml_value(plan.method)}"
     return f"precision={rate.settings.precision}"

@@ -46,7 +46,7 @@ def print_request(console: Console, request: PlanRequest) -> None:
 
 
 def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest, device: Device) -> None:
-    """Print the best mapping of each family, how far each is from a measured one, and what is unmeasured."""
+    """Print the best mapping of each family, its distance from a measured mapping, and its unmeasured settings."""
     distinct = [one for i, one in enumerate(families) if one.plan.mapping not in [o.plan.mapping for o in families[:i]]]
     times = [one.plan.time for one in distinct]
     marks = ["#1" if one.plan.mapping == chosen.plan.mapping else "=" if one.is_tie else "" for one in distinct]
@@ -78,7 +78,7 @@ def print_families(console: Console, families: Sequence[FamilyBest], chosen: Fam
 
 
 def _describe_distance(one: FamilyBest) -> str:
-    """Describe how far a mapping is from a measured one."""
+    """Describe the distance of a mapping from a measured mapping."""
     near = one.nearest
     count = len(near.differences)
     axes = f"{count} {'axis' if count == 1 else 'axes'} from " if count else "measured: "
@@ -89,7 +89,7 @@ def _describe_distance(one: FamilyBest) -> str:
 
 
 def _describe_faster(one: FamilyBest) -> str:
-    """Describe the fastest mapping of a family if the table has one that is nearer to a measurement."""
+    """Describe the fastest mapping of a family if the table has a mapping that is nearer to a measurement."""
     fastest = one.fastest
     if fastest.mapping == one.plan.mapping:
         return ""
@@ -193,14 +193,14 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
 
 
 def _is_searched(key: str, choice: str) -> bool:
-    """Return whether the search tries a choice: no schedule from a file, no dispatcher that stands for others."""
+    """Return whether the search tries a choice. It skips schedules from files and dispatchers that stand for others."""
     if key == "schedule":
         return not schedule_named(choice).is_for_one_mapping
     return not (choice in built_in_kinds(key) and find_part(key, choice).prefers)
 
 
 def _is_from_outside(key: str, choice: str) -> bool:
-    """Return whether a value of an axis is a kind of another package, which is searched where it is named."""
+    """Return whether a value of an axis is a kind from another package. The search tries it only if it is named."""
     is_outside = choice in kinds(key) and choice not in built_in_kinds(key)
     return is_outside and _is_searched(key, choice)
 

@@ -52,10 +52,10 @@ def run(argv: list[str]) -> int:
 
 @contextmanager
 def _hf_folder(given: Path) -> Iterator[Path]:
-    """Yield a folder of Hugging Face or PEFT: the given one, or an export of a checkpoint that is deleted at the end.
+    """Yield a folder of Hugging Face or PEFT: the given folder, or an export that is deleted at the end.
 
     Raises:
-        ConfigError: it is neither, or a checkpoint of adapters alone.
+        ConfigError: it is not such a folder and not a checkpoint, or it is a checkpoint of only adapters.
     """
     if is_hf_folder(given) or (given / ADAPTER_CONFIG_FILE).is_file():
         yield given

@@ -1,4 +1,4 @@
-"""`moefold recipe`: bring recipes of earlier versions into the format of this one."""
+"""`moefold recipe`: convert recipes of earlier versions to the present format."""
 
 import argparse
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
     """Upgrade recipes in place, or print a setting in its new form.
 
     Raises:
-        ConfigError: a file cannot be read or upgraded; nothing is written then. Or one cannot be written.
+        ConfigError: a file cannot be read or upgraded, and none is written; or a file cannot be written.
     """
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.word:

@@ -31,7 +31,7 @@ class Column:
     cells: "Sequence[str | Text]"
     justify: Literal["left", "right"] = "left"
     wraps: bool = False
-    """True if long cells may be wrapped between words; numbers never are."""
+    """True if long cells may be wrapped between words. Numbers are never wrapped."""
 
     @property
     def width(self) -> int:

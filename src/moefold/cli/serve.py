@@ -47,7 +47,7 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
     options = read_options(ServeOptions, arguments)
     if not options.api_key:
-        # Other users of the machine see the arguments of a command, and not its environment.
+        # Other users of the machine see the arguments of a command, but not its environment.
         options = replace(options, api_key=os.environ.get(KEY_VARIABLE, ""))
     job = prepare_server(
         arguments.model, arguments.overrides, options, rank_env, partial(report_notices, rank_env=rank_env)

@@ -53,7 +53,7 @@ Open step.json in ui.perfetto.dev or chrome://tracing. A straggler computes FACT
 """
 
 WARMUP_STEPS = 5
-"""First steps of a run that are not compared: kernels are compiled and buffers allocated in them."""
+"""Number of first steps of a run that are not compared: they compile kernels and allocate buffers."""
 
 
 def run(argv: list[str]) -> int:
@@ -112,7 +112,7 @@ def _report_sampling(rl: RLConfig, args: argparse.Namespace) -> None:
     """Report that a step of reinforcement learning is simulated without its rollouts.
 
     Raises:
-        ConfigError: it would be compared with the steps of a run, which have them.
+        ConfigError: it would be compared with the steps of a run, which include rollouts.
     """
     if args.run:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _run_config(run_dir: Path) -> Config:
 
 
 def _measured_steps(run_dir: Path) -> list[float]:
-    """Return the seconds of each step of a run after its first ones."""
+    """Return the seconds of each step of a run after the first `WARMUP_STEPS`."""
     seconds = [record["step_time_s"] for record in read_steps(run_dir) if record.get("step_time_s")][WARMUP_STEPS:]
     if not seconds:
         raise ConfigError(f"--run {run_dir} has no more than {WARMUP_STEPS} steps to compare with; train there longer")

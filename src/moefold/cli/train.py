@@ -49,7 +49,7 @@ def _start_sites(
     argv: list[str],
     rank_env: RankEnv | None,
 ) -> int:
-    """Start all sites of a run on this machine, each as `moefold train` with a number and a run folder of its own."""
+    """Start all sites of a run on this machine, each as `moefold train` with its own number and run folder."""
     from moefold.cli.main import main
     from moefold.launch.local_sites import HOST, run_local_sites, site_environments
 

@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
 def upcycled_model(
     dense: Path, overrides: list[str], granularity: int | None, ignored_keys: Sequence[str] = ()
 ) -> tuple[ModelConfig, UpcycleConfig]:
-    """Return the config of the upcycled model and how it is made, from the dense model and the command's overrides.
+    """Return the model config and the upcycling config, from the dense model and the overrides of the command.
 
     `ignored_keys` are keys of a Hugging Face folder that may have any value.
 

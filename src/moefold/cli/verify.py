@@ -1,4 +1,4 @@
-"""`moefold verify`: prove on CPU that a recipe's mapping computes what one process computes."""
+"""`moefold verify`: prove on CPU that a recipe's mapping computes the same numbers as one process."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ MODEL_COPIES = 12
 RANKS_TIMEOUT_S = 6 * 3600.0
 
 MAX_LISTED_DIFFERENCES = 10
-"""Most differences to list, worst first."""
+"""Maximum number of differences to list, worst first."""
 
 SITES_NOTE = "NOT covered: the rounds of [sites]; the steps belong to one site, between two rounds"
 """Note on a recipe of sites."""
@@ -58,7 +58,7 @@ ALIGN_NOTE = "NOT covered: [align], as --shrink replaces the data; the steps pre
 """Note on a shrunk recipe of alignment."""
 
 ONE_RANK = "one-rank"
-"""What --against compares the mapping with, instead of the oracle."""
+"""Value of --against for a comparison of the mapping with one rank instead of the oracle."""
 
 ONE_RANK_NOTE = (
     "NOT judged by the oracle: the mapping is compared with one rank of the same code, so that an error of the code on "
@@ -67,14 +67,14 @@ ONE_RANK_NOTE = (
 """Note on a comparison with one rank."""
 
 OUTSIDE_NOTE = "NOT checked: whether the formulas from outside share code with what they judge"
-"""Note on parts that bring their own formula, which their names follow."""
+"""Note on external parts with their own formula. The names of the parts follow it."""
 
 RunDistributed = Callable[[Config, int, ProgressCallback], Sequence["DistributedRecord"]]
 """Trains some steps of a recipe on its ranks with a progress callback; returns the record of each rank."""
 
 
 def run(argv: list[str]) -> int:
-    """Run `moefold verify`; return 0 if the mapping equals the oracle, 1 if not.
+    """Run `moefold verify` and return 0 if the mapping equals the oracle, 1 if not.
 
     Raises:
         NoFormulaError: the oracle cannot judge the recipe; exit status 3.
@@ -128,7 +128,7 @@ def verify(
     Args:
         cfg: the recipe, in float64 on the CPU.
         message: description of how the recipe was shrunk.
-        notes: what is not compared.
+        notes: parts of the recipe that are not compared.
         against_one_rank: compare with one rank of the same code instead of the oracle.
     """
     from moefold.data.dataset import prepare
@@ -260,7 +260,7 @@ def _format_worst(errors: Sequence["NamedError"], steps: int) -> str:
 
 
 def _format_zeros(names: Sequence[str]) -> str:
-    """List the parameters whose gradient is zero, exactly or but for rounding."""
+    """List the parameters whose gradient is zero, exactly or up to rounding."""
     more = f" and {len(names) - MAX_LISTED_DIFFERENCES} more" if len(names) > MAX_LISTED_DIFFERENCES else ""
     return (
         f"{'gradients that are zero':28}{', '.join(names[:MAX_LISTED_DIFFERENCES])}{more}: compared with the largest "

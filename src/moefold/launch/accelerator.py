@@ -13,7 +13,7 @@ DEVICE_NODES = ("nvidia*", "nvgpu*", "nvhost*", "nvmap", "dxg", "kfd")
 def device_without_torch(
     requested_device: str, world_size: int, rank_env: RankEnv | None, root: Path = Path("/")
 ) -> str:
-    """Return "cpu" if the ranks certainly run on the CPU, else "": then `choose_device` must query torch.
+    """Return "cpu" if the ranks certainly run on the CPU; else "", and `choose_device` must query torch.
 
     Args:
         root: folder that contains dev/.

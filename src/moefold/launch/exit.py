@@ -1,6 +1,6 @@
 """Process exit: exit statuses, immediate exit, and one-line messages for out-of-memory errors.
 
-Torch-free: torch's out-of-memory errors are recognised by class name and message.
+torch is not imported: its out-of-memory errors are recognised by class name and message.
 """
 
 import errno
@@ -43,7 +43,7 @@ OOM_MESSAGES = (
     "integer multiplication overflow",
     "Maximum allowed dimension exceeded",
 )
-"""Fragments of messages by which other error classes report failed allocations."""
+"""Fragments of messages in which other error classes report failed allocations."""
 _REQUESTED_SIZE = re.compile(r"allocate (\d+) bytes|[Aa]llocate (\d[\d.]* ?[KMGTP]?i?B)")
 OOM_SUGGESTION = (
     "choose a smaller model, batch or sequence, or more ranks; for training `moefold memory RECIPE --dry` shows what "
@@ -65,7 +65,7 @@ def oom_reason(error: BaseException | None) -> str:
 
 
 def oom_message(error: BaseException) -> str:
-    """Return a one-line message for an out-of-memory error, with requested and available bytes; else ""."""
+    """Return a one-line message for an out-of-memory error, with requested and available bytes; "" for other errors."""
     reason = oom_reason(error)
     if not reason:
         return ""
@@ -123,9 +123,9 @@ class SingleReporter:
             self.use_file(self.shared_path)
 
     def use_file(self, path: str) -> None:
-        """Use the file at `path` from now on; it stays open even if the rank that created it exits."""
+        """Use the file at `path` from now on. It stays open even if the rank that created it exits."""
         with suppress(OSError):
-            # Another thread may be using the file before it, which stays open.
+            # Another thread may be using the previous file, which stays open.
             self._lock = FileLock(open_lock_file(Path(path)))
             self._opened.append(self._lock)
 
@@ -137,7 +137,7 @@ class SingleReporter:
         self._opened.clear()
 
     def report_once(self, message: str, should_report: Callable[[], bool] = lambda: True) -> None:
-        """Print a message on stderr, unless a rank of this machine has; return once a message is printed.
+        """Print a message on stderr, unless a rank of this machine has printed it; return once it is printed.
 
         Args:
             message: the message, without its final newline.
@@ -181,5 +181,5 @@ class SingleReporter:
 
 
 def has_report(file: Path) -> bool:
-    """Return whether a rank of our own launcher has printed the final message; the launcher then prints none."""
+    """Return whether a rank of our own launcher has printed the final message, so that the launcher prints none."""
     return file.exists() and file.stat().st_size > 0

@@ -21,15 +21,15 @@ NONZERO_RANK_DELAY_S = 0.7
 """Delay before ranks other than local rank 0 report an error, as most errors occur on all ranks at once."""
 
 ROOT_CAUSE_WAIT_S = 5.0
-"""Delay before a rank whose collective failed reports it, so that the rank that caused the failure is named first."""
+"""Delay before a rank reports its failed collective, so that the rank that caused the failure is named first."""
 
 
 class RankErrorHandler:
     """Context manager around everything that a rank runs.
 
-    In a single-rank job it does one thing: `sys.exit` in code that the run calls is an error, which names the line.
+    In a single-rank job it only turns `sys.exit` in code that the run calls into an error that names the line.
 
-    A signal ends the rank at once with 128 + its number: code that has something to save handles signals itself. An
+    A signal ends the rank at once with 128 + its number: code that has state to save handles signals itself. An
     exception ends the rank with its message (ConfigError: exit 2; RunError: exit 1) or its traceback (exit 1), without
     destroying the process group, which could block on the other ranks. Launchers end the other ranks when one exits,
     so ranks that fail in the same way, or as a consequence, wait a moment and print nothing.
@@ -73,7 +73,7 @@ class RankErrorHandler:
         os._exit(SIGNAL_STATUS + number)
 
     def _raise_in_program(self, error: BaseException) -> None:
-        """Deregister, and turn a failed collective into a RunError; other exceptions go on as they are.
+        """Deregister, and turn a failed collective into a RunError. Other exceptions stay as they are.
 
         Raises:
             RunError: the connection to another rank was lost.
@@ -114,7 +114,7 @@ class RankErrorHandler:
         self._exit_failed()
 
     def _exit_with_run_error(self, error: RunError) -> NoReturn:
-        """Exit with a RunError; only the first rank that raises it prints the message."""
+        """Exit with a RunError. Only the first rank with the error prints the message."""
         time.sleep(self._report_delay_s(error))
         self._deregister(EXIT_FAILED)
         self._reporter.report_once(
@@ -133,7 +133,7 @@ class RankErrorHandler:
 
     def _exit_after_peer(self, error: BaseException) -> None:
         """Exit after a collective failed, with a diagnosis of the lost rank; return if there is no explanation."""
-        # Our own launcher names the rank that exited first; torchrun does not, and has no step to report.
+        # Our own launcher names the first rank that exited; torchrun does not, and has no step to report.
         if self._watchdog is not None and not self._rank_env.record_paths:
             self._watchdog.explain_lost_peer(error)
         if self._is_stop_requested():
@@ -160,7 +160,7 @@ class RankErrorHandler:
 
 
 def _exit_text(error: SystemExit) -> str:
-    """Return what a `sys.exit` in code that a run calls did, with its file and line."""
+    """Return a description of a `sys.exit` in code that a run calls, with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"the run was ended by sys.exit({error.code!r}){where}; raise an error with a message there"

@@ -1,4 +1,4 @@
-"""Memory check of the local machine before its ranks start. Torch-free on the CPU."""
+"""Memory check of the local machine before its ranks start."""
 
 from collections.abc import Callable
 

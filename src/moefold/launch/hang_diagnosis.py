@@ -1,7 +1,7 @@
-"""Hang diagnosis: find the ranks that block the job from the flight-recorder snapshots of all ranks. Torch-free.
+"""Hang diagnosis: find the ranks that block the job from the flight-recorder snapshots of all ranks.
 
 The main evidence is the number of collectives that each rank has started on each group. All members of a group start
-the same collectives in the same order, so a rank with a lower count has not reached the one in which the others wait.
+the same collectives in the same order, so a rank with a lower count has not reached the collective of the others.
 """
 
 import time
@@ -12,7 +12,7 @@ from moefold.comm.flight_recorder import FlightSnapshot, format_ranks
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED
 
 RECENT_REPORT_S = 5.0
-"""A rank whose last report is at most this old does not count as silent."""
+"""Age up to which the last report of a rank is recent, so that the rank does not count as silent."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _WaitGraph:
 
 
 def _stragglers(present: Mapping[int, RankReport]) -> set[int]:
-    """Return the ranks that others wait for and that do not wait for any rank themselves."""
+    """Return the ranks that other ranks wait for and that wait for no rank themselves."""
     computing = {rank for rank, report in present.items() if not report.is_communicating}
     waits = _wait_graph(present)
     late = waits.awaited - waits.waiting

@@ -1,7 +1,7 @@
 """Ranks inside the processes of a program: workers of Ray Train, `accelerate launch`, a notebook.
 
-The default process group of the program carries the agreement on the start and on errors. A run creates process groups
-of its own meanwhile, so the program's groups stay as they are.
+The default process group of the program is used to agree on the start and on errors. A run creates its own process
+groups meanwhile, so the program's groups stay unchanged.
 """
 
 import gc
@@ -38,7 +38,7 @@ RESTORED_VARIABLES = (
 
 @dataclass(frozen=True)
 class _Process:
-    """A process of the program, as the others need to know it."""
+    """Description of a process of the program, for the other processes."""
 
     machine: str
     address: str
@@ -46,7 +46,7 @@ class _Process:
 
 
 class ProgramRanks:
-    """The ranks of a program: members of its default process group, or this process alone."""
+    """The ranks of a program: members of its default process group, or only this process."""
 
     def __init__(self, world: World) -> None:
         """Find the rank of this process, and a port for the store of the run; collective.
@@ -80,7 +80,7 @@ class ProgramRanks:
         A rank whose call failed raises its own exception; the others raise the exception of the first such rank.
 
         Args:
-            call: does not communicate.
+            call: a function that does not communicate.
 
         Raises:
             ConfigError: the call raised it on a rank.
@@ -107,10 +107,10 @@ class ProgramRanks:
         return found
 
     def check_devices(self, device_type: str) -> None:
-        """Check that each rank has a GPU of its own; collective.
+        """Check that each rank has its own GPU; collective.
 
         Raises:
-            ConfigError: two ranks have the same one.
+            ConfigError: two ranks have the same GPU.
         """
         if device_type != "cuda":
             return
@@ -127,7 +127,7 @@ class ProgramRanks:
 
 @contextmanager
 def program_ranks(timeout_s: float) -> Iterator[ProgramRanks]:
-    """Join the process group of the program; create one for the block where only a launcher's variables are set.
+    """Join the process group of the program; create one for the block if only a launcher's variables are set.
 
     Args:
         timeout_s: limit of the wait for the other ranks of a launcher.
@@ -159,7 +159,7 @@ def program_ranks(timeout_s: float) -> Iterator[ProgramRanks]:
 
 @contextmanager
 def restored_process_state() -> Iterator[None]:
-    """Restore what a run sets in its process: random state, threads, determinism, environment; free its memory."""
+    """Restore the process state that a run changes: random state, threads, determinism, environment; free memory."""
     threads = torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -180,22 +180,22 @@ def restored_process_state() -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
-            # Modules and their hooks refer to each other: reference counts alone free neither the model nor groups.
+            # Modules and their hooks refer to each other: reference counts cannot free the model or its groups.
             gc.collect()
 
 
 def _as_known_error(error: Exception) -> tuple[type[ConfigError | RunError], str]:
-    """Return type and text by which the other ranks raise an error of this rank."""
+    """Return the type and text of the error that the other ranks raise for an error of this rank."""
     if isinstance(error, ConfigError):
         return ConfigError, str(error)
     return RunError, str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables of the functions through which an exception came.
+    """Clear the local variables of the functions on the traceback of an exception.
 
-    They hold the process groups of the run. gloo closes the connections of a group when it is freed, and not when it is
-    destroyed: the other ranks would wait for this one until `faults.timeout_s`.
+    They hold the process groups of the run. gloo closes the connections of a group when the group is freed, not when it
+    is destroyed: the other ranks would wait for this rank until `faults.timeout_s`.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -208,7 +208,7 @@ def _uses_cuda() -> bool:
 
 
 def _cuda_index(local_rank: int) -> int | None:
-    """Return the current CUDA device of this process, or the one that suits its local rank; None without GPUs."""
+    """Return the current CUDA device of this process, or the device of its local rank; None without GPUs."""
     if _uses_cuda():
         return torch.cuda.current_device()
     count = torch.cuda.device_count()

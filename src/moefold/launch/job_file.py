@@ -1,4 +1,4 @@
-"""Job files of cluster schedulers, filled from a recipe and checked against it. Torch-free."""
+"""Job files of cluster schedulers, filled from a recipe and checked against it."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def fill_template(scheduler: str, job: object) -> str:
 
     Args:
         scheduler: name of the template.
-        job: values that it inserts, as attributes.
+        job: values that the template inserts, as attributes.
     """
     # Lazy import: an error of the request is reported without it.
     from jinja2 import Environment, StrictUndefined
@@ -60,16 +60,16 @@ def escape_comment(value: object) -> str:
 
 
 def escape_plain(value: object) -> str:
-    """Return a name that needs no quotes anywhere; others are an error of the caller."""
+    """Return a name that needs no quotes anywhere. Other names are an error of the caller."""
     text = str(value)
     assert _PLAIN.fullmatch(text), text
     return text
 
 
 def escape_shell(words: list[str]) -> str:
-    """Return the words of a command for bash, in ASCII where a word has characters that are not printable.
+    """Return the words of a command for bash, in ASCII if a word has characters that are not printable.
 
-    `{{` is split by empty quotes, as SkyPilot fills templates of its own.
+    `{{` is split by empty quotes, as SkyPilot fills its own templates.
     """
     return " ".join(_shell_word(word) for word in words)
 
@@ -145,7 +145,7 @@ OPTIONS = {
 }
 """Schedulers that read each option."""
 REQUIRED = ("image", "claim", "gpu")
-"""Options that the schedulers which read them need."""
+"""Options that are required by the schedulers that read them."""
 
 SITE_KEYS = ("partition", "account", "qos")
 """Options with the names and values of sbatch."""
@@ -155,9 +155,9 @@ DEFAULT_SLURM_TIME = "24:00:00"
 MAX_CPUS_PER_TASK = 4096
 DEFAULT_GRACE_S = 300
 MIN_GRACE_S = 30
-"""Least time from SIGTERM to the end: the limit of torchrun, in which a step is finished and saved."""
+"""Least time from SIGTERM to the end: the limit of torchrun for finishing and saving a step."""
 SRUN_WAIT_S = 120
-"""Time that `srun --wait` gives the other ranks after the first has ended, to report its failure and to end."""
+"""Time that `srun --wait` gives the other ranks after the first rank has ended, to report its failure and to end."""
 MAX_NAME_CHARS = 40
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 _IMAGE = re.compile(r"[a-z0-9][\w.\-/:@]*", re.ASCII)
@@ -186,11 +186,11 @@ class JobRequest:
     grace: int | None = None
     """Seconds from SIGTERM to the end."""
     cpus_per_task: int | None = None
-    """CPU cores of a rank; None for all of the node's, shared by its ranks."""
+    """CPU cores of a rank; None: all cores of the node, shared by its ranks."""
     mem: str = ""
     """Memory of a node, such as 512G (GiB)."""
     exclusive: bool | None = None
-    """Whether the job has its nodes alone; None for the default: it has."""
+    """Whether the job shares its nodes with no other job; None: the default, True."""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -198,7 +198,7 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job(JobRequest):
-    """Values that the templates insert: the request with its defaults, and what follows from it and the recipe."""
+    """Values that the templates insert: the request with its defaults, and values derived from it and the recipe."""
 
     recipe: str
     name: str
@@ -243,7 +243,7 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
     mem_gib = _parse_mem_gib(request.mem)
     request = replace(request, exclusive=request.exclusive is not False)
     if request.scheduler == "slurm" and request.exclusive and not request.mem:
-        # SLURM reads 0 as all memory of the node, and its default is a share for each core.
+        # SLURM reads 0 as all memory of the node; its default is a share for each core.
         request = replace(request, mem="0")
     job = _Job(
         **vars(request),
@@ -262,13 +262,13 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
 
 
 def job_name(recipe: str) -> str:
-    """Return the name of the job: the recipe's, in the characters that Kubernetes accepts."""
+    """Return the name of the job: the name of the recipe, in the characters that Kubernetes accepts."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).strip("-")[:MAX_NAME_CHARS].strip("-")
     return name if name[:1].isalpha() else f"moefold-{name}".strip("-")
 
 
 def _check_options(request: JobRequest) -> None:
-    """Check that the scheduler reads each option that is set, and that those it needs are set and valid."""
+    """Check that the scheduler reads each option that is set, and that its required options are set and valid."""
     scheduler = request.scheduler
     for option, readers in OPTIONS.items():
         value = getattr(request, option)
@@ -348,7 +348,7 @@ def _check_size(run: RunConfig, p: ParallelConfig, rollout: RolloutConfig, reque
 
 
 def _check_start(lora: LoraConfig, checkpoint: CheckpointConfig, sites: SitesConfig) -> None:
-    """Check what the ranks of a job would refuse when they start."""
+    """Check the conditions that the ranks of a job check when they start."""
     if sites.starts_all:
         raise ConfigError(
             f"sites.count={sites.count} without a number starts all sites on one machine, and a job file starts "
@@ -362,7 +362,7 @@ def _check_start(lora: LoraConfig, checkpoint: CheckpointConfig, sites: SitesCon
 
 
 def _check_storage(run: RunConfig, checkpoint: CheckpointConfig, request: JobRequest) -> None:
-    """Check that the run is written where all nodes and the next start find it, and that it can resume."""
+    """Check that all nodes and the next start find the written run, and that it can resume."""
     for key, folder in (("run.dir", run.dir), ("checkpoint.dir", checkpoint.dir)):
         if not folder and key == "checkpoint.dir":
             continue

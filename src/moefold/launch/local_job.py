@@ -1,7 +1,7 @@
-"""Local job: start one process per rank on this machine, wait for them, and end them together. Torch-free.
+"""Local job: start one process per rank on this machine, wait for them, and end them together.
 
 The launcher passes Ctrl-C, SIGTERM and SIGHUP to its ranks and waits for them. The job's temporary files are the
-flight-record files of the ranks; folders that killed processes left are removed.
+flight-record files of the ranks; folders left by killed processes are removed.
 """
 
 import gc
@@ -35,7 +35,7 @@ RankMain = Callable[[RankEnv, str], int]
 """Main function of a rank: called with its environment and device type, returns the exit status of the job."""
 
 EXIT_GRACE_S = 30.0
-"""Time that the other ranks have to exit after one has failed, before they are killed."""
+"""Time that the other ranks have to exit after a rank has failed, before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class JobResult:
     status: int
     """Largest status that a rank returned; 0 if a rank failed."""
     failed_rank: int | None
-    """First rank that did not return, or the lost rank after which the others could not go on."""
+    """First rank that did not return, or the lost rank whose loss ended the job."""
     exitcode: int
     """Exit code of the failed rank's process; negative: the signal that ended it."""
 
@@ -59,8 +59,8 @@ def run_processes(
     ends the others. If this process is killed, the ranks get SIGINT.
 
     Args:
-        on_loss: called with the number and the exit code of a rank that a signal has ended, while others run: these go
-            on. None: such a rank has failed.
+        on_loss: called with the number and the exit code of a rank that a signal has ended, if others run: they go on.
+            None: such a rank has failed.
 
     Raises:
         RunError: the system cannot start another process.
@@ -119,7 +119,7 @@ def _wait_for_ranks(ranks: Sequence[_RankProcess], on_loss: Callable[[int, int],
                 continue
             if exitcode or not status_pipe.poll():
                 _terminate([rank.process for rank in running.values()])
-                # A survivor that fails after a loss is a consequence of it.
+                # A survivor that fails after a loss fails because of it.
                 return last_loss if last_loss and exitcode == EXIT_FAILED else JobResult(0, number, exitcode)
             statuses.append(int(status_pipe.recv_bytes()))
     return JobResult(max(statuses), None, 0)
@@ -141,7 +141,7 @@ def _rank_entry(
     all_started: Barrier,
     status_pipe: Connection,
 ) -> None:
-    # What was inherited is never collected here; see `run_processes`.
+    # Inherited objects are never collected here; see `run_processes`.
     gc.freeze()
     os.environ.update(_torchrun_variables(rank_env))
     with RankErrorHandler(rank_env, lambda: False):
@@ -153,7 +153,7 @@ def _rank_entry(
         escape_log_lines()
         status = main(rank_env, device_type)
     if os.getppid() != launcher_pid:
-        # The launcher is gone, and the rank was ended by the SIGINT of its death: there is no reader of the status.
+        # The launcher is gone, and the rank was ended by the SIGINT of its death: no process reads the status.
         os._exit(status)
     status_pipe.send_bytes(str(status).encode())
 
@@ -171,7 +171,7 @@ def _torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
 
 
 LOCK_FILE = "moefold.lock"
-"""Name of the lock file in a temporary folder; the owner holds its flock until the process ends."""
+"""Name of the lock file in a temporary folder. The owner holds its flock until the process ends."""
 
 
 def claim_folder(folder: Path) -> None:
@@ -232,7 +232,7 @@ def record_files(world_size: int) -> Iterator[tuple[str, ...]]:
 
 
 class SignalForwarder:
-    """Context manager that forwards stop signals to the child processes; a second Ctrl-C kills them.
+    """Context manager that forwards stop signals to the child processes. A second Ctrl-C kills them.
 
     A terminal sends Ctrl-C to the ranks too, `kill` only to this process: ranks must tolerate a repeated signal.
 

@@ -1,7 +1,7 @@
 """All sites of a run on this machine: a meeting point in this process, and one child process for each site.
 
-The children are forked before torch starts threads; their output is passed on, line by line, with the number of the
-site in front.
+The children are forked before torch starts threads. Their output is passed on line by line, after the number of the
+site.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ SiteMain = Callable[[int, int], int]
 def run_local_sites(main: SiteMain, count: int, min_members: int, environments: Sequence[dict[str, str]]) -> int:
     """Run all sites, wait for them, and return the exit status: the largest one, or a signal's.
 
-    Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the others are ended too
-    if they are too few for a round; their statuses do not count.
+    Ctrl-C and SIGTERM are passed on to the sites, which save and end. After a site has failed, the other sites are
+    ended too if they are too few for a round; their statuses do not count.
 
     Args:
-        min_members: fewest sites of a round.
+        min_members: minimum number of sites of a round.
         environments: environment variables of each site.
     """
     listener = listen(HOST, 0)
@@ -55,7 +55,7 @@ def run_local_sites(main: SiteMain, count: int, min_members: int, environments: 
 
 
 def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv | None) -> list[dict[str, str]]:
-    """Return the environment variables by which the sites share the cores or GPUs of this machine.
+    """Return the environment variables that divide the cores or GPUs of this machine among the sites.
 
     Raises:
         ConfigError: a launcher started this process, or there are too few GPUs.
@@ -67,7 +67,7 @@ def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv
         )
     gpus: list[str] = []
     if device != "cpu" and not has_no_gpu():
-        # Lazy import: without a GPU driver, torch is imported by the sites alone.
+        # Lazy import: without a GPU driver, only the sites import torch.
         import torch
 
         numbers = [str(number) for number in range(torch.cuda.device_count())]
@@ -92,7 +92,7 @@ class _SiteProcess:
         self.outputs = ((out, sys.stdout), (err, sys.stderr))
         self.status: int | None = None
         self.is_ended = False
-        """It was told to end, as too few sites are left."""
+        """Whether the site was ordered to end, as too few sites are left."""
 
 
 def _fork(
@@ -142,7 +142,7 @@ def _fork(
 
 
 def _limit_threads(threads: int) -> None:
-    """Set the threads of torch where the parent had imported it, and therefore read the variable already."""
+    """Set the threads of torch if the parent had imported it, and torch has therefore read the variable already."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
 
@@ -152,7 +152,7 @@ class _Sites:
 
     Args:
         sites: the child processes.
-        min_members: fewest sites of a round.
+        min_members: minimum number of sites of a round.
     """
 
     def __init__(self, sites: Sequence[_SiteProcess], min_members: int) -> None:
@@ -184,7 +184,7 @@ class _Sites:
                 os.kill(site.pid, number)
 
     async def _wait(self, site: _SiteProcess, server: MeetServer) -> None:
-        """Pass the output of a site on until it closes, wait for its end, and tell the meeting point."""
+        """Pass on the output of a site until it closes, wait for the end of the site, and inform the meeting point."""
         await asyncio.gather(*(_pass_on(descriptor, f"site {site.number}: ", to) for descriptor, to in site.outputs))
         _, status = await asyncio.to_thread(os.waitpid, site.pid, 0)
         code = os.waitstatus_to_exitcode(status)
@@ -210,7 +210,7 @@ def _log(line: str) -> None:
 
 
 async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
-    """Print the lines of a pipe until it closes; a line beyond `MAX_LINE_BYTES` is split."""
+    """Print the lines of a pipe until it closes. A line beyond `MAX_LINE_BYTES` is split."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(

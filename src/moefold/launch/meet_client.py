@@ -1,4 +1,4 @@
-"""Connection of a rank to the meeting point of the sites (`moefold meet`). Torch-free."""
+"""Connection of a rank to the meeting point of the sites (`moefold meet`)."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ from moefold.launch.signed_lines import MAX_LINE_BYTES, BadLineError, Message, S
 
 CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
-"""Interval in which a site tells the meeting point that it is alive."""
+"""Interval between two messages of a site that it is alive."""
 
 
 class MeetError(Exception):
@@ -27,7 +27,7 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
         text: the address.
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: the address has another form.
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -37,7 +37,7 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
 
 
 class MeetConnection:
-    """One connection to the meeting point; it is opened by the first request, and again after it was lost.
+    """One connection to the meeting point. The first request opens it, and the next request reopens a lost one.
 
     Args:
         timeout_s: longest wait for an answer.
@@ -60,7 +60,7 @@ class MeetConnection:
         """Send a message and return the answer.
 
         Raises:
-            MeetError: there is no connection, no answer in time, or an answer of someone without the secret.
+            MeetError: there is no connection, no answer in time, or the answer is not signed with the secret.
         """
         for is_stale in (self._socket is not None, False):
             try:
@@ -81,7 +81,7 @@ class MeetConnection:
 
     @property
     def local_host(self) -> str:
-        """Address of this side of the connection, which the other sites can reach as the meeting point does."""
+        """Address of this side of the connection, where the other sites and the meeting point can reach it."""
         assert self._socket is not None, "the connection is open after the first answer"
         return str(self._socket.getsockname()[0])
 
@@ -130,7 +130,7 @@ class MeetConnection:
 
 
 class MeetStore:
-    """Key-value store at the meeting point, by which the ranks of a round find each other.
+    """Key-value store at the meeting point. The ranks of a round find each other through it.
 
     Args:
         connection: a connection of this rank.
@@ -163,7 +163,7 @@ class MeetStore:
 
 
 class Heartbeat:
-    """Thread that tells the meeting point that the site is alive, on a connection of its own."""
+    """Thread that tells the meeting point that the site is alive, on its own connection."""
 
     def __init__(self, connection: MeetConnection, number: int) -> None:
         self._connection = connection
@@ -181,7 +181,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stopped.wait(BEAT_S):
-            # A meeting point that is gone is noticed, and reported, by the next round.
+            # The next round notices and reports a meeting point that is gone.
             with suppress(MeetError):
                 self._connection.ask({"do": "beat", "site": self._number})
         self._connection.close()

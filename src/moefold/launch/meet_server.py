@@ -1,6 +1,6 @@
-"""Server of `moefold meet`: signed JSON lines over TCP. Torch-free.
+"""Server of `moefold meet`: signed JSON lines over TCP.
 
-A connection begins with one line of each side that holds a random number; all further lines are signed, see
+A connection begins with one line of each side that holds a random number; all later lines are signed, see
 `signed_lines`. The other side asks, the server answers.
 """
 
@@ -23,7 +23,7 @@ from moefold.launch.signed_lines import (
 )
 
 TICK_S = 0.5
-"""Interval in which timeouts are looked at."""
+"""Interval between two checks of the timeouts."""
 
 
 class MeetServer:
@@ -31,7 +31,7 @@ class MeetServer:
 
     Args:
         listener: socket that is bound to the address.
-        most: most connections; None for what the descriptors allow.
+        most: maximum number of connections; None: as many as the descriptors allow.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class MeetServer:
         await asyncio.gather(self._ticker, *self._tasks, return_exceptions=True)
 
     def end_site(self, number: int, reason: str) -> None:
-        """Tell the sites that wait for this one that its process has ended.
+        """Report to the sites that wait for a site that its process has ended.
 
         Args:
-            reason: why it does not come.
+            reason: why the site does not come.
         """
         self._meeting.end_site(number, reason)
 
@@ -72,7 +72,7 @@ class MeetServer:
         while True:
             await asyncio.sleep(TICK_S)
             for connection in self._meeting.drop_silent():
-                # A site that goes on after a pause finds its connection closed, and says hello again.
+                # A site that continues after a pause finds its connection closed, and says hello again.
                 self._writers[connection].close()
             await self._notify()
 
@@ -151,6 +151,6 @@ class MeetServer:
                     await self._changed.wait()
         except BadRequestError as error:
             return {"refused": str(error)}
-        # The answer to one site may be what another one waits for.
+        # The answer to one site may allow the answer to another site.
         await self._notify()
         return answer

@@ -1,7 +1,7 @@
-"""State of a meeting point: which sites live, who takes part in a round, and which rounds are applied. Torch-free.
+"""State of a meeting point: the living sites, the members of each round, and the applied rounds.
 
-A round is applied only if every one of its members voted for it; a round that is not applied is as if it had not been
-due. All of the state can be lost: a new meeting point learns it from the messages of the sites.
+A round is applied only if all its members voted for it. A round that is not applied has no effect, as if it had not
+been due. All of the state can be lost: a new meeting point learns it from the messages of the sites.
 """
 
 import secrets
@@ -15,7 +15,7 @@ from moefold.launch.signed_lines import Message
 from moefold.launch.site_round import PAIRS_SETTING, Asked, Ballot, MeetingRound, estimate_grace_s, pair_members
 
 SILENT_S = 30.0
-"""A site counts as lost this long after its last message."""
+"""Time without a message after which a site counts as lost."""
 MAX_SITES = 1024
 MAX_KEPT_ROUNDS = 256
 """Rounds whose outcome is kept for late sites."""
@@ -32,20 +32,20 @@ class BadRequestError(Exception):
 @dataclass
 class _Site:
     host: str
-    """Host of the site, as it says."""
+    """Host of the site, as the site reports it."""
     address: str
-    """Address from which its first rank connects."""
+    """Address that its first rank connects from."""
     settings: dict[str, Any]
     weights: int | None
-    """Hash of its outer weights after `version` rounds; None where it is not known."""
+    """Hash of its outer weights after `version` rounds; None if it is not known."""
     round: int
-    """Last round that was due on it; the rounds of a run are counted from 1, as the steps between them may differ."""
+    """Last round that was due on the site, counted from 1 in a run, as the steps between rounds may differ."""
     version: int
     """Rounds applied."""
     connection: int | None
     last_word_s: float
     is_joining: bool = False
-    """It lacks rounds and waits for the state of another site; rounds do not wait for it."""
+    """Whether the site lacks rounds and waits for the state of another site; rounds do not wait for it."""
 
     @property
     def is_paired(self) -> bool:
@@ -54,7 +54,7 @@ class _Site:
 
 
 class Meeting:
-    """State machine of the meeting point; a request is entered once, and asks for its answer after every change.
+    """State machine of the meeting point. A request is entered once, and checked for an answer after every change.
 
     Args:
         clock: monotonic time in seconds.
@@ -76,12 +76,12 @@ class Meeting:
         self._refused: dict[int, str] = {}
         """Sites that were refused at the start and did not come back, with the reason."""
         self._ended: dict[int, str] = {}
-        """Sites whose process has ended before it came here, with the reason."""
+        """Sites whose process has ended before they came here, with the reason."""
         self._givers: dict[int, Message] = {}
         """Answers to joining sites whose giver is known."""
         self._num_gifts = 0
         self._gifts: dict[int, str] = {}
-        """Transfers to joining sites that may be under way."""
+        """Transfers to joining sites that may be in progress."""
 
     def enter(self, message: Message, connection: int, address: str) -> None:
         """Enter a request.
@@ -148,10 +148,10 @@ class Meeting:
                 self._drop(number, f"on {site.host} has closed its connection")
 
     def end_site(self, number: int, reason: str) -> None:
-        """Count a site as one that does not come, if its process has ended before the first round.
+        """Count a site as absent, if its process has ended before the first round.
 
         Args:
-            reason: why it does not come, for the sites that wait for it.
+            reason: why the site does not come, for the sites that wait for it.
         """
         if not self._has_started and number not in self._sites:
             self._ended[number] = reason
@@ -176,7 +176,7 @@ class Meeting:
             self._sites[number].is_joining = False
             self._givers.pop(number, None)
             self._gifts.pop(number, None)
-            # It may come back as another process.
+            # The site may come back as another process.
             self._epochs = {group: epoch for group, epoch in self._epochs.items() if number not in group}
             self._log(f"site {number} {why}")
 
@@ -224,7 +224,7 @@ class Meeting:
         self._ended.pop(number, None)
         is_new = number not in self._sites or self._sites[number].connection is None
         self._sites[number] = site
-        # After a loss of the connection or of the meeting point, no site waits for the others again.
+        # After the loss of a connection or of the meeting point, a site does not wait for the others again.
         self._has_started = self._has_started or bool(message.get("again"))
         if is_new:
             step = _int(message, "step")
@@ -248,7 +248,7 @@ class Meeting:
                         "the same recipe and the same base weights"
                     )
             is_known = site.weights is not None and theirs.weights is not None
-            # In pairs, only the weights of the start are equal.
+            # Sites in pairs have equal weights only at the start.
             is_known = is_known and (site.version == 0 or not site.is_paired)
             if site.version == theirs.version and is_known and site.weights != theirs.weights:
                 return (
@@ -275,11 +275,11 @@ class Meeting:
         if not self._has_started:
             self._has_started = True
             self._log(f"all {count} sites are here")
-        # Its next request says that it joins: a hello after a lost connection comes amid a vote too.
+        # The next request of a joining site says so: a hello after a lost connection comes during a vote too.
         return self._missed(number) or {"ready": True}
 
     def _answer_join(self, number: int) -> Message:
-        """Return who gives a joining site its state, or that it has to ask again."""
+        """Return the answer to a joining site: the site that gives it the state, a request to wait, or the end."""
         if number in self._givers:
             return self._givers.pop(number)
         if not [other for other in self.living if not self._sites[other].is_joining]:
@@ -287,7 +287,7 @@ class Meeting:
         return {"wait": True}
 
     def _assign_joining_site(self, index: int, givers: Sequence[int]) -> Message:
-        """Return the order to give the state to a joining site after a round, for the first of some sites."""
+        """Return the order to give the state to the first joining site after a round; `givers` may give it."""
         joining = [number for number in self.living if self._sites[number].is_joining and number not in self._givers]
         if not joining or not givers:
             return {}
@@ -303,9 +303,9 @@ class Meeting:
         return {"give": {"to": number, "gift": gift, "round": index}}
 
     def _missed(self, number: int) -> Message | None:
-        """Return the answer to a site that lacks rounds which others have applied; None if it lacks none.
+        """Return the answer to a site that lacks applied rounds; None if it lacks none.
 
-        Sites in pairs have other weights than each other; a site that lacks a single round takes part in the next.
+        Sites in pairs have different weights; such a site takes part in the next round if it lacks a single one.
         """
         site = self._sites[number]
         if site.is_paired:
@@ -391,10 +391,10 @@ class Meeting:
         self._forget_keys()
 
     def _wait_s(self, round_: MeetingRound, asked: Mapping[int, Asked]) -> float:
-        """Return how long a round waits for sites after the first one has asked: grace time, once a quorum is here."""
+        """Return how long a round waits after its first site: the grace time, once a quorum is here."""
         timeout_s = round_.timeout_s
         settings = self._sites[min(asked)].settings
-        # No site gives its state after the last round, so that a site which is left out could not finish.
+        # No site gives its state after the last round, so a site that is left out could not finish.
         if len(asked) < _quorum(settings) or any(ask.is_last for ask in asked.values()):
             return timeout_s
         past = (self._rounds[other] for other in sorted(self._rounds))
@@ -404,7 +404,7 @@ class Meeting:
     def _answer_members(
         self, index: int, round_: MeetingRound, members: tuple[int, ...], asked: Mapping[int, Asked], *, in_pairs: bool
     ) -> bool:
-        """Set the answers to the members of a round; return whether it is refused as their weights differ."""
+        """Set the answers to the members of a round; return whether it is refused because their weights differ."""
         settings = self._sites[members[0]].settings
         quorum = _quorum(settings)
         digests = {number: asked[number].digest for number in members}
@@ -420,7 +420,7 @@ class Meeting:
             return "error" in common
         groups = pair_members(_int(settings, "run.seed"), index, members) if in_pairs else [members]
         round_.answers |= dict.fromkeys(members, {"rests": True})
-        # Connections between other sets of sites are not kept, but for late sites that still exchange.
+        # Connections between other sets of sites are dropped, except for late sites that still exchange.
         late = [ballot.members for other in self._rounds.values() for ballot in other.ballots if not ballot.outcome]
         self._epochs = {group: epoch for group, epoch in self._epochs.items() if group in groups or group in late}
         for group in groups:
@@ -455,7 +455,7 @@ class Meeting:
         self._store_bytes = sum(len(key) + len(value) for key, value in self._store.items())
 
     def _is_over(self, name: str) -> bool:
-        """Return whether a connection or a transfer of this meeting point has ended, as a site of it left."""
+        """Return whether a connection or a transfer of this meeting point has ended, because one of its sites left."""
         is_own = name.startswith((f"{self._name}-", f"gift-{self._name}-"))
         return is_own and name not in self._epochs.values() and name not in self._gifts.values()
 
@@ -518,14 +518,14 @@ class Meeting:
 
 
 def describe_sites(numbers: list[int] | tuple[int, ...]) -> str:
-    """Return "no site", "site 1" or "sites 0, 2"."""
+    """Return the text "no site", "site 1" or "sites 0, 2"."""
     if not numbers:
         return "no site"
     return f"site{'s' if len(numbers) > 1 else ''} {', '.join(str(number) for number in numbers)}"
 
 
 def _quorum(settings: Mapping[str, Any]) -> int:
-    """Return the fewest sites of a round."""
+    """Return the minimum number of sites of a round."""
     return _int(settings, "sites.quorum") or _int(settings, "sites.count") // 2 + 1
 
 

@@ -1,4 +1,4 @@
-"""Results of one rank of a job: of a function that all ranks run, or of rank 0 before any process group exists.
+"""Results of one rank of a job: of a function on all ranks, or of rank 0 before any process group exists.
 
 The latter serves `parallel.mapping="auto"`: rank 0 plans for the machines that the ranks report.
 """
@@ -22,7 +22,7 @@ from moefold.launch.rendezvous import MISSING_RANKS_GRACE_S, STORE_ERRORS, join_
 
 Result = TypeVar("Result")
 RankFunction = Callable[[RankEnv, str], Result]
-"""Function that each rank runs, given its place and its device type; the result of the first rank must be picklable."""
+"""Function that each rank runs, given its place and its device type. The result of the first rank must be picklable."""
 
 
 def collect_from_ranks(
@@ -33,13 +33,13 @@ def collect_from_ranks(
     *,
     regroups: bool = False,
 ) -> Result:
-    """Run a function on all ranks; a single rank, or a rank that a launcher started, is this process.
+    """Run a function on all ranks; this process is the rank in a job of one rank or under a launcher.
 
     Args:
-        function: what each rank runs; with several GPU ranks it must be picklable, as these are spawned.
+        function: called on each rank; must be picklable with several GPU ranks, which are spawned.
 
     Returns:
-        The function's result on this rank, or on the first of the ranks that were started and not lost.
+        The function's result on this rank, or on the first started rank that is not lost.
 
     Raises:
         RunError: a rank that was started has failed; its message is on stderr.

@@ -29,7 +29,7 @@ from moefold.launch.runtime_env import choose_threads, expand_segments, keep_fre
 from moefold.terminal import print_escaped
 
 DEFAULT_JOIN_TIMEOUT_S = 1800.0
-"""Timeout of the rendezvous where no recipe sets one."""
+"""Timeout of the rendezvous if no recipe sets it."""
 
 CONNECT_GRACE_S = 10.0
 """Extra time after the limit of connecting for torch to stop by itself."""
@@ -38,7 +38,7 @@ CONNECT_GRACE_S = 10.0
 def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | None) -> str:
     """Return the device type of the ranks, "cpu" or "cuda", without initialising a GPU.
 
-    For "cuda" it also configures the allocator of this process and of those that it starts, see `expand_segments`.
+    For "cuda" it also configures the allocator of this process and its child processes, see `expand_segments`.
 
     Args:
         rank_env: environment of this process, if a launcher started it; else all ranks run on this machine.
@@ -77,10 +77,10 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str, *, regroups: 
     All sockets are bound to the loopback interface.
 
     Args:
-        regroups: a rank that a signal has ended is recorded in the store, and the others go on, see `launch.regroup`.
+        regroups: a rank ended by a signal is recorded in the store, and the other ranks go on, see `launch.regroup`.
 
     Raises:
-        KeyboardInterrupt: the ranks ended on Ctrl-C, or were killed by a second one.
+        KeyboardInterrupt: the ranks ended on Ctrl-C, or a second Ctrl-C killed them.
     """
     if world_size == 1:
         return main(single_rank_env(), device_type)
@@ -134,9 +134,9 @@ def init_split_job(
     Yields the device and the connection of all ranks, None if all of them train.
 
     Args:
-        split: the ranks that train and those that sample.
-        open_group_store: called after it; returns the store on which the process groups connect, by default the store
-            of the rendezvous.
+        split: the ranks that train and the ranks that sample.
+        open_group_store: called after the rendezvous; returns the store for the process groups. None: the store of the
+            rendezvous.
 
     Raises:
         RunError: a rank did not join in time, or the ranks could not connect to each other.
@@ -221,10 +221,10 @@ def _describe_exit(exitcode: int) -> str:
 def _init_process_groups(
     store: dist.Store, rank_env: RankEnv, split: JobSplit, device: torch.device, timeout: timedelta
 ) -> JobLink | None:
-    """Initialise the default process group, and connect the ranks that train with those that sample.
+    """Initialise the default process group, and connect the ranks that train with the ranks that sample.
 
-    NCCL is bound to the device: it connects here, and not in the first step. The groups of a rank
-    are then split from the communicator of the world, in which every rank takes part: see `topology.communicators`.
+    NCCL is bound to the device, so it connects here and not in the first step. The groups of a rank are then split from
+    the communicator of the world, and every rank takes part: see `topology.communicators`.
 
     Args:
         store: store that the ranks of the job share.

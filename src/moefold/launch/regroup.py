@@ -1,17 +1,17 @@
 """Regrouping: the survivors of a lost rank agree through the job's store on a smaller job, in the same processes.
 
-A generation is a set of ranks that train together. Ranks of the job keep the number with which they were started, the
-job rank; the members of a generation have the ranks 0, 1, ... of its process group, in the order of their job ranks.
-A generation ends when one of its members is lost. Each survivor then frees its process groups, which closes the
-connections that other survivors wait on, and reports its arrival at the next generation. Once every rank of the old
-generation has arrived or is lost, the first survivor that sees it publishes the next generation, which all accept.
+A generation is a set of ranks that train together. Ranks of the job keep their first number, the job rank. The members
+of a generation have the ranks 0, 1, ... of its process group, in the order of their job ranks. A generation ends when
+one of its members is lost. Each survivor then frees its process groups, which closes the connections that other
+survivors wait on, and reports its arrival at the next generation. Once every rank of the old generation has arrived or
+is lost, the first survivor that sees it publishes the next generation, and all survivors accept it.
 
-A process counts as lost when it is gone without an exit status (the launcher and the ranks of its machine see that),
-when a collective has failed and it reports nothing any more (it and the others of its machine are gone), or when it
-does not arrive within `faults.timeout_s`. A rank that ended with an error message of its own is not lost:
-the job ends as it does without regrouping.
+A process counts as lost in three cases: it is gone without an exit status (the launcher and the ranks of its machine
+see that), a collective has failed and it reports nothing any more (it and the others of its machine are gone), or it
+does not arrive within `faults.timeout_s`. A rank that ended with its own error message is not lost: the job ends as
+it does without regrouping.
 
-Keys of the store, below `moefold/regroup/`: `lost` and `arrived/N` are lists to which ranks append, `generation/N` is
+Keys of the store, below `moefold/regroup/`: ranks append to the lists `lost` and `arrived/N`, `generation/N` is
 written once, `ended/N` is the exit status of the training of generation N, and `left` lists the ranks that have read
 it.
 """
@@ -33,9 +33,9 @@ from moefold.host.rank_env import RankEnv
 PREFIX = "moefold/regroup"
 LOST_KEY = "lost"
 POLL_S = 0.02
-"""Least interval between two questions to the store; it grows with the number of ranks."""
+"""Least interval between two questions to the store. It grows with the number of ranks."""
 LOOK_S = 0.5
-"""Interval in which a rank that waits for the others looks at the processes of its machine."""
+"""Interval between two checks of this machine's processes by a rank that waits for the others."""
 CONNECT_POLL_S = 0.005
 """Least interval while process groups connect, which asks for several keys one after another."""
 LOSS_WAIT_S = 5.0
@@ -55,7 +55,7 @@ class CannotChooseError(Exception):
 
 
 class NoLossError(Exception):
-    """No rank was lost: another error than a loss ended the generation."""
+    """No rank was lost: another error ended the generation."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RankGeneration:
     lost: tuple[int, ...] = ()
     """Job ranks that the change to this generation has lost."""
     plan: Any = None
-    """What the function that chose the members has added; JSON."""
+    """Data from the function that chose the members; JSON."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -80,10 +80,10 @@ class RankGeneration:
 
 
 Facts = Mapping[int, Any]
-"""What each survivor reported at its arrival, by job rank; JSON."""
+"""Facts that each survivor reported at its arrival, by job rank; JSON."""
 ChooseMembers = Callable[[Facts, Sequence[int]], tuple[Sequence[int], Any]]
 """Choose the members of the next generation and a plan from the facts of the survivors and the lost ranks. It raises
-RunError if the survivors cannot go on, and CannotChooseError where another rank has to choose."""
+RunError if the survivors cannot go on, and CannotChooseError if another rank has to choose."""
 
 
 def report_lost(store: dist.Store, rank: int, how: str = "") -> None:
@@ -168,7 +168,7 @@ class Regroup:
         """Rank of this process in the current generation.
 
         Raises:
-            ValueError: it is a spare.
+            ValueError: this process is a spare.
         """
         return self.current.members.index(self._rank)
 
@@ -178,7 +178,7 @@ class Regroup:
         return self._rank not in self.current.members
 
     def group_store(self) -> dist.Store:
-        """Return the store on which the process groups of the current generation connect.
+        """Return the store that connects the process groups of the current generation.
 
         A wait in it ends with LostRankError when a member is lost. A process of an older generation uses other keys.
         On GPUs it is torch's own store, as threads of NCCL use it too, and a rank that is lost while the others
@@ -188,7 +188,7 @@ class Regroup:
         if self._device_type == "cuda":
             return keys
         store = _GenerationStore(keys, self._raise_if_lost)
-        # torch keeps the C++ half of the object alone.
+        # torch keeps only the C++ half of the object.
         self._group_stores.append(store)
         return store
 
@@ -206,12 +206,12 @@ class Regroup:
         return not self.lost().isdisjoint(self.current.members)
 
     def next(self, facts: Any, choose: ChooseMembers) -> RankGeneration:
-        """Agree with the other survivors on the next generation; it becomes the current one.
+        """Agree with the other survivors on the next generation. It becomes the current one.
 
         The process groups of this rank must be free: other ranks may wait on their connections.
 
         Args:
-            facts: what the choice needs to know of this rank; JSON.
+            facts: facts of this rank for the choice of the members; JSON.
             choose: chooses the members from the facts of all survivors.
 
         Raises:
@@ -231,7 +231,7 @@ class Regroup:
                 self._report_gone(waited_s=now_s - started_s, number=number)
                 if (survivors := self._survivors(number)) is not None:
                     self._publish(key, survivors, choose)
-                # One store serves all ranks: the first one to arrive looks often, the others in case it is lost.
+                # One store serves all ranks: the first to arrive looks often, the others rarely, in case it is lost.
                 next_look_s = now_s + (self._poll_s if self._is_first(number) else LOOK_S)
             self._note_progress()
             time.sleep(self._poll_s)
@@ -247,7 +247,7 @@ class Regroup:
         return self.current
 
     def await_change(self) -> int | None:
-        """Wait as a spare; return the exit status once the training has ended, or None once a member is lost.
+        """Wait as a spare. Return the exit status once the training has ended, or None once a member is lost.
 
         Raises:
             RunError: a rank that trains has failed.
@@ -268,11 +268,11 @@ class Regroup:
             time.sleep(self._poll_s)
 
     def end(self, status: int) -> None:
-        """Record that the training of the current generation has ended; the first status counts."""
+        """Record that the training of the current generation has ended. The first status counts."""
         self._store.compare_set(f"ended/{self.current.number}", "", str(status))
 
     def leave(self) -> None:
-        """Leave the store at the end of the training; rank 0, if it hosts the store, waits until all others have left.
+        """Leave the store at the end of the training. Rank 0, if it hosts the store, waits until all others have left.
 
         Without this wait, a spare or a late rank would ask a store that is gone.
         """
@@ -299,22 +299,22 @@ class Regroup:
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def _raise_if_lost(self) -> None:
-        # No progress is noted: the watchdog kills a stopped rank for which the others wait here.
+        # No progress is noted: the watchdog kills a stopped rank that the others wait for here.
         for rank in set(self._find_gone()) - self.lost():
             report_lost(self._base, rank)
         if self.is_broken():
             raise LostRankError(f"{format_ranks(sorted(self.lost()))} lost while the process groups connected")
 
     def _report_gone(self, *, waited_s: float, number: int) -> None:
-        """Record lost ranks: those whose processes are gone, and those that did not arrive in time.
+        """Record lost ranks: ranks whose processes are gone, and ranks that did not arrive in time.
 
         Raises:
-            NoLossError: no member is lost after the wait for one.
+            NoLossError: no member is lost at the end of the wait.
         """
         lost = self.lost()
         gone = set(self._find_gone()) - lost
         if (lost | gone).isdisjoint(self.current.members) and waited_s > min(LOSS_WAIT_S, self._timeout_s):
-            # Nothing on the machine of a lost node is left to report it.
+            # No process on the machine of a lost node is left to report it.
             gone |= set(self._find_silent()) - set(self._arrived(number))
             # Another survivor may have recorded them meanwhile.
             lost = self.lost()
@@ -325,14 +325,14 @@ class Regroup:
         if is_loss and waited_s > self._timeout_s:
             silent = set(self.current.ranks) - set(self._arrived(number)) - lost - gone
             for rank in silent:
-                # It must not go on writing files of the run.
+                # It must not write further files of the run.
                 self._kill(rank)
             gone |= silent
         for rank in gone:
             report_lost(self._base, rank)
 
     def _survivors(self, number: int) -> dict[int, Any] | None:
-        """Return the facts of the survivors, by job rank; None while a rank has neither arrived nor is lost."""
+        """Return the facts of the survivors, by job rank; None until every rank has arrived or is lost."""
         arrived = self._arrived(number)
         # Read after the arrivals: a loss that was reported before the last of them is known here.
         lost = self.lost()
@@ -368,7 +368,7 @@ class Regroup:
 class _GenerationStore(dist.Store):
     """Store of torch whose waits end with an exception once a member of the generation is lost.
 
-    torch's own wait blocks in C++ until its timeout; the members that connect to a lost one would wait as long.
+    torch's own wait blocks in C++ until its timeout, also in members that connect to a lost member.
     """
 
     def __init__(self, store: dist.Store, raise_if_lost: Callable[[], None]) -> None:
@@ -390,7 +390,7 @@ class _GenerationStore(dist.Store):
         return self._inner.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value if the old one is as expected; return the value after it."""
+        """Write a value if the old value is as expected; return the value after the call."""
         return self._inner.compare_set(key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
@@ -398,7 +398,7 @@ class _GenerationStore(dist.Store):
         return self._inner.check(keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
+        """Delete a key and return whether it existed."""
         return self._inner.delete_key(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -25,16 +25,16 @@ from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 
 POLL_S = 0.05
-"""Least polling interval; it grows with the number of ranks, as a single store serves them all."""
+"""Least polling interval. It grows with the number of ranks, as a single store serves them all."""
 
 WAIT_NOTICE_S = 10.0
-"""Time after which a rank prints for which ranks it waits."""
+"""Time after which a rank prints the numbers of the missing ranks."""
 
 MISSING_RANKS_GRACE_S = 5.0
 """Extra time after the timeout for a rank to find out which ranks are missing."""
 
 STDERR_FD = 2
-"""File descriptor of stderr, to which C++ code writes directly."""
+"""File descriptor of stderr, where C++ code writes directly."""
 
 MAX_REASON_CHARS = 160
 """Length limit for torch's own text in a message."""
@@ -90,7 +90,7 @@ def _open_store(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None])
     Args:
         rank_env: this rank.
         deadline: monotonic time of the timeout.
-        on_wait: called again and again while rank 0 has not opened the store.
+        on_wait: called repeatedly while rank 0 has not opened the store.
 
     Raises:
         _MissingRanksError: rank 0 did not open the store in time.
@@ -153,7 +153,7 @@ def _bind_store_port(rank_env: RankEnv) -> socket.socket | None:
 
 
 def _wait_until_open(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None]) -> None:
-    """Wait until the port of rank 0's store is open; torch's own wait would end with C++ stack traces on stderr."""
+    """Wait until the port of rank 0's store is open. Torch's own wait would end with C++ stack traces on stderr."""
     while True:
         try:
             remaining_s = max(POLL_S, deadline - time.monotonic())
@@ -167,7 +167,7 @@ def _wait_until_open(rank_env: RankEnv, deadline: float, on_wait: Callable[[], N
 
 
 class _WaitNotice:
-    """One line on stderr about ranks that have not come, from the first rank of each machine.
+    """One line on stderr about missing ranks, from the first rank of each machine.
 
     Ranks of moefold's own launcher print none: all of them start together on one machine.
     """
@@ -277,7 +277,7 @@ class _StartBarrier:
             self._store.set("first", self._own_id)
 
     def poll(self) -> bool:
-        """Poll the store once; return whether this rank may start: rank 0 if all answered, the others once released."""
+        """Poll the store once; return whether this rank may start: rank 0 once all answered, others once released."""
         return self._release_ranks() if self._rank == 0 else self._is_released()
 
     def missing_ranks(self) -> list[int]:
@@ -315,7 +315,7 @@ INTERFACES = ("lo", "lo0")
 def loopback_store() -> dist.TCPStore:
     """Host a TCPStore in this process, on a free port of the loopback address.
 
-    torch's own listener binds all interfaces, whatever address it is given.
+    torch's own listener binds all interfaces, for any address.
     """
     listener = _bind_and_listen(socket.AF_INET, (HOST, 0))
     port = int(listener.getsockname()[1])
@@ -324,7 +324,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Listen at the rendezvous address only, if that is certainly the interface to which the ranks connect.
+    """Listen at the rendezvous address only, if the ranks certainly connect to that interface.
 
     This holds for IP addresses and "localhost". A host name may resolve to different interfaces on different hosts,
     and an address mapped by NAT is not local: then the caller must listen on all interfaces.

@@ -1,6 +1,6 @@
 """Runtime environment of a rank: CPU threads, glibc malloc settings, logged variables and available backends.
 
-Torch is imported by the functions that need it: the settings of malloc do not.
+Functions that need torch import it themselves: the settings of malloc do not need it.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ LOGGED_PREFIXES = {
 """Prefixes of environment variables that change computation or communication, by device type."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables by which a user configures torch's CUDA allocator, which reads them at its first use."""
+"""Environment variables that configure torch's CUDA allocator, which reads them at its first use."""
 
 
 def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make torch's CUDA allocator use expandable segments, unless the user configured it; call it before CUDA starts.
+    """Make torch's CUDA allocator use expandable segments, unless the user configured it. Call it before CUDA starts.
 
-    The routed tokens of a rank change with each step, and so do the sizes of its blocks. Without expandable segments,
+    The routed tokens of a rank and the sizes of its blocks change with each step. Without expandable segments,
     free blocks of earlier sizes stay reserved: an allocation can fail although enough memory is free. Child processes
     inherit the setting.
     """
@@ -41,7 +41,7 @@ def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
 def choose_threads(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> None:
     """Set torch's thread count to this rank's share of the cores, unless OMP_NUM_THREADS is set.
 
-    Oversubscribed ranks, whose threads spin on the same cores, are many times slower than single-threaded ones.
+    Oversubscribed ranks, whose threads spin on the same cores, are many times slower than single-threaded ranks.
     """
     import torch
 
@@ -64,7 +64,7 @@ def threads_per_rank(cores: int, all_cores: int, local_ranks: int, device_type: 
 def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return ranks, threads and logged variables in one line for the log of rank 0.
 
-    "" for ranks on the CPU of one machine, for which `moefold doctor` says the same, and for a single rank.
+    Returns "" for ranks on the CPU of one machine, where `moefold doctor` reports the same, and for a single rank.
     """
     if rank_env.world_size == 1 or (device_type == "cpu" and rank_env.local_world_size == rank_env.world_size):
         return ""
@@ -113,7 +113,7 @@ MAX_MMAP_THRESHOLD_BYTES = (1 << 30, 1 << 25)
 """Candidates for M_MMAP_THRESHOLD, in order: older glibc versions, such as 2.31, accept at most the second."""
 
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-"""Environment variables by which a user configures glibc's malloc."""
+"""Environment variables that configure glibc's malloc."""
 
 
 def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.environ) -> bool:
@@ -127,7 +127,7 @@ def keeps_freed_blocks(device_type: str, environment: Mapping[str, str] = os.env
 
 
 def malloc_message(device_type: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the malloc setting as text for the log; "" where `keep_freed_blocks` has no effect."""
+    """Return the malloc setting as text for the log; "" if `keep_freed_blocks` has no effect."""
     return "freed memory is kept" if keeps_freed_blocks(device_type, environment) else ""
 
 

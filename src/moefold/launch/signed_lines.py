@@ -1,9 +1,9 @@
-"""Signed JSON lines between the sites and their meeting point. Torch-free.
+"""Signed JSON lines between the sites and their meeting point.
 
 A line is the HMAC-SHA256 of its direction, its number in the connection and its content, in hexadecimal, a space, and
-one JSON object. The key of a connection is derived from the shared secret and a random number of either side, so that a
-line of another connection, direction or position is refused. An empty secret is one that everyone knows: it is for
-meeting points that only this machine can reach.
+one JSON object. The key of a connection is derived from the shared secret and a random number of each side, so that a
+line of another connection, direction or position is refused. An empty secret is known to everyone: it is for meeting
+points that only this machine can reach.
 """
 
 import hmac
@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 
 class BadLineError(Exception):
-    """A line that is too long, not signed with the shared secret, or no JSON object."""
+    """A line that is too long, not signed with the shared secret, or not a JSON object."""
 
 
 class SignedLines:
@@ -61,7 +61,7 @@ class SignedLines:
         """Return the message of the next received line.
 
         Raises:
-            BadLineError: the signature is wrong, or the content is no JSON object.
+            BadLineError: the signature is wrong, or the content is not a JSON object.
         """
         signature, _, content = line.rstrip(b"\n").partition(b" ")
         self._num_in += 1

@@ -1,4 +1,4 @@
-"""Rounds of a meeting point: who asked when, which sites exchange with each other, and how they vote. Torch-free."""
+"""Rounds of a meeting point: the requests of the sites, the sites that exchange with each other, and the votes."""
 
 import hashlib
 import statistics
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from moefold.launch.signed_lines import Message
 
 GRACE_ROUNDS = 16
-"""Past rounds from which the grace time is estimated."""
+"""Number of past rounds for the estimate of the grace time."""
 MIN_GRACE_ROUNDS = 8
-"""With fewer past rounds, a round waits for late sites up to sites.timeout_s."""
+"""Minimum number of past rounds for an estimate; with fewer, a round waits for late sites up to sites.timeout_s."""
 MIN_GRACE_S = 5.0
 PAIRS_SETTING = "sites.topology"
 """Name of the setting whose value "pairs" lets the meeting point, also an older one, divide members into pairs."""
@@ -18,7 +18,7 @@ PAIRS_SETTING = "sites.topology"
 
 @dataclass(frozen=True)
 class Asked:
-    """A site's question for a round."""
+    """Request of a site for a round."""
 
     version: int
     tokens: int
@@ -26,14 +26,14 @@ class Asked:
     digest: int
     timeout_s: float
     is_last: bool
-    """No state is given after the round, as the run ends with it, or has no step after it."""
+    """Whether no step follows the round; then no state is given after it."""
     merges: bool
-    """All sites take the mean of their weights, whatever the topology."""
+    """Whether all sites take the mean of their weights, under every topology."""
 
 
 @dataclass
 class Ballot:
-    """Sites that exchange with each other in a round, and vote on it together: all members, or a pair of them."""
+    """Sites that exchange with each other in a round and vote on it together: all members, or a pair."""
 
     members: tuple[int, ...]
     votes: dict[int, bool] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class Ballot:
 
 @dataclass
 class MeetingRound:
-    """One round: the questions of the sites, and the answers once it is closed."""
+    """One round: the requests of the sites, and the answers once it is closed."""
 
     opened_s: float
     asked: dict[int, Asked] = field(default_factory=dict)
     delays_s: dict[int, float] = field(default_factory=dict)
-    """Time of each site's question after the first one, of late sites too."""
+    """Time of each site's request after the first request, also of late sites."""
     answers: dict[int, Message] = field(default_factory=dict)
     """Answers by site; empty until the round is closed."""
     ballots: list[Ballot] = field(default_factory=list)
@@ -70,9 +70,9 @@ class MeetingRound:
 
 
 def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return random pairs of the members of a round; of an odd number one is left.
+    """Return random pairs of the members of a round; one member is left if their number is odd.
 
-    The permutation depends on the arguments alone, so that a run can be repeated.
+    The permutation depends on the arguments only, so that a run can be repeated.
 
     Args:
         members: the sites of the round.
@@ -83,11 +83,11 @@ def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[in
 
 
 def estimate_grace_s(rounds: Iterable[MeetingRound]) -> float | None:
-    """Return how long a round waits for late sites after the first one; None if too few rounds are known.
+    """Return how long a round waits for late sites after the first site; None if too few rounds are known.
 
-    Median plus three median absolute deviations of the delay of the last site in past rounds. To leave a site out loses
-    its work of a round, and to wait for it holds the others: the estimate is at least the time between two rounds over
-    the number of sites, and at least `MIN_GRACE_S`.
+    Median plus three median absolute deviations of the delay of the last site in past rounds. A site that is left out
+    loses its work of a round, and a wait for it delays the others: the estimate is at least the time between two rounds
+    divided by the number of sites, and at least `MIN_GRACE_S`.
 
     Args:
         rounds: past rounds in order.

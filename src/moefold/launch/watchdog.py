@@ -1,4 +1,4 @@
-"""Watchdog: end a job that hangs, with one message that names the blocking ranks and what the others wait for.
+"""Watchdog: end a job that hangs, with one message that names the blocking ranks and the cause of the wait.
 
 Each rank runs two threads next to its training thread. The store reporter publishes the flight-recorder snapshot in the
 job's store every second and detects dead ranks of its machine. The watchdog thread monitors the rank's own flight
@@ -48,15 +48,15 @@ PRINT_WAIT_S = 10.0
 MAX_MISSED_PERIODS = 8
 """The store counts as lost after this many report periods without a response."""
 POLL_S = 0.05
-"""Least interval of the polling for the other ranks' registration; it grows with the number of ranks."""
+"""Least interval of the polling for the other ranks' registration. It grows with the number of ranks."""
 WAITING_FRAMES = 4
-"""Number of innermost frames that are searched for `run_with_timeout`, in which a thread waits for another one."""
+"""Number of innermost frames that are searched for `run_with_timeout`, where a thread waits for another thread."""
 PRINTED_KEY = "printed"
 """Store key that is set once the message is printed."""
 
 
 def _flight_record_file(rank_env: RankEnv) -> tuple[Path | None, int]:
-    """Return the file of this rank's flight record, and its descriptor, -1 without one.
+    """Return the file of this rank's flight record and its descriptor; -1 without a file.
 
     Other ranks of the machine keep the file open after this rank died.
     """
@@ -90,11 +90,11 @@ class Watchdog:
         self.reporter = SingleReporter(rank_env)
         self._stopped = threading.Event()
         self._timed_losses: set[int] = set()
-        """Losses for which this rank had another timeout."""
+        """Losses after which this rank got another timeout."""
         self._store_reporter: _StoreReporter | None = None
 
     def start(self, session: str) -> None:
-        """Start both threads; return once the ranks of this machine are known, which needs the store.
+        """Start both threads and return once the ranks of this machine are known from the store.
 
         Args:
             session: session name of `join_rendezvous`, used as key prefix in a store that may outlive the ranks.
@@ -103,7 +103,7 @@ class Watchdog:
         self.flight_recorder.set_phase("connecting to the other ranks")
         self._store_reporter = _StoreReporter(self._rank_env, self.flight_recorder, self._file, self.reporter, session)
         self._store_reporter.regroups = self._regroups
-        # The host thread of a GPU rank may block anywhere on a collective: its stack is no evidence.
+        # The host thread of a GPU rank may block anywhere on a collective: its stack is not evidence.
         self._store_reporter.stack_shows_comm = self._device_type == "cpu"
         self._store_reporter.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -116,14 +116,14 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # A failed rank of several keeps the threads until it exits: it may have to report which rank failed first.
+        # A failed rank in a larger job keeps the threads until it exits: it may have to report the first failed rank.
         if error is None or self._rank_env.world_size == 1:
             self.deregister(0)
             if self._rank_env.is_embedded or self._rank_env.world_size == 1:
                 self.close()
 
     def close(self) -> None:
-        """Close the files of this rank, in a process that goes on; call it once the rank has deregistered."""
+        """Close the files of this rank, in a process that continues. Call it after the rank has deregistered."""
         self.reporter.close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -153,7 +153,7 @@ class Watchdog:
         return []
 
     def kill(self, rank: int) -> None:
-        """Kill the process of a rank, if it is another one of this machine."""
+        """Kill the process of another rank, if it is on this machine."""
         if self._store_reporter is not None:
             self._store_reporter.kill_peer(rank)
 
@@ -208,7 +208,7 @@ class Watchdog:
                 self._report_without_store(store_reporter, reason)
 
     def _awaits_regroup(self, store_reporter: "_StoreReporter") -> bool:
-        """Return whether this rank has time to regroup after a loss, which may have been recorded by another rank.
+        """Return whether this rank has time to regroup after a loss, which another rank may have recorded.
 
         The survivors get errors from a loss on; a second timeout in the same generation without a new loss ends the
         job.
@@ -249,7 +249,7 @@ class Watchdog:
 
 
 class _StoreReporter(threading.Thread):
-    """Thread that reports to the store, on its own connection: the training thread may block on a shared one."""
+    """Thread that reports to the store on its own connection: the training thread may block on a shared connection."""
 
     def __init__(
         self,
@@ -407,7 +407,7 @@ class _StoreReporter(threading.Thread):
         """Kill the stopped ranks of this machine, so that the others can regroup; return all ranks lost so far.
 
         Called by the watchdog after the timeout. On GPUs, ranks that report nothing are recorded as lost too. With gloo
-        the others would still wait on the connections to an unreachable host, so that the job ends.
+        the others would still wait on the connections to an unreachable host, so the job ends.
         """
         try:
             base = self._base_store
@@ -426,7 +426,7 @@ class _StoreReporter(threading.Thread):
             return set()
 
     def silent_ranks(self) -> list[int]:
-        """Return the other ranks whose reports do not change for `MAX_MISSED_PERIODS`, and that have not left."""
+        """Return the other ranks that have not left and whose reports did not change for `MAX_MISSED_PERIODS`."""
         others = [rank for rank in range(self._rank_env.world_size) if rank != self._rank_env.rank]
         before = {rank: self._last_text(rank) for rank in others}
         self._run_for(MAX_MISSED_PERIODS * self.period_s)
@@ -434,7 +434,7 @@ class _StoreReporter(threading.Thread):
         return [rank for rank in silent if not self._connected_store.check([f"left/{rank}"])]
 
     def _run_for(self, duration_s: float) -> None:
-        """Wait; while this process is stopped, the others may be too."""
+        """Wait on the flight recorder's clock: while this process is stopped, the other ranks may be stopped too."""
         end_s = self._flight_recorder.clock() + duration_s
         while self._flight_recorder.clock() < end_s:
             time.sleep(min(self.period_s, duration_s))
@@ -444,13 +444,13 @@ class _StoreReporter(threading.Thread):
         return store.get(f"report/{rank}") if store.check([f"report/{rank}"]) else b""
 
     def _record_losses(self) -> None:
-        """Record new losses for the survivors, and interrupt collectives of NCCL, which give no error of their own."""
+        """Record new losses for the survivors, and interrupt collectives of NCCL, which do not fail by themselves."""
         assert self._base_store is not None, "run() connects first"
         for rank in self.lost_peers():
             report_lost(self._base_store, rank)
         new = lost_ranks(self._base_store) - self._recorded_losses
         for rank in new:
-            # From now on it counts as a rank that has left, in every diagnosis.
+            # From now on every diagnosis counts it as a rank that has left.
             self._connected_store.set(f"left/{rank}", str(-signal.SIGKILL))
         self._recorded_losses |= new
         if new and not self.stack_shows_comm:
@@ -464,10 +464,10 @@ class _StoreReporter(threading.Thread):
         self._diagnose_and_exit(f"{format_ranks(lost)} can no longer take part", is_lost_peer=False)
 
     def _credit_awaited_rank(self) -> None:
-        """Record progress while the rank that this one waits for makes progress.
+        """Record progress while the rank that this rank waits for makes progress.
 
-        Ranks that train and ranks that sample wait for each other as long as a round of rollouts or a training step
-        takes. Times are compared only within the report of the other rank, whose clock may differ.
+        Ranks that train and ranks that sample wait for each other during a round of rollouts or a training step. Times
+        are compared only within the report of the other rank, whose clock may differ.
         """
         rank = self._flight_recorder.awaited_rank
         if rank is None or not self._connected_store.check([f"report/{rank}"]):
@@ -541,7 +541,7 @@ class _StoreReporter(threading.Thread):
         self.exit_failed()
 
     def _gather_reports(self) -> dict[int, RankReport]:
-        """Return the report of every rank that ever reported; for a silent one, as its local peers observe it."""
+        """Return the report of every rank that ever reported. Silent ranks are reported by their local peers."""
         store = self._connected_store
         reports: dict[int, RankReport] = {}
         observed: dict[int, tuple[str, dict[str, Any] | None]] = {}

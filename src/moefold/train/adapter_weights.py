@@ -1,4 +1,4 @@
-"""Weights of a run that trains adapters alone: the frozen base, and the adapters that it starts with."""
+"""Weights of a run that trains only adapters: the frozen base, and the initial adapters."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,9 @@ class AdapterWeights:
     """The base weights of a run, with the metadata that its checkpoints store."""
 
     base: Path | None
-    """Folder of the base weights; None: the random weights of the seed, which no file has."""
+    """Folder of the base weights; None: random weights of the seed, which are not in a file."""
     settings: dict[str, Any]
-    """See `adapter_settings`."""
+    """Settings of the adapters for checkpoints, see `adapter_settings`."""
 
     @staticmethod
     def open(
@@ -50,15 +50,15 @@ class AdapterWeights:
 
     @staticmethod
     def of_settings(settings: dict[str, Any]) -> "AdapterWeights":
-        """Return the base weights of a run that goes on in this process, from the settings of its checkpoints."""
+        """Return the base weights of a run that continues in this process, from the settings of its checkpoints."""
         return AdapterWeights(to_path(settings["base"]) if settings["base"] else None, settings)
 
 
 def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model: ParallelModel) -> str:
-    """Load the adapters that lora.init_from names; collective. Returns a description.
+    """Load the adapters that lora.init_from names, and return a description. Collective.
 
     Raises:
-        ConfigError: they are of other matrices, or the checkpoint is damaged.
+        ConfigError: they belong to other matrices, or the checkpoint is damaged.
     """
     given = lora.init_from
     if not given:
@@ -75,7 +75,7 @@ def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model:
 
 
 def _find_base(checkpoint: CheckpointConfig, resumed: Path | None) -> tuple[Path | None, str, str]:
-    """Return the folder of the base weights, its digest, and why they cannot be used; local."""
+    """Return the folder of the base weights, its digest, and the reason why they cannot be used; local."""
     try:
         if resumed is not None:
             stored = read_meta(resumed).lora

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AttentionMeter:
-    """Reads the statistics of the planned attention of a rank, and computes the metrics from the statistics of all.
+    """Reads the statistics of the planned attention of a rank, and computes the metrics from all ranks' statistics.
 
     Args:
         model: a model whose context is planned.
@@ -28,7 +28,7 @@ class AttentionMeter:
         plan = chosen_in(parallel, ContextPart).plan
         self._planners = _planners(model)
         self._groups = model.groups
-        # Equal on all ranks, also on those without softmax attention.
+        # Equal on all ranks, including ranks without softmax attention.
         self._num_rounds = train.num_micro_batches(parallel.dp) if parallel.dp * parallel.cp > 1 else 0
         self._plan_axes = ("stage",) if plan.balances_hosts or plan.moves_tokens else ("tp", "cp")
 
@@ -47,9 +47,9 @@ class AttentionMeter:
         return [HostFact("the attention plan", str(checksums), self._plan_axes)]
 
     def local_statistics(self, device: torch.device) -> Tensor:
-        """Return this rank's summands, [ranks + 1, micro-batches]: its pairs in its row; rows and bytes in the last.
+        """Return this rank's summands, [ranks + 1, micro-batches]: pairs in its row; moved rows and bytes in the last.
 
-        Rounds of a step with more micro-batches than the recipe's share places. [0] if no attention is planned.
+        Rounds share entries if a step has more micro-batches than the recipe. [0] if no attention is planned.
         """
         if not self._num_rounds:
             return torch.zeros(0, dtype=torch.float64, device=device)
@@ -64,7 +64,7 @@ class AttentionMeter:
         return numbers.to(device, non_blocking=True)
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:
-        """Compute the metrics from the sums of `local_statistics` over all ranks; none if nothing was counted."""
+        """Compute the metrics from the sums of `local_statistics` over all ranks; empty if nothing was counted."""
         if not sums.numel() or not sums[:-1].any():
             return {}
         groups = [list(members) for members in self._groups.layout.attention.groups("dp", "cp")]
@@ -77,7 +77,7 @@ class AttentionMeter:
 
 
 def _planners(model: ParallelModel) -> "list[AttentionPlanner]":
-    """Return what plans the attention of the layers of this rank, each once."""
+    """Return the attention planners of the layers of this rank, without duplicates."""
     from moefold.parallel.planned_attention import PlannedAttention
 
     modules = (module for stage in model.stages for module in stage.modules() if isinstance(module, SelfAttention))

@@ -1,4 +1,4 @@
-"""Placement of the tokens of each round: the ranks that hold them, and what attention knows of the other ranks."""
+"""Placement of the tokens of each round: the ranks that hold them, and the facts that attention needs about them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ Columns = Mapping[str, NDArray[Any]]
 
 
 class RoundPlacer:
-    """Places the tokens of the rounds of a batch on the dp x cp ranks; every rank computes the same placement.
+    """Places the tokens of the rounds of a batch on the dp x cp ranks. Every rank computes the same placement.
 
     Args:
         groups: the process groups of this rank.
@@ -39,10 +39,10 @@ class RoundPlacer:
             dp=parallel.dp, cp=parallel.cp, micro_batch_size=train.micro_batch_size, seq_len=train.seq_len
         )
         self.moves_tokens = plan.moves_tokens and parallel.dp * parallel.cp > 1
-        """Whether ranks hold other tokens than the usual parts of their samples."""
+        """Whether ranks hold tokens other than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:
-        """Return the batch with placements where ranks share attention work; collective over dp."""
+        """Return the batch with placements if ranks share attention work; collective over dp."""
         if self.moves_tokens or not self._shares_work or not batch.document_bounds:
             return batch
         return replace(batch, document_bounds=self._place_rounds(batch.document_bounds))
@@ -53,13 +53,13 @@ class RoundPlacer:
         """Send the tokens of this data-parallel rank's samples to the ranks of their slots; collective over dp.
 
         Args:
-            columns: of this rank's samples, equal on its cp ranks.
-            bounds: of the documents of its micro-batches.
+            columns: columns of this rank's samples, equal on its cp ranks.
+            bounds: bounds of the documents of its micro-batches.
 
         Returns:
-            The columns of this rank's slots, [samples, ..., S/cp]: a row holds any tokens of its round, and is not
-            a sample. They have the names in `columns`, and "token_samples" and "positions", which say which tokens the
-            slots hold. And the bounds with the placement of each round.
+            The columns of this rank's slots, [samples, ..., S/cp], and the bounds with the placement of each round. A
+            row holds any tokens of its round, and is not a sample. The columns have the names in `columns`, and
+            "token_samples" and "positions", which give the sample and position of the token in each slot.
         """
         placed = self._place_rounds(bounds)
         placements = [one.placement for one in placed if one.placement is not None]
@@ -82,7 +82,7 @@ class RoundPlacer:
     def _place_rounds(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
         """Return the bounds with the placement of each round; collective over dp.
 
-        The ranks tell each other the bounds of their documents: a few integers for each sample.
+        The ranks exchange the bounds of their documents: a few integers for each sample.
         """
         of_rank = [one.of_samples for one in bounds]
         rounds = zip(*all_gather_objects(of_rank, self._groups.attn.dp), strict=True)
@@ -99,10 +99,10 @@ class RoundPlacer:
 class SlotExchange:
     """All-to-all over dp that brings the tokens of a batch from the ranks that read them to the ranks of their slots.
 
-    The cp ranks of a data-parallel rank have read the same samples: a rank gets tokens from ranks with its own cp rank.
+    The cp ranks of a data-parallel rank have read the same samples: a rank gets tokens from ranks with its cp rank.
 
     Args:
-        placements: of the rounds.
+        placements: placements of the rounds.
         dp: the data-parallel ranks.
         cp_rank: context-parallel rank.
     """
@@ -133,7 +133,7 @@ class SlotExchange:
         """Position of the token of each slot in its sample, int64 [rounds * C]."""
 
     def send(self, tokens: NDArray[np.float64], device: torch.device) -> NDArray[np.float64]:
-        """Send the tokens of this rank's samples; return the tokens of its slots, round by round, [rounds * C, W].
+        """Send the tokens of this rank's samples and return the tokens of its slots, round by round, [rounds * C, W].
 
         Args:
             tokens: values of each token, sample by sample, [samples * S, W].
@@ -147,7 +147,7 @@ class SlotExchange:
 
 
 def _tokens_between(placement: Placement, rank: int, first: int, count: int) -> Integers:
-    """Return a rank's tokens among `count` from the token `first` on, less `first`, in the order of its slots."""
+    """Return a rank's tokens in [first, first + count), minus `first`, in the order of its slots."""
     runs = slice(*np.searchsorted(placement.ranks_M, (rank, rank + 1)))
     begins = np.maximum(placement.firsts_M[runs], first)
     ends = np.minimum(placement.firsts_M[runs] + placement.lengths_M[runs], first + count)

@@ -37,15 +37,15 @@ class InputCount:
     """Inputs of a global batch over all data-parallel ranks."""
 
     num_tokens: int
-    """Tokens of the data: prompts and masked turns included, padding aside."""
+    """Tokens of the data, including prompts and masked turns, without padding."""
     num_inputs: int
     """Positions of the batch, padding included."""
 
     @property
     def token_weight(self) -> float | None:
-        """The share of each token in the auxiliary losses of the routers: 1 / tokens; None if there is no padding.
+        """Share of each token in the auxiliary losses of the routers: 1 / tokens; None if there is no padding.
 
-        All ranks get the same, also those without padding.
+        All ranks get the same value, including ranks without padding.
         """
         return None if self.num_tokens == self.num_inputs else 1.0 / max(1, self.num_tokens)
 
@@ -54,9 +54,9 @@ class BatchSharder:
     """Shards global batches over data-parallel ranks and context-parallel ranks.
 
     Micro-batch j of the global batch is samples [j * B, (j + 1) * B). The j-th micro-batch of data-parallel rank d is
-    number d * num_micro_batches + j, so the batch is the same under every mapping. Where the number of micro-batches is
-    no multiple of dp, the last ranks have micro-batches of padding: copies of the last sample with weight 0, which are
-    not routed and count nowhere.
+    number d * num_micro_batches + j, so the batch is the same under every mapping. If the number of micro-batches is
+    not a multiple of dp, the last ranks have micro-batches of padding: copies of the last sample with weight 0, which
+    are not routed and not counted.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class BatchSharder:
         return range(min(self._first_in_batch, self.global_batch_size), min(end, self.global_batch_size))
 
     def batch(self, first_sample: int) -> Batch:
-        """Return `to_batch` of the global batch that starts at sample `first_sample` of the run."""
+        """Return this rank's shard of the global batch that starts at sample `first_sample` of the run."""
         return self.to_batch(self.read(range(first_sample, first_sample + self.global_batch_size)))
 
     def read(self, samples: Sequence[int]) -> WeightedSamples:
@@ -122,7 +122,7 @@ class BatchSharder:
         return self.to_eval_batches(*self.read_eval_samples(num_samples))
 
     def read_eval_samples(self, num_samples: int) -> tuple[list[WeightedSamples], int]:
-        """Read this rank's samples of an evaluation; also return the number of samples over all ranks.
+        """Read this rank's samples of an evaluation; return them with the number of samples over all ranks.
 
         The last global batch is filled up with samples of weight 0, so the mean does not depend on the batch size. Lost
         samples are skipped.
@@ -142,7 +142,7 @@ class BatchSharder:
         return self._normalize_weights(parts, num_samples)
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:
-        """Read this rank's samples of one global batch; those after the first `num_taken` of the batch weigh 0."""
+        """Read this rank's samples of one global batch. Samples after the first `num_taken` of the batch weigh 0."""
         own = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
         samples_of_rank = self._sampler.batch_at(own + [samples[-1]] * (self._samples_per_rank - len(own)))
         self._check_ids(samples_of_rank.tokens)
@@ -152,10 +152,10 @@ class BatchSharder:
         return samples_of_rank, self._target_weights(samples_of_rank) * is_taken[:, None, None]
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        """Check that ids are in the vocabulary; a sharded embedding would return zeros for others.
+        """Check that ids are in the vocabulary. A sharded embedding would return zeros for other ids.
 
         Raises:
-            ValueError: they are not.
+            ValueError: an id is outside the vocabulary.
         """
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise ValueError(f"samples hold ids {tokens.min()} to {tokens.max()}; model.vocab_size={self._vocab_size}")
@@ -200,7 +200,7 @@ class BatchSharder:
         """Count the inputs of a global batch for `build_batch`; collective over dp.
 
         Args:
-            samples: the samples of this rank, as many as on each other rank.
+            samples: the samples of this rank, the same number as on each other rank.
         """
         is_token = samples.is_token()
         num_tokens = self._sum_over_ranks(np.array([float(is_token.sum())]))
@@ -242,7 +242,7 @@ class BatchSharder:
             bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
         if self._placer is not None and self._placer.moves_tokens:
             if starts is None:
-                # Of a recipe, `validate/unused.py` refuses the key; a Config made in Python has no given keys.
+                # `validate/unused.py` refuses the key in a recipe; a Config made in Python has no given keys.
                 raise ConfigError(
                     f"{ContextPart.key}.placement={self._placer.kind!r} places documents, and the samples have none; "
                     "set data.document_end or data.document_index, or choose placement='samples'"
@@ -269,7 +269,7 @@ class BatchSharder:
         return ahead
 
     def _to_tensor(self, values: np.ndarray) -> Tensor:
-        """Copy to the device, while the host goes on; floating-point values in the type of the loss."""
+        """Copy to the device without waiting; floating-point values in the type of the loss."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)
 

@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 class DataEvent(Protocol):
-    """Data that a run goes on without, for the log."""
+    """Event of lost data that does not end a run, for the log."""
 
     setting: ClassVar[str]
-    """The recipe key that says so."""
+    """The recipe key that allows it."""
 
     def describe(self) -> str:
         """Return a log message."""
@@ -106,14 +106,14 @@ class Position:
     samples: int = 0
     """Samples of the data read."""
     tokens: int = 0
-    """Tokens trained on: input tokens of all ranks, padding aside, of the updates that were applied."""
+    """Tokens trained on: input tokens of all ranks in the applied updates, without padding."""
     tokens_consumed: int = 0
-    """Such tokens of all steps, including the tokens of skipped updates."""
+    """The same count over all steps, including skipped updates."""
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Samples to skip, each as first and end."""
 
     def __post_init__(self) -> None:
-        """Note that the next state to load counts samples of the same data; the loader of the data knows."""
+        """Set `restarts_data`: the data loader decides whether the next state to load counts samples of other data."""
         self.restarts_data = False
 
     @property
@@ -126,8 +126,8 @@ class Position:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set all fields that a checkpoint has; samples to skip are added: a state before a rollback lacks them."""
-        # Old checkpoints count one kind of tokens.
+        """Set all fields that a checkpoint has. The present samples to skip are kept: the checkpoint may lack them."""
+        # Old checkpoints have only one count of tokens.
         found = {"tokens_consumed": state_dict["tokens"]} | state_dict
         if self.restarts_data:
             found |= {"samples": 0, "skipped": []}
@@ -161,7 +161,7 @@ class DataLoader:
             groups: the process groups of this rank.
             positions: sequence positions of this rank.
             program_data: the samples of data.kind="program".
-            position: progress of the run; None for a new one.
+            position: progress of the run; None for a new run.
 
         Raises:
             ConfigError: ranks see different files.
@@ -175,14 +175,14 @@ class DataLoader:
         """The settings that determine the text of sample n."""
         self._data_files = resolve_data_files(cfg.data, current_world())
         self.fingerprints = self._data_files.by_name
-        """Fingerprints of the files as they are now."""
+        """Present fingerprints of the files."""
         self._initial_fingerprints = self._data_files.by_name
         self._shards: TokenFileSet | None = None
         self._is_dropped_evaluation_reported = False
         self.events: list[DataEvent] = []
         """Dropped data that is not logged yet."""
         self.message = ""
-        """A message about files dropped earlier or moved, or why the data restarts at sample 0; may be empty."""
+        """A message about dropped or moved files, or the reason why the data restarts at sample 0; may be empty."""
         # Other kinds of data have no files that can be dropped during the run.
         self._can_drop_files = cfg.data.drops_files
 
@@ -190,7 +190,7 @@ class DataLoader:
         """Open the samples of a run, continuing a checkpoint's samples if its data is the same; collective.
 
         Raises:
-            ConfigError: as `open_dataset`; all files are lost.
+            ConfigError: as `open_dataset`, or all files are lost.
         """
         cfg = self._cfg
         change = "" if meta is None else self.decide_restart(meta)
@@ -258,7 +258,7 @@ class DataLoader:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on in the stream of a checkpoint; other data starts at sample 0."""
+        """Continue in the stream of a checkpoint. Other data starts at sample 0."""
         if not self._position.restarts_data:
             self.train_sampler.restore(state_dict.get("stream"))
 
@@ -302,7 +302,7 @@ class DataLoader:
         """Prepare the data of a run, after `open` and once the weights are loaded; collective.
 
         Args:
-            path: the checkpoint that the run goes on from; None for a new run.
+            path: the checkpoint that the run resumes from; None for a new run.
         """
 
     def prepare_save(self) -> None:
@@ -313,7 +313,7 @@ class DataLoader:
         return {}
 
     def finish(self) -> None:
-        """End the ranks that make data, after the training loop; not after an exception."""
+        """End the ranks that make data, after the training loop, but not after an exception."""
 
     def close(self) -> None:
         """End the processes that make data."""
@@ -405,7 +405,7 @@ class DataFingerprints:
     """Fingerprints of all data files; the same on every rank."""
 
     by_name: dict[str, str] = field(default_factory=dict)
-    """Result of `fingerprint` on rank 0, which alone reads them; "skipped" for files that any rank has to skip."""
+    """Results of `fingerprint`, computed by rank 0 only; "skipped" for files that any rank has to skip."""
     skip_reasons: dict[str, str] = field(default_factory=dict)
     """Reason for each skipped file, if known."""
 
@@ -434,7 +434,7 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
 def resolve_token_files(
     model: ModelConfig, data: DataConfig, fingerprints: DataFingerprints, meta: CheckpointMeta | None, world: World
 ) -> TokenFileSet | None:
-    """Return the token files of a run, and those that are dropped; collective over the world.
+    """Return the token files of a run, with its dropped files; collective over the world.
 
     Args:
         fingerprints: fingerprints of all data files.

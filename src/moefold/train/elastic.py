@@ -1,7 +1,7 @@
 """Training through the loss of ranks: the survivors build a smaller job in their processes and go on.
 
-See `launch.regroup` for the agreement. A generation has process groups, a model and a trainer of its own. All of them
-are freed before the next one is built: the connections of gloo close when a group is freed, and until then another
+See `launch.regroup` for the agreement. A generation has its own process groups, model and trainer. All of them are
+freed before the next generation is built: the connections of gloo close when a group is freed, and until then another
 survivor may wait on them.
 """
 
@@ -37,7 +37,7 @@ from moefold.train.elastic_members import choose, snapshot_facts
 from moefold.train.signals import StopSignals
 
 MAX_COLLECTIONS = 8
-"""Limit of the collections that free a model; the last one finds nothing."""
+"""Maximum number of garbage collections to free a model. The last collection finds nothing."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Loss:
     generation: RankGeneration
     """The generation without them."""
     activities: tuple[str, ...]
-    """What each lost rank did."""
+    """Last activity of each lost rank."""
     noticed_s: float
     """Time of the error on this rank, as time.monotonic()."""
 
@@ -84,7 +84,7 @@ class Loss:
 
         Args:
             dp: data-parallel degree of the new generation.
-            step: step from which it goes on.
+            step: step where the training resumes.
         """
         new = self.generation
         return {
@@ -103,7 +103,7 @@ class Loss:
 
 
 class LossLog(Callback):
-    """Callback that records the loss after which a generation begins, once it is ready to train."""
+    """Callback that records the loss before a generation, once the generation is ready to train."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
@@ -135,7 +135,7 @@ def _drop_frames(error: Exception) -> None:
 def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history: SaveHistory) -> CheckpointConfig:
     """Return the section that resumes from the newest checkpoint of this run, if it has saved one; collective.
 
-    All ranks learn of the saves: one that was a spare has taken part in none of them.
+    All ranks learn of the saves, because a spare took part in none of them.
     """
     world = current_world()
     looks = world.is_rank0 and checkpoint.saves
@@ -150,11 +150,10 @@ def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history
 def newest_complete_step(run: RunConfig, checkpoint: CheckpointConfig, facts: Mapping[int, Any]) -> int:
     """Return the step of the newest complete checkpoint that the survivors have saved; -1 without one.
 
-    It is newer than all snapshots where these are taken less often than checkpoints are saved, or by none of the ranks,
-    as a job with dp=1 takes none.
+    It is newer than all snapshots if snapshots are taken less often than checkpoints, or not at all, as with dp=1.
 
     Args:
-        facts: of each survivor, the `saved_step` of its `SaveHistory`.
+        facts: `saved_step` of the `SaveHistory` of each survivor.
     """
     last = max((known["saved_step"] for known in facts.values() if known["saved_step"] is not None), default=-1)
     if last < 0 or not checkpoint.saves:
@@ -169,12 +168,12 @@ and the checkpoints of the run; return the exit status."""
 
 
 class GenerationLoop:
-    """Trains with the ranks that are there, generation after generation.
+    """Trains with the ranks that are left, generation after generation.
 
     Args:
         cfg: the recipe with the chosen run folder.
         regroup: agreement of the survivors.
-        watchdog: tells what a lost rank did.
+        watchdog: reports the last activity of a lost rank.
         device: device of this rank.
         train: trains one generation; nothing may hold its groups once it has returned or raised.
         on_spare: called when this rank becomes a spare.
@@ -246,7 +245,7 @@ class GenerationLoop:
                 self._history.snapshots.settle(generation.plan["snapshots"])
 
     def _run_generation(self) -> int | None:
-        """Train, or wait as a spare; return the exit status, or None where a spare has to regroup."""
+        """Train, or wait as a spare. Return the exit status, or None if a spare has to regroup."""
         generation = self._regroup.current
         recorder = self._watchdog.flight_recorder
         if self._regroup.is_spare:
@@ -282,12 +281,12 @@ class GenerationLoop:
             return False
 
     def _describe_end(self, rank: int) -> str:
-        """Return what a lost rank did, and how its process ended."""
+        """Return the last activity of a lost rank, and how its process ended."""
         how = self._regroup.how_it_ended(rank)
         return self._watchdog.activity_of(rank) + (f", {how}" if how else "")
 
     def _facts(self) -> dict[str, Any]:
-        """Return what the choice of the members needs to know of this rank, as JSON."""
+        """Return the facts of this rank for the choice of the members, as JSON."""
         return {"snapshots": snapshot_facts(self._history.snapshots), "saved_step": self._history.saved_step}
 
     def _choose_members(self, facts: Mapping[int, Any], lost: Sequence[int]) -> tuple[Sequence[int], Any]:
@@ -313,8 +312,8 @@ class GenerationLoop:
             self._history.snapshots.forget_groups()
         forget_process_groups()
         drain_backward_queue()
-        # Modules and their hooks refer to each other, partly through nodes of the autograd graph: what one collection
-        # frees makes more of them unreachable.
+        # Modules and their hooks refer to each other, partly through nodes of the autograd graph: each collection makes
+        # more of them unreachable.
         for _ in range(MAX_COLLECTIONS):
             if not gc.collect():
                 break

@@ -1,4 +1,4 @@
-"""Choice of the ranks that train after a loss, and of the state that they go back to. Pure."""
+"""Choice of the ranks that train after a loss, and of the state that they restore. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class MemberChoice(NamedTuple):
 
 
 def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
-    """Return what the choice needs to know of this process, as JSON: the claims of `PeerSnapshots`."""
+    """Return the facts of this process for the choice, as JSON: the claims of its `PeerSnapshots`."""
     if snapshots is None:
         return None
     return [
@@ -32,15 +32,15 @@ def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
 
 
 def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberChoice:
-    """Choose `count` of the survivors: those that have all shards of the newest step in memory, if any have.
+    """Choose `count` survivors, which have all shards of the newest step in memory if possible.
 
     Args:
-        facts: of each survivor.
+        facts: facts of each survivor.
         count: number of members.
-        snapshots: of this process, for the layout of the snapshots.
+        snapshots: snapshots of this process, for their layout.
 
     Raises:
-        CannotChooseError: this process has no snapshot of the mapping that was lost, and others have.
+        CannotChooseError: this process has no snapshot of the mapping that was lost, but another process has one.
     """
     survivors = sorted(facts)
     generation = max((found[0][0] for found in facts.values() if found), default=0)
@@ -56,7 +56,7 @@ def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberC
 
 
 def _held_by_rank(facts: Facts, generation: int) -> tuple[dict[int, HeldSteps], dict[int, int]]:
-    """Return what each survivor holds of a generation and its job rank, by its rank in the generation."""
+    """Return the held steps and the job rank of each survivor, by its rank in a generation."""
     held: dict[int, HeldSteps] = {}
     job_ranks = {}
     for job_rank, claims in facts.items():
@@ -80,6 +80,6 @@ def _members(
     if step is None or chosen is None:
         return tuple(survivors[:count]), generation, None
     members = [job_ranks[rank] for rank in chosen]
-    # Spares of the lost mapping have no snapshot of it, and get all shards from the others.
+    # Spares of the lost mapping have no snapshot of it, and get all shards from the other ranks.
     members += [rank for rank in survivors if rank not in job_ranks.values()][: count - len(members)]
     return tuple(sorted(members)), generation, step

@@ -1,4 +1,4 @@
-"""Number of optimizer steps of a run whose length is given in epochs, from the length of its data. Torch-free."""
+"""Number of optimizer steps of a run whose length is given in epochs, from the length of its data."""
 
 import math
 from dataclasses import replace
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first: bool) -> tuple[Config, str]:
-    """Return a recipe with the run.steps that its run.epochs are, and a message; reads and tokenises the data.
+    """Return a recipe with run.steps computed from run.epochs, and a message; reads and tokenises the data.
 
-    Steps are rounded up: the last one may go beyond the last epoch. Every process finds the same number.
+    The steps are rounded up: the last step may go beyond the last epoch. Every process computes the same number.
 
     Args:
         cfg: a valid recipe with run.epochs.
@@ -48,7 +48,7 @@ def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first:
 
 
 def _unknown_length_reason(data: DataConfig, rl: RLConfig) -> str:
-    """Return why the settings alone tell that the length of the data is unknown; "" if they do not."""
+    """Return why the length of the data is certainly unknown, from the settings only; "" if it may be known."""
     if data.streaming:
         return "data.streaming=true reads a stream, whose length is unknown"
     if data.kind == "synthetic":

@@ -29,7 +29,7 @@ class LogProbCapture:
         """Log-probabilities of each micro-batch, [B, S/cp]."""
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
-        """Store the log-probabilities; return zeros, [terms]."""
+        """Store the log-probabilities and return zeros, [terms]."""
         losses = output.token_losses(columns["labels"], self._options).loss
         self.captured.append(-losses.detach())
         return losses.new_zeros(len(self.terms))
@@ -38,10 +38,10 @@ class LogProbCapture:
 def label_log_probs(model: ParallelModel, capture: LogProbCapture, batch: Batch) -> Tensor:
     """Return the log-probability of each label of this rank's shard, [N, S/cp]; collective over the ranks of the model.
 
-    On other pipeline ranks than the last, zeros.
+    Pipeline ranks other than the last return zeros.
 
     Args:
-        model: in evaluation mode, with `capture` as the loss of its last stage.
+        model: the model in evaluation mode, with `capture` as the loss of its last stage.
         capture: the loss of the last stage.
         batch: this rank's shard of a batch.
     """

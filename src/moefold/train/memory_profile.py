@@ -111,7 +111,7 @@ def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
     """Return the state bytes of one rank, from its stages and optimizer built on the meta device.
 
     Gradients (absent before a step) and offloaded moments are not counted. Runs in a child process, because torch
-    caches what it derives from a device mesh, this rank's coordinate included, for all equal meshes of the process.
+    caches values of a device mesh, including this rank's coordinate, for all equal meshes of the process.
     """
     with block_signals([signal.SIGINT], starts_python=False):
         # The child must not handle Ctrl-C; this process does.
@@ -121,7 +121,7 @@ def sharded_state_bytes(cfg: Config, rank: int) -> StateBytes:
 
 
 def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
-    # The threads that OpenMP would wait for are in the parent alone.
+    # The threads that OpenMP would wait for exist in the parent only.
     torch.set_num_threads(1)
     # Activations are not counted here, and nothing may be written to disk.
     cfg = replace(cfg, train=replace(cfg.train, offload=()))
@@ -143,7 +143,7 @@ def _state_bytes_in_child(cfg: Config, rank: int) -> StateBytes:
             gathered = _cast_copy_bytes(cfg.run, cfg.model, parameters)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         experts = expert_names(cfg.model, cfg.lora)
-        # All sites have equally many experts.
+        # All sites have the same number of experts.
         sites = replace(cfg.sites, number=0)
         owned = trained
         if sites.owns_experts:

@@ -1,4 +1,4 @@
-"""The outer optimizer of a model: what it averages, how often each shard counts in its norms, and its checkpoints."""
+"""The outer optimizer of a model: the averaged tensors, the weight of each shard in the norms, and checkpoints."""
 
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,7 @@ def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
     """Check that a checkpoint has the moments of the experts that the site trains.
 
     Raises:
-        ConfigError: they are moments of other experts.
+        ConfigError: the moments are of other experts.
     """
     outer = meta.state_of("sites")
     stored = outer.get(EXPERT_OWNERS, 1), outer.get(EXPERT_OWNER, 0)

@@ -42,14 +42,14 @@ class ReferenceModel:
 
     @property
     def source(self) -> str:
-        """The weights that rl.reference names: a run, a checkpoint or a Hugging Face folder; "" for random ones."""
+        """The weights that rl.reference names: a run, a checkpoint or a Hugging Face folder; "" for random weights."""
         cfg = self._cfg
         if cfg.rl.reference != "start":
             return cfg.rl.reference
         return cfg.checkpoint.start
 
     def load(self, folder: str = "") -> str:
-        """Load the weights that rl.reference names; collective. Weights of the start have the adapters of the start.
+        """Load the weights that rl.reference names, with the initial adapters for rl.reference="start"; collective.
 
         Args:
             folder: the checkpoint or Hugging Face folder that has them; "": the newest checkpoint of `source`.
@@ -58,7 +58,7 @@ class ReferenceModel:
             The folder; "" for random weights.
 
         Raises:
-            ConfigError: they cannot be read.
+            ConfigError: the weights cannot be read.
         """
         if self._cfg.rl.reference == "start":
             load_initial_adapters(self._cfg.lora, self._cfg.checkpoint, self._model)
@@ -77,7 +77,7 @@ class ReferenceModel:
     def log_probs(self, batch: Batch) -> Tensor:
         """Return the log-probability of each label of this rank's shard, [N, S/cp]; collective.
 
-        On other pipeline ranks than the last, zeros.
+        Pipeline ranks other than the last return zeros.
         """
         self._groups.recorder.set_phase("log-probabilities of the reference model")
         for layer in self._model.moe_layers().values():

@@ -1,4 +1,4 @@
-"""Rollouts of ranks that only sample, as the ranks that train see them: weights go there, rounds come from there."""
+"""Rollouts from ranks that only sample: the training ranks send weights to them and receive rounds from them."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ ROUNDS_TAG = 4
 
 @dataclass(frozen=True)
 class RoundOrder:
-    """Rounds to sample by weights that follow."""
+    """Order of rounds, to sample with the weights that follow."""
 
     count: int
     version: int
-    """Optimizer steps of the run that have made the weights."""
+    """Number of optimizer steps that produced the weights."""
     restart: PromptPosition | None
-    """The prompts to begin with; None: those after the last round."""
+    """The prompts to begin with; None: the prompts after the last round."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SamplingStart:
     """The first message to a sampling rank."""
 
     fingerprints: dict[str, str]
-    """Of the data files that the training ranks see."""
+    """Fingerprints of the data files that the training ranks see."""
 
 
 def sampling_rank_of(split: JobSplit, training_rank: int) -> int:
@@ -47,7 +47,7 @@ class RemoteRollouts:
         source, target: the mappings of training and of sampling.
         groups: the process groups of training.
         model: the model in training.
-        link: to the ranks that sample.
+        link: link to the ranks that sample.
         start: first message to them.
     """
 
@@ -72,7 +72,7 @@ class RemoteRollouts:
             send.wait()
 
     def order(self, count: int, version: int, restart: PromptPosition | None) -> None:
-        """Send the current weights and the order to sample by them, see `RolloutSource.order`; waits for nothing."""
+        """Send the current weights and the order to sample with them, see `RolloutSource.order`; does not wait."""
         self._groups.recorder.set_phase("sending weights to the ranks that sample")
         orders = self._to_all(RoundOrder(count, version, restart))
         self._sends.append((version, [*orders, *self._weights.send()]))

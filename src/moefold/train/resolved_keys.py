@@ -1,6 +1,6 @@
-"""Keys that a recipe leaves out and a run has resolved: a resumed run keeps them, whatever the defaults are now.
+"""Keys that a recipe leaves out and a run has resolved: a resumed run keeps them, even if the defaults change.
 
-Defaults change between versions, and a resumed run must not change with them. Torch-free.
+Defaults change between versions, and a resumed run must not change with them.
 """
 
 import math
@@ -32,8 +32,8 @@ CHUNK_KEY = "train.loss_chunk"
 def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[str]) -> Config:
     """Return a recipe with the values that a run has resolved for keys that the recipe leaves out.
 
-    The learning rate is kept if the method of training is the same, and the steps of run.epochs if files of the data
-    may be lost meanwhile.
+    The learning rate is kept if the method of training is the same, and the steps of run.epochs if data files may have
+    been lost meanwhile.
 
     Args:
         cfg: the recipe.
@@ -75,7 +75,7 @@ def _length_settings(run: RunConfig, train: TrainConfig, data: DataConfig) -> di
 def settings_of_checkpoint(
     meta: CheckpointMeta, train: TrainConfig, data: DataConfig, align: AlignConfig, rl: RLConfig
 ) -> dict[str, Any]:
-    """Return what a checkpoint tells of the settings of its run, as "section.key"; an optimizer is the recipe's."""
+    """Return the settings of a run that its checkpoint records, as "section.key", and the optimizer of the recipe."""
     order = meta.order
     return meta.state_of("schedule") | {
         "data.kind": order.get("kind", data.kind),

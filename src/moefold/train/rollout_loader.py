@@ -58,7 +58,7 @@ from moefold.validate.exactness import inexact_settings, mismatch_limit, replays
 
 @dataclass(frozen=True)
 class FailedRewardEvent:
-    """A group without rewards, as its reward function failed."""
+    """Event of a group without rewards, because its reward function failed."""
 
     setting: ClassVar[str] = "reward.on_error"
     failed: FailedReward
@@ -84,7 +84,7 @@ class RoundStep:
     """One optimizer step of a round of rollouts."""
 
     groups: Sequence[RolloutGroup]
-    """Empty on a rank that got only its rows from the ranks that sample."""
+    """Groups of the step; empty on a rank that received only its rows from the ranks that sample."""
     batch: Batch
     """This rank's shard of its rollouts."""
     metrics: dict[str, Any]
@@ -111,8 +111,8 @@ class RolloutLoader(DataLoader):
             groups: the process groups of training.
             model: the model in training.
             columns: the columns of a batch that the loss reads.
-            link: to the ranks of rollout.ranks; None without them.
-            position: progress of the run; None for a new one.
+            link: link to the ranks of rollout.ranks; None without them.
+            position: progress of the run; None for a new run.
         """
         super().__init__(cfg, groups, model.positions, position=position)
         self._model = model
@@ -233,7 +233,7 @@ class RolloutLoader(DataLoader):
         self._load_reference()
 
     def _load_reference(self) -> None:
-        """Load the reference weights, of the checkpoint that this run started with; collective."""
+        """Load the reference weights of the checkpoint that this run started with; collective."""
         assert self._reference is not None
         source = self._reference.source
         folder = self._plateau.reference_folder if source == self._plateau.reference else ""
@@ -248,7 +248,7 @@ class RolloutLoader(DataLoader):
         """Load the rounds of a checkpoint, if it has the prompts of this run; collective."""
         assert self._source is not None
         while self._source.num_ordered:
-            # After a rollback: they are of weights that are no more.
+            # After a rollback: they were sampled with weights that are gone.
             self._source.receive()
         self._restarts = True
         self._table = RolloutTable()
@@ -290,7 +290,7 @@ class RolloutLoader(DataLoader):
         return super().state_dict() | {"rl": asdict(self._plateau) | table}
 
     def resets_reference(self, reward: float) -> bool:
-        """Record a held-out reward; return whether to reset the reference model."""
+        """Record a held-out reward and return whether to reset the reference model."""
         self._plateau = self._plateau.record(reward)
         patience = self._cfg.rl.reset_patience
         return patience > 0 and self._plateau.num_since_best >= patience
@@ -303,7 +303,7 @@ class RolloutLoader(DataLoader):
 
     @property
     def is_round_complete(self) -> bool:
-        """Return whether all sampled rollouts were trained on; a run is saved and stopped only then."""
+        """Return whether all sampled rollouts were trained on. A run is saved and stopped only then."""
         return not self._pending
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
@@ -331,7 +331,7 @@ class RolloutLoader(DataLoader):
 
     @property
     def mismatch_limit(self) -> float | None:
-        """Return the limit of the first batch of a round; None for those that follow its training."""
+        """Return the mismatch limit of the first batch of a round; None for later batches."""
         if not self._begins_round:
             return None
         return mismatch_limit(
@@ -339,7 +339,7 @@ class RolloutLoader(DataLoader):
         )
 
     def evaluate_reward(self) -> float | None:
-        """Return the mean reward of greedy completions of held-out prompts, None if none has one; collective.
+        """Return the mean reward of greedy completions of held-out prompts; None without rewards. Collective.
 
         Raises:
             RunError: a reward function failed.
@@ -352,7 +352,7 @@ class RolloutLoader(DataLoader):
         return reward
 
     def completion_text(self, rollout: Rollout) -> str:
-        """Return the text of a rollout, without what ended it."""
+        """Return the text of a rollout, without the final stop token or stop text."""
         return self._evaluator.completion_text(rollout)
 
     def finish(self) -> None:
@@ -407,7 +407,7 @@ class RolloutLoader(DataLoader):
     def _round_steps(self, one: Round, waited_s: float) -> list[RoundStep]:
         """Build the batches of a round.
 
-        All are built now: batches of later steps may need log-probabilities of the weights that sampled. Collective.
+        All batches are built now: later steps may need log-probabilities of the weights that sampled. Collective.
         """
         updates = self._cfg.rl.updates
         groups = split_steps(one.groups, updates) if one.groups is not None else [()] * updates
@@ -435,7 +435,7 @@ class RolloutLoader(DataLoader):
     def _round_step(
         self, groups: Sequence[RolloutGroup], rows: StepRows, metrics: dict[str, Any], routing: BatchRouting | None
     ) -> RoundStep:
-        """Build the batch of one step of a round, before the first of them is trained; collective."""
+        """Build the batch of one step of a round, before the first step is trained; collective."""
         weights = rows.samples.weights
         assert weights is not None
         count = self.train_sharder.count_inputs(rows.samples)
@@ -449,7 +449,7 @@ class RolloutLoader(DataLoader):
         return RoundStep(groups, batch, metrics, routing)
 
     def _begin_step(self, step: RoundStep) -> Batch:
-        """Prepare the model for the next step; return its batch. Collective."""
+        """Prepare the model for the next step and return its batch. Collective."""
         batch = step.batch
         if self._replay is not None:
             assert step.routing is not None

@@ -24,11 +24,11 @@ from moefold.rl.rollout_table import Round, make_round
 from moefold.rl.statistics import RoundStatistics
 
 GREEDY = SamplingParams(temperature=0.0)
-"""Sampling on held-out prompts."""
+"""Sampling parameters for held-out prompts."""
 
 
 class PromptSampler(Sampler):
-    """Numbers of the prompts of a run; the trainer counts prompts as samples."""
+    """Numbers of the prompts of a run. The trainer counts prompts as samples."""
 
     has_annotations = True
 
@@ -41,7 +41,7 @@ class PromptSampler(Sampler):
         return 0 if self.prompts is None else len(self.prompts)
 
     def annotated_sample(self, index: int) -> Sample:
-        """Raise NotImplementedError: samples are packed rollouts, which a prompt alone does not determine."""
+        """Raise NotImplementedError: samples are packed rollouts, and a prompt does not determine them."""
         raise NotImplementedError("prompts are no samples")
 
     def origin(self, index: int) -> str:
@@ -65,9 +65,9 @@ class RoundSampler:
         model: the model that samples.
         groups: the process groups of its mapping.
         reward: scores the completions.
-        tokenizer: makes text of them.
-        records_routing: whether rounds have the experts that were chosen, for routing replay.
-        engine: samples in place of the model; None: the own engine, by the model.
+        tokenizer: decodes the completions.
+        records_routing: whether rounds contain the chosen experts, for routing replay.
+        engine: samples in place of the model; None: our own engine samples with the model.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class RoundSampler:
     def sample(
         self, sampler: PromptSampler, position: PromptPosition, version: int, statistics: RoundStatistics
     ) -> Round:
-        """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace equal ones.
+        """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace groups of equal rewards.
 
         Args:
             sampler: the prompts.
             position: where the round begins.
             version: optimizer steps of the weights that sample.
-            statistics: to which the round's statistics are added.
+            statistics: receives the statistics of the round.
 
         Raises:
             RunError: a reward function failed.
@@ -139,7 +139,7 @@ class RoundSampler:
         )
 
     def evaluate(self, prompts: PromptSource) -> tuple[float | None, list[FailedReward]]:
-        """Return the mean reward of greedy completions of held-out prompts, None if none has one, and failures.
+        """Return the mean reward of greedy completions of held-out prompts (None without rewards), and the failures.
 
         Raises:
             RunError: a reward function failed.
@@ -150,7 +150,7 @@ class RoundSampler:
         return (float(np.nanmean(scores)) if not np.isnan(scores).all() else None), found.failures
 
     def completion_text(self, rollout: Rollout) -> str:
-        """Return the text of a rollout, without what ended it."""
+        """Return the text of a rollout, without the final stop token or stop text."""
         return self._collector.completion_text(rollout)
 
     def _collect(

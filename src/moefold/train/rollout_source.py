@@ -1,4 +1,4 @@
-"""Sources of the rounds of rollouts of a run: the ranks that train, in turn with training."""
+"""Sources of the rounds of rollouts of a run: ranks that alternate between sampling and training."""
 
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from moefold.validate.config import check_config
 
 
 class RolloutModel:
-    """The model that samples, `model`, the process groups of its mapping, `groups`, and its recipe, `cfg`."""
+    """The sampling model `model`, the process groups `groups` of its mapping, and its recipe `cfg`."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups, trained: ParallelModel) -> None:
         """Build a second model if the recipe has another mapping for sampling; collective.
@@ -42,10 +42,10 @@ class RolloutModel:
             self._transfer = WeightTransfer(trained, self.model)
 
     def engine(self, *, records_routing: bool) -> VllmEngine | None:
-        """Return the engine of rollout.engine="vllm", which the ranks make once; None for the own one. Collective.
+        """Return the engine of rollout.engine="vllm", created once; None for our own engine. Collective.
 
         Raises:
-            ConfigError: rollout.folder is of another model, or cannot be written to.
+            ConfigError: rollout.folder holds another model, or cannot be written to.
         """
         if self.cfg.rollout.uses_server and self._vllm is None:
             assert isinstance(self.model, ParallelModel), "checked before the run"
@@ -61,7 +61,7 @@ class RolloutModel:
         return self._vllm
 
     def update(self) -> float:
-        """Update the weights to the trained weights; collective. Returns the seconds that it took.
+        """Copy the trained weights into the sampling model and return the seconds that it took. Collective.
 
         Raises:
             RunError: the vLLM server did not load them.
@@ -75,11 +75,11 @@ class RolloutModel:
 
 
 class RolloutSource(Protocol):
-    """Rounds of rollouts, which arrive in the order in which they are ordered; collective over the training ranks."""
+    """Source of rounds of rollouts, which arrive in the order of the requests; collective over the training ranks."""
 
     @property
     def num_ordered(self) -> int:
-        """Rounds that are ordered and not received."""
+        """Number of rounds that are ordered and not received."""
         ...
 
     def order(self, count: int, version: int, restart: PromptPosition | None) -> None:
@@ -87,8 +87,8 @@ class RolloutSource(Protocol):
 
         Args:
             count: number of rounds.
-            version: optimizer steps of the run that have made the weights.
-            restart: the prompts to begin with; None: those after the last ordered round.
+            version: number of optimizer steps that produced the weights.
+            restart: the prompts to begin with; None: the prompts after the last ordered round.
         """
         ...
 
@@ -106,11 +106,11 @@ class RolloutSource(Protocol):
 
 
 class LocalRollouts:
-    """Samples on the ranks that train, at once.
+    """Samples at once, on the ranks that train.
 
     Args:
         sampler: samples rounds.
-        update: gives its model the current weights, and returns the seconds that it took.
+        update: gives the current weights to the model of the sampler, and returns the seconds that it took.
         prompts: the prompts of the run.
     """
 
@@ -123,11 +123,11 @@ class LocalRollouts:
 
     @property
     def num_ordered(self) -> int:
-        """Rounds that are sampled and not received."""
+        """Number of rounds that are sampled and not received."""
         return len(self._rounds)
 
     def order(self, count: int, version: int, restart: PromptPosition | None) -> None:
-        """Sample rounds by the current weights, see `RolloutSource.order`; collective.
+        """Sample rounds with the current weights, see `RolloutSource.order`; collective.
 
         Raises:
             RunError: a reward function failed.

@@ -1,4 +1,4 @@
-"""Comparison of the sites' routing: the experts that each chooses for the same held-out samples, before a round."""
+"""Comparison of the sites' routing: the experts that each site chooses for the same held-out samples."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ from moefold.parallel.batch import Batch
 from moefold.train.callbacks.callback import TrainingContext
 
 NUM_SAMPLES = 8
-"""Held-out samples on which the routing is compared."""
+"""Number of held-out samples for the comparison of the routing."""
 
 
 class _ChoiceRecorder:
-    """Records the choices of a router for the first samples of a batch, and changes none."""
+    """Records the choices of a router for the first samples of a batch, without changing them."""
 
     in_evaluation = True
     only_records = True
@@ -29,7 +29,7 @@ class _ChoiceRecorder:
         """Choices of each micro-batch, int16 [tokens, K]."""
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
-        """See `RouterOverride`."""
+        """Record the choices and return them unchanged, see `RouterOverride`."""
         ids_SBK = ids_TK.view(-1, len(sample_ids_B), ids_TK.shape[1])
         counted = ids_SBK[:, sample_ids_B < self.num_samples]
         self.chosen.append(counted.flatten(0, 1).to("cpu", torch.int16))
@@ -37,10 +37,10 @@ class _ChoiceRecorder:
 
 
 class RoutingProbe:
-    """Reads the choices of all routers of this rank for `NUM_SAMPLES` held-out samples, which stay the same.
+    """Reads the choices of all routers of this rank for the same `NUM_SAMPLES` held-out samples.
 
-    Equal ranks of the sites have the same layers and, with the same held-out samples and global batch size, the same
-    tokens: a hash of them tells whether their choices can be compared.
+    A rank has the same layers on every site and, with the same held-out samples and global batch size, the same
+    tokens. A hash of the tokens shows whether the choices of the sites can be compared.
 
     Args:
         model, train: sections of the recipe.
@@ -81,7 +81,7 @@ class RoutingProbe:
 
 
 def count_equal_choices(of_members: Tensor, weights: Sequence[float], own: int) -> tuple[int, int]:
-    """Count the choices of one member that another made too, for the same token; local.
+    """Count the equal choices of one member and the others for the same tokens; local.
 
     Args:
         of_members: choices of each member, int16 [members, tokens, K]; the K experts of a token differ.
@@ -89,7 +89,7 @@ def count_equal_choices(of_members: Tensor, weights: Sequence[float], own: int) 
         own: index of this site among the members.
 
     Returns:
-        Equal choices, and all that were compared, over the other members.
+        Number of equal choices, and number of all compared choices, over the other members.
     """
     others = [number for number, weight in enumerate(weights) if weight and number != own]
     if not weights[own]:

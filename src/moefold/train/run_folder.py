@@ -1,8 +1,8 @@
-"""The run folder: run.dir, or run.dir with a number if run.dir holds another run. Torch-free.
+"""The run folder: run.dir, or run.dir with a number if run.dir holds another run.
 
 One recipe may be started many times: to resume after a stop, to train longer, or with other settings. The files of an
-earlier run are continued or left alone. Only a run that ended before its first checkpoint starts over in place, as
-there is nothing to go on from.
+earlier run are continued or left unchanged. Only a run that ended before its first checkpoint starts over in place, as
+it has no state to resume from.
 """
 
 import json
@@ -58,7 +58,7 @@ class RunFolder:
     cfg: Config
     """The recipe with the chosen folder as its run.dir."""
     message: str = ""
-    """Log message: the run that is left alone, or the settings changed on resume; may be empty."""
+    """Log message: the run that is left unchanged, or the settings changed on resume; may be empty."""
 
 
 def choose_run_folder(
@@ -70,15 +70,15 @@ def choose_run_folder(
     2. If run.dir, run.dir-2, run.dir-3, ... holds the run that this command started: that folder. It is the same run if
        all settings that affect its result are the same. It resumes if it has fewer steps than run.steps, and is
        finished if it has all steps and both run.steps and the parallel mapping are the same too.
-    3. If one of them holds the same run, which ended before its first checkpoint: that folder; the run starts over.
+    3. If one of these holds the same run, which ended before its first checkpoint: that folder; the run starts over.
     4. If run.dir has a checkpoint of fewer steps than run.steps, of the same model and data, and no job of another run
        is there: run.dir, which resumes with the new settings.
-    5. Else the first free one of run.dir-2, run.dir-3, ...
+    5. Else the first free folder of run.dir-2, run.dir-3, ...
 
     Args:
         cfg: the recipe.
         locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
-        left_out: keys that the recipe leaves out, which keep the values of the run that goes on.
+        left_out: keys that the recipe leaves out, which keep the values of a continued run.
     """
     run_dir = Path(cfg.run.dir)
     given = cfg
@@ -92,7 +92,7 @@ def choose_run_folder(
         return RunFolder(given)
     candidates = [run_dir, *_numbered_folders(run_dir)]
     if cfg.checkpoint.dir:
-        # All of them share one checkpoint folder, which belongs to the run that was started last.
+        # All these folders share one checkpoint folder, which belongs to the run that was started last.
         candidates.reverse()
     for folder in candidates:
         cfg = resolved(folder)
@@ -193,8 +193,8 @@ def _is_busy_with_other_run(folder: Path, now: Settings) -> bool:
 def _starts_over(folder: Path, cfg: Config) -> bool:
     """Return whether a folder holds the run that this command started, which ended before its first checkpoint.
 
-    A run that saves nothing, or all of whose steps are done, ended as it should, and checkpoints of earlier steps were
-    removed by a user: the metrics of both are kept.
+    A run without saves has ended as intended. A run with all steps done may lack checkpoints because a user removed
+    them. The metrics of both are kept.
     """
     cfg = _in_folder(cfg, folder)
     settings = _read_settings(folder)
@@ -250,11 +250,11 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
 
 
 def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
-    """Describe how the data of a checkpoint's run differs from the recipe's; files under the same names count as same.
+    """Describe how the data of a checkpoint's run and of the recipe differ; files of the same name count as the same.
 
     Files that have changed under their names are rejected by name at the start.
     """
-    # Only files that are named in another way need to be read for the answer.
+    # Only files with different names need to be read for the answer.
     seen = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None
     return data_order_change(meta, order, seen, drops_files=data.drops_files)
 
@@ -281,7 +281,7 @@ def _settings(cfg: Config) -> Settings:
 
 
 def _flatten(tree: Mapping[str, Any]) -> Settings:
-    """Return values by name; layers in the shortest form, files of parts from outside by their content alone."""
+    """Return values by name; layers in the shortest form, files of external parts by their content only."""
     found = flat_settings(
         {
             f"{section}.{key}": without_source(value, "file")
@@ -295,13 +295,13 @@ def _flatten(tree: Mapping[str, Any]) -> Settings:
 
 
 def _changed_keys(settings: Settings, now: Settings) -> list[str]:
-    """Return the keys whose values differ; a key that an earlier version lacked counts as its default."""
+    """Return the keys whose values differ. A key that an earlier version lacked counts as its default."""
     before = _with_defaults(settings)
     return [key for key, value in now.items() if before.get(key) != value]
 
 
 def _with_defaults(settings: Settings) -> Settings:
-    """Return recorded settings with the defaults of keys that an earlier version lacked, and tables that are there."""
+    """Return recorded settings with the defaults of missing keys, and marks for the tables that they contain."""
     tables = {key.rpartition(".")[0]: GIVEN for key in settings}
     return _settings(Config()) | tables | settings
 

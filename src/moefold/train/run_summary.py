@@ -1,4 +1,4 @@
-"""First and last lines of a run's log: its settings, how it ended, and the next command to type. Torch-free."""
+"""First and last lines of a run's log: its settings, how it ended, and the next command to type."""
 
 import shlex
 from dataclasses import fields
@@ -71,7 +71,7 @@ def _loss_lines(train: TrainConfig, device_type: str, *, cp: int, vocab_rows: in
 
 
 def _warmup_lines(model: ModelConfig, train: TrainConfig) -> list[str]:
-    """Return a note on losses that are reported and train nothing in the warm-up of indexers."""
+    """Return a note on losses that are reported but train nothing in the warm-up of indexers."""
     if not train.trains_indexers_only(model):
         return []
     return ["note   train.indexer_stage='warmup' trains the indexers alone; other losses are reported only"]
@@ -85,7 +85,7 @@ def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> s
     from moefold.topology.fragments import recipe_fragments, rounds_until
 
     count = recipe_fragments(model, sites)
-    # The last round is one of all fragments.
+    # The last round has all fragments.
     num_rounds = 1 + -(-(rounds_until(run, model, sites, run.steps) - 1) // count)
     number = f"number {sites.number} of {sites.count}, " if sites.count > 1 else ""
     fragments = f" for each of {count} fragments" if count > 1 else ""
@@ -253,7 +253,7 @@ def next_commands(cfg: Config) -> list[str]:
 
 
 def _part_options(cfg: Config) -> str:
-    """Return the options that name the files of parts, without which no command can read the run."""
+    """Return the options that name the files of parts, which commands need to read the run."""
     origins = (origin_of(type(part)) for field in fields(cfg) for part in parts_in(getattr(cfg, field.name)))
     files = (f"{origin.file}:{kind.rpartition(':')[2]}" for kind, origin in origins if origin.file)
     return "".join(f" --part {shlex.quote(file)}" for file in dict.fromkeys(files))

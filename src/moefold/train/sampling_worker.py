@@ -36,8 +36,8 @@ class SamplingWorker:
         cfg: the recipe.
         layout: the folding of the training ranks.
         device: device of this rank.
-        recorder: of the ranks that sample.
-        link: to the training ranks, which have `RemoteRollouts`.
+        recorder: flight recorder of the ranks that sample.
+        link: link to the training ranks, which have `RemoteRollouts`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SamplingWorker:
         """Check that this rank sees the data files of the training ranks.
 
         Raises:
-            ConfigError: it sees others.
+            ConfigError: this rank sees other files.
         """
         start = self._link.receive_object(0, ORDERS_TAG)
         assert isinstance(start, SamplingStart)
@@ -118,7 +118,7 @@ class SamplingWorker:
             statistics = RoundStatistics()
 
     def _for_ranks(self, one: Round) -> Iterator[tuple[int, Round]]:
-        """Yield what each training rank gets: the rows that it trains on; the first rank also the groups, for files."""
+        """Yield each training rank with its part of a round: its rows, and on the first rank also the groups."""
         assert one.groups is not None
         steps = split_steps(one.groups, self._cfg.rl.updates)
         metrics = tuple(one.statistics.metrics(groups) for groups in steps)
@@ -133,7 +133,7 @@ class SamplingWorker:
             yield rank, replace(one, groups=one.groups if rank == 0 else None, steps=rows, metrics=metrics)
 
     def _wait_sends(self, max_pending: int) -> None:
-        """Wait until at most that many rounds are in flight to a training rank."""
+        """Wait until at most `max_pending` rounds are in flight to a training rank."""
         while len(self._sends) > max_pending:
             for send in self._sends.popleft():
                 send.wait()

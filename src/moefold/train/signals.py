@@ -12,13 +12,13 @@ SIGNALS = (*STOP_SIGNALS, signal.SIGPIPE)
 """Reasons to stop. SIGPIPE stands for a closed output pipe: it is requested, and no signal handler is installed."""
 
 DUPLICATE_SIGNAL_S = 1.0
-"""A terminal sends Ctrl-C to every process and launchers forward theirs: a repeat within this time is a duplicate."""
+"""Time within which a repeated signal is a duplicate: a terminal signals every process, and launchers forward it."""
 
 NOTICE = b"\nmoefold: finishing the step; press Ctrl-C again to abandon it\n"
 
 
 class StopSignals:
-    """Context manager that records the stop signals; it can be nested. A second Ctrl-C abandons the step.
+    """Context manager that records the stop signals. It can be nested. A second Ctrl-C abandons the step.
 
     Args:
         announces: confirm the first Ctrl-C on stderr; set on one rank of the job.

@@ -26,7 +26,7 @@ from moefold.launch.site_round import PAIRS_SETTING
 from moefold.topology.fragments import round_order
 
 POLL_S = 0.5
-"""Interval in which a site asks whether the others have come."""
+"""Interval between two questions of a site whether the other sites have arrived."""
 ANSWER_GRACE_S = 15.0
 """Time for an answer of the meeting point beyond sites.timeout_s."""
 _EQUAL_PARALLEL_KEYS = (
@@ -81,7 +81,7 @@ def _optimizer_states(train: TrainConfig) -> dict[str, Any]:
 
 
 class SiteMeeting:
-    """Connections of this rank to the meeting point; `links` connects it to its equals on the other sites.
+    """Connections of this rank to the meeting point; `links` connects it to the same ranks of the other sites.
 
     Args:
         sites: section of the recipe.
@@ -122,7 +122,7 @@ class SiteMeeting:
 
         Args:
             hello: position and weights of the site.
-            poll: called with each answer that says to wait, on all ranks; returns whether to stop waiting.
+            poll: called on all ranks with each answer to wait; returns whether to stop waiting.
 
         Returns:
             "ready" if all sites are here, "missed" if the others have applied rounds without this site, "stopped" if
@@ -189,7 +189,7 @@ class SiteMeeting:
         """Prepare for rounds, once all sites are here.
 
         Args:
-            greeting: returns position and weights of the site, for a connection after the first one was lost.
+            greeting: returns position and weights of the site, for a connection after the first connection was lost.
 
         Raises:
             RunError: the meeting point cannot be reached.
@@ -210,7 +210,7 @@ class SiteMeeting:
         self.links = SiteLinks(store, host, self.number, self._rank, self._sites.timeout_s)
 
     def raise_if_refused(self, answer: Message) -> None:
-        """Raise an error if an answer says that the site cannot take part.
+        """Raise an error if an answer excludes the site.
 
         Raises:
             ConfigError: the settings or weights differ from the other sites'.
@@ -232,7 +232,7 @@ class SiteMeeting:
         self.close()
 
     def close(self) -> None:
-        """Close the connections, by which the meeting point knows that the site is gone."""
+        """Close the connections, which tells the meeting point that the site is gone."""
         self._heartbeat.stop()
         if self.links is not None:
             self.links.close()

@@ -1,7 +1,7 @@
 """Start of a training run: checks against the machine, then the steps up to the moment when its ranks begin.
 
 `moefold train` and the Python API take these steps in the same order: `set_up_run`, `choose_training_device`,
-`prepare_data`, and then the ranks run `train_worker` or `train_on_rank`. Torch-free on the CPU.
+`prepare_data`, and then the ranks run `train_worker` or `train_on_rank`.
 """
 
 import tempfile
@@ -89,7 +89,7 @@ def check_resume(checkpoint: CheckpointConfig) -> None:
     """Check that the checkpoint named in the recipe exists, and is a single checkpoint.
 
     Raises:
-        ConfigError: it does not exist, is a file, or is a folder of several checkpoints.
+        ConfigError: the path does not exist, is a file, or is a folder of several checkpoints.
     """
     if checkpoint.resume in ("auto", "never"):
         return
@@ -110,7 +110,7 @@ def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: Chec
     """Check that the initial weights exist and fit the recipe's model, or can be upcycled to it.
 
     Raises:
-        ConfigError: they cannot be used.
+        ConfigError: the weights cannot be used.
     """
     if lora.trains_adapters_only:
         from moefold.convert.preflight import check_initial_adapters
@@ -136,7 +136,7 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
     """Check that the trace to replay exists, fits model, batch and steps, and is not the trace to be written.
 
     Raises:
-        ConfigError: it cannot be replayed.
+        ConfigError: the trace cannot be replayed.
     """
     if not moe.replay:
         return
@@ -176,7 +176,7 @@ def probe_folder(key: str, path: str) -> None:
     """Try to create a temporary file in a folder, or in its closest existing parent; leaves nothing there.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: the file cannot be created.
     """
     name = f"{key}={path!r}"
     if is_remote(path):
@@ -245,7 +245,7 @@ def check_offload_folder(train: TrainConfig) -> None:
     Run folders may be created anywhere, but a mistyped offload folder would fill another disk.
 
     Raises:
-        ConfigError: they cannot be created.
+        ConfigError: files cannot be created.
     """
     if not ssd_offload_keys(train):
         return
@@ -270,11 +270,11 @@ class RunSetup(NamedTuple):
     resume: Path | None
     """Checkpoint to resume from."""
     store: object
-    """Rendezvous store of the ranks that planned together; it must outlive their next rendezvous."""
+    """Rendezvous store of the ranks that planned together. It must outlive their next rendezvous."""
 
     @property
     def is_finished(self) -> bool:
-        """Return whether an intact checkpoint has all steps; the ranks report a damaged one and resume earlier."""
+        """Return whether an intact checkpoint has all steps. The ranks report a damaged one and resume earlier."""
         cfg = self.folder.cfg
         if self.resume is None or read_meta(self.resume).step < cfg.run.steps:
             return False
@@ -337,7 +337,7 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
 
 
 def _keep_resolved_of_checkpoint(cfg: Config, left_out: frozenset[str]) -> Config:
-    """Return a recipe with the values that the run of a named checkpoint has resolved, of keys that it leaves out."""
+    """Return a recipe with the values of left-out keys that the run of a named checkpoint has resolved."""
     if cfg.checkpoint.resume in ("auto", "never"):
         return cfg
     path = to_path(cfg.checkpoint.resume)
@@ -351,7 +351,7 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
     """Check that fewer ranks fit the recipe, and that the launcher leaves the survivors of a lost rank alive.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: fewer ranks do not fit, or the launcher would end the survivors.
     """
     if rank_env is not None and (rank_env.is_embedded or is_torchrun()):
         launcher = "the processes of a program" if rank_env.is_embedded else "torchrun"
@@ -370,7 +370,7 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
 
 
 def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "ProgramData | None") -> None:
-    """Check that a program passes samples if and only if the recipe says so, and that they fit the recipe."""
+    """Check that a program passes samples if and only if the recipe asks for them, and that they fit the recipe."""
     if program_data is not None and data.kind != "program":
         raise ConfigError(f'data.kind={data.kind!r} must be "program" where a program passes the data')
     if program_data is None and data.kind == "program":
@@ -387,7 +387,7 @@ def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "Pro
 
 
 def choose_training_device(setup: RunSetup, rank_env: RankEnv | None) -> str:
-    """Return the device type, after a check of what it supports and of its memory.
+    """Return the device type, after a check of its features and its memory.
 
     Raises:
         ConfigError: the device cannot run the recipe.
@@ -418,7 +418,7 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
             check_vllm(cfg, rank_env, max_tokens=longest)
         check_saved_rollouts(setup)
     elif cfg.data.kind != "program" and not cfg.data.drops_files:
-        # The ranks agree on which corrupt token files to skip, and the checkpoint records the choice.
+        # The ranks agree on the corrupt token files to skip, and the checkpoint records the choice.
         prepare(
             cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align
         )
@@ -430,10 +430,10 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
 
 
 def check_saved_rollouts(setup: RunSetup) -> None:
-    """Check that rollouts of the checkpoint to resume from, which are not trained on yet, are batches of the recipe.
+    """Check that the untrained rollouts of the checkpoint to resume from fit the batches of the recipe.
 
     Raises:
-        ConfigError: they are of other groups or batches.
+        ConfigError: the rollouts have other groups or batches.
     """
     if setup.resume is None:
         return
@@ -447,15 +447,15 @@ def check_saved_rollouts(setup: RunSetup) -> None:
 
 
 def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> None:
-    """Check that rollout.folder is of the model of the recipe, and that a vLLM server runs with it.
+    """Check that rollout.folder holds the model of the recipe, and that a vLLM server runs with it.
 
     Args:
         cfg: the recipe.
-        rank_env: the rank; None where the ranks are yet to start.
+        rank_env: the rank; None before the ranks start.
         max_tokens: tokens of the longest prompt with rollout.max_tokens.
 
     Raises:
-        ConfigError: it is of another model, the server cannot be reached, or it was started with other options.
+        ConfigError: the folder holds another model, or the server cannot be reached or was started with other options.
     """
     from moefold.convert.preflight import init_from_unsupported_reason
     from moefold.inference.vllm_server import VllmError, vllm_server
@@ -480,7 +480,7 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
     With rl.staleness, held-out prompts are sampled under the mapping of training.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: a sample does not fit into the cache.
     """
     from moefold.cost.kv_cache import cache_sizes
     from moefold.inference.engine.capacity import cache_pages, check_requests

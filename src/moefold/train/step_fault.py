@@ -1,4 +1,4 @@
-"""A non-finite step, a spike, or another sampler than training: log and stop messages, and record for faults.jsonl."""
+"""Faults of a step (non-finite values, spikes, sampler mismatch): log and stop messages, records for faults.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from moefold.topology.layout import Layout
 from moefold.train.step_meter import StepResult
 
 MAX_LISTED_SAMPLES = 64
-"""Maximum number of samples whose origin is listed in faults.jsonl; the sample range of the batch is always there."""
+"""Maximum number of samples whose origin is listed in faults.jsonl. The sample range of the batch is always there."""
 
 
 class MismatchError(RunError):
@@ -26,7 +26,7 @@ class MismatchError(RunError):
 
 @dataclass(frozen=True)
 class StepFault:
-    """Report of a non-finite step, a spike, or another sampler than training."""
+    """Report of a non-finite step, a spike, or a mismatch of sampler and training."""
 
     step: int
     samples: Sequence[int]
@@ -46,7 +46,7 @@ class StepFault:
         return self.samples[-1] + 1
 
     def describe(self) -> str:
-        """Describe the fault: what is not finite, on which ranks, and in which samples."""
+        """Describe the fault: the non-finite values or the spike, with ranks and samples."""
         parts = [f"step {self.step}: {self.result.decision.description}"]
         if self.result.nonfinite_report is not None:
             parts.append(self.result.nonfinite_report.describe())
@@ -59,10 +59,10 @@ class StepFault:
         return "; ".join([*parts, f"the batch is {batch}: {origins}"])
 
     def stop_error(self, advice: str) -> RunError:
-        """Return why the run stops, which checkpoint is intact, and the way out; collective.
+        """Return the error that stops the run, with the intact checkpoint and the way out; collective.
 
         Args:
-            advice: what to do about a mismatch, from `mismatch_advice`.
+            advice: the way out of a mismatch, from `mismatch_advice`.
         """
         decision = self.result.decision
         world = current_world()
@@ -108,7 +108,7 @@ class StepFault:
         return record
 
     def _suspect_samples(self) -> list[int]:
-        """Return the samples that may be at fault: those read by the faulty ranks, or all."""
+        """Return the samples that may be at fault: the samples of the faulty ranks, or all."""
         size = len(self.samples)
         report = self.result.nonfinite_report
         ranks = report.loss_ranks or report.gradient_ranks if report else ()
@@ -116,7 +116,7 @@ class StepFault:
             placed = {
                 sample for finding in report.findings if finding.rank in ranks for sample in finding.samples or ()
             }
-            # Numbers beyond the batch are of padding.
+            # Numbers beyond the batch belong to padding.
             return [self.samples[i] for i in sorted(placed) if i < size]
         replicas = {self.layout.attention.coordinate(rank, "dp") for rank in ranks}
         indices = [i for i in range(size) if not replicas or i // self.samples_per_rank in replicas]
@@ -124,7 +124,7 @@ class StepFault:
 
 
 def _describe_intact_checkpoint(folder: Path) -> str:
-    """Describe the newest checkpoint of a folder whose file sizes are right, and the damaged later ones."""
+    """Describe the newest checkpoint of a folder whose file sizes are right, and the later, damaged checkpoints."""
     damaged: list[str] = []
     for path in reversed(named_checkpoints(folder)):
         if not (faults := quick_validate(path)):

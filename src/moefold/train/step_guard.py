@@ -1,4 +1,4 @@
-"""Step guard: decides from globally reduced metrics whether a step may change the weights. Pure and torch-free."""
+"""Step guard: decides from globally reduced metrics whether a step may change the weights. Pure."""
 
 import math
 from collections import deque
@@ -17,7 +17,7 @@ MIN_RELATIVE_SPREAD = 0.01
 """Lower bound of the spread relative to the median, as equal values have no spread."""
 GRAD_NORM = "gradient norm"
 SPIKE_METRICS = ("loss", GRAD_NORM)
-"""The metrics that are checked for spikes; the policy-gradient loss is near 0 and has no typical value."""
+"""The metrics that are checked for spikes. The policy-gradient loss is near 0 and has no typical value."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Mismatch:
     limit: float
 
     def describe(self) -> str:
-        """Describe a mismatch beyond the limit; empty if it is not."""
+        """Describe a mismatch beyond the limit; empty within the limit."""
         # NaN is beyond any limit.
         if self.mean <= self.limit:
             return ""
@@ -57,9 +57,9 @@ class StepGuard:
     """Decides about the steps of a run, one after another, and keeps the history that later decisions need.
 
     A spike is a value above median + factor * 1.4826 * MAD of the last `spike_window` values, where MAD is their median
-    distance from the median: the Hampel identifier (L. Davies, U. Gather: The identification of multiple outliers, JASA
-        88,
-    1993), which is robust against a few spikes in the window. Only steps that change the weights enter the window.
+    distance from the median. This is the Hampel identifier (L. Davies, U. Gather: The identification of multiple
+        outliers, JASA 88, 1993), which is robust against a few spikes in the window. Only steps that change the weights
+    enter the window.
 
     Its state is everything that a resumed run needs for the same decisions.
     """
@@ -79,7 +79,7 @@ class StepGuard:
         Args:
             metrics: metrics of the whole global batch, the same on every rank, by their names in a message: the metrics
                 in `SPIKE_METRICS` and all others that must be finite.
-            mismatch: of a step on rollouts of its own weights; None: of any other.
+            mismatch: mismatch of a step on rollouts of its own weights; None for other steps.
         """
         decision = self._apply_limits(self._initial_decision(metrics, mismatch))
         if decision.updates:
@@ -129,7 +129,7 @@ class StepGuard:
         return StepDecision(cfg.spike, "spike", " and ".join(high)) if high else StepDecision("update")
 
     def _describe_spike(self, name: str, value: float) -> str:
-        """Describe a spike by its distance from the recent values; empty if the value is no spike."""
+        """Describe a spike by its distance from the recent values; empty if the value is not a spike."""
         values = self._recent_values[name]
         if len(values) < self._cfg.spike_window:
             return ""

@@ -70,7 +70,7 @@ class StepResult:
     decision: StepDecision = StepDecision("update")
     """Decision of the guard: whether weights, moments and expert bias were updated."""
     nonfinite_report: "NonFiniteReport | None" = None
-    """Ranks and parameters where a non-finite step went wrong; else None."""
+    """Ranks and parameters with non-finite values; None after a finite step."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """The terms of the loss function by name."""
     loss_metrics: dict[str, float] = field(default_factory=dict)
@@ -101,11 +101,11 @@ class StepTotals:
     """Sums over all ranks that an update needs, next to the result; the same on every rank."""
 
     result: StepResult
-    """With the decision and the report of the guard still missing."""
+    """Result of the step, still without the decision and the report of the guard."""
     device_grad_norm: Tensor
     """Gradient norm, 0-dim on the device, so that clipping needs no host synchronisation."""
     expert_counts: Tensor
-    """[MoE layers, E], like `thresholds`."""
+    """Routed tokens per expert, [MoE layers, E], like `thresholds`."""
     thresholds: Tensor
     receive_loads: Tensor
     """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
@@ -114,7 +114,7 @@ class StepTotals:
 
 
 class StepMeter:
-    """Measures the steps of a rank, and reduces the numbers of all.
+    """Measures the steps of a rank, and reduces the numbers of all ranks.
 
     Args:
         model: the model.
@@ -149,7 +149,7 @@ class StepMeter:
             indexer.begin_step()
 
     def plan_facts(self) -> "list[HostFact]":
-        """Return what the replica check compares of planned attention."""
+        """Return the facts of planned attention that the replica check compares."""
         return [] if self._attention is None else self._attention.host_facts()
 
     def own_loss(self, losses: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class StepMeter:
             step: number of the step.
             flags: stop flags of this rank.
             data_s: time that this rank took to load the batch.
-            memory_tracker: of a measured step.
+            memory_tracker: memory tracker of a measured step.
             passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
             rate: learning rate of the step.
         """
@@ -300,7 +300,7 @@ class StepMeter:
 
     @property
     def _num_choices(self) -> int:
-        """Choices of a router; 0 in a model without one."""
+        """Number of experts that a router chooses; 0 in a model without routers."""
         return self._routed.num_choices if self._routed else 0
 
     def _layer_metrics(
@@ -339,17 +339,17 @@ class MetricPacker:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add this rank's summand; the same names and shapes on every rank."""
+        """Add this rank's summand; names and shapes must be equal on every rank."""
         self._tensors[name] = tensor
 
     def add_row(self, name: str, row: Tensor, group: Group) -> None:
-        """Add a row that stays apart from the rows of other ranks: the sum is [ranks, ...]."""
+        """Add a row that stays separate from the rows of other ranks: the sum is [ranks, ...]."""
         rows = row.new_zeros(group.size, *row.shape)
         rows[group.rank] = row
         self.add(name, rows)
 
     def all_reduce(self, group: Group) -> Tensor:
-        """Sum all tensors over the members; the sums in one flat tensor, which `unpack` splits. Collective."""
+        """Sum all tensors over the members and return one flat tensor, which `unpack` splits. Collective."""
         return all_reduce_sum(torch.cat([tensor.flatten().double() for tensor in self._tensors.values()]), group)
 
     def unpack(self, sums: Tensor) -> dict[str, Tensor]:

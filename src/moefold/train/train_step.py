@@ -109,7 +109,7 @@ class TrainingStep:
         return self.model.named_buffers
 
     def add_states(self, states: RunStates) -> None:
-        """Register what a resumed run needs of the step."""
+        """Register the states of the step that a resumed run needs."""
         cfg = self._cfg
         states.add("weights", self)
         states.add("guard", self.guard)
@@ -119,7 +119,7 @@ class TrainingStep:
             from moefold.train.outer_state import OuterState
 
             due = partial(fragments_due, cfg.run, cfg.model, cfg.sites)
-            # Without a state of its own it starts from the loaded weights.
+            # Without its own state it starts from the loaded weights.
             states.add("sites", OuterState(self.outer, due), after=("weights",))
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class TrainingStep:
             load_checkpoint(path, *self._stored(), self.optimizer, self.optimized)
 
     def _stored(self) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-        """Return the parameters and buffers that checkpoints contain: of adapters alone if nothing else is trained.
+        """Return the parameters and buffers that checkpoints contain: only adapters if nothing else is trained.
 
         The buffers of frozen weights, such as the biases of experts, do not change.
         """
@@ -150,7 +150,7 @@ class TrainingStep:
 
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
-        """The parameters of the optimizer: without frozen weights, and of sites their own experts alone."""
+        """The parameters of the optimizer: no frozen weights, and only the site's own experts if sites own them."""
         owned: dict[str, nn.Parameter] = self.model.trained_parameters
         return owned if self._owned is None else dict(self._owned.parameters)
 
@@ -238,12 +238,12 @@ class TrainingStep:
         self.moment_updates = 0
 
     def restore_moment_updates(self, count: int) -> None:
-        """Set the number of updates that the moments have seen, which loading them leaves as it is."""
+        """Set the number of updates that the moments have seen; loading the moments does not change it."""
         set_step_count(self.optimizer, count)
         self.moment_updates = count
 
     def _update_weights(self, totals: StepTotals) -> int:
-        """Update the weights; return the number of updates of the moments: 0 where the optimizer has made none."""
+        """Update the weights; return the number of updates of the moments, 0 if the optimizer has made none."""
         if self._passes is not None:
             assert totals.projected is not None
             self._passes.update(totals.projected.rounded)
@@ -297,7 +297,7 @@ class TrainingStep:
         return track_memory(self.model, self.optimizer, *tensors)
 
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
-        """Accumulate the gradients of a batch, or run forward passes alone; return this rank's loss terms."""
+        """Accumulate the gradients of a batch, or run only forward passes; return this rank's loss terms."""
         if self._passes is not None:
             terms: Tensor = self._passes.run(batch, step, self.begin_step)
             return terms
@@ -322,7 +322,7 @@ class TrainingStep:
         return gather_findings(has_bad_loss, bad_parameters, has_bad_gradient, is_bad_again, batch.placed_samples())
 
     def begin_step(self, step: int, batch: Batch) -> None:
-        """Prepare the routers for step `step` with a batch; forward passes up to the next call belong to that step.
+        """Prepare the routers for step `step` with a batch. Forward passes up to the next call belong to that step.
 
         Raises:
             ConfigError: the trace to replay lacks the step.

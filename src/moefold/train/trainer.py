@@ -59,9 +59,9 @@ class Trainer:
             messages: lines to log before all others.
             loss: the loss to minimise; None: next-token prediction.
             data: the samples of data.kind="program"; None: the recipe's samples.
-            callbacks: further hooks, the same on every rank, called after the trainer's own; `after_step` of one with
-                state is called before the step is saved.
-            link: to the ranks of rollout.ranks; None without them.
+            callbacks: further hooks, the same on every rank, called after the trainer's own; `after_step` of a hook
+                with state is called before the step is saved.
+            link: link to the ranks of rollout.ranks; None without them.
             history: checkpoints of an earlier trainer of this process; None for the first.
         """
         self._cfg = cfg
@@ -85,7 +85,7 @@ class Trainer:
         self._callbacks = self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
 
     def _recipe_callbacks(self, *, measures_kernels: bool) -> tuple[Callback, ...]:
-        """Return the callbacks of the recipe in order. What a recipe does not ask for is not imported."""
+        """Return the callbacks of the recipe in order; modules of unused features are not imported."""
         cfg = self._cfg
         rounds: tuple[Callback, ...] = ()
         evaluations: tuple[Callback, ...] = (PeriodicEvaluation(cfg.train, cfg.run.steps),)
@@ -187,7 +187,7 @@ class Trainer:
         return context.status
 
     def _add_states(self, states: RunStates) -> None:
-        """Register what a resumed run needs."""
+        """Register the states that a resumed run needs."""
         states.add("position", self._position)
         self._train_step.add_states(states)
         # Rollouts that are too old for the step of the position are sampled again.
@@ -214,7 +214,7 @@ class Trainer:
             callback.on_end(context, context.status)
 
     def _each_callback(self, *, is_after_step: bool = False) -> Iterator[Callback]:
-        """Yield the callbacks in order; the flight recorder's phase names the user's callbacks.
+        """Yield the callbacks in order. The flight recorder's phase names the user's callbacks.
 
         Args:
             is_after_step: whether further callbacks with state come before the checkpoint of a step, which has their
@@ -274,7 +274,7 @@ class Trainer:
         )
 
     def _host_facts(self, context: TrainingContext) -> "list[HostFact]":
-        """Return what the replica check compares besides tensors."""
+        """Return the host values that the replica check compares."""
         from moefold.train.callbacks.replica_comparison import host_facts
 
         return host_facts(context, self._cfg.run.seed)
@@ -346,14 +346,14 @@ STEPS_BETWEEN_COLLECTIONS = 50
 def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
     """Disable the automatic garbage collection inside this context, and restore it at the end.
 
-    Python's collector starts at some allocation, on each rank in another step, and the ranks of a collective wait for
-    one after another. What exists at the start is frozen, unless the caller froze objects: Python unfreezes all.
+    Python's collector starts at some allocation, in a different step on each rank, and the ranks of a collective wait
+    for each other. Objects that exist at the start are frozen, unless the caller froze objects: Python unfreezes all.
 
     Yields:
-        A function to call after each step with its number, which collects where it is due.
+        A function to call after each step with its number, which collects if it is due.
     """
     was_enabled = gc.isenabled()
-    # Whoever froze objects froze this module too. `gc.get_freeze_count` walks through all of them: 45 ms in a rank.
+    # A caller that froze objects froze this module too. `gc.get_freeze_count` walks through all of them (45 ms).
     freezes = any(one is gc for one in gc.get_objects())
     gc.collect()
     if freezes:

@@ -62,7 +62,7 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class ProgramParts:
-    """Parts of a run that a Python program may replace; a job on GPUs pickles them for its ranks."""
+    """Parts of a run that a Python program may replace. A job on GPUs pickles them for its ranks."""
 
     loss: LossFunction | None = None
     """The loss to minimise; None: next-token prediction."""
@@ -77,7 +77,7 @@ class ProgramParts:
         """Check the callbacks before ranks start.
 
         Raises:
-            ConfigError: something else than a callback is among them, or a metric of one cannot be.
+            ConfigError: an object is not a callback, or a callback has invalid metrics or states.
         """
         is_list = isinstance(self.callbacks, Sequence)
         if not is_list or not all(isinstance(callback, Callback) for callback in self.callbacks):
@@ -158,7 +158,7 @@ def train_on_rank(
         if link is not None and split.samples(rank_env.rank):
             watchdog.flight_recorder.first_rank = split.num_training
             with stop:
-                # The training ranks say when to stop, after a signal too.
+                # The training ranks order the stop, also after a signal.
                 from moefold.train.sampling_worker import SamplingWorker
 
                 SamplingWorker(cfg, layout, device, watchdog.flight_recorder, link).run()
@@ -191,7 +191,7 @@ def train_on_rank(
 
 @dataclass(frozen=True)
 class _RankTraining:
-    """Trains on this rank, with the process group that is there."""
+    """Trains on this rank, with the existing process group."""
 
     program: ProgramParts
     first_messages: tuple[str, ...]
@@ -262,7 +262,7 @@ class _RunLocks:
         """Acquire the locks unless this process holds them.
 
         Args:
-            starts_run: whether the job starts; a successor of rank 0 finds what the job has written.
+            starts_run: whether the job starts; a successor of rank 0 finds the files that the job has written.
 
         Raises:
             ConfigError: another job holds one, or has written to the folder before the start of this run.
@@ -290,7 +290,7 @@ class _RunLocks:
             )
 
     def release(self) -> None:
-        """Release the locks, if this process holds them: another one is rank 0 now."""
+        """Release the locks, if this process holds them: another process is rank 0 now."""
         self._stack.close()
         self._is_held = False
 

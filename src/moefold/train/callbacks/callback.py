@@ -32,17 +32,17 @@ class TrainingContext:
     position: Position
     stop: StopSignals
     states: RunStates = field(default_factory=RunStates)
-    """The objects whose state checkpoints have."""
+    """The objects whose state is in checkpoints."""
     log: RunLog | None = None
     """Files of the run folder, on rank 0 only."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step by name, on every rank, as `metrics.table.STEP` lists them; empty before the first."""
     is_resumed: bool = False
-    """A checkpoint was loaded."""
+    """Whether a checkpoint was loaded."""
     status: int = 0
     """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)
-    """Called before a checkpoint is saved, on all ranks; may communicate."""
+    """Functions to call before a checkpoint is saved, on all ranks; they may communicate."""
     save_s: float = 0.0
     """Time that the save after the last step blocked training."""
 
@@ -61,17 +61,17 @@ class TrainingContext:
 
 @dataclass
 class FinishedStep:
-    """One step that was not rolled back. Equal on all ranks apart from the batch and the time."""
+    """One step that was not rolled back. Equal on all ranks, except for the batch and the time."""
 
     number: int
-    """1-based."""
+    """1-based number of the step."""
     result: StepResult
     batch: Batch
-    """This rank's shard."""
+    """This rank's shard of the global batch."""
     step_time_s: float
     is_last: bool
     num_tokens: int
-    """Input tokens of the global batch, padding aside."""
+    """Input tokens of the global batch, without padding."""
     rl: dict[str, Any] | None = None
     """Metrics of the rollouts; None without reinforcement learning."""
     signals: list[Signals] = field(default_factory=list)
@@ -81,19 +81,19 @@ class FinishedStep:
     sites: dict[str, Any] | None = None
     """Metrics of the round of the sites after this step; None without a round."""
     is_evaluated: bool = True
-    """False if an evaluation was due and a signal prevented it."""
+    """False if a due evaluation was prevented by a signal."""
 
 
 class Callback:
-    """Base class of callbacks; each hook does nothing unless it is overridden.
+    """Base class of callbacks. Each hook does nothing unless it is overridden.
 
     All ranks call the hooks of all callbacks in the same order, so a hook may communicate if every rank does. State
-    belongs into the callback; checkpoints have it if the callback overrides `state_dict` and `load_state_dict`. With
+    belongs in the callback; checkpoints contain it if the callback overrides `state_dict` and `load_state_dict`. With
     several GPU ranks a callback must be picklable. An exception ends the run.
     """
 
     state_name: str = ""
-    """Name of its state in checkpoints; "": the name of its class."""
+    """Name of the callback's state in checkpoints; "": the name of its class."""
 
     metrics: "Sequence[Metric]" = ()
     """Definitions of the metrics that `measure` returns."""
@@ -104,19 +104,19 @@ class Callback:
 
     @property
     def has_metrics(self) -> bool:
-        """True if the callback declares metrics or measures; what it measures must be declared."""
+        """True if the callback declares metrics or measures; measured metrics must be declared."""
         return bool(self.metrics) or type(self).measure is not Callback.measure
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint as JSON values; rank 0's is stored, and each rank gets it back."""
+        """Return the state for a checkpoint as JSON values; rank 0's state is stored, and each rank gets it back."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint, before `on_start`, and before `on_rollback`."""
+        """Take over the state of a checkpoint; called before `on_start` and before `on_rollback`."""
 
     @property
     def saved_as(self) -> str:
-        """Name under which checkpoints have its state; "" for a callback without state."""
+        """Name of the callback's state in checkpoints; "" for a callback without state."""
         has_state = type(self).state_dict is not Callback.state_dict
         return (self.state_name or type(self).__name__) if has_state else ""
 
@@ -124,18 +124,18 @@ class Callback:
         """Run before the first step, after the checkpoint or the initial weights were loaded."""
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Run after a step: it was evaluated, logged and saved if that was due; with state, before it is saved."""
+        """Run after a step and its due evaluation, log line and save; callbacks with state run before the save."""
 
     def on_rollback(self, context: TrainingContext) -> None:
         """Run after a rollback, once the state of the earlier checkpoint is loaded."""
 
     def on_end(self, context: TrainingContext, status: int) -> None:
-        """Run after the last step and its checkpoint; not after an exception.
+        """Run after the last step and its checkpoint, but not after an exception.
 
         Args:
             context: the run.
-            status: exit status of the run; 128 + its number after a signal.
+            status: exit status of the run; 128 + the number of a signal.
         """
 
     def on_error(self, context: TrainingContext, error: Exception) -> None:
-        """Run after an exception, before it ends the run; other ranks may be gone, so it must not communicate."""
+        """Run after an exception, before it ends the run. Other ranks may be gone, so it must not communicate."""

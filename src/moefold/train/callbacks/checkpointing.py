@@ -25,33 +25,33 @@ if TYPE_CHECKING:
     from moefold.train.step_fault import StepFault
 
 SAVE_DRAIN_S = 60.0
-"""How long a failing run waits for an asynchronous save to finish."""
+"""Limit of the wait of a failing run for an asynchronous save."""
 SAVE_DRAIN_LOST_RANK_S = 5.0
 """The same limit after a collective failed because another rank is gone."""
 
 
 @dataclass
 class SaveHistory:
-    """Checkpoints of the run that this process has loaded and saved; outlives a trainer where the ranks regroup."""
+    """Checkpoints of the run that this process has loaded and saved; outlives a trainer if the ranks regroup."""
 
     resumed_from: Path | None = None
     """The checkpoint that the run resumed from, if any."""
     saved_step: int | None = None
-    """Step of the last save that was started; None: no save, so that a checkpoint in the folder is not of this run."""
+    """Step of the last save that was started; None: no save, so a checkpoint in the folder is from another run."""
     snapshots: "PeerSnapshots | None" = None
     """Snapshots of this process, if the recipe takes any."""
     restored_step: int | None = None
     """Step to restore from the snapshots; None: from a checkpoint."""
     initial_states: States = field(default_factory=dict)
-    """States of the program's callbacks as it built them, see `RunStates`."""
+    """States of the program's callbacks before the first step, see `RunStates`."""
 
 
 class Checkpointing(Callback):
-    """Callback that saves when `checkpoint` says so; the trainer resumes and rolls back with it.
+    """Callback that saves on the schedule of `checkpoint`. The trainer resumes and rolls back with it.
 
-    `init_message` tells where the initial weights come from, `checkpoint_dp` the dp of the checkpoint that was loaded,
-    `resume_messages` which learning rate and counts it goes on with, `total_save_s` how long saving has blocked
-    training on this rank.
+    `init_message` describes the source of the initial weights, `checkpoint_dp` is the dp of the loaded checkpoint,
+    `resume_messages` describe the learning rate and the counts after a resume, and `total_save_s` is the time that
+    saving has blocked training on this rank.
     """
 
     def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
@@ -60,7 +60,7 @@ class Checkpointing(Callback):
         Args:
             cfg: the recipe, whose settings each checkpoint records.
             groups: the process groups of this rank.
-            history: checkpoints of the run that this process knows; None for a new one.
+            history: checkpoints of the run that this process knows; None for a new process.
         """
         self._cfg = cfg
         self._history = history or SaveHistory()
@@ -118,7 +118,7 @@ class Checkpointing(Callback):
         return resume
 
     def _open_adapters(self, context: TrainingContext, adapters: "AdapterWeights") -> str:
-        """Load the base weights of a run that trains adapters alone; collective. Returns a description."""
+        """Load the base weights of a run that trains only adapters, and return a description. Collective."""
         context.states.add("lora", Record(lambda: adapters.settings))
         return "" if adapters.base is None else self._load_weights(context, adapters.base)
 
@@ -156,18 +156,18 @@ class Checkpointing(Callback):
         certify(self.snapshots, step, state, restored, groups)
 
     def on_start(self, context: TrainingContext) -> None:
-        """Take a snapshot before the first step: a loss in it needs one of this mapping."""
+        """Take a snapshot before the first step: a loss in that step needs a snapshot of this mapping."""
         self._take_snapshot(context)
 
     def _take_snapshot(self, context: TrainingContext) -> None:
-        """Copy the state to the memory of this rank and of its peer, if the recipe says so; collective."""
+        """Copy the state to the memory of this rank and of its peer, if the recipe asks for it; collective."""
         if self.snapshots is None or not self._cfg.checkpoint.peer_every:
             return
         context.groups.recorder.set_phase("copying the state to a peer")
         started_s = context.groups.recorder.clock()
         states = context.states.state_dict()
         if of_callbacks := {name: state for name, state in states.items() if name.startswith(CALLBACKS)}:
-            # Rank 0's, as in a checkpoint.
+            # The states of rank 0, as in a checkpoint.
             states |= broadcast_object(of_callbacks, context.groups.world, 0)
         self.snapshots.take(context.training.tensors(), TrainState(states=states), context.groups)
         blocked_s = context.groups.recorder.clock() - started_s
@@ -226,7 +226,7 @@ class Checkpointing(Callback):
         context.data.prepare_save()
         for prepare in context.before_save:
             prepare()
-        # Waiting for rollouts is a phase of its own.
+        # The wait for rollouts is a separate phase.
         context.groups.recorder.set_phase("saving a checkpoint")
         waited_s = self.saver.save(context.states.tensors(), TrainState(states=context.states.state_dict()))
         context.save_s += waited_s
@@ -244,13 +244,13 @@ class Checkpointing(Callback):
         self._load_states(context, meta, path)
 
     def _load_states(self, context: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
-        """Restore all objects of the run; collective. Without a path, those without tensors."""
+        """Restore all objects of the run, or the objects without tensors if there is no path; collective."""
         context.states.load(meta.states, path)
         self.checkpoint_dp = meta.dp
         self.resume_messages = (*self._resume_messages(context, meta), *context.states.notices(meta.states))
 
     def _load_weights(self, context: TrainingContext, folder: Path | None = None) -> str:
-        """Load the weights of a folder, None: those that the recipe names; collective. Returns a description."""
+        """Load the weights of `folder`, by default the recipe's weights; return a description. Collective."""
         # The readers of Hugging Face folders are a tenth of the trainer's modules.
         from moefold.convert.init_from import load_initial_weights
 
@@ -278,6 +278,6 @@ class Checkpointing(Callback):
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:
-    """Return whether to save after a step; a run that saves at all also saves when a signal stops it."""
+    """Return whether to save after a step. A run that saves at all also saves when a signal stops it."""
     is_end = (step.is_last and checkpoint.at_end) or (bool(step.signals) and checkpoint.saves)
     return is_end or is_due(checkpoint.every, step.number)

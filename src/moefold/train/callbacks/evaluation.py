@@ -14,7 +14,7 @@ class PeriodicEvaluation(Callback):
     """Callback that computes the validation loss every train.eval_every steps and after the last step.
 
     Args:
-        train: train.eval_every, 0: never; train.eval_at_start.
+        train: train.eval_every (0: never) and train.eval_at_start.
         last_step: run.steps.
     """
 
@@ -24,7 +24,7 @@ class PeriodicEvaluation(Callback):
         self._last_step = last_step
 
     def on_start(self, context: TrainingContext) -> None:
-        """Evaluate before the first step, or as a signal prevented before the checkpoint was written; collective.
+        """Evaluate before the first step, or do an evaluation that a signal prevented earlier; collective.
 
         Sets the exit status of the run if another signal came.
         """
@@ -50,7 +50,7 @@ class PeriodicEvaluation(Callback):
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Evaluate if it is due and no signal stops the run; collective."""
-        # A site that has taken the state of another one is at a later step than it has trained.
+        # A site that took over the state of another site is at a later step than its own training.
         if not self._is_due(context.position.step):
             return
         step.is_evaluated = False

@@ -1,17 +1,17 @@
-"""Callback that settles which kernels run, after the first step."""
+"""Callback that chooses the kernels of the run, after the first step."""
 
 from moefold.parallel.kernels.timed import settle_choices
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 
 
 class KernelChoices(Callback):
-    """Callback after whose first step all ranks run the kernels that were measured to be the fastest; logs which."""
+    """Callback that makes all ranks run the fastest measured kernels after the first step, and logs the choice."""
 
     def __init__(self) -> None:
         self._is_settled = False
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Settle once; collective where kernels are measured."""
+        """Choose once; collective if kernels are measured."""
         if self._is_settled:
             return
         self._is_settled = True

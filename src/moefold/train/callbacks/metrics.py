@@ -23,11 +23,11 @@ class MetricsLogging(Callback):
     """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0.
 
     Args:
-        run: for the dtype: the known peaks of devices are for bfloat16.
-        metrics: for the peak that a recipe gives.
+        run: gives the dtype: the known peaks of devices are for bfloat16.
+        metrics: gives the peak, if the recipe sets it.
         flops_per_token: FLOPs of a step for each token of the batch.
         device: device of the rank.
-        callbacks: of the program, which may measure more.
+        callbacks: callbacks of the program, which may measure more.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StepReporting(Callback):
         """Metrics of the step that ended the run; None before it."""
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Report the step, and keep its metrics if it is the last one."""
+        """Report the step, and keep its metrics if it is the last step."""
         if step.is_last or step.signals:
             self.last = to_record(context.metrics)
         if self._on_step is not None:
@@ -113,7 +113,7 @@ class RoutingTraceSaving(Callback):
             if context.log is None or writer is None or context.log.outputs.has_failed(TRACE_FOLDER):
                 buffer.save(step.number, None)
             else:
-                # Errors of the gather are of the job, and end it.
+                # Errors of the gather concern the whole job, and end it.
                 context.log.outputs.attempt(TRACE_FOLDER, lambda: buffer.save(step.number, writer), (OSError,))
 
 
@@ -121,7 +121,7 @@ class StragglerDetection(Callback):
     """Callback that logs slow ranks with the names of their hosts.
 
     Args:
-        factor: faults.straggler_factor; 0: no rank is.
+        factor: faults.straggler_factor; 0: no rank is slow.
     """
 
     def __init__(self, factor: float) -> None:

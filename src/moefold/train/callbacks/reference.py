@@ -31,7 +31,7 @@ class ReferencePass(Callback):
     reads it from there.
 
     Args:
-        checkpoint: section of the recipe: the run that checkpoint.resume names has the file too.
+        checkpoint: section of the recipe: the run that checkpoint.resume names also has the file.
     """
 
     def __init__(self, checkpoint: CheckpointConfig) -> None:
@@ -41,7 +41,7 @@ class ReferencePass(Callback):
         """Compute or read the log-probabilities of all pairs; collective.
 
         Raises:
-            ConfigError: the run is resumed, and its folder has none for its data.
+            ConfigError: the run is resumed, and its folder has no log-probabilities for its data.
         """
         reference = context.data.reference
         if reference is None:
@@ -52,7 +52,7 @@ class ReferencePass(Callback):
             reference.values = self._read_on_rank0(context, name, reference.values.shape)
         else:
             reference.values = reference_log_probs(context, len(reference.values))
-        # A run that goes on from a checkpoint of another folder has its own file from now on.
+        # A run that resumes from a checkpoint of another folder has its own file from now on.
         if context.is_first_rank and not (context.is_resumed and path.is_file()):
             draft = path.with_suffix(".tmp")
             with draft.open("wb") as file:
@@ -62,7 +62,7 @@ class ReferencePass(Callback):
     def _read_on_rank0(self, context: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
         """Read the file on rank 0, and send its array to all ranks; collective.
 
-        It is in the run folder, or next to the checkpoints that checkpoint.resume names one of.
+        It is in the run folder, or next to the checkpoint that checkpoint.resume names.
         """
         found: NDArray[np.float64] | None = None
         folders = [context.folder]
@@ -98,18 +98,18 @@ _KEYS_OF_FORMAT_1 = {
     "align.desirable_weight": 1.0,
     "align.undesirable_weight": 1.0,
 }
-"""Keys of [align] that every recipe had: they are part of the names of files, which a resumed run looks for."""
+"""Keys of [align] in every recipe so far: they are part of the names of files that a resumed run looks for."""
 
 
 def _file_name(context: TrainingContext) -> str:
-    """Return a file name that changes with anything that changes the pairs or their numbers."""
+    """Return a file name that depends on everything that determines the pairs or their log-probabilities."""
     order = context.data.order | _KEYS_OF_FORMAT_1
     order = {key: value for key, value in order.items() if key not in LOCATION_KEYS}
     return _hashed_name([order, list(context.data.fingerprints.values())])
 
 
 def _former_file_name(context: TrainingContext) -> str:
-    """Return the file name of earlier versions, which changed with the paths of the data."""
+    """Return the file name of earlier versions, which also depended on the paths of the data."""
     fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in context.data.fingerprints.items()}
     return _hashed_name([context.data.order | _KEYS_OF_FORMAT_1, fingerprints])
 
@@ -138,7 +138,7 @@ def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.
     reshard_parameters(model.stages)
     model.train(True)
     last.loss = loss
-    # Sums and counts: the samples that fill the last batch of an epoch are computed twice.
+    # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
     totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
     if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
         for pair_ids, sums in recorder.found:
@@ -161,12 +161,12 @@ def _epoch(sampler: Sampler, context: TrainingContext) -> Iterator[Batch]:
 
 
 class SequenceLogProbs:
-    """Loss function of 0 that keeps the sum of the log-probabilities of each sequence of a row."""
+    """Loss function that is always 0 and keeps the sum of the log-probabilities of each sequence of a row."""
 
     def __init__(self, terms: tuple[str, ...]) -> None:
         self.terms = terms
         self.found: list[tuple[Tensor, Tensor]] = []
-        """For each micro-batch "pair_ids", int64 [B, K / 2], and sums [B, K]."""
+        """Pairs of "pair_ids", int64 [B, K / 2], and sums, [B, K], one for each micro-batch."""
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
         """Keep the sums; all-reduce over cp."""

@@ -23,7 +23,7 @@ class ReplicaComparison(Callback):
     The training step compares every faults.replica_check_every steps by itself.
 
     Args:
-        checkpoint: section of the recipe, which says when to save.
+        checkpoint: section of the recipe, which has the schedule of saves.
         seed: run.seed.
         drain: waits for the save in the background.
     """
@@ -37,7 +37,7 @@ class ReplicaComparison(Callback):
     state_name = "replica_check"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last step whose replicas were compared; nothing before the first."""
+        """Return the last step whose replicas were compared; empty before the first comparison."""
         return {} if self._checked_step is None else {"checked_step": self._checked_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.step_fault import MismatchError
 
 SILENT_STEPS = 20
-"""Steps without a mixed group after which the log says that nothing is learnt."""
+"""Steps without a mixed group until the log reports that nothing is learnt."""
 
 
 class RewardEvaluation(Callback):
@@ -63,7 +63,7 @@ class RolloutLogging(Callback):
         self._file: TextIO | None = None
         self._silent_steps = 0
         self._reports_none = False
-        """Whether the log has said that no rollout has a reward."""
+        """Whether the log has reported that no rollout has a reward."""
 
     def on_start(self, context: TrainingContext) -> None:
         """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
@@ -107,14 +107,14 @@ class RolloutLogging(Callback):
     def on_end(self, context: TrainingContext, status: int) -> None:
         """Close the file."""
         if self._file is not None:
-            # What is left in the buffer of a file that has failed cannot be written.
+            # The buffer of a file that has failed cannot be written.
             with suppress(OSError):
                 self._file.close()
 
     def _report_silence(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Log once each that no rollout had a reward, and that no group had two rewards for many steps.
+        """Log, once each, that no rollout had a reward, and that no group had two rewards for many steps.
 
-        No gradient comes from rewards then.
+        Rewards give no gradient then.
         """
         assert step.rl is not None
         assert context.log is not None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return whether something that happens every `every` steps happens after a step; 0: never."""
+    """Return whether an event with period `every` happens after a step; 0: never."""
     return every > 0 and step % every == 0
 
 
@@ -140,7 +140,7 @@ class RunLog:
         self._progress.message(text)
 
     def report_stop(self, step: int, stopped_s: float) -> None:
-        """Show that this process did not run for some time before the end of a step, if so."""
+        """Show for how long this process was stopped before the end of a step, if it was."""
         if stopped_s > 0:
             self.message(
                 f"step {step}: the run was stopped for {stopped_s:.1f} s (by a signal, its scheduler, or a suspended "
@@ -157,7 +157,7 @@ class RunLog:
 
     @property
     def _board_folder(self) -> str:
-        """The folder of the runs, as an argument of `moefold board`."""
+        """Folder of the runs, as an argument of `moefold board`."""
         return shlex.quote(str(self._dir.parent))
 
     def rewind(self, resume: Resume, step: int) -> None:
@@ -166,7 +166,7 @@ class RunLog:
         self._log_resume(resume, "rolled back to", step, self._open_writers(step))
 
     def log_end(self, status: int, step: int, total_save_s: float) -> None:
-        """Plot the loss if asked, and log how the run ended and how long saving blocked it, the last save included."""
+        """Plot the loss if asked; log how the run ended and how long saving blocked it, including the last save."""
         self._progress.end()
         if self._cfg.metrics.plot and step >= self._first_step:
             from moefold.metrics.plot import LOSS_PLOT_FILE, plot_loss
@@ -235,7 +235,7 @@ class RunLog:
         return writer.removed_lines
 
     def _close(self, name: str, writer: ExpertCountsWriter) -> None:
-        """Close a writer; one that has failed would write the rest of its buffer once more."""
+        """Close a writer. A writer that has failed would write the rest of its buffer again."""
         if self.outputs.has_failed(name):
             with suppress(OSError):
                 writer.close()

@@ -12,7 +12,7 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingCon
 
 
 class SiteEvaluation(Callback):
-    """Callback after the evaluation; on steps with a round only.
+    """Callback that runs after the evaluation, on steps with a round only.
 
     `eval_loss` is the loss of the outer weights if the step is evaluated, which costs a second evaluation where the
     site's own weights differ from them. `spike` is the value of the round before.
@@ -57,7 +57,7 @@ class LossSpike:
     """Mean loss of the steps after a round minus the mean of the steps before; `last` is the value of the last round.
 
     Args:
-        gap: fewest steps between two rounds; no more steps are compared.
+        gap: minimum number of steps between two rounds; no more steps are compared.
     """
 
     def __init__(self, gap: int) -> None:
@@ -66,7 +66,7 @@ class LossSpike:
         self._before: float | None = None
         self._num_after = 0
         self.last: float | None = None
-        """None before the first round, and after a round with fewer steps before or after it."""
+        """Value of the last round; None before the first round, and if fewer steps lie before or after the round."""
 
     def add(self, loss: float) -> None:
         """Add the loss of a step, computed with the weights before it."""

@@ -34,12 +34,12 @@ from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
 
 WAIT_S = 1.0
-"""Interval in which a rank that waits for an exchange reports progress."""
+"""Interval between two progress reports of a rank that waits for an exchange."""
 
 
 @dataclass
 class _Flight:
-    """An exchange that has begun and that the sites have not voted on."""
+    """An exchange under way; the sites have not voted on it yet."""
 
     step: int
     due: int
@@ -53,7 +53,7 @@ class _Flight:
     weights: tuple[float, ...]
     """Weight of each member."""
     exchange: "Future[Exchanged] | None"
-    """None in a round of one site."""
+    """Result of the exchange; None in a round of one site."""
     began_s: float
 
     @property
@@ -63,7 +63,7 @@ class _Flight:
 
 
 class SiteRounds(Callback):
-    """Callback that takes the outer step of a round; a round that is skipped changes nothing.
+    """Callback that takes the outer step of a round. A round that is skipped changes nothing.
 
     Args:
         run, model, train, sites: sections of the recipe.
@@ -102,12 +102,12 @@ class SiteRounds(Callback):
         self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, context.groups.rank)
         hello = self._position(context.position.step, outer)
         digest = self._digest(context, list(outer.weights.values()))
-        # A pending round is counted, and not yet in the outer weights.
+        # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
         found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
         if found == "stopped":
             return
-        # The round after the present step is still to come.
+        # The round after the present step will still follow.
         self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
         if found == "missed":
             self._join(context)
@@ -140,7 +140,7 @@ class SiteRounds(Callback):
             self._give(context)
 
     def on_rollback(self, context: TrainingContext) -> None:
-        """Forget the round under way, whose differences are of weights that are no more; in runs of one site."""
+        """Discard the round under way, as the weights of its differences are gone; in runs of one site."""
         self._flight = None
         self._record = {}
 
@@ -150,12 +150,12 @@ class SiteRounds(Callback):
             self._meeting.leave()
 
     def on_error(self, context: TrainingContext, error: Exception) -> None:
-        """Close the connections, by which the meeting point knows that the site is gone."""
+        """Close the connections, which tells the meeting point that the site is gone."""
         if self._meeting is not None:
             self._meeting.close()
 
     def _position(self, step: int, outer: OuterOptimizer) -> Message:
-        """Return where this site is after a step, for the meeting point."""
+        """Return the position of this site after a step, for the meeting point."""
         return {
             "step": step,
             "round": rounds_until(self._run, self._model, self._sites, step),
@@ -175,7 +175,7 @@ class SiteRounds(Callback):
         return any(raised)
 
     def _join(self, context: TrainingContext) -> None:
-        """Take weights, moments and position of another site, as this one lacks rounds; collective.
+        """Take over weights, moments and position of another site, because this site lacks rounds; collective.
 
         Raises:
             RunError: the state did not arrive.
@@ -207,7 +207,7 @@ class SiteRounds(Callback):
     def _begin_joined(self, context: TrainingContext) -> None:
         """Begin the round that the giver begins after it has given its state, if there is one; collective.
 
-        Where a round is exchanged during the whole next one, the state is given between two rounds of the same step.
+        Where a round is exchanged during the whole next round, the state is given between two rounds of the same step.
         """
         step = context.position.step
         fragments = fragments_due(self._run, self._model, self._sites, step)
@@ -215,7 +215,7 @@ class SiteRounds(Callback):
             self._begin(context, step, fragments, self._sites.overlap)
 
     def _give(self, context: TrainingContext) -> None:
-        """Send the state of this site to one that joins, if the meeting point says so; local to each rank."""
+        """Send the state of this site to a joining site, if the meeting point orders it; local to each rank."""
         order, self._gift = self._gift, None
         if order is None or self._meeting is None or self._meeting.links is None:
             return
@@ -241,7 +241,7 @@ class SiteRounds(Callback):
     def _state_tensors(self, context: TrainingContext) -> list[Tensor]:
         """Return the tensors of the state that a site gives, of this rank: outer state, moments and buffers.
 
-        Each site has the moments of its own experts, where sites own them; those stay.
+        If sites own experts, each site keeps the moments of its own experts.
         """
         training = context.training
         owned = _outer_of(context).experts if self._sites.owns_experts else ()
@@ -252,7 +252,7 @@ class SiteRounds(Callback):
         return [local_tensor(tensors[name]) for name in sorted(tensors)]
 
     def _adopt(self, context: TrainingContext, header: Tensor) -> None:
-        """Go on from a received state: the weights become the outer weights.
+        """Continue from a received state: the weights become the outer weights.
 
         The step stays this site's own: a site may take more or fewer steps between two rounds.
         """
@@ -299,7 +299,7 @@ class SiteRounds(Callback):
             return True
         in_pairs = self._sites.part.in_pairs
         is_last = step == self._run.steps
-        # Before the other sites wait for this one.
+        # Read the choices before the other sites wait for this site.
         probe = self._probe.read(context) if is_probed(self._run, self._model, self._sites, step) else None
         question = self._position(step, outer) | {
             "do": "round",
@@ -318,7 +318,7 @@ class SiteRounds(Callback):
         self._meeting.raise_if_refused(answer)
         self._gift = answer.get("give")
         if "rests" in answer:
-            # An odd site of random pairs: its difference goes on growing.
+            # A site without a pair in this round: its difference keeps growing.
             self._record["members"] = 1
             return True
         if "members" not in answer:
@@ -345,13 +345,13 @@ class SiteRounds(Callback):
         return True
 
     def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
-        """Return the weight of this site in a round of fragments; 0 if it has not trained since the last one."""
+        """Return the weight of this site in a round of fragments; 0 if it has not trained since the last round."""
         outer = _outer_of(context)
         tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
 
     def _begin_next(self, outer: OuterOptimizer) -> None:
-        """Begin the next round of training, where it does not wait for the exchange under way."""
+        """Begin the next round of training if the exchange under way overlaps with it."""
         if self._flight is not None and self._flight.is_overlapped:
             outer.begin_next()
 
@@ -382,7 +382,7 @@ class SiteRounds(Callback):
         for fragment in flight.fragments:
             outer.tokens[fragment] = flight.tokens
         if outer.residual and flight.sent.num_coded:
-            # Of weights that are not finite the other sites read nothing, and nothing is left for the next round.
+            # The other sites read no values of weights that are not finite, and no residual is kept for the next round.
             decoded = exchanged.decoded[: len(flight.own)] if flight.is_finite else flight.own
             outer.keep_residual(flight.fragments, flight.own, decoded)
         round_ = PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean)
@@ -413,7 +413,7 @@ class SiteRounds(Callback):
             outer.skip()
         else:
             reshard_parameters(context.training.model.stages)
-            # A checkpoint has g of a round that is not applied yet, and not what this site sent.
+            # A checkpoint has the mean `g` of a pending round, but not the difference that this site sent.
             knows_own = "members" in self._record
             if knows_own and has_moe_layers(self._model) and not pending.is_mean_of_weights:
                 squares = _sum_of_ranks(context, router_squares(outer, pending))
@@ -444,7 +444,7 @@ class SiteRounds(Callback):
 
 
 def _result(flight: _Flight, context: TrainingContext) -> tuple[Exchanged | None, str]:
-    """Wait for an exchange of this rank; return its result, or why it failed."""
+    """Wait for an exchange of this rank and return its result, or the reason of its failure."""
     if flight.exchange is None:
         vector, num_coded, num_gathered = flight.sent
         gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
@@ -456,7 +456,7 @@ def _result(flight: _Flight, context: TrainingContext) -> tuple[Exchanged | None
             except TimeoutError:
                 if flight.exchange.done():
                     raise
-                # Every part of the exchange has a limit of its own.
+                # Every part of the exchange has its own time limit.
                 context.groups.recorder.note_progress()
     except (RuntimeError, MeetError, TimeoutError) as error:
         return None, f"the exchange with {describe_sites(flight.members)} failed: {_first_line(error)}"
@@ -469,8 +469,8 @@ def _first_line(error: BaseException) -> str:
 def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
     """Return two sums of squares over the routers of this rank, each logical element counted once.
 
-    The first is of the distance of this site's weights to the mean weights of the sites, the second of the outer
-    weights.
+    The first sum is over the differences between this site's weights and the mean weights of the sites, the second
+    over the outer weights.
     """
     distance = weights_square = 0.0
     for name, own_d, mean_g, weights, replicas in outer.visit_round(pending):
@@ -481,7 +481,7 @@ def router_squares(outer: OuterOptimizer, pending: PendingRound) -> list[float]:
 
 
 def describe_wait(answer: Message, address: str) -> str:
-    """Return the line of the log that says for what a site waits, by the answer of the meeting point."""
+    """Return the log line that tells why a site waits, from the answer of the meeting point."""
     if "unreachable" in answer:
         return f"waiting for `moefold meet`: {answer['unreachable']}"
     awaited = describe_sites(answer["missing"]) if "missing" in answer else "the state of another site"
