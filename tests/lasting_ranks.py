@@ -9,6 +9,8 @@ import gc
 import os
 import pickle
 import random
+import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -138,8 +140,9 @@ def _serve(calls: Connection) -> None:
     """Make calls until one fails or the caller is gone."""
     environment = dict(os.environ)
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    # One rank looks: to look at a function copies the page of memory that it lies in.
-    code = _code() if dist.get_rank() == 0 else []
+    process = _process_state()
+    # Only the first and the last rank look: to look at a function copies the page of memory that it lies in.
+    code = _code() if dist.get_rank() in (0, dist.get_world_size() - 1) else []
     while True:
         function, args, timeout_s = calls.recv()
         faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
@@ -149,7 +152,8 @@ def _serve(calls: Connection) -> None:
         random.setstate(numbers[1])
         np.random.set_state(numbers[2])
         result = function(*args)
-        if left := _left_behind(code):
+        changed = [name for name, value in _process_state().items() if value != process[name]]
+        if left := ", ".join([*_left_behind(code), *changed]):
             raise AssertionError(f"{function} left {left} behind: its test has to ask for fresh_pool")
         dist.barrier()
         calls.send_bytes(pickle.dumps((True, result)))
@@ -169,7 +173,16 @@ def _code() -> list[tuple[dict[str, Any], str, object]]:
     return [(vars(owner), name, value) for owner, name, value in found]
 
 
-def _left_behind(code: list[tuple[Any, str, object]]) -> str:
+def _process_state() -> dict[str, object]:
+    """Return the settings of this process that a test may change."""
+    return {
+        "another folder": os.getcwd(),
+        "a limit of file sizes": resource.getrlimit(resource.RLIMIT_FSIZE),
+        "a handler of SIGXFSZ": signal.getsignal(signal.SIGXFSZ),
+    }
+
+
+def _left_behind(code: list[tuple[Any, str, object]]) -> list[str]:
     """Return what a call has replaced and what hooks it has left, in words."""
     replaced = [
         getattr(value, "__qualname__", name)
@@ -179,7 +192,7 @@ def _left_behind(code: list[tuple[Any, str, object]]) -> str:
     ]
     hooks = [name for name, hooks in HOOKS.items() if hooks]
     collector = [] if gc.isenabled() and not gc.get_debug() else ["another garbage collection"]
-    return ", ".join([*replaced, *hooks, *collector])
+    return [*replaced, *hooks, *collector]
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,10 @@ def test_the_page_describes_every_function():
     assert [name for name in functions if f"`{name}(" not in page] == []
 
 
+def test_every_name_of_the_package_can_be_imported():
+    assert [name for name in moefold._MODULES if getattr(moefold, name, None) is None] == []
+
+
 def test_the_package_offers_what_the_interface_exports():
     parts = {
         "Callback",

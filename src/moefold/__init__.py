@@ -11,7 +11,7 @@ _MODULES = {
     "Callback": "train.callbacks.callback",
     "LossFunction": "model.loss_function",
     "ModelOutput": "model.head",
-    "Metric": "metrics.table",
+    "Metric": "metrics.definitions",
     "NextTokenLoss": "parts.loss.next_token",
     "ProgramData": "data.dataset",
     "Sample": "data.sample",

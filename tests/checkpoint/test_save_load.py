@@ -406,10 +406,10 @@ def _save_on_a_full_disk(cfg: Config) -> str:
     return str(error.value)
 
 
-def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, tmp_path):
+def test_a_full_disk_is_one_message_and_leaves_the_checkpoint_before(pool, fresh_pool, tmp_path):
     cfg = recipe(tmp_path, **PIPELINE)
     pool.run(2, _save, cfg, [1])
-    for error in pool.run(2, _save_on_a_full_disk, cfg):
+    for error in fresh_pool.run(2, _save_on_a_full_disk, cfg):
         assert error.startswith(f"the checkpoint of step 2 cannot be written to '{tmp_path}/checkpoints': ")
         assert re.search(
             r"file __1_\d+\.distcp could not be written to its end.*( MiB are free there|disk is full); ", error

@@ -144,7 +144,7 @@ def test_the_host_reads_once_a_pass_of_generation_and_copies_from_pinned_memory(
     """Plain operations read the tokens of each expert too, once in each of two layers."""
     cfg = tiny(train={"seq_len": 96, "global_batch_size": 1})
     found, passes, draws = _transfers(replace(cfg, run=replace(cfg.run, dtype="float32", kernels="plain")))
-    assert Counter(found.waits) == {"engine.py:_draw": draws, "interface.py:_values": 2 * passes}
+    assert Counter(found.waits) == {"engine.py:_draw": draws, "expert_ops.py:_values": 2 * passes}
     assert found.pageable == []
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,11 @@ def test_a_corrupt_file_that_is_skipped_stays_skipped_under_another_dp(pool, tmp
 
 def _agree(folders: list[str]) -> str:
     data = DataConfig(kind="tokens", path="tokens")
-    os.chdir(folders[dist.get_rank()])
-    try:
-        resolve_data_files(data, current_world())
-    except ConfigError as error:
-        return str(error)
+    with chdir(folders[dist.get_rank()]):
+        try:
+            resolve_data_files(data, current_world())
+        except ConfigError as error:
+            return str(error)
     return ""
 
 

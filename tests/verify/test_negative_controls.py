@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from moefold.config.schema import Config
 from moefold.verify.compare import NamedError, compare_records, run_oracle
@@ -19,17 +18,15 @@ pytestmark = pytest.mark.parity
 
 def _run_with_halved_expert_gradients(cfg: Config) -> DistributedRecord:
     """As if expert gradients were averaged over edp = 2 instead of summed."""
-    from moefold.parallel import parallelize
+    from moefold.parallel.fsdp import PerRankGradDots
 
-    whole = parallelize.shard_data_parallel
+    whole = PerRankGradDots._reduce_by_exchange
 
-    def broken(stage, *arguments):
-        whole(stage, *arguments)
-        for layer in stage.moe_layers().values():
-            assert isinstance(layer.experts, FSDPModule)
-            layer.experts.set_gradient_divide_factor(2.0)
+    def broken(dots, grads, dtype):
+        reduced = whole(dots, grads, dtype)
+        return [grad / 2 for grad in reduced] if dots._group.size == 2 else reduced
 
-    parallelize.shard_data_parallel = broken
+    PerRankGradDots._reduce_by_exchange = broken
     return run_distributed(cfg, 1)
 
 

@@ -88,10 +88,10 @@ def _sent_bytes(name: str, packs: bool) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("alltoall", T * K), ("allgather", T)])
-def test_the_way_to_the_experts_takes_half_the_bytes_and_no_other(pool, name, rows):
+def test_the_way_to_the_experts_takes_half_the_bytes_and_no_other(fresh_pool, name, rows):
     """In order: dispatch, combine, and their gradients in reverse."""
-    wide = [sum(parts) for parts in zip(*pool.run(2, _sent_bytes, name, False), strict=True)]
-    narrow = [sum(parts) for parts in zip(*pool.run(2, _sent_bytes, name, True), strict=True)]
+    wide = [sum(parts) for parts in zip(*fresh_pool.run(2, _sent_bytes, name, False), strict=True)]
+    narrow = [sum(parts) for parts in zip(*fresh_pool.run(2, _sent_bytes, name, True), strict=True)]
     assert len(wide) == 4
     assert wide[0] == 2 * rows * 2 * H
     assert narrow[0] == 2 * rows * (H + 4 * H // 128)

@@ -220,10 +220,10 @@ def _run_with_broken_return(case: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parity
-def test_wrong_gradients_of_lent_experts_are_noticed(pool):
+def test_wrong_gradients_of_lent_experts_are_noticed(fresh_pool):
     sizes = {"world_size": 2, "ep": 2}
     layout = fold(**sizes)
-    ranks = pool.run(2, _run_with_broken_return, "80 %", sizes)
+    ranks = fresh_pool.run(2, _run_with_broken_return, "80 %", sizes)
     with pytest.raises(AssertionError, match="w_gate: "):
         _assert_equal(ranks, layout, _reference(CASES["80 %"], layout))
 
