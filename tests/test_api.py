@@ -210,6 +210,10 @@ def test_a_model_equals_the_model_of_a_run():
         (lambda f: moefold.generate(f, "a", max_tokens=0), "^max_tokens=0 must be at least 1"),
         (lambda f: moefold.generate(f, "a", sampling=moefold.SamplingParams(temperature=-1)), "^temperature=-1 must"),
         (lambda f: moefold.plan("tiny", "h100"), "^num_gpus is missing"),
+        (
+            lambda f: moefold.plan("tiny", "h100", num_gpus=64, options=moefold.PlanOptions(num_gpus=16)),
+            r"^num_gpus=64 and options.num_gpus=16 differ",
+        ),
         (lambda f: moefold.train_model(f / "none.toml"), "does not exist"),
         (lambda f: moefold.train_model(moefold.load_config(None), ["run.steps=1"]), "overrides apply to a recipe file"),
         (lambda f: moefold.train_model(moefold.load_config(None, ["parallel.mapping=auto"])), "result of load_recipe"),

@@ -10,6 +10,7 @@ call on the same machine measures the others, or again those that --only names.
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -97,12 +98,13 @@ class Row:
         """Return the median seconds of ours and of another contestant, and their ratio.
 
         It is the median of the ratios of the rounds, except for differences: these are too small against their noise.
+        It is NaN where noise leaves no difference.
         """
         mine_s, other_s = (statistics.median(times_s[name]) for name in (self.ours, other))
         if self.base is not None:
             mine_s -= statistics.median(times_s[self.base[0]])
             other_s -= statistics.median(times_s[self.base[1]])
-            return mine_s, other_s, mine_s / other_s
+            return mine_s, other_s, mine_s / other_s if other_s > 0 and mine_s > 0 else math.nan
         pairs = zip(times_s[self.ours], times_s[other], strict=True)
         return mine_s, other_s, statistics.median(a / b if self.is_cost else b / a for a, b in pairs)
 
@@ -318,8 +320,10 @@ def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, s
     for row in part.rows:
         found = {name: x.times[row.scenario] for name, x in entrants.items() if row.scenario in x.times}
         entry: dict[str, Any] = {"title": row.title, "goal": row.goal, "is_cost": row.is_cost}
-        if set(found).isdisjoint(row.others):
-            rows.append(entry | {"absent": "; ".join(sorted({absent[name] for name in row.others if name in absent}))})
+        needed = {row.ours, *(row.base or ())}
+        if set(found).isdisjoint(row.others) or not needed <= found.keys():
+            reasons = {absent[name] for name in (*row.others, *needed) if name in absent}
+            rows.append(entry | {"absent": "; ".join(sorted(reasons))})
             continue
         cpu_s, wall_s = ({name: [time[i] for time in times] for name, times in found.items()} for i in (0, 1))
         best = row.fastest(cpu_s)
@@ -347,6 +351,8 @@ def verdict(row: Mapping[str, Any]) -> str:
         return f"other work: {row['difference']:.0%} differ"
     if row["goal"] is None:
         return ""
+    if math.isnan(row["ratio"]):
+        return "within the noise"
     return "met" if (row["ratio"] <= row["goal"] if row["is_cost"] else row["ratio"] >= row["goal"]) else "not met"
 
 

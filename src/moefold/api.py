@@ -109,6 +109,10 @@ def plan(
 
     named = {"num_gpus": num_gpus, "seq_len": seq_len, "global_batch_size": global_batch_size, "fix": fix}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    for name, value in given.items():
+        other = None if options is None else getattr(options, name)
+        if other and other != value:
+            raise ConfigError(f"{name}={value!r} and options.{name}={other!r} differ; give one of them")
     with _errors_without_options():
         return Planner(plan_request(str(model), str(gpu), replace(options or PlanOptions(), **given)))
 

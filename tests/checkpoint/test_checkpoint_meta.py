@@ -33,6 +33,7 @@ def test_meta_comes_back(tmp_path):
             json.dumps(asdict(meta(1)) | {"states": counted() | {"weights": {"moment_updates": 2**63}}}),
             f"broken {META_FILE}: moment_updates is {2**63}",
         ),
+        (json.dumps(asdict(meta(1)) | {"format": 0}), f"broken {META_FILE}: format is 0"),
         (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is not an object"),
         (json.dumps(asdict(meta(1)) | {"order": {"seq_len": "x"}}), f"broken {META_FILE}: order.seq_len is 'x'"),
         (json.dumps(asdict(meta(1)) | {"parallel": {"tp": 0}}), f"broken {META_FILE}: parallel.tp is 0"),

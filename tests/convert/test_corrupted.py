@@ -15,6 +15,9 @@ from moefold.cli.main import main
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_shards import MANIFEST_FILE, copy_sidecar_files
 from moefold.errors import ConfigError
+from moefold.inference.load import load_model
+from moefold.inference.settings import InferenceRequest, inference_config
+from moefold.inference.source import find_source
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.test_round_trip import add_tokenizer
 
@@ -310,6 +313,25 @@ def test_weights_that_are_no_numbers_are_not_evaluated(sound, tmp_path, capsys):
     words = ["--tokens", str(tmp_path / "ids.npy"), "--seq-len", "8", "--dtype", "float32"]
     assert main(["eval", str(folder), *words]) == 2
     assert f"tensor {EXPERT} has NaN or infinite values" in capsys.readouterr().err
+
+
+def _load_error(folder: Path) -> str:
+    """Load a model with the experts on two ranks; return the error of this rank."""
+    source = find_source(str(folder))
+    overrides = ("parallel.ep=2", "parallel.world_size=2")
+    wish = InferenceRequest(overrides=overrides, dtype="float32", device="cpu", seq_len=8, batch_size=1)
+    with pytest.raises(ConfigError) as refused:
+        load_model(source, inference_config(source, wish, "eval"), torch.device("cpu"))
+    return str(refused.value)
+
+
+@pytest.mark.parity
+def test_a_value_that_one_rank_reads_is_an_error_on_every_rank(pool, sound, tmp_path):
+    folder = _copy(sound, tmp_path)
+    _edit_tensors(folder, lambda t: t[EXPERT].fill_(torch.nan))
+    errors = pool.run(2, _load_error, folder)
+    assert errors[0] == errors[1]
+    assert f"tensor {EXPERT} has NaN" in errors[0]
 
 
 def test_a_folder_without_tokenizer_is_imported_on_request(sound, tmp_path):

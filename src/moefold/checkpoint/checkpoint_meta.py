@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, format_json, read_json
 from moefold.checkpoint.manifest import regular_file
@@ -19,9 +19,6 @@ from moefold.config.upgrade import FORMAT, states_by_object, upgraded, upgraded_
 from moefold.data.input_paths import check_data_file_names
 from moefold.errors import ConfigError
 from moefold.optim.lr_schedule import check_schedule_settings
-
-if TYPE_CHECKING:
-    pass
 
 META_FILE = "moefold.json"
 
@@ -219,7 +216,9 @@ def _check_meta(meta: CheckpointMeta) -> None:
     if not all(type(degree) in (int, float, str, bool) for degree in meta.parallel.values()):
         raise TypeError("parallel is not a mapping of ranks")
     position = meta.state_of("position")
-    counts = {"format": meta.format} | {name: position.get(name) for name in ("step", "samples", "tokens")}
+    counts = {name: position.get(name) for name in ("step", "samples", "tokens")}
+    if meta.format != FORMAT:
+        raise TypeError(f"format is {meta.format!r}")
     optional = {"checked_step": "replica_check", "moment_updates": "weights", "tokens_consumed": "position"}
     counts |= {name: meta.state_of(owner).get(name, 0) for name, owner in optional.items()}
     degrees = {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}

@@ -4,7 +4,7 @@ import json
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moefold.checkpoint.checkpoint_dir import (
     checkpoint_folder,
@@ -35,9 +35,6 @@ from moefold.data.input_paths import SKIPPED, file_differences, separate_dropped
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import to_path
 from moefold.topology.layout import divisors
-
-if TYPE_CHECKING:
-    pass
 
 SampleOrder = dict[str, Any]
 """The settings that determine the text of sample n; the batch size is not among them."""

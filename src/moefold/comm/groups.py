@@ -140,7 +140,7 @@ class ParallelGroups:
         created: dict[Communicator, Group] = {}
         for communicator, name in communicator_names(layout, of_group).items():
             ranks = communicator.ranks
-            handle = _process_group(communicator, recorder.hang_timeout_s)
+            handle = _process_group(communicator, recorder.hang_timeout_s, device)
             number = recorder.add_group(name, ranks)
             created[communicator] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, backward_overlap)
         groups = {name: created[communicator] for name, communicator in of_group.items()}
@@ -192,7 +192,7 @@ def collective_timeout(hang_timeout_s: float) -> timedelta:
     return WATCHED_TIMEOUT if hang_timeout_s else default_pg_timeout
 
 
-def _process_group(communicator: Communicator, hang_timeout_s: float) -> dist.ProcessGroup:
+def _process_group(communicator: Communicator, hang_timeout_s: float, device: torch.device) -> dist.ProcessGroup:
     ranks = communicator.ranks
     if len(ranks) == dist.get_world_size() and communicator.purpose == "model":
         handle = dist.group.WORLD
@@ -200,10 +200,14 @@ def _process_group(communicator: Communicator, hang_timeout_s: float) -> dist.Pr
         timeout = collective_timeout(hang_timeout_s)
         is_nccl = "nccl" in dist.get_backend_config()
         options = nccl_options(timeout, is_high_priority=communicator.purpose == "experts") if is_nccl else None
-        backend = None if gloo_backend(dist.group.WORLD) is None else register_shared_loop()
+        is_gloo = device.type == "cpu" and gloo_backend(dist.group.WORLD) is not None
         # Only the members synchronise: other ranks need not create groups that they are not in.
         handle = dist.new_group(
-            list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+            list(ranks),
+            timeout=timeout,
+            backend=register_shared_loop() if is_gloo else None,
+            pg_options=options,
+            use_local_synchronization=True,
         )
     assert isinstance(handle, dist.ProcessGroup)
     return handle

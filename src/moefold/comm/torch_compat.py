@@ -261,7 +261,10 @@ def register_shared_loop() -> str:
     def create(options: Any, _: Any) -> Any:
         shared = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         shared._devices = gloo_backend(dist.group.WORLD).options._devices
+        shared._threads = 2 * len(shared._devices)
         shared._timeout = options.timeout
+        shared.global_ranks_in_group = options.global_ranks_in_group
+        shared.group_name = options.group_id
         return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, shared)
 
     if _SHARED_LOOP.upper() not in dist.Backend._plugins:

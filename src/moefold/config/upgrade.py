@@ -201,7 +201,7 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
     given = sites.get("method", "mean")
     before = given.get(KIND) if isinstance(given, dict) else given
     method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
-    # The defaults of a method enable it: write the keys that disable it.
+    # Absent keys have the defaults of the given method, which enable it; for another method they count as off.
     silent = {key: None if method_of[key] == before else off for key, off in SITES_OFF.items()}
     on = {method_of[key] for key, off in SITES_OFF.items() if sites.get(key, silent[key]) != off}
     after = next(iter(on), "mean" if before in method_of.values() else before)

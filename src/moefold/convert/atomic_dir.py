@@ -74,6 +74,17 @@ def raise_on_all_ranks(world: World, reason: str) -> None:
         raise ConfigError(reasons[0])
 
 
+@contextmanager
+def errors_on_all_ranks(world: World) -> Iterator[None]:
+    """Raise a ConfigError that the block raises on any process on all of them. Collective at the end of the block."""
+    reason = ""
+    try:
+        yield
+    except ConfigError as error:
+        reason = str(error)
+    raise_on_all_ranks(world, reason)
+
+
 def _temporary_path(final: Path, world: World) -> Path:
     """Return the temporary folder: next to the final folder, or in this machine's cache for a remote folder."""
     if not isinstance(final, RemotePath):

@@ -25,6 +25,7 @@ from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
+from moefold.convert.atomic_dir import errors_on_all_ranks
 from moefold.convert.hf_config import inspect_folder, is_hf_folder
 from moefold.convert.hf_shards import save_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, tokenizer_unsupported_reason
@@ -64,7 +65,7 @@ def load_initial_weights(
         tokenizer of the weights; "" if the initial weights stay random.
 
     Raises:
-        ConfigError: the weights cannot be read, or belong to another model.
+        ConfigError: the weights cannot be read, or belong to another model; raised on every rank.
     """
     given = checkpoint.start
     upcycle = checkpoint.upcycle
@@ -90,7 +91,8 @@ def load_initial_weights(
         for name, weight in model.named_parameters.items()
         if (name in source.shapes or INDEXER not in name) and not is_adapter(name)
     }
-    load_shards(source, {**stored, **buffers}, str(path))
+    with errors_on_all_ranks(world):
+        load_shards(source, {**stored, **buffers}, str(path))
     if is_first_rank and checkpoint.saves:
         save_sidecar_files(path, run, checkpoint)
     notes = [f"skipped a damaged checkpoint, {description}" for description in skipped]

@@ -121,7 +121,7 @@ def check_finite(values: Tensor, name: str, folder: Path) -> None:
     Raises:
         ConfigError: a value is not finite; the message names the tensor.
     """
-    # The sum costs a twentieth of a test of each value; it is not finite either where finite values overflow.
+    # The sum costs less than a thirtieth of a test of each value; it is not finite either where finite values overflow.
     if not torch.isfinite(values.sum()) and (wrong := int((~torch.isfinite(values)).sum())):
         raise ConfigError(
             f"{str(folder)!r}: tensor {name} has NaN or infinite values ({wrong} of {values.numel()} that were read): "

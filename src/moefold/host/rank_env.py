@@ -270,7 +270,7 @@ def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
     if gpus not in ("0", "1"):
         raise ConfigError(
             f"SKYPILOT_NUM_GPUS_PER_NODE={gpus} in the environment needs {gpus} processes on each node, and SkyPilot "
-            f"starts one; start torchrun in `run:`, or unset SKYPILOT_NUM_NODES for a job on only this node"
+            f"starts one; start torchrun in `run:`, or unset SKYPILOT_NUM_NODES for a job on this node only"
         )
     filled = {
         "MASTER_ADDR": environment.get("SKYPILOT_NODE_IPS", "").split("\n")[0].strip(),

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from moefold.checkpoint.save_load import load_weights
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.convert.atomic_dir import errors_on_all_ranks
 from moefold.convert.weights import load_hf_weights, load_merged_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import reworded_errors
@@ -72,7 +73,7 @@ def load_model(
     groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
     with reworded_errors(*EXPERTS_OPTION, *KERNELS_OPTION):
         model = InferenceModel.build(cfg, groups)
-    with model.writing_weights():
+    with errors_on_all_ranks(current_world()), model.writing_weights():
         if source.kind == "huggingface":
             load_hf_weights(source.path, model.named_parameters, model.named_buffers)
         elif source.has_adapters:

@@ -152,7 +152,7 @@ GIB = 2**30
 
 
 def offload_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:
-    """Compute `metrics.table.OFFLOAD` from sums over the ranks: bytes stored, bytes kept, transfer and wait seconds."""
+    """Compute `metrics.definitions.OFFLOAD` from sums over ranks: bytes stored and kept, transfer and wait seconds."""
     stored_bytes, kept_bytes, io_s, waited_s = sums
     return {
         "stored_gib": stored_bytes / GIB,
@@ -170,7 +170,7 @@ NUM_TIMES = 3
 
 
 def rank_time_metrics(times: NDArray[np.float64]) -> dict[str, float] | None:
-    """Compute `metrics.table.RANK_TIMES` from the times of each rank, [ranks, (own, data, wait)]; None if all are 0."""
+    """Compute `metrics.definitions.RANK_TIMES` from times, [ranks, (own, data, wait)]; None if all are 0."""
     if not times.any():
         return None
     own = times[:, COMPUTE]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class DocumentBounds:
     """Start positions of the documents of a micro-batch, known to the host.
 
-    This is not a tuple, because FSDP and pipeline schedules pass a class on unchanged, without a copy to the device.
+    This is not a tuple: FSDP and pipeline schedules copy tuples to the device, and leave an object like this unchanged.
     """
 
     of_samples: tuple[tuple[int, ...], ...]

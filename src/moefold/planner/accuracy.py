@@ -49,7 +49,7 @@ OTHER_SOFTWARE = ("automodel", "torchtitan", "pith-train")
 """Sources that measured software on torch's own FSDP and pipelines, like moefold; the others measured Megatron-Core, on
 which NeMo and Megatron-Bridge are built too."""
 
-_RELEASE = re.compile(r"\[(\d+[\d.]*) NeMo|\(NeMo (\d+[\d.]*)\)")
+_RELEASE = re.compile(r"\[(\d+(?:\.\d+)*)\.? NeMo|\(NeMo (\d+(?:\.\d+)*)\.?\)")
 _STEP = re.compile(r"\bstep ([\d.]+) s\b|([\d.]+) s a step\b")
 _RECOMPUTE_PATTERNS = {
     r"norm": "norms",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of one step over the whole global batch, equal on all ranks; `metrics.table.STEP` defines the numbers."""
+    """Results of a step over the global batch, equal on all ranks; `metrics.definitions.STEP` defines the numbers."""
 
     loss: float
     aux_loss: float

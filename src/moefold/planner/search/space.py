@@ -227,8 +227,12 @@ class MappingSpace:
 
     def count(self) -> int:
         """Return the number of legal mappings."""
+        return sum(self.count_by_fold())
+
+    def count_by_fold(self) -> list[int]:
+        """Return the number of legal mappings of each fold."""
         each = len(self.strategies) * len(self.optimizer_placements)
-        return each * sum(self._count_runs(fold, view) for fold, view in self.folds)
+        return [each * self._count_runs(fold, view) for fold, view in self.folds]
 
     # Rules that read several levels read only tp*cp and dp of the attention degrees.
     @memoised(lambda self, f, view: (f.ep, f.etp, f.dp, f.tp * f.cp, *(size for size, _ in view.pipelines_by_mbs)))

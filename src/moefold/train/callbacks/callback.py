@@ -36,7 +36,7 @@ class TrainingContext:
     log: RunLog | None = None
     """Files of the run folder, on rank 0 only."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Metrics of the last step by name, on every rank, as `metrics.table.STEP` lists them; empty before the first."""
+    """Metrics of the last step by name, `metrics.definitions.STEP`, on every rank; empty before the first step."""
     is_resumed: bool = False
     """Whether a checkpoint was loaded."""
     status: int = 0
