@@ -1,4 +1,4 @@
-"""Validation of the planner: predicted against published throughput, row by row. Torch-free.
+"""Validation of the planner: predicted against published throughput, row by row.
 
 An empty cell is a value that the source does not print. Some follow from other columns of the row (a method without
 pipeline stages has one), some are open and chosen by the planner (micro-batch size, virtual stages); if others are

@@ -1,4 +1,4 @@
-"""Comparison of folding with no folding: the best mapping of each space for some sequence lengths. Torch-free.
+"""Comparison of folding with no folding: the best mapping of each space for some sequence lengths.
 
 Without folding, experts are sharded like attention (etp = tp). Two such spaces are compared: in `coupled+cp` ep may
 span cp ranks, in `coupled` it lies within dp. A mapping with tp = etp = 1 is in the first of them, so folding gains

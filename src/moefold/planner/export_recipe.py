@@ -1,4 +1,4 @@
-"""Export of a planned mapping as a recipe for training. Torch-free."""
+"""Export of a planned mapping as a recipe for training."""
 
 import re
 from dataclasses import fields, replace

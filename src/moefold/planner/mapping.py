@@ -1,4 +1,4 @@
-"""Parallel mapping: the degrees of parallelism that the planner prices, and its display. Torch-free."""
+"""Parallel mapping: the degrees of parallelism that the planner prices, and its display."""
 
 from dataclasses import dataclass, field
 from functools import partial

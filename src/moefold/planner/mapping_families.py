@@ -1,4 +1,4 @@
-"""Families of mappings: the best of each, and how far it is from a measured mapping. Torch-free."""
+"""Families of mappings: the best of each, and how far it is from a measured mapping."""
 
 import csv
 import io

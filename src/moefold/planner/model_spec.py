@@ -1,4 +1,4 @@
-"""Model spec: the distinct layers of a model and their order, as the planner prices them. Torch-free.
+"""Model spec: the distinct layers of a model and their order, as the planner prices them.
 
 What a layer holds and computes is asked of its parts. Here a model is also found by its name: a preset, a config.json,
 or a model without a preset (`foreign_models.py`).

@@ -1,4 +1,4 @@
-"""Planner: answers a plan request with the fastest mappings that fit. Torch-free.
+"""Planner: answers a plan request with the fastest mappings that fit.
 
 `moefold plan` and `parallel = "auto"` use it.
 """

@@ -1,4 +1,4 @@
-"""Plan requests from a model's name, a device's name and settings, and results as dicts. Torch-free.
+"""Plan requests from a model's name, a device's name and settings, and results as dicts.
 
 Messages name the options of `moefold plan`.
 """

@@ -1,4 +1,4 @@
-"""Plan of sites: how often, in how many bits and how far overlapped they exchange weights over a link. Torch-free.
+"""Plan of sites: how often, in how many bits and how far overlapped they exchange weights over a link.
 
 A site is an ordinary job of step time t. With one fragment after the other, each of which has a round every H steps,
 

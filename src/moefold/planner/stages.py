@@ -1,4 +1,4 @@
-"""Pipeline stages as the runtime would split and place them, for pricing. Torch-free."""
+"""Pipeline stages as the runtime would split and place them, for pricing."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Attention work where samples hold documents: what the cost model needs to know of the ranks of a round. Torch-free.
+"""Attention work where samples hold documents: what the cost model needs to know of the ranks of a round.
 
 Round j is the j-th micro-batch of all dp x cp ranks. Where the experts fold over dp x cp, the ranks of an ep group wait
 for each other in every layer, and so do the ranks of a cp group. Attention therefore takes the sum over layers and

@@ -1,4 +1,4 @@
-"""Idle time of a pipeline schedule: in closed form where there is one, else by execution of its rows. Torch-free."""
+"""Idle time of a pipeline schedule: in closed form where there is one, else by execution of its rows."""
 
 from functools import lru_cache
 from typing import Any

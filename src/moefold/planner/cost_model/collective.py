@@ -1,4 +1,4 @@
-"""Cost model of collectives, by algorithm and link level, for groups of ranks at a stride. Torch-free.
+"""Cost model of collectives, by algorithm and link level, for groups of ranks at a stride.
 
 Ranks are laid out with tp fastest, so a group of `size` ranks at a distance of `stride` lies within one link level or
 spans several of its units (nodes, NVLink domains). Traffic over the outer level passes the NIC of each rank, of which a

@@ -1,4 +1,4 @@
-"""Time of data parallelism: parameter all-gathers, gradient reductions, and the optimizer's update. Torch-free.
+"""Time of data parallelism: parameter all-gathers, gradient reductions, and the optimizer's update.
 
 A matrix that the optimizer gathers for its update is full on one rank of its stage, its owner. The work is balanced
 over the ranks, and a rank that holds the full matrix anyway is its owner.

@@ -1,4 +1,4 @@
-"""Cost model of one layer for one micro-batch, item by item in the order of execution. Torch-free.
+"""Cost model of one layer for one micro-batch, item by item in the order of execution.
 
 Every method caches its results by the few integers it depends on, so that a search prices each part of a layer once:
 attention does not depend on the experts' degrees, and the experts depend on cp through the tokens of a rank alone.

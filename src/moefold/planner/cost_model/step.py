@@ -1,4 +1,4 @@
-"""Cost model of one optimizer step: seconds under a mapping, by part. Torch-free.
+"""Cost model of one optimizer step: seconds under a mapping, by part.
 
 `CostModel` is built once for a model, a device and a workload. It caches each part by the few integers that the part
 depends on, so that a search over thousands of mappings adds up known numbers. Pipelines (a schedule with its virtual

@@ -1,4 +1,4 @@
-"""Balance of attention over the ranks, for drawn documents: the runtime's own plan of every round. Torch-free.
+"""Balance of attention over the ranks, for drawn documents: the runtime's own plan of every round.
 
 Rounds are drawn once, with a fixed seed, and all mappings, placements and hosts are priced with the same documents.
 """

@@ -1,4 +1,4 @@
-"""Distributions of document lengths: shipped histograms, histograms and lists of lengths in files. Torch-free.
+"""Distributions of document lengths: shipped histograms, histograms and lists of lengths in files.
 
 A histogram has the share of the documents in each class of lengths. Within a class the density is proportional to a
 power of the length, by default -1, which makes the logarithm of the length uniform.

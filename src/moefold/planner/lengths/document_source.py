@@ -1,4 +1,4 @@
-"""Document lengths that a user names: a shipped histogram, a file, or the data of a run. Torch-free."""
+"""Document lengths that a user names: a shipped histogram, a file, or the data of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

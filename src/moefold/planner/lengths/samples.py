@@ -1,4 +1,4 @@
-"""Samples of documents: a seeded stream of documents cut into samples of S tokens, or the samples of a run. Torch-free.
+"""Samples of documents: a seeded stream of documents cut into samples of S tokens, or the samples of a run.
 
 The stream is as in pretraining: documents follow each other, and the end of a sample cuts the document that it falls
 into. The rest of that document begins the next sample, as a document of its own.

@@ -1,4 +1,4 @@
-"""Activation memory: bytes of each activation column, by the runtime's formula (numpy). Torch-free."""
+"""Activation memory: bytes of each activation column, by the runtime's formula (numpy)."""
 
 from dataclasses import replace
 from functools import cached_property, lru_cache

@@ -1,4 +1,4 @@
-"""Memory model: bytes of the fullest rank of a mapping, by the formulas that the runtime is tested against. Torch-free.
+"""Memory model: bytes of the fullest rank of a mapping, by the formulas that the runtime is tested against.
 
 Weights, gradients, moments and activations follow `cost/unit_states.py` and `cost/activation_memory.py`, in the
 order of the schedule. They are linear in a few counts (`cost/peak_candidates.py`) and a few sizes (`states.py`,

@@ -1,4 +1,4 @@
-"""State memory: bytes of weights, gradients and moments under any mapping, by the runtime's formula. Torch-free."""
+"""State memory: bytes of weights, gradients and moments under any mapping, by the runtime's formula."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Legality of mappings, by the runtime's own rules, each cached by the axes that it reads. Torch-free.
+"""Legality of mappings, by the runtime's own rules, each cached by the axes that it reads.
 
 No rule is defined here. A rule of `validate/config.py` that reads the mapping reads few of its axes, so a search over
 millions of mappings evaluates it some thousand times. `MAPPING_RULES` lists those axes; a test runs every rule on a

@@ -1,4 +1,4 @@
-"""Search for samples of documents: finds the best mappings under each way to share attention. Torch-free."""
+"""Search for samples of documents: finds the best mappings under each way to share attention."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Memory of the mappings of a space before any is priced: lower bounds, which may fit, which needs least. Torch-free.
+"""Memory of the mappings of a space before any is priced: lower bounds, which may fit, which needs least.
 
 A lower bound of a fold has its states to the byte and the inputs of its layers, the least that recomputation leaves,
 at three snapshots of the step. Mappings are looked at by their bounds, least first, and the first that fits, or whose

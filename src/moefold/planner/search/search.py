@@ -1,4 +1,4 @@
-"""Search of the fastest mappings that fit: a beam over folds and micro-batch sizes. Torch-free.
+"""Search of the fastest mappings that fit: a beam over folds and micro-batch sizes.
 
 A queue holds attention views, and pairs of a fold and a micro-batch size, by a lower bound of their seconds, and
 refines the lowest one: the layers of one micro-batch without recomputation and the least bubble, first with experts at

@@ -1,4 +1,4 @@
-"""Space of all legal mappings of a recipe over a number of ranks, level by level. Torch-free.
+"""Space of all legal mappings of a recipe over a number of ranks, level by level.
 
 A mapping is a fold (tp cp pp ep etp, from which dp edp follow), a micro-batch size, a schedule with its virtual stages,
 a dispatcher, overlap of the expert all-to-all, a ZeRO stage, the placement of the optimizer's moments, and the parts to

@@ -1,4 +1,4 @@
-"""Export of a simulated step: a trace for Perfetto and Chrome, or a picture. Torch-free."""
+"""Export of a simulated step: a trace for Perfetto and Chrome, or a picture."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a step: a pipeline schedule over stages, streams and links. Torch-free.
+"""Discrete-event simulation of a step: a pipeline schedule over stages, streams and links.
 
 Every pipeline rank has two streams, for compute and for the collectives inside a stage (tp, cp, ep, etp), and a link to
 each rank that it sends to. A rank runs the slots of its row in order. An action is a chain of segments, each on one

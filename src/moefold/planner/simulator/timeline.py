@@ -1,4 +1,4 @@
-"""Timeline of a simulated step: events and metrics. Torch-free."""
+"""Timeline of a simulated step: events and metrics."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
