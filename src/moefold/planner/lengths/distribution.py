@@ -79,7 +79,7 @@ class LengthHistogram:
 
 @dataclass(frozen=True)
 class ListedLengths:
-    """Lengths of single documents, from which documents are drawn with replacement."""
+    """Lengths of single documents; they are drawn with replacement."""
 
     name: str
     source: str
@@ -125,7 +125,7 @@ def load_distribution(name_or_path: str) -> LengthDistribution:
     """Load a shipped histogram by name, or a file: a histogram (.toml), or one length a line.
 
     Raises:
-        ConfigError: the name is unknown, or the file cannot be read or has entries that are no lengths.
+        ConfigError: the name is unknown, or the file cannot be read or has entries that are not lengths.
     """
     path = Path(name_or_path)
     if name_or_path in histogram_names():

@@ -49,7 +49,7 @@ class DocumentSearch:
         return max((search.gap for search in self.searches.values()), default=0.0)
 
     def _best_of_folds(self, found: Sequence[Sequence[PlannedMapping]]) -> list[PlannedMapping]:
-        """Return the best plan of each fold in what the searches found, best first."""
+        """Return the best plan of each fold over all searches, best first."""
         best: dict[Fold, PlannedMapping] = {}
         marked = (
             replace(plan, attention=strategy)

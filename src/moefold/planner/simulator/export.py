@@ -53,7 +53,7 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write a step as a trace (.json) or draw it (.png, .svg, .pdf).
 
     Raises:
-        ConfigError: the suffix is another one, or the file cannot be written.
+        ConfigError: the suffix is unknown, or the file cannot be written.
     """
     check_timeline_file(path)
     try:
@@ -69,7 +69,7 @@ def check_timeline_file(path: Path) -> None:
     """Check early that the suffix is supported and the path is writable.
 
     Raises:
-        ConfigError: one of them is not.
+        ConfigError: the suffix is unknown, or the path is not writable.
     """
     if path.suffix.lower() not in (".json", *PICTURE_SUFFIXES):
         raise ConfigError(f"--timeline {path} must end in .json, for Perfetto, or in .png, .svg or .pdf, for a picture")
