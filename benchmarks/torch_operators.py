@@ -37,7 +37,7 @@ def _process_group(args: Sequence[Any]) -> dist.ProcessGroup:
 
 @contextmanager
 def around_backward(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter a reusable context around each run of the autograd engine, meanwhile."""
+    """Inside this context, enter a reusable context around each run of the autograd engine."""
     run = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
