@@ -59,7 +59,7 @@ def offloaded_bytes(saved: BytesByPart, offload: Iterable[str]) -> BytesByPart:
 
 
 def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
-    """Return the bytes of `END_COLUMNS`, without those in transit."""
+    """Return the bytes of `END_COLUMNS`, without bytes in transit."""
     has_mtp = formula.model.mtp_layers > 0
     return {
         "embedding": formula.embedding(),

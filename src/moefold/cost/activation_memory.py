@@ -143,7 +143,7 @@ class ActivationMemory(BlockSizes):
 
     @property
     def transient_loss(self) -> int:
-        """Bytes that the loss has in memory in addition to those it saves: logits, and the sum of a gradient.
+        """Bytes that the loss has in memory besides its saved tensors: logits, and the sum of a gradient.
 
         After the sum, the gradient in the compute type takes the place of the logits. In the warm-up of indexers the
         loss has no graph and saves nothing, so its usual saved tensors are temporary.
@@ -155,7 +155,7 @@ class ActivationMemory(BlockSizes):
 
     @property
     def transient_logits(self) -> int:
-        """Bytes of logits that the loss has in memory in addition to those it saves."""
+        """Bytes of logits that the loss has in memory besides its saved tensors."""
         rows = self.vocab_rows
         if not self.loss_chunk_tokens:
             if not self._tiles_loss:
@@ -201,7 +201,7 @@ class ActivationMemory(BlockSizes):
 
     @cached_property
     def recompute_peak(self) -> dict[Layer, BytesByPart]:
-        """Bytes that each kind of layer has while it is recomputed, in addition to those it saves."""
+        """Bytes that each kind of layer has while it is recomputed, besides its saved tensors."""
         return {kind: self.without_recompute.saved_by_kind[kind] - saved for kind, saved in self.saved_by_kind.items()}
 
     @cached_property

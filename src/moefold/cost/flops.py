@@ -14,8 +14,8 @@ Conventions:
   others. Linear attention counts its recurrence as it is defined, token by token. Document masks, which depend on the
   data, change no count.
 * Every token runs through top_k experts, whether or not some routed tokens are dropped.
-* The output head is counted, and so is the router, which arXiv:2504.14960 leaves out: subtract `3 * router` to
-  compare with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
+* The output head and the router are counted. arXiv:2504.14960 leaves the router out: subtract `3 * router` to compare
+  with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
 """
 
 import re

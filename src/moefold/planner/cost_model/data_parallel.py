@@ -120,7 +120,7 @@ def model_weights_by_count(model_spec: ModelSpec) -> list[tuple[int, ParamSpec]]
 
 
 def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> tuple[float, float, float]:
-    """Return the elements of a matrix on each rank, and those that all ranks send to its owner and get back."""
+    """Return the elements of a matrix on each rank, and the elements that all ranks send to its owner and get back."""
     local = weight.shard(mapping.tp, mapping.ep, mapping.etp)
     degree = (
         1

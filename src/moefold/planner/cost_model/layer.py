@@ -243,7 +243,7 @@ class LayerCostModel:
         return loads.mean_load(layer.window) if peers is None else loads.load(peers, layer.window)
 
     def _feed_forward_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
-        # cp counts only through the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
+        # cp matters only by the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
         cp = m.cp if self.workload.is_coupled else 1
         experts = (m.ep, m.etp, m.dispatcher) if self.model_spec.kinds[kind].ffn.is_routed else ()
         return (kind, m.tp, m.mbs / m.cp, cp, *experts)

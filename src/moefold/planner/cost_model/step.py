@@ -82,7 +82,7 @@ class LayerTime:
     """Exposed seconds of one layer for one micro-batch under some memory strategies."""
 
     forward_s: Seconds
-    """[strategies]; `backward_s` likewise."""
+    """Shape [strategies], also for `backward_s`."""
     backward_s: Seconds
     wgrad_s: float
     parts: dict[str, Any]
@@ -100,7 +100,7 @@ class PassTimes:
     seconds: Seconds
     """Step seconds of the busiest pipeline rank: micro-batches, sends and the bubble, [pipelines, strategies]."""
     forward_s: Seconds
-    """Seconds of one micro-batch on that rank, [pipelines, strategies]; `backward_s` likewise."""
+    """Seconds of one micro-batch on that rank, [pipelines, strategies], also for `backward_s`."""
     backward_s: Seconds
     sends_s: Seconds
     """Exposed step seconds of sends, [pipelines, 1]."""

@@ -143,7 +143,7 @@ class MemoryModel:
     def fitting(
         self, mapping: ParallelMapping, strategies: MemoryStrategies, which: NDArray[np.intp]
     ) -> NDArray[np.bool_]:
-        """Return whether a mapping fits with some of the memory strategies, not with its own, [which]."""
+        """Return whether a mapping fits with other memory strategies than its own, [which]."""
         found: NDArray[np.bool_] = self.totals(mapping, strategies, which) <= self.device.memory_bytes
         return found
 

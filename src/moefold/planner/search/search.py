@@ -365,7 +365,7 @@ class Search:
                     fastest = fastest if has_own else seconds
 
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
-        """Return the legal dispatchers, without those that are priced like the default one, if it is legal."""
+        """Return the legal dispatchers, without dispatchers that are priced like a legal default dispatcher."""
         found = self.space.dispatchers(fold, mbs)
         if fold.ep * fold.etp == 1 or not self.cost_model.model_spec.has_experts:
             return found[:1]
