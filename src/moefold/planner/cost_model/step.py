@@ -141,8 +141,8 @@ class CostModel:
         model_spec: the model.
         device: the GPU.
         workload: the batch, and the features of the software.
-        activation_memory: bytes that layers save for backward, which offload moves; None: those of a recipe with only
-            the model.
+        activation_memory: bytes that layers save for backward, which offload moves; None: a recipe with only the model
+            gives them.
         split: the layers of each stage; None: balanced by FLOPs.
     """
 
