@@ -3,10 +3,10 @@
     python benchmarks/async_save.py                                 the quickstart's 8 ranks, a few minutes on a CPU
     python benchmarks/async_save.py parallel.world_size=1 parallel.tp=1 parallel.cp=1 parallel.pp=1 parallel.ep=1
 
-Every window begins with a step that is not counted. In every second window a save starts after it, and steps are
-counted until the save has ended on the first rank, `--steps` at most; the other windows have as many steps without a
-save. The time that training is blocked by staging is added to the first step. Windows of both kinds alternate, so
-other load on the machine affects both equally.
+Every window begins with an uncounted step. In every second window a save follows it, and steps are counted until the
+save has ended on the first rank, at most `--steps`. The other windows have as many steps without a save. The time that
+training is blocked by staging is added to the first step. Windows of both kinds alternate, so other load on the machine
+affects both equally.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def _measure(cfg: Config, trainer: RankTrainer, args: argparse.Namespace) -> Non
     staging: list[float] = []
     counts: list[int] = []
     for pair in range(args.pairs):
-        # Alternate which kind comes first, so that drift of the machine affects both.
+        # Alternate the first kind, so that drift of the machine affects both.
         for saves in (True, False) if pair % 2 else (False, True):
             length = statistics.median_high(counts) if counts and not saves else args.steps
             times, staging_s = saving_trainer.window(length, saves=saves)

@@ -3,9 +3,9 @@
     python benchmarks/async_tp.py
     python benchmarks/async_tp.py --ranks 8 --gemm-ms 40
 
-A GEMM sleeps in proportion to its tokens, and a message ends a fixed time after its launch: what a rank computes
-meanwhile hides it. As no rank computes for long, two cores are enough. A layer has three GEMMs after an all-gather and
-one before a reduce-scatter; its backward pass has two for each of them.
+A GEMM sleeps in proportion to its tokens, and a message ends a fixed time after its launch: the compute of a rank hides
+it meanwhile. As no rank computes for long, two cores are enough. A layer has three GEMMs after an all-gather and one
+before a reduce-scatter; its backward pass has two for each of them.
 """
 
 import argparse

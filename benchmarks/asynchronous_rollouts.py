@@ -1,11 +1,11 @@
-"""Measure the step time of sampling on ranks of its own against sampling in turn, with phases that are timed waits.
+"""Measure the step time with sampling on separate ranks against alternating with training; phases are timed waits.
 
     PYTHONPATH=. python benchmarks/asynchronous_rollouts.py [--phase-ms 300] [--jitter 0.5] [--steps 16]
 
-Two ranks train; in turn they also sample, else two further ranks sample meanwhile. Sampling a round and training a step
-are real, of a tiny model, and each ends `phase-ms` after its start at the earliest, so that all ranks have the time of
-a core even where two cores serve four ranks. With jitter a round takes 1 - jitter to 1 + jitter times as long, as
-rounds with long rollouts do. The run in turn has the same staleness and the same result, bit by bit.
+Two ranks train. They also sample, alternating, or two further ranks sample meanwhile. Both phases are real, with a tiny
+model, but end at the earliest `phase-ms` after their start. So each rank has the time of a core even if two cores serve
+four ranks. With jitter a round of sampling takes 1 - jitter to 1 + jitter times as long, as rounds with long rollouts
+do. The alternating run has the same staleness and the same result, bit by bit.
 """
 
 import argparse

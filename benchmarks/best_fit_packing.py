@@ -2,9 +2,9 @@
 
     python benchmarks/best_fit_packing.py           about a minute on a CPU
 
-Of the documents that fit into a sample, those are counted that the end of a sample splits under "concatenate"; under
-"best_fit" none is. Then the forward and backward pass of a MoE layer is timed with a share of padding, in CPU time
-relative to the same layer without.
+Counts the documents that fit into a sample but that the end of a sample splits under "concatenate"; "best_fit" splits
+none. Then times the forward and backward pass of a MoE layer with a share of padding, in CPU time relative to the same
+layer without padding.
 """
 
 import argparse

@@ -20,6 +20,6 @@ PALETTE = (
     "#5a7878",
     "#005a5a",
 )
-"""Any two are at least 0.07 apart in OKLab, also with protanopia or deuteranopia (tests/benchmarks/test_colours.py)."""
+"""Any two differ by at least 0.07 in OKLab, also with protanopia or deuteranopia (tests/benchmarks/test_colours.py)."""
 INK = "#1c2430"
 FAINT = "#6b7685"

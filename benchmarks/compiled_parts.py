@@ -1,9 +1,9 @@
 """Measure a step with and without the compiled parts of `run.compile`, for plain and for C kernels.
 
-`python benchmarks/compiled_parts.py [float32|bfloat16]`, one rank on the CPU, one thread. The kinds run in turn, round
-by round; the table has the median of the CPU time of a step and of its ratio to eager in the same round. The first step
-compiles, or reads Inductor's cache on the disk; with an empty TORCHINDUCTOR_CACHE_DIR and TORCHINDUCTOR_COMPILE_THREADS
-of 1 it includes the compilers.
+`python benchmarks/compiled_parts.py [float32|bfloat16]`, one rank on the CPU, one thread. In each round all kinds run
+one after another; the table has the medians of the CPU time of a step and of its ratio to eager in the same round. The
+first step compiles, or reads Inductor's cache on the disk; with an empty TORCHINDUCTOR_CACHE_DIR and
+TORCHINDUCTOR_COMPILE_THREADS of 1 it includes the compilers.
 """
 
 import argparse

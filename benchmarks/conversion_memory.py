@@ -33,7 +33,7 @@ from moefold.convert.weights import family_mapping, parameter_shapes
 
 LARGEST_FACTOR = 1.3
 FIXED_BYTES = 500e6
-"""The interpreter and torch alone take about 300 MB."""
+"""The interpreter and torch take about 300 MB of it."""
 MEASURED_COMMAND = """
 import re, sys
 from pathlib import Path

@@ -45,7 +45,7 @@ class _RecordedExchange(MetaSymmetricMemory):
 
 @contextmanager
 def _symmetric_memory(trace: Trace) -> Iterator[None]:
-    """Replace NVSHMEM, which no meta tensor has."""
+    """Replace NVSHMEM, which does not work with meta tensors."""
 
     def open_exchange(ep: Group, *sizes: int) -> RowExchange:
         return RowExchange(_RecordedExchange(ep, trace), *sizes)
@@ -89,10 +89,10 @@ def trace_layer(
 
     Args:
         cfg: a recipe of one layer, as of `layer_config`.
-        part: the MoE layer alone, with attention and norms, or with embedding, head and loss too.
+        part: only the MoE layer, or also attention and norms, or also embedding, head and loss.
         device: properties of the GPU.
         runs_all_candidates: run every candidate of the autotuner.
-        event_seconds: estimated time of an event, by which the autotuner chooses; None: it takes the first candidate.
+        event_seconds: estimated time of an event; the autotuner chooses by it. None: it takes the first candidate.
     """
     tokens = cfg.train.seq_len // (cfg.parallel.cp * cfg.parallel.tp)
     top_k = cfg.model.ffn.moe.top_k
@@ -110,7 +110,7 @@ def trace_layer(
             p = cfg.parallel
             sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, p.cp * p.tp, stage.dtype.itemsize)
             block.ffn.dispatcher = expert_parallel.build_dispatcher(dispatcher, groups.moe, sizes)
-        # Stages that are not for training have neither low-precision GEMMs nor a low-precision dispatch.
+        # Stages that are not for training have no low-precision GEMMs and no low-precision dispatch.
         apply_kernels(stage, kernels)
         stage.train()
         columns = TokenColumns(torch.zeros(1, dtype=torch.int64, device=CUDA))

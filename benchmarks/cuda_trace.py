@@ -1,8 +1,8 @@
-"""Trace of the CUDA code paths without a GPU: meta tensors that report a CUDA device, and counters of what they meet.
+"""Trace of the CUDA code paths without a GPU: meta tensors that report a CUDA device, and counters of their calls.
 
 The traced code is the code that a GPU would run: the same device checks, kernels and collectives. Operators and
-collectives run on meta tensors (the process group is torch's fake one), kernel launches are recorded and not made.
-Where the host reads a number from the device, the trace records a wait and answers with a balanced routing.
+collectives run on meta tensors, with torch's fake process group. Kernel launches are recorded but not run. Where the
+host reads a number from the device, the trace records a wait and answers with a balanced routing.
 """
 
 import inspect
@@ -67,20 +67,20 @@ B200 = Device("NVIDIA B200", (10, 0), 148, 190_000_000_000)
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the traced code asked of the device, or of the host.
+    """One operation that the traced code requested from the device or the host.
 
     Attributes:
         kind: "op" (operator of torch), "kernel" (launch of ours), "collective", "wait" (the host waits for the device),
             "copy" (between host and device, without a wait) or "host" (operator on the CPU).
         name: of the operator, kernel, collective or method.
         source: innermost line of moefold, as "model/moe/layer.py:120".
-        moved_bytes: bytes read and written in device memory; of a collective: bytes sent.
+        moved_bytes: bytes read and written in device memory; for a collective: bytes sent.
         flops: of matrix products, attention included.
         contraction: length of the sums of a matrix product; 0 for others.
         width: columns of the result of a matrix product, the smaller side of a weight gradient; 0 for others.
         is_weight_gradient: True for a grouped product over the rows of each expert.
         is_float32: True for a matrix product of float32 operands.
-        epilogue_bytes: of `moved_bytes`, those that a matrix product writes beyond a value for each accumulator.
+        epilogue_bytes: part of `moved_bytes` that a matrix product writes beyond one value for each accumulator.
     """
 
     kind: str
@@ -144,7 +144,7 @@ class Trace:
         return [event for event in self.events if event.kind in kinds]
 
     def host_values(self, x: Tensor) -> Tensor:
-        """Return what the host reads from x: routed tokens, spread evenly over the last dimension."""
+        """Return the values that the host reads from x: routed tokens, spread evenly over the last dimension."""
         share = self.num_rows // x.shape[-1] if x.dim() else self.num_rows
         return torch.full(x.shape, share if not x.is_floating_point() else 0, dtype=x.dtype, device="cpu")
 
@@ -164,7 +164,7 @@ class Trace:
 
 @contextmanager
 def trace_cuda(trace: Trace, device: Device = H200) -> Iterator[Trace]:
-    """Run code as on a CUDA device and record it; tensors of it must be on the meta device."""
+    """Run code as on a CUDA device and record it; its tensors must be on the meta device."""
     properties = SimpleNamespace(
         multi_processor_count=device.multiprocessors,
         total_memory=device.memory_bytes,
@@ -190,7 +190,7 @@ def trace_cuda(trace: Trace, device: Device = H200) -> Iterator[Trace]:
         stack.enter_context(_balanced_all_to_all(trace))
         stack.enter_context(_Operators(trace))
         functions = stack.enter_context(_Functions(trace))
-        # The engine is called by a function of torch, inside which the mode is off.
+        # A function of torch calls the engine, and the mode is off inside it.
         stack.enter_context(around_backward(functions))
         yield trace
 
@@ -326,7 +326,7 @@ class _Operators(TorchDispatchMode):
 
 
 def gemm_cost(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> GemmCost:
-    """Return the cost of a matrix product of torch, of zeros for other operators."""
+    """Return the cost of a matrix product of torch; zeros for other operators."""
     if name in ("mm", "bmm", "_grouped_mm"):
         a, b = inputs[:2]
     elif name in ("addmm", "baddbmm"):
@@ -401,7 +401,7 @@ class _Stream:
 
 
 class _Event:
-    """An event, which orders nothing either; only the host's wait for it is recorded."""
+    """An event that orders nothing; only the host's wait for it is recorded."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -423,13 +423,13 @@ def _nothing(*args: Any) -> Iterator[None]:
 
 @contextmanager
 def _recorded_launches(trace: Trace) -> Iterator[None]:
-    """Record launches of Triton kernels, which are not made."""
+    """Record launches of Triton kernels instead of running them."""
     from triton.runtime.jit import JITFunction
 
     from moefold.ops import autotune
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        # Aliases: autograd copies a gradient of which another reference exists.
+        # Aliases: autograd copies a gradient that has another reference.
         args = tuple(value.detach() if isinstance(value, Tensor) else value for value in args)
         launch = Launch(kernel, args, grid, options)
         trace.launches.append(launch)
@@ -482,7 +482,7 @@ def launch_bytes(launch: Launch) -> int:
 
 
 def launch_cost(launch: Launch) -> GemmCost:
-    """Return the cost of a launch of our kernels with matrix products, of zeros for others."""
+    """Return the cost of a launch of our kernels with matrix products; zeros for other kernels."""
     cost = GEMM_KERNELS.get(launch.kernel.__name__)
     return cost(launch) if cost else GemmCost()
 
@@ -538,7 +538,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the device to which `Tensor.to` copies; None where it does not name one."""
+    """Return the target device of `Tensor.to`; None if the call does not name a device."""
     if func is not torch.Tensor.to:
         return None
     other = kwargs.get("device", args[1] if len(args) > 1 else None)

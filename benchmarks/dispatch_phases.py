@@ -38,7 +38,7 @@ TITLES = {"etp": "ETP x EP at a fixed product", "context": "CP x EP, folded and 
 PHASES = ("permute", "dispatch", "sort", "experts", "unsort", "combine", "unpermute")
 """Phases of a dispatcher with the experts between them; each is timed forward and backward."""
 COUPLED_MOE_ORDER = "pp-ep-edp-etp"
-"""Axis order, slowest first, of coupled EP, a subgroup of DP: EP neighbours are EDP (at least CP) ranks apart."""
+"""Axis order, slowest first, of coupled EP, a subgroup of DP: the stride of EP is EDP (at least CP) ranks."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MappingTime:
 
 
 def granularities(hidden_size: int) -> tuple[Granularity, Granularity]:
-    """Return coarse-grained experts, and eight times as many fine-grained ones of an eighth of the width."""
+    """Return coarse-grained experts, and eight times as many fine-grained experts of an eighth of the width."""
     return (
         Granularity("coarse", 8, 2, 2 * hidden_size),
         Granularity("fine", 64, 16, hidden_size // 4),

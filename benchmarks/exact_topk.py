@@ -54,7 +54,7 @@ def _correlated_rows(count: int, length: int, dtype: torch.dtype) -> list[Tensor
 
 
 def _report(name: str, rows: list[Tensor], k: int, guesses: list[Tensor | None]) -> None:
-    """Time both functions on each row in turn."""
+    """Time both functions on each row, alternating."""
     theirs_us, ours_us = [], []
     for row, guess in zip(rows, guesses, strict=True):
         theirs, seconds = _timed(lambda row=row: torch.topk(row, k, sorted=False))

@@ -53,7 +53,7 @@ def _own_launcher(sent: signal.Signals, message: str) -> TrialMain:
 
 
 def _eight_ranks(*overrides: str) -> TrialMain:
-    """Kill one of eight ranks; with `faults.on_loss=regroup` the others go on."""
+    """Kill one of eight ranks; with `faults.on_loss=regroup` the others continue."""
     overrides = ("parallel.world_size=8", "parallel.ep=2", "train.global_batch_size=8", *overrides)
 
     def run(trial: FaultTrial) -> RecoveryTimes:
@@ -69,7 +69,7 @@ def _eight_ranks(*overrides: str) -> TrialMain:
 
 
 def _srun_regroups(trial: FaultTrial) -> RecoveryTimes:
-    """Kill one of two ranks without a launcher; rank 0, which hosts the store, goes on alone."""
+    """Kill one of two ranks without a launcher; rank 0, which hosts the store, continues without it."""
     jobs = trial.srun(0, 1, overrides=(REGROUP,))
     trial.wait_for_steps()
     fault_s = time.time()
@@ -102,7 +102,7 @@ def _srun(killed: int, message: str) -> TrialMain:
 
 
 def _missing_rank(trial: FaultTrial) -> RecoveryTimes:
-    """Resume a job of two ranks, of which one does not start."""
+    """Resume a job of two ranks; one of them does not start."""
     jobs = trial.srun(0, 1)
     trial.wait_for_steps()
     for job in jobs:

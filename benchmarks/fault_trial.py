@@ -80,7 +80,7 @@ class FaultTrial:
         return self.wait(lambda: self.steps() > more_than)
 
     def wait_for_both_nodes(self) -> None:
-        """Wait until two ranks have trained some steps: the first starts alone if the second is slow to join."""
+        """Wait until two ranks have trained some steps: the first starts without the second if that joins late."""
 
         def num_ranks() -> int:
             with suppress(FileNotFoundError, ValueError):
@@ -120,14 +120,14 @@ class FaultTrial:
             restarted_s = time.time()
             jobs = restart()
         self.wait_for_output("resumed from", jobs)
-        # The lines after the checkpoint were removed before this was printed.
+        # The run removes the lines after the checkpoint before it prints this.
         resumed_s = self.wait_for_steps(self.steps())
         return RecoveryTimes(message_s, resumed_s - fault_s, None if restarted_s is None else resumed_s - restarted_s)
 
     def measure_regroup(self, fault_s: float, jobs: Sequence[Job]) -> RecoveryTimes:
         """Wait until the ranks that are left have regrouped, and for the first step after it."""
         message_s = self.wait_for_output("lost rank", jobs)
-        # The lines after the restored step were removed before this was printed.
+        # The run removes the lines after the restored step before it prints this.
         self.wait_for_output("regrouped in", jobs)
         return RecoveryTimes(message_s - fault_s, self.wait_for_steps(self.steps()) - fault_s)
 

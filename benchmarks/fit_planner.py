@@ -3,7 +3,7 @@
     python benchmarks/fit_planner.py tests/planner/published/calibration.csv \
       tests/planner/published/calibration_2026.csv tests/planner/published/dense_calibration.csv
 
-Every constant belongs to a device or a kernel, none to a model or a row. Each starts from a physical value, which is
+Every constant belongs to a device or a kernel, not to a model or a row. Each starts from a physical value, which is
 also the mean of its prior, so constants that the rows do not determine stay there. Folds are whole configurations of
 one source (model, GPU, number, precision, micro-batch and mapping), or whole sources. A fold is refitted on the
 derivatives of the errors at the fit of all rows, which costs nothing, so every fit is cross-validated. `--unseen FILE`
@@ -36,17 +36,17 @@ ALL = HOPPER + BLACKWELL
 SPREAD = 0.06
 """Standard deviation of the log error of a row."""
 HUBER = 0.8
-"""Deviations in units of `SPREAD` from which an error counts linearly: a tenth of the rows are outliers by 20 % and
-more, such as two measurements of one mapping that differ by 80 %."""
+"""Limit, in units of `SPREAD`, above which an error counts linearly: a tenth of the rows are outliers by 20 % and more,
+such as two measurements of one mapping that differ by 80 %."""
 TRUST = 0.5
 """Factor on the standard deviations of the priors, with the least error on rows of sources that are left out."""
 WEIGHTS = (1.0, 3.0, 0.25)
 """Weight of a row of each table. Rows of 2026 are few, and the kind that users have: third parties, routers in
-training, recipes that no one tuned. Dense models only support the GEMMs, attention and pipelines."""
+training, untuned recipes. Dense models inform only the GEMMs, attention and pipelines."""
 H100_WEIGHT = 2.0
 """Factor on rows in bfloat16 on H100."""
 PAPER_WEIGHT = 3.0
-"""Further factor on rows of arXiv:2504.14960, which alone compare mappings and methods of one case."""
+"""Further factor on rows of arXiv:2504.14960, the only rows that compare mappings and methods of one case."""
 NUM_FOLDS = 5
 MAX_STEP = 0.25
 """Largest change of the logarithm of a constant in one iteration."""

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _compare(case: Case, gpu: str, fixed: list[str]) -> dict[str, Any] | str:
-    """Return the comparison of a case, or why there is none."""
+    """Return the comparison of a case, or the reason why it is missing."""
     command = [sys.executable, "-m", "moefold", "plan", case.model, "--gpu", gpu, "--num-gpus", str(case.num_gpus)]
     command += ["--seq-len", str(case.seq_len), "--global-batch-size", str(case.batch), "--compare-folding", "--json"]
     run = subprocess.run([*command, *(["--fix", *fixed] if fixed else [])], capture_output=True, text=True, check=False)

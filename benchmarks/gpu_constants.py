@@ -1,7 +1,7 @@
-"""Stages of benchmarks/gpu_half_hour.py that measure what decides between families of mappings, on one and two GPUs.
+"""Stages of benchmarks/gpu_half_hour.py for the constants that decide between families of mappings; one or two GPUs.
 
-A row is named as in `DECIDING_CONSTANTS`, with the key of the device file. Hidden work is a layer's forward and
-backward, repeated until it takes twice as long as what it hides.
+A row is named as in `DECIDING_CONSTANTS`, with the key of the device file. A layer's forward and backward pass hides
+other work; it is repeated until it takes twice as long as that work.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from moefold.launch.ranks import init_distributed, run_ranks
 from moefold.topology.layout import fold
 
 HIDING_LAYER = ("qwen3-30b-a3b", 16384)
-"""Preset and tokens of the layer, which a GPU computes for longer than its host launches it."""
+"""Preset and tokens of the layer; a GPU takes longer to compute it than the host to launch it."""
 OFFLOADED_STATES = 4
 """Tensors of the size of the layer's input that a layer moves to the host and back."""
 HIDDEN_BY = 2.0
@@ -32,7 +32,7 @@ HIDDEN_BY = 2.0
 REPEATS = 10
 
 Transfer = Callable[[], Callable[[], object]]
-"""Start of copies or collectives that run during what follows; returns what waits for their end."""
+"""Function that starts copies or collectives during the following work, and returns a function that waits for them."""
 
 
 def constants(stage: Stage) -> None:
@@ -93,7 +93,7 @@ def _waiting_ms(stage: Stage, steps: LayerStep, run: Callable[[], object]) -> fl
 
 
 def _round_trip(stage: Stage, states: Tensor) -> Transfer:
-    """Return copies of states to the host and back, on a stream of their own."""
+    """Return copies of states to the host and back, on a separate stream."""
     on_host = torch.empty_like(states, device="cpu", pin_memory=stage.is_cuda)
     side = torch.cuda.Stream(stage.device) if stage.is_cuda else None
 
@@ -112,7 +112,7 @@ def _round_trip(stage: Stage, states: Tensor) -> Transfer:
 
 
 def _collectives(shard: Tensor, whole: Tensor, world: Group, *, gathers: int, reductions: int) -> Callable[[], object]:
-    """Start all-gathers and reduce-scatters; return what waits for them."""
+    """Start all-gathers and reduce-scatters; return a function that waits for them."""
     works = [all_gather_into(whole, shard, world.handle, async_op=True) for _ in range(gathers)]
     works += [reduce_scatter_into(shard, whole, world.handle, async_op=True) for _ in range(reductions)]
     return lambda: [work.wait() for work in works if work is not None]
@@ -121,7 +121,7 @@ def _collectives(shard: Tensor, whole: Tensor, world: Group, *, gathers: int, re
 def exposed_part(
     stage: Stage, run: Callable[[], object], start: Transfer, world: Group | None = None
 ) -> dict[str, float]:
-    """Return by which part of its own time a transfer makes the compute longer that is long enough to hide it."""
+    """Return the time that a transfer adds to compute that is long enough to hide it, over the transfer's own time."""
     transfer_ms = stage.ms(lambda: start()())
     layers = _agreed(ceil(HIDDEN_BY * transfer_ms / stage.ms(run)), world)
 
@@ -141,7 +141,7 @@ def exposed_part(
 
 
 def _host_copy_fraction(stage: Stage, states: Tensor, shard: Tensor, whole: Tensor, world: Group) -> dict[str, float]:
-    """Return the speed of a copy to the host during all-gathers that last longer, over its speed alone."""
+    """Return the speed of a copy to the host during longer all-gathers, over its speed without them."""
     on_host = torch.empty_like(states, device="cpu", pin_memory=stage.is_cuda)
 
     def copy() -> None:

@@ -1,7 +1,7 @@
 """First contact with a GPU: each kernel and library call at a real size next to float64, then whole layers.
 
-A stage of benchmarks/gpu_stages.py that comes before all measurements: of wrong results no rate is worth a second. A
-check that fails or raises stops no other, unless CUDA lost its context.
+A stage of benchmarks/gpu_stages.py that comes before all measurements, because rates of wrong results are worthless. A
+check that fails or raises does not stop the others, unless CUDA lost its context.
 """
 
 import traceback
@@ -42,7 +42,7 @@ LOST_CONTEXT = ("CUDA error", "AcceleratorError")
 
 
 class LostContextError(Exception):
-    """Error of a process whose CUDA context is lost, in which every further call fails too."""
+    """Error of a process whose CUDA context is lost; every further call fails too."""
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -56,9 +56,9 @@ class Contact:
     """The checks of a stage: their rows and faults.
 
     Attributes:
-        stage: of the rows.
+        stage: stage of the rows.
         only: part of the names of the checks to make; "" for all.
-        name: of the running check.
+        name: name of the running check.
     """
 
     stage: Stage
@@ -97,7 +97,7 @@ class Contact:
             self.stage.faults.append(f"{title}: error {error:.1e}, at most {limit:g}")
 
     def time(self, what: str, run: Callable[[], object]) -> None:
-        """Add the milliseconds of a call; a CPU has none worth a row."""
+        """Add the milliseconds of a call; a CPU adds no row."""
         if self.stage.is_cuda:
             self.stage.add(f"{self.name}, {what}", self.stage.ms(run, 5), "ms")
 
@@ -108,7 +108,7 @@ def _lines(error: Exception) -> list[str]:
 
 
 class ExpertCase:
-    """Tensors of grouped products of a Qwen3-30B-A3B layer, with two empty experts and rows of no expert at the end.
+    """Tensors of grouped products of a Qwen3-30B-A3B layer, with two empty experts, and final rows without an expert.
 
     Args:
         stage: device and sizes.
@@ -146,7 +146,7 @@ class ExpertCase:
         return (torch.randn(*shape, device=self.stage.device) * scale).to(torch.bfloat16)
 
     def nan(self, *shape: int) -> Tensor:
-        """Return a tensor in which no value is right."""
+        """Return a tensor of only wrong values."""
         return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=self.stage.device)
 
     def product(self, x: GatheredRows | Tensor, w_EKN: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ def _share_of_others(found: Tensor, expected: Tensor) -> float:
 
 
 def check_cross_entropy(contact: Contact, case: ExpertCase) -> None:
-    """Check the log-sum-exp of logits and their gradient, with a label that counts for nothing."""
+    """Check the log-sum-exp of logits and their gradient, with an ignored label."""
     from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
 
     def run() -> None:

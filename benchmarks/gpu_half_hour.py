@@ -1,12 +1,12 @@
-"""Run what one GPU can prove and measure, the most valuable first, in stages that resume where the last call stopped.
+"""Run proofs and measurements on one GPU, the most valuable first, in stages that resume where the last call stopped.
 
 `python3 -m benchmarks.gpu_half_hour [SUITE]`, with any Python that has torch; moefold need not be installed.
 Suites: "proof" (correctness and measurements of kernels, layers and steps, then tests), "bench" (two large shapes next
 to other implementations), "sweep" (every large shape).
 
-Each stage is a child process with a time limit. A stage for which the call has too little time left is skipped, and
-the next one that fits runs. OUT has results.json with all rows and the ends of all logs, written after each stage and
-while one runs, and logs.tgz. On another machine, `--carried results.json` goes on.
+Each stage is a child process with a time limit. A stage that needs more time than the call has left is skipped, and the
+next stage that fits runs. OUT has results.json with all rows and the ends of all logs, written after each stage and
+while one runs, and logs.tgz. `--carried results.json` continues on another machine.
 
 Exit status: 0 all stages are done; 1 a stage failed; 2 nothing could run; 3 stages remain, call again.
 """
@@ -39,7 +39,7 @@ UNUSABLE = 2
 REMAINING = 3
 KILLED_AFTER_S = 5.0
 RECORDED_EVERY_S = 5.0
-"""Seconds between records of a running stage: what a machine that vanishes may lose."""
+"""Seconds between records of a running stage: a machine that vanishes loses at most these."""
 LOG_LINES = 12
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -107,7 +107,7 @@ def _check_packages(stages: Sequence[Stage]) -> None:
     """Say which packages are missing.
 
     Raises:
-        UnusableError: every stage lacks one.
+        UnusableError: every stage lacks a package.
     """
     absent = {stage.name: missing for stage in stages if (missing := _missing(stage))}
     if not absent:
@@ -134,7 +134,7 @@ def chosen_stages(stages: Sequence[Stage], names: str) -> list[Stage]:
 
 
 def unpack_cache(archive: Path, device: str, results: Results) -> None:
-    """Write carried kernels into Triton's cache folder; what does not fit is said, and compiled by the stages."""
+    """Write carried kernels into Triton's cache folder; if they do not fit, say so, and stages compile them."""
     folder = cache_folder()
     try:
         manifest = unpack_kernels(archive, folder)
@@ -148,7 +148,7 @@ def unpack_cache(archive: Path, device: str, results: Results) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which Triton looks for compiled kernels."""
+    """Return the folder of Triton's compiled kernels."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".triton" / "cache")
 
 
@@ -166,7 +166,7 @@ def run_stages(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Run the stages that have no result yet and for which time is left; return the exit status."""
+    """Run the stages without a result while time is left; return the exit status."""
     started_s = clock()
     skipped: list[str] = []
     for stage in stages:
@@ -205,7 +205,7 @@ def _count_gpus() -> int:
 
 
 def _summary(stages: Sequence[Stage], results: Results, skipped: Sequence[str]) -> int:
-    """Print what failed and what remains; return the exit status."""
+    """Print the failed and the remaining stages; return the exit status."""
     failed = [stage.name for stage in stages if results.status(stage.name) in ("failed", "timed out")]
     remaining = [stage.name for stage in stages if stage.name in skipped or results.status(stage.name) == CUT_SHORT]
     if failed:
@@ -236,7 +236,7 @@ def run_stage(stage: Stage, results: Results, work: Path, limit_s: float) -> Non
 
     status = CUT_SHORT
     with log.open("w") as stream:
-        # In a session of its own: at the limit everything that it started is killed.
+        # In a separate process session: at the limit all its processes are killed.
         child = subprocess.Popen(
             stage.command, cwd=ROOT, env=_environment(stage), stdout=stream, stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -267,14 +267,14 @@ def _environment(stage: Stage) -> dict[str, str]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and what it started; they are one process group."""
+    """Kill the child and its processes; they are one process group."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait(KILLED_AFTER_S)
 
 
 def _read_rows(path: Path | None) -> list[Any]:
-    """Return the rows of a file, without a last one that is not yet whole."""
+    """Return the rows of a file, without an incomplete last row."""
     rows: list[Any] = []
     if path is not None and path.exists():
         with suppress(ValueError):

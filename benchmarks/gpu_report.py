@@ -1,7 +1,7 @@
 """Write docs/gpu.md: how to run on a GPU, and predictions next to measurements.
 
 `python -m benchmarks.gpu_report [RESULTS.json] [--write]`. Predictions are in benchmarks/gpu_predictions.json; results
-come from benchmarks/gpu_half_hour.py. What was not measured is an empty cell.
+come from benchmarks/gpu_half_hour.py. An empty cell was not measured.
 """
 
 import argparse
@@ -258,7 +258,7 @@ def _range(low: float, high: float) -> str:
 def scaled_range(
     row: Mapping[str, Any], references: Mapping[str, Mapping[str, Any]], machine: Mapping[str, Any]
 ) -> tuple[float, float] | None:
-    """Return the range of a prediction on a machine, scaled by what it measured of copies and GEMMs.
+    """Return the range of a prediction on a machine, scaled by its measured rates of copies and GEMMs.
 
     Args:
         row: prediction for each kind, with the shares "copy" and "gemm" of its time.
@@ -266,7 +266,7 @@ def scaled_range(
         machine: entry of the results.
 
     Returns:
-        None for a yardstick of a card that is no kind with predictions, and where the yardsticks were not measured.
+        None for a yardstick of a card without predictions, and if the yardsticks were not measured.
     """
     if row["name"] in YARDSTICK_ROWS.values():
         named = [kind for kind in KINDS if kind in machine["machine"]["device"].lower()]
@@ -322,7 +322,7 @@ def _constant_lines(measured: MeasuredRows) -> Iterator[str]:
         "sync_s": 1e6 * device.sync_s,
         "exposed_offload_fraction": EXPOSED_OFFLOAD_FRACTION,
         "exposed_zero3_fraction": EXPOSED_ZERO3_FRACTION,
-        # No price slows a copy.
+        # No price models a slower copy.
         "host_copy_fraction": 1.0,
     }
     for key, (stage, text) in CONSTANT_STAGES.items():
@@ -352,7 +352,7 @@ def _other_lines(predictions: Mapping[str, Any], measured: MeasuredRows) -> Iter
 def _measured_rows(machines: list[Mapping[str, Any]]) -> MeasuredRows:
     """Return the rows of all stages by stage and name; reports of `moefold bench` and `moefold probe` as rows.
 
-    Of machines that measured the same, the last one counts; what yardsticks measured there says which it is.
+    If several machines measured the same row, the last machine counts; its yardsticks identify it.
     """
     found = {}
     for machine in machines:

@@ -13,9 +13,9 @@ FINISHED = ("passed", "failed", "timed out")
 CUT_SHORT = "cut short"
 """Status of a stage that ended with its call or its machine; its rows stay until it is run again."""
 LEFT_OUT = "left out"
-"""Status of a stage for which the machine has no program or package."""
+"""Status of a stage whose program or package the machine lacks."""
 YARDSTICKS = ("env", "rates")
-"""Stages that every machine has results of: by them the results of different GPUs are compared."""
+"""Yardsticks: stages that every machine runs, to compare the results of different GPUs."""
 ARCHIVE = "logs.tgz"
 
 
@@ -31,9 +31,9 @@ class Results:
         path: results.json, replaced after each stage and while one runs.
         machine: versions, device and sizes of this call.
         stages: entries of this machine by stage: "status", "seconds", "limit_s", "rows", "tail".
-        kernels: what became of the carried kernels on this machine.
+        kernels: use of the carried kernels on this machine.
         earlier: the same of other machines: "machine", "stages", "kernels".
-        repeated: stages that are to be run although there are results.
+        repeated: stages to run again although they have results.
     """
 
     path: Path
@@ -96,7 +96,7 @@ class Results:
         temporary.replace(self.path)
 
     def unpack_logs(self, work: Path, carried: Path | None) -> None:
-        """Write the logs of earlier calls into the folder in which this call works; results count without them."""
+        """Write the logs of earlier calls into the folder of this call; results are valid without them."""
         archive = (carried or self.path).with_name(ARCHIVE)
         if not archive.exists():
             return
@@ -107,7 +107,7 @@ class Results:
             print(f"{archive} cannot be read, so that its logs are lost: {error}")
 
     def pack_logs(self, work: Path) -> None:
-        """Replace the archive by what the stages wrote."""
+        """Replace the archive by the logs of the stages."""
         archive = self.path.with_name(ARCHIVE)
         temporary = archive.with_suffix(".new")
         with tarfile.open(temporary, "w:gz") as tar:

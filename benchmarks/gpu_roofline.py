@@ -5,11 +5,11 @@
     python benchmarks/gpu_roofline.py --operations    bytes, FLOPs, rate and time of each operation of the layers
     python benchmarks/gpu_roofline.py --write         save the tables of the layers in docs/kernels.md
 
-Forward and backward pass. Each traced operator or kernel takes its FLOPs or its bytes at an assumed rate, whichever is
-longer, and at least the time of an empty kernel; what the epilogue of a GEMM writes beyond a value for each
-accumulator comes on top. Then collectives and host waits, nothing of which overlaps. Where the autotuner has several
-candidates, the one with the smallest estimate is taken. The rates are assumptions, each with its source in `RATES`: an
-estimate says where time goes, not what a GPU will measure.
+Forward and backward pass. Each traced operator or kernel takes the time of its FLOPs or of its bytes at an assumed
+rate, whichever is longer, and at least the time of an empty kernel. The further bytes of a GEMM's epilogue add to it.
+Collectives and host waits are added without overlap. The autotuner takes the candidate with the smallest estimate. The
+rates are assumptions, each with its source in `RATES`: an estimate shows the share of each part, and does not predict a
+measurement.
 """
 
 import argparse
@@ -72,7 +72,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 BEGIN = "<!-- tables of benchmarks/gpu_roofline.py -->"
 END = "<!-- end of the tables -->"
 SHORTEST_LISTED = 0.003
-"""Share of a layer's time from which `operations_table` lists an operation."""
+"""Minimum share of a layer's time for an operation in `operations_table`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Layer:
     """A layer to estimate.
 
     Attributes:
-        goal: share of the ideal rate to reach, None without one.
+        goal: share of the ideal rate to reach; None: no goal.
     """
 
     preset: str
@@ -122,8 +122,8 @@ class Estimate:
     """Estimated times of a layer, forward and backward, in s.
 
     Attributes:
-        ideal: of the model's FLOPs at the rate of a large GEMM.
-        seconds: by part of the layer.
+        ideal: time of the model's FLOPs at the rate of a large GEMM.
+        seconds: time by part of the layer.
         losses: by part: time beyond the time of its FLOPs at the rate of a large GEMM.
     """
 
@@ -171,7 +171,7 @@ def flops_rate(event: Event) -> float:
 
 
 def event_seconds(event: Event) -> float:
-    """Return the estimated time of a traced event; what the host does while the device works takes none."""
+    """Return the estimated time of a traced event; host work that the device hides takes none."""
     if event.kind == "wait":
         return RATES["host wait"].value
     if event.kind == "collective":
@@ -181,8 +181,7 @@ def event_seconds(event: Event) -> float:
     if event.name == "sort":
         return RATES["sort"].value
     by_flops = event.flops / flops_rate(event) if event.flops else 0.0
-    # A program of a GEMM has a multiprocessor to itself, as its registers allow no second one: no other program
-    # computes while it writes.
+    # A GEMM program uses all registers of a multiprocessor, so no other program computes there while it writes.
     epilogue = event.epilogue_bytes / RATES["memory"].value
     by_bytes = (event.moved_bytes - event.epilogue_bytes) / RATES["memory"].value
     return max(by_flops, by_bytes, RATES["kernel"].value) + epilogue
@@ -217,7 +216,7 @@ def part_of(event: Event) -> str:
 
 
 def model_flops(cfg: Config, part: LayerPart) -> float:
-    """Return the FLOPs of the layer for the tokens of a rank: of the experts, or of all of its block, causal."""
+    """Return the FLOPs of the experts for the tokens of a rank, or of the whole block with causal attention."""
     count = train_flops_per_token(cfg.model, cfg.train.seq_len, causal=True)
     experts = count.experts + count.shared_experts
     return TRAIN_TO_FORWARD * float(experts if part == "layer" else count.forward - count.head) * cfg.train.seq_len
@@ -227,15 +226,15 @@ def estimate(events: Sequence[Event], flops: float) -> Estimate:
     """Estimate the time of traced events.
 
     Args:
-        events: of a forward and a backward pass.
-        flops: of the model.
+        events: events of a forward and a backward pass.
+        flops: FLOPs of the model.
     """
     seconds: Counter[str] = Counter()
     losses: Counter[str] = Counter()
     for event in events:
         part = part_of(event)
         seconds[part] += event_seconds(event)
-        # FLOPs of the split router GEMMs and of recomputation are none of the model's: their time is lost.
+        # FLOPs of the split router GEMMs and of recomputation are not model FLOPs: their time is lost.
         needed = 0.0 if part == "router" else event.flops / RATES["gemm"].value
         losses[part] += event_seconds(event) - needed
     return Estimate(flops / RATES["gemm"].value, seconds, losses)
@@ -248,7 +247,7 @@ def estimate_layer(layer: Layer, part: LayerPart = "layer") -> Estimate:
 
 
 def trace_events(layer: Layer, part: LayerPart = "layer") -> list[Event]:
-    """Trace a layer in which the autotuner takes the candidate with the smallest estimate."""
+    """Trace a layer whose autotuner takes the candidate with the smallest estimate."""
     return trace_layer(layer.config(), part, event_seconds=event_seconds).events
 
 
@@ -291,7 +290,7 @@ def table(estimates: dict[Layer, Estimate]) -> str:
 
 
 def write_page(text: str) -> None:
-    """Replace what is between the two marks of docs/kernels.md."""
+    """Replace the text between the two marks of docs/kernels.md."""
     page = PAGE.read_text()
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)

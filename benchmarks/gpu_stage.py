@@ -30,7 +30,7 @@ TOP_KERNELS = 12
 
 @dataclass
 class Stage:
-    """Device and sizes of a stage, the file of its rows, and wrong results, which fail the stage at its end."""
+    """Device and sizes of a stage, the file of its rows, and wrong results; these fail the stage at its end."""
 
     device: torch.device
     is_tiny: bool
@@ -89,7 +89,7 @@ class Stage:
             torch.cuda.synchronize(self.device)
 
     def peak_gib(self, run: Callable[[], object]) -> float:
-        """Return the peak memory of a run in addition to what was allocated before; 0 on a CPU."""
+        """Return the peak memory of a run beyond the memory that was allocated before; 0 on a CPU."""
         if not self.is_cuda:
             run()
             return 0.0
@@ -136,7 +136,7 @@ def profile(stage: Stage, run: Callable[[], object]) -> tuple[int, float, list[t
     for event in profiler.events():
         if stage.is_cuda and event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        # The range of an optimizer step or of record_function covers kernels, and is none.
+        # The range of an optimizer step or of record_function covers kernels, but is not a kernel.
         if event.is_user_annotation:
             continue
         us = event.device_time_total if stage.is_cuda else event.self_cpu_time_total

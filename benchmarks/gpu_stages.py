@@ -125,7 +125,7 @@ class ComparingAutotuner(Autotuner):
     """Autotuner that times every candidate of every new key and compares its result with the first candidate's.
 
     Args:
-        stage: of the measurement.
+        stage: stage of the measurement.
         title: beginning of the names of the rows.
     """
 
@@ -381,7 +381,7 @@ def planned_step_s(cfg: Config, device: Device) -> float:
 
 
 def plan(stage: Stage) -> None:
-    """Plan the steps of the stage `step` with the rates that the stage `probe` measured; runs on the host alone."""
+    """Plan the steps of the stage `step` with the rates that the stage `probe` measured; runs only on the host."""
     path = stage.rows.parent / "device.toml"
     if not path.exists():
         stage.faults.append(f"{path} is missing; the stage probe writes it")
@@ -416,7 +416,7 @@ def step(stage: Stage) -> None:
 
 
 GRAPHED_TOKENS = (512, 2048)
-"""Tokens of a micro-batch for which the host may be slower than the GPU."""
+"""Tokens of a micro-batch that is so small that the host may be slower than the GPU."""
 GRAPH_MODES = ("none", "attention", "attention_router", "full")
 """Values of run.cuda_graphs; without a GPU only the first is measured."""
 GRAPH_MICRO_BATCHES = 4

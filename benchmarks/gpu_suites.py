@@ -1,4 +1,4 @@
-"""Suites of benchmarks/gpu_half_hour.py: their stages in the order in which a short lease should run them."""
+"""Suites of benchmarks/gpu_half_hour.py: their stages, in the best order for a short lease."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PREDICTIONS = Path(__file__).with_name("gpu_predictions.json")
-"""Expected seconds and what each stage of the suite "proof" proves, in their order; predictions of the rows."""
+"""Expected seconds and purpose of each stage of the suite "proof", in their order; predictions of the rows."""
 LIBRARIES = {"torch": "torch", "numpy": "numpy", "pydantic": "pydantic"}
 """Packages that every stage needs, by module."""
 TEST_LIBRARIES = LIBRARIES | {
@@ -35,7 +35,7 @@ REHEARSED_TESTS = ("tests/ops/test_rope.py",)
 PARALLEL_TESTS = 12
 """Processes of tests; a test waits for compilation and the CPU more than for the GPU."""
 SHARED_GPUS = 2
-"""GPUs of the stage that measures what two of them share."""
+"""GPUs of the stage that measures shared resources of two GPUs."""
 REHEARSED_S = 2.0
 """Expected seconds of a stage in a rehearsal."""
 LIMITS_S = {
@@ -57,9 +57,9 @@ class Stage:
         expected_s: seconds that should be left when it starts.
         json_file: file that the command writes, a JSON value or one value a line; None: the log is all.
         tool: program that must be on the PATH; else the stage is left out and the reason is recorded.
-        packages: packages that it needs, by module, likewise.
+        packages: packages that it needs, by module; also left out without them.
         after: stage whose files it reads.
-        gpus: GPUs that it needs; on a machine with fewer it is left out, likewise.
+        gpus: GPUs that it needs; also left out on a machine with fewer.
         environment: variables of its process.
     """
 
@@ -100,7 +100,7 @@ def _proof_stage(name: str, device: str, work: Path, *, expected_s: float, is_ti
         tool = "compute-sanitizer" if name == "sanitize" else None
         return Stage(name, _test_command(name, device), **limits, tool=tool, packages=TEST_LIBRARIES)
     if name == "probe":
-        # With device.toml the stage `plan` plans what the stage `step` measured.
+        # With device.toml the stage `plan` plans the steps that the stage `step` measured.
         report = work / "probe.json"
         words = ["probe", str(work / "device.toml"), "--device", device, "--dtype", "bfloat16", "--ranks", "1"]
         words += ["--json", str(report), "--force"]

@@ -1,9 +1,8 @@
 """Archive of compiled Triton kernels, for a machine that should not spend its time on compiling them.
 
-An archive has what a launch needs (cubin and metadata) of each entry of Triton's cache folder, and says what it was
-compiled by and for. The keys of the entries equal the keys of a launch where the compiler is the same: `Compiler` has
-all that Triton's key has besides the kernel and its options. Needs the standard library alone, and Triton if there is
-one.
+An archive has the cubin and metadata of each entry of Triton's cache folder, for launches, and names its compiler and
+GPU. With the same compiler the keys of the entries equal the keys of a launch: `Compiler` has all parts of Triton's key
+except the kernel and its options. The module needs only the standard library, and Triton if it is installed.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ class Compiler:
     """Compiler of kernels, as far as their keys in the cache depend on it; empty without Triton."""
 
     code: str = ""
-    """Hash of Triton's files, its compiled library among them, which two builds of one version need not share."""
+    """Hash of Triton's files with its compiled library; two builds of one version may differ in it."""
     ptxas: str = ""
     """Version of the assembler."""
     environment: tuple[tuple[str, str], ...] = ()
@@ -84,7 +83,7 @@ def _packed_files(entry: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _group(content: bytes, folder: str) -> bytes:
-    """Return the list of files of a kernel, those that are packed, in another folder."""
+    """Return the list of packed files of a kernel, for another folder."""
     group = json.loads(content)
     names = [name for name in group["child_paths"] if name.endswith(PACKED_SUFFIXES)]
     return json.dumps(group | {"child_paths": {name: f"{folder}{name}" for name in names}}).encode()
@@ -101,7 +100,7 @@ def unpack_kernels(archive: Path, folder: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the archive cannot be read.
-        tarfile.TarError, EOFError, KeyError: it is no such archive, or broken.
+        tarfile.TarError, EOFError, KeyError: the file is not such an archive, or broken.
     """
     with tarfile.open(archive, "r:xz") as tar:
         tar.extractall(folder, filter="data")
@@ -116,7 +115,7 @@ def misfit(manifest: dict[str, Any], capability: int | None) -> str:
     """Return why the kernels of an archive are not found here; "" if they should be.
 
     Args:
-        manifest: of the archive.
+        manifest: manifest of the archive.
         capability: compute capability of the GPU, times 10; None without one.
     """
     here = triton_wheel()
@@ -131,7 +130,7 @@ def misfit(manifest: dict[str, Any], capability: int | None) -> str:
 
 
 def _other_compiler(manifest: dict[str, Any]) -> Iterator[str]:
-    """Yield what differs between the compiler of an archive and the installed one of the same version."""
+    """Yield the differences between the compiler of an archive and the installed compiler of the same version."""
     if "compiler" not in manifest:
         yield "the archive does not say which build of Triton compiled it"
         return

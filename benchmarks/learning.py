@@ -4,9 +4,9 @@
     python benchmarks/learning.py plot [--dir DIR]
 
 Each experiment runs `moefold` commands one after the other on one thread, and appends lines to DIR/results.jsonl:
-experiment, seed, stage, rewards of held-out problems, CPU seconds of the stage's training. A seed that is there already
-is not run again. Settings apply to the last training of an experiment. `plot` draws DIR/rl-sort.png,
-DIR/rl-countdown.png and DIR/rl-prorl.png, and prints the results as a table.
+experiment, seed, stage, rewards of held-out problems, CPU seconds of the stage's training. A seed with a result is not
+run again. Settings apply to the last training of an experiment. `plot` draws DIR/rl-sort.png, DIR/rl-countdown.png and
+DIR/rl-prorl.png, and prints the results as a table.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SCORED_PROBLEMS = 2048
 
 @dataclass(frozen=True)
 class Experiment:
-    """One seed of an experiment, in a folder of its own."""
+    """One seed of an experiment, in a separate folder."""
 
     name: str
     seed: int
@@ -41,7 +41,7 @@ class Experiment:
     overrides: Sequence[str]
 
     def train(self, recipe: str, run: str, *overrides: str) -> float:
-        """Train a recipe from its first step, in the place of a run that was cut off; return CPU seconds."""
+        """Train a recipe from its first step, replacing an interrupted run; return CPU seconds."""
         shutil.rmtree(self.folder / run, ignore_errors=True)
         settings = (f"run.dir={self.folder / run}", f"run.seed={self.seed}", *overrides)
         return self._moefold("train", str(RECIPES / recipe), *settings)[1]
@@ -135,7 +135,7 @@ def align_offline(experiment: Experiment) -> None:
 
 
 def _write_pairs(source: Path, target: Path) -> Path:
-    """Write pairs of a right and a wrong sample, as many for each problem as it has of both."""
+    """Write pairs of a right and a wrong sample, as many for each problem as its samples allow."""
     by_prompt: dict[str, tuple[list[str], list[str]]] = {}
     for row in _rows(source):
         by_prompt.setdefault(row["prompt"], ([], []))[row["reward"] < 1].append(row["completion"])

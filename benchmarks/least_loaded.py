@@ -40,8 +40,8 @@ NUM_RANKS = (2, 4, 8, 16)
 MIB = 2**20
 HOT_EXPERT = 0
 NUM_MEASUREMENTS = 3
-"""Measurements of a rank's experts and of its memory, of which the minimum counts: the excess is other work on the
-machine, or a gloo thread that releases a tensor late."""
+"""Measurements of a rank's experts and of its memory. The minimum counts: the excess is other work on the machine, or a
+gloo thread that releases a tensor late."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SkewedWorkload:
     ffn_hidden_size: int = 512
     num_experts: int = 16
     min_tokens: int = 64
-    """Tokens of an expert for which its weights are sent."""
+    """Minimum tokens of an expert whose weights are sent."""
 
     def dispatchers(self) -> dict[str, DispatcherPart]:
         """Return the plain dispatcher and the least-loaded one, by kind."""

@@ -5,7 +5,7 @@
 
 One sample on one thread, in float32 or with queries, keys and values in bfloat16. Implementations run in turns; the
 table has the smallest CPU time of each, in microseconds a token, and how many times as fast it is as transformers
-(`torch_chunk_gated_delta_rule` of Qwen3-Next, which has no decays of channels: --kind kda compares with our torch
+(`torch_chunk_gated_delta_rule` of Qwen3-Next; it lacks decays of channels, so --kind kda compares with our torch
 operations). C needs a compiler; chunks are as long as in training unless --chunk-size says otherwise.
 """
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.measured_mappings TABLE.csv [TABLE.csv ...]
 
-writes `src/moefold/planner/measured.csv` from tables in the format of `moefold plan-accuracy`. What a source leaves
-open (micro-batches, virtual stages, ZeRO stage) is chosen as that command chooses it.
+writes `src/moefold/planner/measured.csv` from tables in the format of `moefold plan-accuracy`. That command chooses the
+values that a source does not print (micro-batches, virtual stages, ZeRO stage).
 """
 
 import argparse
@@ -19,7 +19,7 @@ MEASURED_COLUMNS = (
     *("model", "gpu", "seq_len", "tp", "cp", "pp", "ep", "etp", "mbs", "zero", "recompute", "offload"),
     *("num_gpus", "source"),
 )
-"""Columns of `measured.csv`: what is compared, and where the measurement is from."""
+"""Columns of `measured.csv`: the compared values, and the source of the measurement."""
 
 OUTPUT = Path(__file__).parents[1] / "src/moefold/planner/measured.csv"
 

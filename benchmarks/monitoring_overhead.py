@@ -6,7 +6,7 @@
 
 Every round trains one step of each kind in random order, so other load on the machine affects all kinds equally. Times
 are relative to the baseline step of the same round. CPU time is the sum over all ranks and threads: if ranks share
-cores it measures the same as wall time, with less noise.
+cores, it is as good a measure as wall time, with less noise.
 """
 
 import argparse

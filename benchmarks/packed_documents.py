@@ -84,7 +84,7 @@ class MethodTime:
     step_s: float
     """Training step until the last rank has finished."""
     sent_bytes: float
-    """Bytes that the rank with the most sends for `attention_s`."""
+    """Bytes of the rank that sends most for `attention_s`."""
     attention_rounds_s: list[float]
     step_rounds_s: list[float]
 
@@ -140,7 +140,7 @@ def measure_contexts(
         layout: tp = pp = 1, with the cp ranks of each sample, and ep over all ranks.
         methods: keys of `CONTEXT_METHODS`.
         rounds: timed rounds.
-        device: of this rank.
+        device: device of this rank.
         on_progress: called with progress messages.
     """
     seq_len = sum(samples[0])

@@ -4,10 +4,10 @@
     python benchmarks/peer_experts.py --base-ms 20 --row-ms 0.5
 
 The ranks of one ep group sample requests of log-normal lengths, of prompts and of completions (`--sigma`), under
-rollout.experts = exchange, fetch and whole in turn. With `--row-ms`, each pass is followed by a pause in proportion to
+rollout.experts = exchange, then fetch, then whole. With `--row-ms`, each pass is followed by a pause in proportion to
 its rows, as if a device of that speed had computed it: on few cores the ranks would otherwise wait for each other's
-processor time. Reported are the makespan, the mean time at which a rank has ended, the passes with and without rows,
-and the memory of the experts of all ranks.
+processor time. Reports the makespan, the mean time when a rank ended, the passes with and without rows, and the memory
+of the experts of all ranks.
 """
 
 import argparse
@@ -42,13 +42,13 @@ class RankResult:
     """Times and counts of one rank."""
 
     finished_s: float
-    """Time at which its own requests were complete."""
+    """Time when its own requests were complete."""
     makespan_s: float
     cpu_s: float
     passes: int
     empty_passes: int
     expert_bytes: int
-    """Of its own part."""
+    """Bytes of its own experts."""
     tokens: tuple[tuple[int, ...], ...]
 
 

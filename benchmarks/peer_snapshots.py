@@ -3,8 +3,8 @@
     python benchmarks/peer_snapshots.py                            2.6 M parameters, 4 ranks
     python benchmarks/peer_snapshots.py --large                    about 100 M parameters
 
-The model is taken from recipes/quickstart.toml, under DP4, EP2 with ZeRO 2 (`--mapping`). Alternating: a training step;
-a snapshot with its exchange; a copy of this rank's state to host memory alone; the hashes of its boxes alone; a
+The model is taken from recipes/quickstart.toml, under DP4, EP2 with ZeRO 2 (`--mapping`). These alternate: a training
+step; a snapshot with its exchange; only a copy of this rank's state to host memory; only the hashes of its boxes; a
 checkpoint on disk. Then the state is restored under DP3, EP1, on three of the ranks, and certified.
 """
 

@@ -1,7 +1,7 @@
 """Plan the shipped recipes for numbers of GPUs again, each by the command in its head, and write the table of them.
 
     python -m benchmarks.planned_recipes            # writes recipes/*/*-NxGPU.toml and the table of docs/recipes.md
-    python -m benchmarks.planned_recipes olmoe      # those whose path contains the word, and the table
+    python -m benchmarks.planned_recipes olmoe      # only paths with this word, and the table
 
 To add one, run `moefold plan` with --recipe at the root of the repository, and then this.
 """
@@ -39,12 +39,12 @@ REASONS = "# With one axis changed and all others planned again, a step takes: "
 SEARCHED_AXES = ("tp", "cp", "pp", "ep", "etp", "mbs")
 """Axes that the reasons halve and double."""
 FIXED_AXES = (*SEARCHED_AXES, "zero")
-"""Axes whose values are a mapping, for its own time."""
+"""Axes that define a mapping, to price the mapping itself."""
 
 
 @dataclass(frozen=True)
 class PlannedRecipe:
-    """A recipe that `moefold plan` wrote, with what its head says."""
+    """A recipe that `moefold plan` wrote, with the facts in its head."""
 
     path: Path
     """Path in the repository, such as recipes/pretrain/mixtral-8x7b-64xh100.toml."""
@@ -73,7 +73,7 @@ def read_head(path: Path) -> PlannedRecipe:
     """Read the head of a planned recipe.
 
     Raises:
-        ValueError: it is not the head that `moefold plan --recipe` writes.
+        ValueError: the head is not as `moefold plan --recipe` writes it.
     """
     match = _HEAD.match((ROOT / path).read_text(encoding="utf-8"))
     if match is None:
@@ -102,7 +102,7 @@ def read_head(path: Path) -> PlannedRecipe:
 
 
 def plan_again(recipe: PlannedRecipe) -> str:
-    """Return what the command of a recipe writes now, run on a copy of the recipes.
+    """Return the present output of the command of a recipe, run on a copy of the recipes.
 
     Raises:
         RuntimeError: the command fails.
@@ -117,7 +117,7 @@ def plan_again(recipe: PlannedRecipe) -> str:
 
 
 def reasons(recipe: PlannedRecipe) -> str:
-    """Return the line with what each axis of a mapping gains over its neighbours: half, double, other ZeRO stages."""
+    """Return the line with the gain of each axis of a mapping over its neighbours: half, double, other ZeRO stages."""
     chosen_s = _fastest_s(recipe, [f"{axis}={value}" for axis, value in recipe.mapping.items() if axis in FIXED_AXES])
     assert chosen_s is not None, "the mapping of the recipe fits"
     found = []
@@ -140,7 +140,7 @@ def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
     words = list(recipe.command)
     at = words.index("--recipe")
     del words[at : at + 2]
-    # Of several --fix the last one counts: it repeats what the recipe fixes.
+    # The last of several --fix counts: it repeats the values that the recipe fixes.
     at = words.index("--fix") + 1 if "--fix" in words else len(words)
     before = takewhile(lambda word: not word.startswith("--"), words[at:])
     axes = {word.split("=")[0] for word in fixed}

@@ -16,7 +16,7 @@ from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path, reject
 def run_program(
     run: Callable[[argparse.Namespace], int], parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> int:
-    """Run a program on its arguments, None: the process's, and return its exit status; 2 for wrong options."""
+    """Run a program with arguments (None: the process's); return its exit status, 2 for wrong options."""
     args = parser.parse_args(argv)
     try:
         return run(args)
@@ -29,7 +29,7 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
     """Check that options are positive.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: an option is not positive.
     """
     for name in names:
         value = getattr(args, name.replace("-", "_"))
@@ -63,7 +63,7 @@ def check_report_options(args: argparse.Namespace) -> None:
     """Check that the files of a report can be written, before any measurement.
 
     Raises:
-        ConfigError: one cannot be written, or exists and --force is not given.
+        ConfigError: a file cannot be written, or exists and --force is not given.
     """
     bench.check_output_options(args)
     check_picture("--picture", args.picture, force=args.force)

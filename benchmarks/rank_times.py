@@ -1,7 +1,7 @@
 """Per-rank profile of a training step: CPU time of GEMMs, attention, other tensor ops, communication and Python.
 
-CPU time rather than wall time, as ranks share cores and wait for each other. Operations are timed one by one in
-separate steps, so that the overhead of timing is not included in the totals.
+It measures CPU time, not wall time, because ranks share cores and wait for each other. Operations are timed one by one
+in separate steps, so that the overhead of timing is not included in the totals.
 
 `python -m benchmarks.rank_times --help` explains the options.
 """

@@ -24,7 +24,7 @@ def draw_report(report: Report, path: Path) -> None:
     """
     drawers = {
         "step": (2, _draw_step),
-        # Of `python -m benchmarks.race.step`, which times other frameworks too.
+        # Reports of `python -m benchmarks.race.step`, which also times other frameworks.
         "comparison": (2, _draw_step),
         "dispatch": (2, _draw_dispatch),
         "ranks": (1, _draw_ranks),

@@ -5,8 +5,8 @@
 
 The model of recipes/quickstart.toml is trained under TP2 x DP2, EP2 x EDP2 with ZeRO 1 and sampled under
 PP2 x DP2, EP2 (`--train` and `--sample` change the mappings, and `--train run.dtype=...` the dtype of both). Three ways
-alternate: `WeightTransfer`; torch's checkpoint functions (DCP) with the weights alone, to a temporary folder and back;
-the checkpoint of a run, with the weights alone, hashed and flushed, and loaded after its hashes were compared.
+alternate: `WeightTransfer`; torch's checkpoint functions (DCP) with only the weights, to a temporary folder and back;
+the checkpoint of a run, with only the weights, hashed and flushed, and loaded after its hashes were compared.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from moefold.comm.torch_compat import TorchDispatchMode, tree_leaves
 
 
 class SentBytesCounter(TorchDispatchMode):
-    """Dispatch mode that sums the bytes which this process sends to others in collectives and messages.
+    """Dispatch mode that sums the bytes that this process sends to others in collectives and messages.
 
     Attributes:
         sent_bytes: bytes sent so far.
@@ -20,7 +20,7 @@ class SentBytesCounter(TorchDispatchMode):
         self.sent_bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count the bytes of one of c10d."""
+        """Run an operation, and count its bytes if it is of c10d."""
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self.sent_bytes += self._sent_bytes(operator_name(func), args)
@@ -41,7 +41,7 @@ class SentBytesCounter(TorchDispatchMode):
 
 
 def sent_bytes(name: str, args: tuple[Any, ...], size: int) -> float:
-    """Return the bytes that a rank sends in a collective of c10d, to others than itself."""
+    """Return the bytes that a rank sends to other ranks in a collective of c10d."""
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
     others = (size - 1) / size
     if "alltoall" in name:

@@ -33,7 +33,7 @@ FAULTS = {
 
 
 class Injector:
-    """Patches of `SiteRounds` and `SiteMeeting` that inject a fault after a step and note what the sites decide."""
+    """Patches of `SiteRounds` and `SiteMeeting` that inject a fault after a step and record the sites' decisions."""
 
     def __init__(self, fault: str, step: int, folder: Path) -> None:
         self._fault = fault

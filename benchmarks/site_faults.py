@@ -1,13 +1,13 @@
-"""Measure what faults of sites do to the others: the table of docs/log.md.
+"""Measure the effect of a site's faults on the other sites: the table of docs/log.md.
 
     PYTHONPATH=. python -m benchmarks.site_faults                      all faults, 10 minutes on 2 cores
     PYTHONPATH=. python -m benchmarks.site_faults --only "cable|NaN"   faults whose name matches
 
-Three sites of one rank in network namespaces around a switch, where the meeting point runs; 40 tiny steps in float64,
-a round every 4. Reported are the message of the fault, the longest time without a step of another site after it, the
-rounds that another site has skipped, and the largest relative difference of the loss of the last step, over all sites
-that reach it, to a run whose rounds have these members by plan: the oracle of sites. It must be below `TOLERANCE`.
-Needs root.
+Three sites of one rank in network namespaces around a switch, where the meeting point runs; 40 tiny steps in float64, a
+round every 4. Reports the message of the fault, the longest time without a step of another site after it, and the
+rounds that another site has skipped. Also compares the loss of the last step, on all sites that reach it, with the
+oracle of sites: a run whose rounds have these members by plan. The largest relative difference must be below
+`TOLERANCE`. Needs root.
 """
 
 import argparse
@@ -159,7 +159,7 @@ class Trial:
 
 @dataclass
 class Plan:
-    """Members, shares and followers of each round, and who takes whose state, as a trial has shown them."""
+    """Members, shares and followers of each round of a trial, and the giver and taker of each state."""
 
     rounds: dict[int, tuple[list[int], list[float], list[int]]] = field(default_factory=dict)
     """By step: members, their shares, and the sites that applied the round."""
@@ -186,16 +186,16 @@ def read_plan(trial: Trial) -> Plan:
 
 
 class _Samples:
-    """Samples in the order in which a site reads them after it took a state: it goes on from its own."""
+    """Samples in a site's order after it took a state: it continues after the samples that it has read."""
 
     def __init__(self, data: Any, count: int) -> None:
         self._data = data
         self._count = count
         self.skipped = dict.fromkeys(range(count), 0)
-        """Samples that a site has not read, as its steps jumped."""
+        """Samples that a site has not read, because its step number jumped."""
 
     def annotated_sample(self, index: int) -> Any:
-        """Return the sample in the place of one of an undisturbed site."""
+        """Return the sample that replaces a sample of an undisturbed site."""
         return self._data.annotated_sample(index - self._count * self.skipped[index % self._count])
 
 
@@ -262,7 +262,7 @@ def _stopped(trial: Trial) -> Outcome:
     trial.start({LOST: ("stopped", FAULT_STEP)})
     fault_s = trial.fault_time()
     trial.wait_for_step(FAULT_STEP + 2 * EVERY)
-    # The process of the rank is the only one of the site that is stopped.
+    # Only the rank's process is stopped at the site.
     for pid in _stopped_children(trial.sites[LOST].pid):
         os.kill(pid, signal.SIGCONT)
     return Outcome(r"round \d+ is not applied: .*", fault_s)

@@ -1,4 +1,4 @@
-"""Compare measured exchanges between two sites over a cable of limited rate with those that `moefold plan` predicts.
+"""Compare measured exchanges between two sites over a cable of limited rate with the predictions of `moefold plan`.
 
 `python -m benchmarks.site_link`: two sites of one rank in two network namespaces, joined by a cable whose ends send at
 a limited rate (`tc qdisc ... tbf`). It needs root for `ip netns`, and changes nothing outside of the namespaces.
@@ -65,7 +65,7 @@ def cable(bytes_per_s: float) -> Iterator[list[str]]:
 
 
 def measured_rounds(folder: Path, bytes_per_s: float, words: Sequence[str]) -> list[dict[str, float]]:
-    """Train two sites over a cable, and return the metrics of the rounds of the first one after the connection."""
+    """Train two sites over a cable, and return the metrics of the first site's rounds after the connection."""
     folder.mkdir(parents=True)
     recipe = folder / "sites.toml"
     recipe.write_text(RECIPE)

@@ -92,7 +92,7 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> None
     """Wait for the ranks.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: a rank failed.
     """
     statuses = [process.wait(1200) for process in processes]
     if any(statuses):
@@ -132,7 +132,7 @@ class StepTimes:
         return self.times[-1][1] if self.times else 0
 
     def pause_after(self, moment_s: float) -> float:
-        """Return the longest time without a step after a moment."""
+        """Return the longest time without a step, from a given time on."""
         times = [moment_s, *(at for at, _ in self.times if at > moment_s)]
         return max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0)
 

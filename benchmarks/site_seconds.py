@@ -42,15 +42,15 @@ class Trial(NamedTuple):
     """Result of a run."""
 
     seconds: float
-    """Of the timed steps."""
+    """Seconds of the timed steps."""
     exchange_s: float
-    """Of all timed rounds."""
+    """Seconds of all timed rounds."""
     wait_s: float
-    """Part of it that training waited for."""
+    """Part of `exchange_s` that training waited for."""
     device_bytes: int
-    """That a host has sent over the link."""
+    """Bytes that a host has sent over the link."""
     reported_bytes: int
-    """That a site reports as sent."""
+    """Bytes that a site reports as sent."""
 
 
 def run_data_parallel(hosts: Sequence[str], words: Sequence[str], folder: Path) -> None:

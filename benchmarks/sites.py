@@ -5,13 +5,13 @@
 
 Preset `tiny`, python-docs, 128 tokens, 300 steps, float32: DP has 32 samples a step, a site 16. Each row of `ROWS` is
 one `moefold train`. `run` appends a line for each finished run to DIR/results.jsonl, and does not repeat a run that is
-there. `table` prints the losses of all seeds, what they need to the target of AlgoPerf (arXiv:2306.07179: here the mean
-final loss of DP plus 5 %), and whether the learning gate passes for `GATE`, and for `SCALED` with the learning rate
-times the square root of 2: at most 5 % above DP, half of the gap between one site alone and DP closed, and at most a
-thirtieth of DP's bytes.
+there. `table` prints the losses of all seeds, and their cost up to the target of AlgoPerf (arXiv:2306.07179: here the
+mean final loss of DP plus 5 %). It also says whether the learning gate passes for `GATE`, and for `SCALED` with the
+learning rate times the square root of 2. The gate: at most 5 % above DP, half of the gap between a single site and DP
+closed, and at most a thirtieth of DP's bytes.
 
-Seconds are by formula: the steps, of half the median time of a step of DP on one rank, and a link of 20 Mbit/s and
-50 ms without overlap.
+Seconds follow from a formula: a step takes half the median time of a step of DP on one rank, and the link has 20 Mbit/s
+and 50 ms, without overlap.
 """
 
 import argparse

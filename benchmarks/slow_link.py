@@ -1,7 +1,7 @@
 """Two network namespaces that are joined by a link of limited rate and added latency.
 
-Needs root for `ip netns`, and /dev/net/tun; nothing outside of the namespaces is changed. `tc netem`, which delays
-packets, is not a part of every kernel.
+Needs root for `ip netns`, and /dev/net/tun; nothing outside of the namespaces is changed. It does not use `tc netem`,
+which delays packets, because some kernels lack it.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def slow_link(bytes_per_s: float, latency_s: float, queue_s: float = 1.0) -> Ite
 
     Args:
         bytes_per_s: rate of each direction.
-        latency_s: time that a packet takes in addition, in each direction.
+        latency_s: added time of a packet, in each direction.
         queue_s: packets that would wait longer than this in the queue are dropped.
     """
     hosts = [f"moefold{os.getpid()}h{number}" for number in range(2)]

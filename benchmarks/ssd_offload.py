@@ -1,9 +1,9 @@
 """Measure peak memory and step time with activations in memory, recomputed, and offloaded to an SSD.
 
 `python benchmarks/ssd_offload.py FOLDER [layers]`, one rank on the CPU; FOLDER is on the disk to be measured. Each
-strategy runs in its own process. Memory is the peak resident set of a step minus that before it; weight gradients are
-allocated before, and the resident set does not include the page cache. waited_s is the time for which training was
-blocked by the disk, io_s the time in which bytes were copied.
+strategy runs in its own process. Memory is the peak resident set of a step minus the set before it; weight gradients
+are allocated before, and the resident set does not include the page cache. waited_s is the time that training waited
+for the disk; io_s is the time of copying bytes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ COLUMNS = ("peak_mib", "step_s", "stored_mib", "kept_mib", "io_s", "waited_s")
 
 
 def main() -> None:
-    """Measure every strategy, each in a subprocess, or the one given."""
+    """Measure every strategy, each in a subprocess, or only the given strategy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="folder on the disk to be measured")
     parser.add_argument("layers", nargs="?", type=int, default=16, help="layers of the model (default 16)")

@@ -356,7 +356,7 @@ def bare_loop_ratio(parts: Sequence[PartTime], bare_s: float, layers: int) -> fl
 MIN_STEP_S = 1e-5
 """Time that the clock may show for a shorter step."""
 MIN_TIMED_S = 5e-3
-"""Shortest time that is measured as one: a wait for a GPU costs the host tens of microseconds."""
+"""Shortest time that is measured without repeats: a wait for a GPU costs the host tens of microseconds."""
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ class PartsTimer:
 
     Args:
         ours: our step.
-        run: what `ours.build()` returned.
+        run: return value of `ours.build()`.
         clock: name of the clock of the rounds.
     """
 

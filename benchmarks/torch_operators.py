@@ -37,7 +37,7 @@ def _process_group(args: Sequence[Any]) -> dist.ProcessGroup:
 
 @contextmanager
 def around_backward(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter a reusable context around each run of the autograd engine, meanwhile."""
+    """Wrap each run of the autograd engine in a reusable context, while this context is active."""
     run = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:

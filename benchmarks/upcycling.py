@@ -58,7 +58,7 @@ def main() -> int:
         for name, overrides in VARIANTS.items():
             key = "checkpoint.init_from" if name == "dense" else "checkpoint.upcycle.dense"
             run = folder / name.replace(" ", "-").replace(",", "")
-            # Another seed: samples in another order than in the dense run, the same for all variants.
+            # Another seed than in the dense run, so the samples have another order, which is the same for all variants.
             started_s = time.perf_counter()
             _train(run, [*common, *overrides, f"{key}={start}", "run.seed=1", "train.lr=1e-3"])
             losses = "  ".join(f"{step}: {loss:.4f}" for step, loss in _losses(run))

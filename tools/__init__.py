@@ -1,1 +1,1 @@
-"""Tools that count and record what a change of the code must not make worse."""
+"""Tools that count and record properties that a change of the code must not make worse."""

@@ -66,7 +66,7 @@ def _usage(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _subparsers(action: argparse.Action) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the words that an argument takes, if it is the place of a subcommand."""
+    """Return the parsers of the subcommands that an argument takes, if it takes any."""
     words = action.choices if isinstance(action.choices, dict) else {}
     return {word: parser for word, parser in words.items() if isinstance(parser, argparse.ArgumentParser)}
 
@@ -116,7 +116,7 @@ def _cell(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return text in which Markdown finds no emphasis, tag or link; what stands in backticks is kept."""
+    """Escape emphasis, tags and links of Markdown in a text, except inside backticks."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([*<_\[])", r"\\\1", part) for part in parts)
 

@@ -64,7 +64,7 @@ def family_keys(model_type: str) -> dict[str, Any]:
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """Return what a configuration writes, but the version."""
+    """Return the keys and values that a configuration writes, without the version."""
     found = _as_json(config.to_dict())
     found.pop("transformers_version", None)
     return found

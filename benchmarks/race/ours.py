@@ -24,7 +24,7 @@ from moefold.validate.config import check_config
 CONSTANT = 20.0
 """Value of channel 0 of the residual stream of the model of GRPO."""
 INIT_STD = 0.05
-"""Wide enough that rounding decides no token."""
+"""A gap so wide that rounding does not decide a token."""
 REWARD = """
 def reward(prompts, completions, completion_ids, **columns):
     return [sum(token < 128 for token in ids) / len(ids) for ids in completion_ids]
@@ -183,7 +183,7 @@ def _ignore(count: int) -> None:
 
 
 def write_inputs(turns: Turns, seat: Seat) -> None:
-    """Write what the contestants read: weights, tokens and prompts."""
+    """Write the inputs of the contestants: weights, tokens and prompts."""
     turns.ready()
     turns.begin()
     folder = seat.folder
@@ -229,7 +229,7 @@ def _write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None
     """Write a model of transformers with random weights.
 
     Args:
-        folder: where.
+        folder: the folder to write.
         cfg: the recipe of its sizes.
         never_ends: whether a constant in the residual stream gives the end-of-text token a logit far below the others,
             so that all contestants generate and train on equally many tokens.

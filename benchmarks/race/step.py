@@ -1,8 +1,8 @@
-"""Time our training step and, in turn in the same process, plain torch, transformers and installed frameworks.
+"""Time our training step against plain torch, transformers and installed frameworks, alternating in one process.
 
     python -m benchmarks.race.step [OPTIONS]    (`make bench`)
 
-The options are the ones of `moefold bench`, whose table it prints too, and below it the time of the parts of our step.
+Has the options of `moefold bench` and prints the same table, and below it the time of the parts of our step.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Race:
         return {**self.report.as_dict(), "kind": "comparison", **own, "pieces": pieces}
 
     def lines(self) -> list[str]:
-        """Return what stands below the table of steps: who is absent, the ratios, and the parts of our step."""
+        """Return the text below the table of steps: absent frameworks, the ratios, and the parts of our step."""
         lines = [f"  {reason}" for reason in self.absent]
         lines.append(f"ratio to transformers: {self.ratio_to_transformers:.3f}")
         if self.ratio_to_plain is not None:
@@ -86,7 +86,7 @@ def race_steps(
     The slower of transformers' experts implementations is dropped after a short comparison of the two.
 
     Raises:
-        ConfigError: transformers is missing, or has no such model.
+        ConfigError: transformers is missing, or does not have the model.
     """
     if find_spec("transformers") is None:
         raise ConfigError(f"the race needs transformers, which is missing: {install_command('hf')}")

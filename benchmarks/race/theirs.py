@@ -1,6 +1,6 @@
 """Contestants that are not moefold: transformers, torch's DDP, vLLM, TRL, safetensors, an import of torch.
 
-Runs in an environment without moefold too: every other package is imported where its contestant is built.
+It also runs in an environment without moefold: each contestant imports its package when it is built.
 """
 
 import os
@@ -29,7 +29,7 @@ def training_step(
         model: the module whose parameters are trained.
         loss: computes the loss of the batch.
         lr: the learning rate.
-        masters: float32 copies of the parameters, whose own type is a lower one.
+        masters: float32 copies of the parameters, which have a lower precision.
         clip: the largest norm of the gradients; None does not clip.
     """
     parameters: list[Tensor] = list(model.parameters())
@@ -225,7 +225,7 @@ def train_trl(experts: str, turns: Turns, seat: Seat) -> None:
 
 
 def _byte_tokenizer() -> Any:
-    """Return a tokenizer of transformers whose ids are bytes, with the end of text 0, as moefold's."""
+    """Return a tokenizer of transformers whose ids are bytes, with the end of text 0, like moefold's tokenizer."""
     import tokenizers
     import transformers
 
@@ -241,7 +241,7 @@ def _byte_tokenizer() -> Any:
 
 
 def copy_safetensors(turns: Turns, seat: Seat) -> None:
-    """Read the files of a folder into memory and write them, with safetensors alone."""
+    """Read the files of a folder into memory and write them, only with safetensors."""
     from safetensors.torch import load_file, save_file
 
     out = seat.scratch / "model.safetensors"

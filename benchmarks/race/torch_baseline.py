@@ -68,7 +68,7 @@ class TorchBaseline:
 
     Args:
         cfg: the recipe.
-        dtype: compute dtype, to which weights are cast where they are used, as autocast does.
+        dtype: compute dtype; weights are cast to it where they are used, as autocast does.
         experts: implementation of the experts.
     """
 

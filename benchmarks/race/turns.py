@@ -19,10 +19,10 @@ class Sizes:
 
     preset: str = "bench-small"
     samples: int = 8
-    """Of a training step, of all ranks."""
+    """Samples of a training step, of all ranks."""
     seq_len: int = 256
     rollouts: int = 64
-    """Of a GRPO step."""
+    """Rollouts of a GRPO step."""
     prompt: int = 32
     new: int = 64
     lengths: int = 256
@@ -51,8 +51,8 @@ class Seat:
     Attributes:
         folder: inputs, written by `benchmarks.race.ours` as the contestant `inputs`.
         scratch: an empty folder of this contestant.
-        steps: turns, warm-up included, for contestants whose own loop must know it.
-        port: of the rendezvous of the ranks.
+        steps: turns, warm-up included, for contestants that run their own loop.
+        port: port of the rendezvous of the ranks.
     """
 
     folder: Path
@@ -69,7 +69,7 @@ class Seat:
 
     @classmethod
     def from_json(cls, text: str) -> "Seat":
-        """Read what `as_json` wrote."""
+        """Read the output of `as_json`."""
         found = json.loads(text)
         sizes = Sizes(**found.pop("sizes"))
         return cls(Path(found.pop("folder")), Path(found.pop("scratch")), sizes, **found)
@@ -85,11 +85,11 @@ class Turns:
         self._started = 0.0, 0.0
 
     def ready(self) -> None:
-        """Say that everything is built."""
+        """Report that everything is built."""
         self._say({"ready": True})
 
     def begin(self) -> str:
-        """Wait for a turn and return its scenario; without a further one, end the process."""
+        """Wait for a turn and return its scenario; after the last turn, end the process."""
         line = sys.stdin.readline()
         if not line.startswith("go"):
             os._exit(0)

@@ -1,4 +1,4 @@
-"""Activation bytes of each memory column of a recipe: layers by kind, and the ends of the model. Torch-free."""
+"""Activation bytes of each memory column of a recipe: layers by kind, and the ends of the model."""
 
 from collections.abc import Iterable
 
@@ -59,7 +59,7 @@ def offloaded_bytes(saved: BytesByPart, offload: Iterable[str]) -> BytesByPart:
 
 
 def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
-    """Return the bytes of `END_COLUMNS`, without those in transit."""
+    """Return the bytes of `END_COLUMNS`, without bytes in transit."""
     has_mtp = formula.model.mtp_layers > 0
     return {
         "embedding": formula.embedding(),
@@ -164,10 +164,10 @@ def _forward_snapshots(formula: ActivationMemory, kind: Layer, points: tuple[str
 
 
 def _live_during_dispatch(formula: ActivationMemory, kind: Layer) -> BytesByPart:
-    """Return the live memory of an MoE layer to be recomputed during its dispatch, none of which is saved.
+    """Return the unsaved live memory of an MoE layer that is recomputed during its dispatch.
 
-    The norm's output, the routing and the permutation indices; if the whole layer is recomputed, the residual stream
-    too.
+    It has the norm's output, the routing and the permutation indices; if the whole layer is recomputed, the residual
+    stream too.
     """
     live = BytesByPart(router=formula.without_recompute.saved_by_kind[kind]["router"])
     if "layer" in formula.recompute:

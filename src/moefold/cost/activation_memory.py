@@ -1,8 +1,8 @@
-"""Activation memory: bytes that one micro-batch saves for backward, by part of the model. Torch-free.
+"""Activation memory: bytes that one micro-batch saves for backward, by part of the model.
 
-The parts of a layer say what they save; here are whole layers, and the ends of the model. Tests compare the sums
-with measurements of real runs, to within 10 %. Letters: T tokens between the sub-layers, S*B/(cp*tp); N tokens inside
-them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (docs/notation.md).
+The parts of a layer define their saved tensors; this module adds them up for whole layers, embedding and head. Tests
+compare the sums with measurements of real runs, to within 10 %. Letters: T tokens between the sub-layers, S*B/(cp*tp);
+N tokens inside them, S*B/cp; R routed tokens of a rank's experts; H, F, A, D, V, E, K sizes (docs/notation.md).
 """
 
 from collections.abc import Iterable
@@ -56,14 +56,14 @@ class ActivationMemory(BlockSizes):
             selector = kind.attention.selector
             if selector is None or selector.is_shared or not shares_selections(self.model):
                 return saved
-            # A selection, and what its loss needs, outlives the layer for those after it.
+            # A selection and the tensors for its loss outlive the layer, because later layers use them.
             return saved + selector.selection_bytes(self) + selector.index_bytes(self)
         saved = self._attention_saved(kind) + kind.ffn.saved(self) + self._saved_by_adapters(kind)
         saved["residual stream"] += 2 * self.hidden_bytes
         return saved
 
     def _saved_by_adapters(self, kind: Layer) -> BytesByPart:
-        """Return the bytes of the products A x that adapters save; adapters of experts compute them again.
+        """Return the bytes of the products A x that adapters save; adapters of experts recompute them.
 
         The inputs of frozen matrices are saved for their adapters, and the formulas of the layers count them.
         """
@@ -77,14 +77,14 @@ class ActivationMemory(BlockSizes):
         return saved
 
     def _saved_in_warmup(self, kind: Layer) -> BytesByPart:
-        """Return the saved bytes of a layer of which only the indexer has gradients."""
+        """Return the saved bytes of a layer in which only the indexer is trained."""
         selector = kind.attention.selector
         if selector is None:
             return BytesByPart()
         return selector.saved_in_warmup(self, kind.core.heads, kind.attention.index_source)
 
     def _transient_in_warmup(self, kind: Layer) -> BytesByPart:
-        """Return the temporary bytes of a layer of which only the indexer has gradients: of its loss, or experts."""
+        """Return the temporary bytes of a layer that trains only its indexer: of the loss, or of the experts."""
         experts = kind.ffn.saved(self) + kind.ffn.transient(self)
         experts["residual stream"] += 3 * self.hidden_bytes
         selector = kind.attention.selector
@@ -93,7 +93,7 @@ class ActivationMemory(BlockSizes):
         return max(scores, experts, key=BytesByPart.total)
 
     def _attention_saved(self, kind: Layer) -> BytesByPart:
-        """Return the saved bytes of attention; of a part without a formula, inputs and outputs of its matrices."""
+        """Return the saved bytes of attention, estimated from its matrices if the part has no formula."""
         saved = kind.attention.saved(self)
         return self._estimated_attention(kind) if saved is None else saved
 
@@ -134,7 +134,7 @@ class ActivationMemory(BlockSizes):
     def head_gradient_sum(self) -> int:
         """Bytes of the gradient of the head's weight that the loss sums over chunks or tiles in high precision.
 
-        0 where that is the gradient itself, or there is one GEMM for all tokens.
+        0 if the sum is the gradient itself, or if one GEMM computes all tokens.
         """
         if not (self.loss_chunk_tokens or self._tiles_loss) or self.item_bytes == self.high_precision_bytes:
             return 0
@@ -143,10 +143,10 @@ class ActivationMemory(BlockSizes):
 
     @property
     def transient_loss(self) -> int:
-        """Bytes that the loss has in memory in addition to those it saves: logits, and the sum of a gradient.
+        """Bytes that the loss has in memory besides its saved tensors: logits, and the sum of a gradient.
 
-        Once all is summed, the gradient in the compute type takes the place of the logits. In the warm-up of indexers
-        it has no graph and saves nothing, so what it would save is temporary.
+        After the sum, the gradient in the compute type takes the place of the logits. In the warm-up of indexers the
+        loss has no graph and saves nothing, so its usual saved tensors are temporary.
         """
         if self.trains_indexers_only:
             return self._saved_by_head().total()
@@ -155,7 +155,7 @@ class ActivationMemory(BlockSizes):
 
     @property
     def transient_logits(self) -> int:
-        """Bytes of logits that the loss has in memory in addition to those it saves."""
+        """Bytes of logits that the loss has in memory besides its saved tensors."""
         rows = self.vocab_rows
         if not self.loss_chunk_tokens:
             if not self._tiles_loss:
@@ -193,7 +193,7 @@ class ActivationMemory(BlockSizes):
     @cached_property
     def without_recompute(self) -> "ActivationMemory":
         """Memory of a layer while it is recomputed: parts inside a larger recomputed part are saved."""
-        # A norm is done before the next one is recomputed, and so are experts that run one after another.
+        # One norm ends before the next is recomputed; the same holds for experts that run one after another.
         brief = {"norms"} if self.kernels.grouped_experts else {"norms", "expert_activation"}
         if self.recompute <= brief:
             return self
@@ -201,7 +201,7 @@ class ActivationMemory(BlockSizes):
 
     @cached_property
     def recompute_peak(self) -> dict[Layer, BytesByPart]:
-        """Bytes that each kind of layer has while it is recomputed, in addition to those it saves."""
+        """Bytes that each kind of layer has while it is recomputed, besides its saved tensors."""
         return {kind: self.without_recompute.saved_by_kind[kind] - saved for kind, saved in self.saved_by_kind.items()}
 
     @cached_property
@@ -248,8 +248,8 @@ class ActivationMemory(BlockSizes):
     def _saved_by_head(self) -> BytesByPart:
         """Return the bytes that the last norm and the output head save with a graph; a chunked loss saves no logits.
 
-        The loss saves the local row of each label and the log-sum-exp; all logits as the GEMM returns them, or by tiles
-        as exponentials in high precision.
+        The loss saves the local row of each label and the log-sum-exp. It saves all logits as the GEMM returns them, or
+        tile by tile as exponentials in high precision.
         """
         model = self.model
         p = self.parallel
@@ -258,7 +258,7 @@ class ActivationMemory(BlockSizes):
         gathers = p.tp > 1
         saved["logits" if gathers else "norms"] += self.gathered_tokens * model.hidden_size * self.item_bytes
         if model.logits_divisor != 1:
-            # The input of the GEMM is divided; the loss also holds the one before.
+            # The input of the GEMM is divided; the loss also holds the undivided input.
             saved["logits"] += self.hidden_bytes
         saved["logits"] += self.gathered_tokens * (self.high_precision_bytes + INT_BYTES)
         if not self.loss_chunk_tokens:

@@ -1,9 +1,9 @@
-"""Low-rank adapters of a model by name: which matrices have them, and how they are sharded. Torch-free.
+"""Low-rank adapters of a model by name: which matrices have them, and how they are sharded.
 
 The adapter of a matrix W is a pair A, B of a small rank r, and the layer computes W x + (alpha / r) B A x
-(arXiv:2106.09685 sec. 4.1). Of a matrix [out, in], A is [r, in] and B is [out, r]; of experts [E, in, out], which
-multiply rows from the right, A is [E, in, r] and B is [E, r, out]. A shards the inputs as W does, B the outputs; the
-dim of the rank is never sharded.
+(arXiv:2106.09685 sec. 4.1). For a matrix [out, in], A is [r, in] and B is [out, r]. For experts [E, in, out], which
+multiply rows from the right, A is [E, in, r] and B is [E, r, out]. A shards the inputs as W does, and B shards the
+outputs. The dim of the rank is never sharded.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ def adapter_names(name: str) -> tuple[str, str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of a model is one of an adapter."""
+    """Return whether a parameter of a model belongs to an adapter."""
     return f".{MODULE_NAME}." in name
 
 
@@ -86,7 +86,7 @@ def layer_adapters(layer: Layer, lora: LoraConfig) -> tuple[ParamSpec, ...]:
 
 
 def adaptable_names(model: ModelConfig) -> dict[str, None]:
-    """Return what a target may name in a model, in the order of its layers: parts, matrices, and matrices of parts."""
+    """Return the legal targets of a model, in the order of its layers: parts, matrices, and matrices of parts."""
     found: dict[str, None] = {ALL_TARGETS: None}
     weights = [w for layer in model.decoder_layers for w in layer.params if _can_adapt(w, layer)]
     leaves = [(weight.part, weight.name.rpartition(".")[2]) for weight in weights]

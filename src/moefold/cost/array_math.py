@@ -1,4 +1,4 @@
-"""Arithmetic on numbers and arrays alike. Torch-free."""
+"""Arithmetic that takes numbers or arrays."""
 
 from typing import Any
 

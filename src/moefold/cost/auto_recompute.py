@@ -1,4 +1,4 @@
-"""Automatic choice of recomputed parts: fit a step into a memory budget with the fewest extra FLOPs. Torch-free."""
+"""Automatic choice of recomputed parts: fit a step into a memory budget with the fewest extra FLOPs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Sizes of one micro-batch on one rank, from which each part of a layer counts its memory. Torch-free."""
+"""Sizes of one micro-batch on one rank; each part of a layer counts its memory with them."""
 
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from moefold.cost.saved_tensors import BytesByPart
 
 
 class BlockSizes(MicroBatchSizes):
-    """Sizes of one micro-batch on one rank, on which the saved tensors of a block depend."""
+    """Sizes of one micro-batch on one rank that decide the saved tensors of a block."""
 
     @cached_property
     def experts(self) -> ExpertMemory:

@@ -1,4 +1,4 @@
-"""Memory of the routed experts of a rank: permuted tokens, hidden values, outputs and buffers. Torch-free.
+"""Memory of the routed experts of a rank: permuted tokens, hidden values, outputs and buffers.
 
 Part of the formulas of `activation_memory.py`, with the same letters.
 """
@@ -72,7 +72,7 @@ class ExpertMemory:
 
     def permuted_tokens(self) -> BytesByPart:
         """Return the bytes of the experts' input and its permutation indices."""
-        # The rows before they are multiplied by the routing weights, and after it.
+        # The rows before and after the multiplication by the routing weights.
         copies = 2 if self._part.probs_on_input else 1
         return (
             BytesByPart({"dispatch buffers": copies * self.expert_tokens * self.token_bytes}) + self.permute_indices()
@@ -130,9 +130,9 @@ class ExpertMemory:
     def expert_transient(self) -> BytesByPart:
         """Return the temporary bytes of one looped expert, or of all grouped ones.
 
-        A looped expert's are freed once the next one's replace them. Low-precision types are counted as on a CPU that
-        multiplies in float32: two inner projections and an output. Grouped experts hold `GROUPED_TRANSIENT_WIDTHS` in
-        their backward pass, none if a fused SwiGLU is counted as saving them.
+        The bytes of a looped expert are freed when the next expert's replace them. Low-precision types are counted as
+        on a CPU that multiplies in float32: two inner projections and an output. Grouped experts hold
+        `GROUPED_TRANSIENT_WIDTHS` in their backward pass, none if a fused SwiGLU is counted as saving them.
         """
         part = self._part
         p = self._batch.parallel

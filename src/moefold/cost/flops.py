@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts of a model, from its sizes alone, and peak bfloat16 throughput of devices. Torch-free.
+"""Parameter and FLOP counts of a model from its sizes, and the peak bfloat16 throughput of devices.
 
 The planner, the trainer's `tflops_per_rank` and `mfu`, and the tests share these formulas.
 
@@ -14,8 +14,8 @@ Conventions:
   others. Linear attention counts its recurrence as it is defined, token by token. Document masks, which depend on the
   data, change no count.
 * Every token runs through top_k experts, whether or not some routed tokens are dropped.
-* The output head is counted, and so is the router, which arXiv:2504.14960 leaves out: subtract `3 * router` to
-  compare with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
+* The output head and the router are counted. arXiv:2504.14960 leaves the router out: subtract `3 * router` to compare
+  with its numbers (0.007 % for Mixtral-8x22B, 0.3 % for the many small experts of Qwen3-30B-A3B).
 """
 
 import re
@@ -174,8 +174,8 @@ def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = Fa
 def step_flops_per_token(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> float:
     """Count the FLOPs per token of the training step of a recipe; frozen weights have no gradient.
 
-    A matrix that adapters alone train costs a product in the forward pass and one in the backward pass, instead of two
-    there, and each adapter three. An optimizer without gradients costs two forward passes.
+    A frozen matrix with an adapter costs one product in the forward pass and one (not two) in the backward pass. Each
+    adapter costs three. An optimizer without gradients costs two forward passes.
     """
     count = train_flops_per_token(model, train.seq_len)
     adapters = 0
@@ -195,7 +195,7 @@ def keys_per_token(window: int, seq_len: int, *, causal: bool, chunk_size: int =
     Args:
         window: sliding window in tokens; 0: none.
         seq_len: tokens of the sequence.
-        causal: count the half that a causal mask leaves, where neither a window nor chunks say how many.
+        causal: count the half that a causal mask leaves. Has no effect with a window or chunks.
         chunk_size: tokens of an attention chunk; 0: none.
     """
     if 0 < chunk_size < seq_len:

@@ -1,4 +1,4 @@
-"""Activation memory of a step of forward passes alone, which save nothing: of its largest part. Torch-free."""
+"""Activation memory of a step of only forward passes. They save nothing, so the largest part decides."""
 
 from collections.abc import Iterator, Sequence
 

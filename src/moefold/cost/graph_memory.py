@@ -1,4 +1,4 @@
-"""Memory of CUDA graphs (`run.cuda_graphs`): the fixed addresses of what they read and return. Torch-free."""
+"""Memory of CUDA graphs (`run.cuda_graphs`): the fixed addresses of their inputs and outputs."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ INT64_BYTES = 8
 
 
 def graph_bytes(mode: str, sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequence[int]) -> int:
-    """Return the bytes at fixed addresses of a rank's graphs, apart from what they save, which activations count.
+    """Return the bytes at fixed addresses of a rank's graphs, without saved tensors, which count as activations.
 
-    Each micro-batch between its passes has graphs of its own. Not counted: temporaries of the captured passes, and the
+    Each micro-batch between its passes has its own graphs. Not counted: temporaries of the captured passes, and the
     rounding of each memory pool to the allocator's segments. A graph of whole micro-batches has its gradients where
     they are counted anyway, and beyond that only a copy of a micro-batch's columns.
 

@@ -37,7 +37,7 @@ DECIDING_CONSTANTS = {
     "exposed_offload_fraction": "exposed copies of offload",
     "host_copy_fraction": "copy to the host during an all-gather",
 }
-"""Keys of a device that decide which family of mappings wins, and what they are."""
+"""Keys of a device that decide which family of mappings wins, with a description of each."""
 SOURCES = Bound(
     f"must be a table of texts, of {', '.join(DECIDING_CONSTANTS)}",
     lambda table: table.keys() <= DECIDING_CONSTANTS.keys() and all(text.strip() for text in table.values()),
@@ -105,7 +105,7 @@ class Device:
     tile_columns: Count
     """Output tile of one multiprocessor."""
     half_depth: Positive
-    """Inner dim K of a GEMM at which a tile runs at half its speed (prologue and epilogue over main loop)."""
+    """Inner dim K at which a GEMM tile runs at half its speed (prologue and epilogue over main loop)."""
     peak_flops: Annotated[dict[str, Positive], within(HAS_BF16)]
     """Peak dense FLOP/s by precision; a missing precision has no hardware units."""
     wide_flops: Annotated[dict[str, Positive], within(WIDE)] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Device:
     """FLOP/s of fused attention over long sequences, counting the causal half."""
     attention_forward_half: Positive
     attention_backward_half: Positive
-    """Sequence length at which fused attention reaches half of that."""
+    """Sequence length at which fused attention reaches half of its speed."""
     kernel_gap_s: Positive
     """Gap between the end of one kernel and the start of the next, if the host is ahead."""
     host_launch_s: Positive
@@ -137,9 +137,9 @@ class Device:
     exposed_offload_fraction: Part | None = None
     """Part of the copies of an offloaded layer that compute does not hide; None: `EXPOSED_OFFLOAD_FRACTION`."""
     host_copy_fraction: Share | None = None
-    """Speed of a copy to the host during an all-gather over its speed alone; None: unknown. No price reads it."""
+    """Speed of a copy to the host during an all-gather over its speed without one; None: unknown. No price reads it."""
     sources: Annotated[dict[str, str], within(SOURCES)] = field(default_factory=dict)
-    """What measured the constants of `DECIDING_CONSTANTS` on this device, by key; those without are unmeasured."""
+    """Source of each measured key of `DECIDING_CONSTANTS` on this device; the other keys are unmeasured."""
     site_link: SiteLink | None = None
     """Connection to other sites; None: not given. No device file has one."""
 
@@ -186,7 +186,7 @@ class DetectedMachine:
     device: str
     """Device name in the planner."""
     num_ranks: int
-    """World size of the launcher; without a launcher the number of ranks for which this machine has devices."""
+    """World size of the launcher; without a launcher, the number of this machine's devices."""
     is_launched: bool
     """Whether a launcher started the ranks."""
     memory_gib: float
@@ -201,7 +201,7 @@ def device_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=32)
 def load_device(name_or_path: str) -> Device:
-    """Return a device by name, or from a TOML file with the keys of those in `devices/`.
+    """Return a device by name, or from a TOML file with the same keys as the files in `devices/`.
 
     A file may start from a known device with `base = "h100"` and set only what differs.
 

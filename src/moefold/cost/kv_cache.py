@@ -1,4 +1,4 @@
-"""Memory of the cached keys and values of a rank, and of the states of linear attention. Torch-free."""
+"""Memory of the cached keys and values of a rank, and of the states of linear attention."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 PAGE_POSITIONS = 64
 """Positions of a page of the cache on a CPU."""
 CUDA_PAGE_POSITIONS = 256
-"""The same on CUDA: torch's flash attention reads pages of a multiple of it."""
+"""The same on CUDA: torch's flash attention reads pages whose size is a multiple of this."""
 CacheKind = Literal["latents", "heads"]
-"""What latent attention caches: latents, or keys and values of all heads, computed as in training."""
+"""Cached values of latent attention: latents, or the keys and values of all heads, computed as in training."""
 
 
 def page_positions(device_type: str) -> int:
@@ -26,7 +26,7 @@ def page_positions(device_type: str) -> int:
 
 
 def num_state_slots(slots: int) -> int:
-    """Return the states that a rank holds while it decodes `slots` samples: theirs, and some of shared prompts."""
+    """Return the number of states on a rank that decodes `slots` samples: one for each, and some of shared prompts."""
     return slots + slots // 4 + 1
 
 
@@ -58,7 +58,7 @@ class CacheSizes:
         return max(self.states.values(), default=0)
 
     def total_bytes(self, num_pages: int, num_samples: int, kind: CacheKind = "latents") -> int:
-        """Return the bytes of pages, and of the states with which `num_samples` samples are decoded at once."""
+        """Return the bytes of the pages and the states of `num_samples` samples that are decoded at once."""
         return self.kv_bytes(num_pages * self.page_positions, kind) + num_state_slots(num_samples) * self.state_bytes
 
     def widths(self, kind: CacheKind) -> Counter[int]:
@@ -78,13 +78,13 @@ class CacheSizes:
 
     @property
     def _cores(self) -> list[tuple[int, AttentionCore]]:
-        """The pipeline rank of each layer, and what it computes without a weight."""
+        """The pipeline rank of each layer, and its sub-layers without a weight."""
         ranks = self.plan.rank_of_layers(self.model.num_layers)
         return [(ranks[number], layer.core) for number, layer in enumerate(self.model.decoder_layers)]
 
 
 def cache_sizes(cfg: Config, device_type: str) -> CacheSizes:
-    """Return what the ranks of a recipe cache, on the type of device that was chosen for them."""
+    """Return the cache sizes of the ranks of a recipe, on their chosen type of device."""
     item_bytes = compute_dtype_bytes(cfg.run)
     return CacheSizes(cfg.model, plan_stages(cfg), cfg.parallel.tp, item_bytes, page_positions(device_type))
 
@@ -109,7 +109,7 @@ def min_rollout_cache_bytes(cfg: Config) -> int:
     """
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
     p = sampling.parallel
-    # Tokens are counted instead of pages, which alone depend on the device.
+    # Tokens are counted instead of pages, because the size of a page depends on the device.
     sizes = cache_sizes(sampling, "cpu")
     num_slots = rollouts_at_once(cfg)
     num_tokens = num_slots * cfg.rollout.max_tokens

@@ -1,4 +1,4 @@
-"""Parameters of a model by name: its layers', from their parts, and its ends'. Torch-free.
+"""Parameters of a model by name: the parameters of its layers, from their parts, and of embedding and head.
 
 Sharding, counts, FLOPs, state memory, Muon's groups, the planner and conversion read them.
 """

@@ -1,4 +1,4 @@
-"""Methods that are cached by what they read of their arguments. Torch-free."""
+"""Methods that are cached by the values that they read from their arguments."""
 
 from collections.abc import Callable, Hashable
 from functools import wraps

@@ -1,4 +1,4 @@
-"""Columns of the memory tables: what a step has in memory, counted in units whose bytes the formulas know. Torch-free.
+"""Columns of the memory tables: the tensors in memory during a step, counted in units of known size.
 
 A snapshot of a step is a row of counts, which depends on the schedule and the layers of the stages only. Its bytes are
 the product with a row of sizes, which depends on the mapping only: for one recipe in `peak_memory.py`, for all mappings
@@ -42,7 +42,7 @@ END_COLUMNS = ("embedding", "head", "mtp", "logits", "delayed_head", "delayed_mt
 """Activations of the embedding, the head and MTP layers, hidden states that are sent or awaited, and offloaded parts
 that are copied."""
 STATE_COLUMNS = ("embedding", "head", "mtp", "second_embedding", "following_embedding", "stage")
-"""States of the ends of the model. The last stage's copy of the embedding is "following" on the rank of the first."""
+"""States of the ends of the model. The last stage's embedding is "following" on the rank of the first stage."""
 
 COMPARE_BLOCK_ROWS = 32
 """Rows that `drop_dominated` compares with at a time."""

@@ -1,4 +1,4 @@
-"""Sizes and kernels of one micro-batch on one rank. Torch-free."""
+"""Sizes and kernels of one micro-batch on one rank."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""Memory of overlapped passes: a forward and a backward pass that interleave at expert collectives. Torch-free.
+"""Memory of overlapped passes: a forward and a backward pass that interleave at expert collectives.
 
 With `parallel.overlap_experts` a forward pass advances by one expert collective whenever the backward pass of another
 micro-batch has started one. The peak follows from the live memory of both between their collectives, in counts of
@@ -68,7 +68,7 @@ def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chu
 def interleave(
     forward: Sequence[CommInterval], backward: Sequence[CommInterval], empty: Counts, passed: Counts
 ) -> Iterator[tuple[Counts, Counts]]:
-    """Yield the joint states of a pair: memory of the forward pass and of the backward pass.
+    """Yield the joint states of a pair: memory of the forward pass, and of the backward pass.
 
     Args:
         forward: intervals of one micro-batch; it starts at the first collective of the backward pass.
@@ -135,7 +135,7 @@ class _PassWalker:
         splits = self._spec.splits_backward
         num_mtp_layers = chunk.num_mtp_layers
         first_input = self._input()
-        # Kind of each layer, with what it leaves for the weight-gradient pass.
+        # Kind of each layer, with the tensors that it leaves for the weight-gradient pass.
         layers = [(kind, self._layer_row("delayed_wgrad", kind) * splits) for kind in chunk.kinds]
         layers += (
             [(chunk.mtp_layer_kind, self._row(delayed_mtp=1.0) * splits)] * num_mtp_layers if num_mtp_layers else []
@@ -204,7 +204,7 @@ class _PassWalker:
         return found
 
     def _make_layer_row(self, name: str, kind: int) -> Counts:
-        """Return a row with one layer; while it runs, it holds one offloaded part less in transit, half of its two."""
+        """Return a row with one layer; while it runs, it holds one of the two offloaded parts in transit."""
         is_running = name not in ("saved", "delayed_wgrad", *WGRAD_POINTS)
         found = self._row(in_transit=-0.5 if is_running else 0.0)
         found[self._spec.columns.layer_column(name) + kind] = 1.0

@@ -1,4 +1,4 @@
-"""Memory snapshots: candidate memory peaks of a pipeline rank in a step, as counts of what is in memory. Torch-free.
+"""Memory snapshots: candidate memory peaks of a pipeline rank in a step, as counts of the tensors in memory.
 
 The counts depend on the schedule and on the layers of the stages, not on any size. They follow the runtime's own order
 of work, within an overlapped forward and backward pass as in `overlap_memory.py`. Sizes decide which snapshot is the
@@ -128,7 +128,7 @@ def find_peak_candidates(
     found = []
     for rank in ranks:
         rows, _ = walk.snapshots(walk.slots(_runtime_row(schedule_spec, rank)))
-        # Most layers in flight; among these the most other activations.
+        # The snapshots with most layers in flight; among equal ones, those with most other activations.
         layers = rows[:, : columns.num_kinds].sum(axis=1)
         others = rows[:, columns.num_kinds : columns.size].sum(axis=1)
         found.append(rows[np.lexsort((others, layers))[-1], : columns.size])

@@ -1,4 +1,4 @@
-"""Peak memory of each pipeline rank in a step: states and the activations in flight. Torch-free."""
+"""Peak memory of each pipeline rank in a step: states and the activations in flight."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

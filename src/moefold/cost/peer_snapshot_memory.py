@@ -1,4 +1,4 @@
-"""Host memory of the snapshots that `checkpoint.peer_every` takes. Torch-free."""
+"""Host memory of the snapshots that `checkpoint.peer_every` takes."""
 
 from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
@@ -11,9 +11,9 @@ NUM_KEPT = 2
 def snapshot_bytes(cfg: Config) -> tuple[int, ...]:
     """Return the most bytes of snapshots on a rank of each pipeline stage: its own state, and one other rank's.
 
-    Exact but for the padding of uneven shards and for buffers. With ZeRO 1 to 3 a rank has the copy of all shards of
-    another one. With ZeRO 0 the other replicas have the weights, and copies are of experts with one owner; owners that
-    are all on one node, which adds a copy of their shards, are not counted.
+    Exact except for the padding of uneven shards and for buffers. With ZeRO 1 to 3 a rank holds a copy of all shards of
+    another rank. With ZeRO 0 the other replicas have the weights, and only experts with one owner are copied. If all
+    owners are on one node, another copy of their shards is not counted.
 
     Args:
         cfg: a recipe that `check_config` passed.

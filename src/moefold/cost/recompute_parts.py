@@ -1,4 +1,4 @@
-"""Parts of `train.recompute`: which part contains which, and which a model has. Torch-free."""
+"""Parts of `train.recompute`: which part contains which, and which a model has."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,7 +9,7 @@ from moefold.config.part_registry import built_in_kinds, find_part
 COMMON_PARTS = ("norms", "core_attention", "dense_mlp", "expert_activation", "shared_experts", "moe", "layer")
 """Parts of a layer under every attention."""
 NETWORK_PARTS = frozenset({"dense_mlp", "expert_activation", "shared_experts", "moe"})
-"""Parts of feed-forward networks, each of which has some (`FeedForwardPart.recompute_parts`)."""
+"""Parts of feed-forward networks; each network has some (`FeedForwardPart.recompute_parts`)."""
 
 
 @cache
@@ -32,7 +32,7 @@ def is_implied(part: str, container: str) -> bool:
 
 
 def containing_part(part: str, parts: Sequence[str]) -> str | None:
-    """Return the one of `parts` that contains another part, or None."""
+    """Return the first of `parts` that contains another part, or None."""
     return next((container for container in parts if is_implied(part, container)), None)
 
 

@@ -1,4 +1,4 @@
-"""Memory of reinforcement learning besides the step: weights of further models, and draws of tokens. Torch-free."""
+"""Memory of reinforcement learning outside the training step: weights of further models, and draws of tokens."""
 
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
@@ -30,14 +30,14 @@ def sampled_itemsize(cfg: Config) -> dict[str, int]:
     narrow = compute_dtype_bytes(cfg.run)
     names = WeightSharding.from_config(cfg, for_training=False).shapes
     weights = model_weights(cfg.model)
-    # What is no parameter is a buffer of a router.
+    # Tensors that are not parameters are buffers of a router.
     return {name: wide if name not in weights or weights[name].is_full_precision else narrow for name in names}
 
 
 def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
     """Return the bytes of each rank's weights for sampling that it does not share with training; 0 without them.
 
-    With rollout.ranks, of each of these ranks.
+    With rollout.ranks, these are the bytes of each rollout rank.
     """
     ranks = range(cfg.rollout.ranks or cfg.parallel.world_size)
     if not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
@@ -46,7 +46,7 @@ def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
     sampled = WeightSharding.from_config(rollout_config(cfg), for_training=False)
     itemsize = sampled_itemsize(rollout_config(cfg))
     wide = master_dtype_bytes(cfg.run)
-    # Experts that other ranks read lie in memory of their own.
+    # Experts that other ranks read are in separate memory.
     peer_read = {
         name for name, weight in model_weights(cfg.model).items() if weight.is_expert and fetches_experts(cfg.rollout)
     }
@@ -65,8 +65,8 @@ def rollout_weight_bytes(cfg: Config) -> tuple[int, ...]:
 def gathered_weight_bytes(cfg: Config) -> tuple[int, ...]:
     """Return the bytes of the weights that a model in training gathers to sample, on the first rank of each stage.
 
-    FSDP gathers all weights in the compute type. One rank gathers none, and which of its weights have copies in the
-    compute type depends on the kernels; they are not counted.
+    FSDP gathers all weights in the compute type. A single rank gathers none; copies of its weights in the compute type
+    depend on the kernels and are not counted.
     """
     p = cfg.parallel
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) or p.world_size == 1:

@@ -1,4 +1,4 @@
-"""Bytes by model part, and profiles of what the kernels of a device save for backward. Torch-free."""
+"""Bytes by model part, and profiles of the tensors that the kernels of a device save for backward."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ class KernelProfile:
     the gate and up projections: the backward pass recomputes the activation."""
     fused_swiglu: bool = False
     """Fused SwiGLU (gate, SiLU and product), which saves its two inputs: three inner widths in all, or two if
-    expert_activation, which is that kernel alone, is recomputed."""
+    expert_activation (only that kernel) is recomputed."""
     experts_apply_probs: bool = False
     """The experts' kernels apply the routing probabilities to the hidden values, if the recipe runs them."""
     tiled_loss: bool = False
-    """In addition to what the loss saves, only the logits of a tile of tokens are in memory, unless its GEMM's weight
-    gradient is delayed."""
+    """Besides the saved tensors of the loss, only the logits of a tile of tokens are in memory, unless its GEMM's
+    weight gradient is delayed."""
     caches_quantized_weights: bool = False
     """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `unit_memory.caches_quantized_weights`."""
 

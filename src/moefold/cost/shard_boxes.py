@@ -1,4 +1,4 @@
-"""The part of every parameter that each rank of a mapping holds, as boxes of indices. Torch-free.
+"""The part of every parameter that each rank of a mapping holds, as boxes of indices.
 
 A mapping is a folding, a placement of layers on pipeline ranks, and whether data-parallel ranks shard the weights. So
 every rank knows without communication what any rank holds under any mapping. A test compares the boxes with the local
@@ -50,7 +50,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True)
 class WeightSharding:
-    """A mapping as far as weights are concerned.
+    """The part of a mapping that decides how weights are sharded.
 
     Args:
         model: the model.

@@ -1,8 +1,8 @@
-"""Bytes that a site sends in a round: formats of the codes, and the vectors of its ranks by fragment. Torch-free.
+"""Bytes that a site sends in a round: formats of the codes, and the vectors of its ranks by fragment.
 
 Rank r of a site sends its shards of a fragment to rank r of each other site. A coded parameter takes whole blocks of
 the code, so the bytes of a site depend on its mapping only by the padding, and by the weights that tensor-parallel
-ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send what is counted here.
+ranks replicate. `comm/wire_codes.py` and `optim/outer.py` send these bytes.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ BLOCK = 256
 """Elements with a common scale."""
 SCALE_BYTES = 4
 PART_ELEMENTS = 2**22
-"""Elements that are exchanged at a time: the memory of a round is the vector, and a part of each member."""
+"""Elements that are exchanged at a time. A round holds the vector, and this part of each member's vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CodedSize:
     block: int = 1
     """Elements that are coded together; a parameter takes whole blocks."""
     scale_bytes: int = 0
-    """Of what is sent for each block besides the elements."""
+    """Bytes that are sent for each block besides the elements."""
 
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of a coded vector."""
@@ -93,19 +93,18 @@ def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = No
 
 @dataclass(frozen=True, slots=True)
 class FragmentTraffic:
-    """Content of a round of one fragment: what all ranks of a site send to one other site."""
+    """Content of a round of one fragment: the elements and bytes that all ranks of a site send to one other site."""
 
     num_coded: int
     """Elements that are sent as a code, whole blocks of each parameter on each rank."""
     plain_bytes: int
-    """Bytes of the buffers, of moments that are averaged, and in pairs of the outer weights, which are sent as they
-    are."""
+    """Bytes that are sent uncoded: buffers, averaged moments, and, if sites meet in pairs, the outer weights."""
     rank_coded: int
-    """Elements that the rank with the most of all sends as a code."""
+    """Elements that the rank with the most elements sends as a code."""
     rank_owned: int
-    """Of these, elements of experts that sites own, which are in messages of their own."""
+    """The part of them in experts that sites own, which are separate messages."""
     rank_plain: int
-    """Elements that it sends as they are."""
+    """Elements that this rank sends uncoded."""
 
     @property
     def messages(self) -> int:
@@ -119,7 +118,7 @@ class FragmentTraffic:
 
 
 def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTraffic, ...]:
-    """Return what a site sends to one other site, by fragment.
+    """Return the content that a site sends to one other site, by fragment.
 
     Args:
         cfg: a recipe with sites under a mapping that `check_config` passed.
@@ -140,7 +139,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
         shards = _shards(cfg.parallel, weight)
         holders = list(sharding.pp_ranks_of(weight.name))
         copies = len(holders) * stage_ranks // shards.degree
-        # A site sends its own experts alone, if sites own them.
+        # A site sends only its own experts, if sites own them.
         owners = cfg.sites.num_expert_owners if weight.is_expert else 1
         averages = cfg.sites.moments == "average"
         num_moments = sum(not state.is_count for state in optimizer.states(weight)) if averages else 0

@@ -1,4 +1,4 @@
-"""Split a list of units into the stages of a pipeline, balanced over its ranks. Torch-free."""
+"""Split a list of units into the stages of a pipeline, balanced over its ranks."""
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 Bounds = NDArray[np.int64]
 Key = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
-"""Function of the FLOPs and the bytes of the ranks of many splits, [splits, ranks] each: the columns of a key, most
-important first, of which the smallest row is the best split."""
+"""Function of the FLOPs and the bytes of the ranks of many splits, [splits, ranks] each. It returns the columns of a
+sort key, most important first; the smallest row is the best split."""
 
 PATIENCE = 32
 """Moves without a better split after which the search ends."""
 MAX_STAGES = 16
-"""Stages up to which every rank, and not the busiest and the fullest alone, may lose a unit."""
+"""Number of stages up to which every rank may lose a unit; with more, only the busiest and the fullest rank."""
 
 
 def split_units(
@@ -128,7 +128,7 @@ class _Units:
     def _moves(self, bounds: Bounds, work: NDArray[np.float64], size: NDArray[np.float64]) -> Bounds:
         """Return the bounds after each move of one unit to another stage, along the stages in between.
 
-        Of a long pipeline only the busiest and the fullest rank lose units.
+        In a long pipeline only the busiest and the fullest rank lose units.
         """
         counts = np.diff(bounds)
         sources = self._stages

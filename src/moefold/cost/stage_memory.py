@@ -1,4 +1,4 @@
-"""Memory of every unit of a model on every pipeline stage, for choosing the stages. Torch-free."""
+"""Memory of every unit of a model on every pipeline stage, for choosing the stages."""
 
 from dataclasses import replace
 

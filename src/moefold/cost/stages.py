@@ -1,4 +1,4 @@
-"""Pipeline stages of a recipe: resolve `parallel.pipeline_layout`; "auto" balances FLOPs and memory. Torch-free."""
+"""Pipeline stages of a recipe: resolve `parallel.pipeline_layout`; "auto" balances FLOPs and memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,10 +70,10 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
     """Partition the model into pp*virtual_stages consecutive non-empty stages, balanced in FLOPs and memory.
 
     The units are the embedding, each layer, and the loss with the MTP layers. A pipeline rank computes all of its
-    stages in turn, so their sum counts. The best partition minimises p * p * b: p are the FLOPs of the busiest rank,
-    which limits all others, b the bytes of the fullest rank by `cost/stage_memory.py`. So a partition that is 1 %
-    slower must save 2 % of memory. None is slower than the fastest one by more than `MAX_SLOWDOWN_PCT`. Ties go to the
-    faster one.
+    stages one after another, so their sum counts. The best partition minimises p * p * b. Here p is the FLOPs of the
+    busiest rank, which limits all others, and b is the bytes of the fullest rank by `cost/stage_memory.py`. So a
+    partition that is 1 % slower must save 2 % of memory. None is slower than the fastest one by more than
+    `MAX_SLOWDOWN_PCT`. Ties go to the faster one.
 
     It depends on the recipe only, so that all ranks get the same result.
 
@@ -94,7 +94,7 @@ def split_model(
     ranks: tuple[int, ...],
     sizes: Sequence[Sequence[int]] = (),
 ) -> tuple[StageParts, ...]:
-    """Return the stages of `split_units`, which may begin at some units alone: the units between them are one.
+    """Return the stages of `split_units`. They begin only at certain units; the units between those count as one.
 
     Args:
         model: the model.

@@ -1,7 +1,7 @@
-"""State memory: bytes of weights, gradients and optimizer state on each rank, exact to the byte. Torch-free.
+"""State memory: bytes of weights, gradients and optimizer state on each rank, exact to the byte.
 
-Counted is what the runtime allocates: FSDP's padding of uneven shards, the gathered weights in the compute type, and
-unreduced gradient sums. Not counted: code and buffers of libraries, and the allocator's rounding.
+The formulas count all that the runtime allocates, also FSDP's padding of uneven shards, the gathered weights in the
+compute type, and unreduced gradient sums. Not counted: code and buffers of libraries, and the allocator's rounding.
 
 Also the optimizer state that `train.offload_optimizer` removes from a rank's memory and that an update fetches.
 """

@@ -1,4 +1,4 @@
-"""State bytes of single units of a model: a layer, the embedding, the head; shards, types and buffers. Torch-free."""
+"""State bytes of single units of a model: a layer, the embedding, the head; shards, types and buffers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 QUANTIZED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "experts", "shared_experts", "mtp")
 """Parts whose matrices are operands of low-precision GEMMs."""
 QUANTIZED_COPIES = 2
-"""Quantised copies of a weight, of a byte a value: one for the forward pass, one for the gradient of the input."""
+"""Quantised copies of a weight, one byte per value: one for the forward pass, one for the gradient of the input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ShardSpec:
     gradient_bytes: int
     """Bytes per element of a gradient."""
     optimizer: OptimizerPart
-    """Says which states a parameter has."""
+    """The optimizer part that decides the states of a parameter."""
     trained_names: str = ""
     """Part of the names of the weights that are trained; all others are frozen, without gradients and moments. Empty:
     all are trained."""
@@ -83,12 +83,12 @@ class ShardSpec:
     residual_bytes: int = 0
     """Bytes of the outer residual per weight; 0 without one."""
     expert_owners: int = 1
-    """Number of sites among which the experts are divided: moments and residual are of the own ones."""
+    """Number of sites that divide the experts; each has the moments and residual of only its own experts."""
 
     def state_bytes(self, weights: Iterable[ParamSpec]) -> StateBytes:
         """Return the state bytes of weights that are already sharded by tensor and expert parallelism.
 
-        Of the first data-parallel rank, which holds most: later ranks get the remaining rows.
+        These are the bytes of the first data-parallel rank, which holds most: later ranks get the remaining rows.
         """
         weight_bytes = gradients = sums = moments = 0
         for weight in weights:
@@ -126,7 +126,7 @@ class ShardSpec:
         return total
 
     def offloaded_bytes(self, weight: ParamSpec, min_kib: int) -> int:
-        """Return the moment bytes of a weight that is already sharded; of moments of `min_kib` KiB or more."""
+        """Return the offloaded moment bytes of a sharded weight; moments below `min_kib` KiB are not offloaded."""
         numel = weight.dp_shards(self.degrees[weight.is_expert]).numel(0)
         own_numel = numel // self.owners(weight)
         min_bytes = max(min_kib * 2**10, 1)
@@ -175,7 +175,7 @@ def trained_names(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> s
 def caches_quantized_weights(train: TrainConfig, num_micro_batches: int, zero: int) -> bool:
     """Return whether FP8 kernels keep quantised weights for a step: several micro-batches read the same weights.
 
-    With ZeRO 3 gathered weights are freed after each use, and so are their quantised copies.
+    With ZeRO 3 gathered weights and their quantised copies are freed after each use.
     """
     return train.precision == "fp8-blockwise" and num_micro_batches > 1 and zero < 3
 
@@ -209,7 +209,7 @@ def dispatch_buffer_bytes(cfg: Config) -> int:
 def dispatch_sizes(
     model: ModelConfig, train: TrainConfig, moe: MoEConfig, num_shards: int, item_bytes: int
 ) -> DispatchSizes:
-    """Return what the ranks exchange in a micro-batch at most; `num_shards` ranks share its tokens."""
+    """Return the exchange sizes of a micro-batch, at most; `num_shards` ranks share its tokens."""
     part = model.routed
     return DispatchSizes(
         num_experts=part.num_experts if part else 0,

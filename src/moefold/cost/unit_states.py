@@ -1,4 +1,4 @@
-"""State bytes of the units of a model under any mapping: of one recipe, and of all of a search. Torch-free."""
+"""State bytes of the units of a model under any mapping: of one recipe, and of all of a search."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -35,7 +35,7 @@ PARAMS_IN_TRANSIT = 3
 
 
 class StateMapping(NamedTuple):
-    """A mapping as far as the states of a rank are concerned."""
+    """The degrees of a mapping that decide the state bytes of a rank."""
 
     tp: int
     cp: int
@@ -153,7 +153,7 @@ class UnitMemory:
         if self.cfg.model.last_stage_needs_embedding:
             for name in ("second_embedding", "following_embedding"):
                 table[:, columns.state_column(name)] = table[:, columns.state_column("embedding")]
-            # The copy on the rank of the first has no moments, and no gradient of its own after the reduction.
+            # On the rank of the first stage the copy has no moments, and no separate gradient after the reduction.
             table[STATE_FIELDS.index("optimizer"), columns.state_column("following_embedding")] = 0
         table[STATE_FIELDS.index("buffers"), columns.state_column("stage")] = rope_buffer_bytes(
             self.cfg.run, self.cfg.model, self.cfg.train, mapping.cp
@@ -161,7 +161,7 @@ class UnitMemory:
         # A rank counts one set of kinds.
         table[STATE_FIELDS.index("buffers"), columns.first_kind_set :] = exchange_bytes
         if mapping.shards_layers:
-            # The FSDP root's own weights stay gathered; of the layers of a rank, the largest counts, and the next one.
+            # The FSDP root's own weights stay gathered. A rank's largest layer counts, and its prefetched layer.
             prefetched = self.prefetched_bytes(mapping)
             gathered = table[STATE_FIELDS.index("gathered")]
             for kind_set in range(columns.several_layers):
@@ -192,7 +192,7 @@ class UnitMemory:
     def moment_sizes(self, mapping: StateMapping) -> dict[int, list[int]]:
         """Return the offloaded moments of each unit, largest first, by its state column.
 
-        A copy of the embedding on the rank of the first has no moments; on another rank it does.
+        A copy of the embedding on the rank of the first stage has no moments; on another rank it has them.
         """
         sizes: dict[int, list[int]] = {column: self.offloaded_unit(column, mapping) for column in self.units}
         if self.cfg.model.last_stage_needs_embedding:

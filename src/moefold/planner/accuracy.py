@@ -1,8 +1,8 @@
-"""Validation of the planner: predicted against published throughput, row by row. Torch-free.
+"""Validation of the planner: predicted against published throughput, row by row.
 
-An empty cell is a value that the source does not print. Some follow from other columns of the row (a method without
-pipeline stages has one), some are open and chosen by the planner (micro-batch size, virtual stages); if others are
-empty, the mapping is incomplete and the row is skipped.
+An empty cell is a value that the source does not print. Some values follow from other columns of the row (a method
+without pipelining has one stage). The planner chooses some others (micro-batch size, virtual stages). If any other cell
+is empty, the mapping is incomplete and the row is skipped.
 """
 
 import csv
@@ -62,7 +62,7 @@ _RECOMPUTE_PATTERNS = {
     r"\bfull\b": "layer",
 }
 _OFFLOAD_PATTERNS = {r"optimizer offload": "optimizer", r"activation\w* offload": "expert_activation"}
-"""Offloaded activations are the experts' activations, where a source specifies them."""
+"""Offloaded parts by pattern. Sources that specify offloaded activations offload the experts' activations."""
 _GRACE = ("gb200", "gb300")
 _BLACKWELL = ("b200", "b300", "gb200", "gb300")
 _RECIPES = tomllib.loads((files("moefold.planner") / "published_recipes.toml").read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ class PublishedRow:
     @property
     def _recipe(self) -> str:
         if "torchtitan" in self["source"]:
-            # A row that prints its activation checkpointing has settings of its own.
+            # A row that prints its activation checkpointing has its own settings.
             return "" if re.search(r"\bAC\b", self["note"]) else str(_RECIPES["torchtitan"])
         if "Megatron-Bridge" not in self["source"] or self.release < (26,):
             return ""
@@ -112,7 +112,7 @@ class PublishedRow:
 
     @property
     def release(self) -> tuple[int, ...]:
-        """Numbers of the container that a source names; (0,) if it names none."""
+        """Version numbers of the container that a source names; (0,) if it names none."""
         found = _RELEASE.search(self["source"])
         return (0,) if found is None else _numbers(found[1] or found[2])
 
@@ -123,7 +123,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedCase:
-    """A row that can be priced: one mapping, except for what the planner chooses."""
+    """A row that can be priced: one mapping, except for the values that the planner chooses."""
 
     row: PublishedRow
     model: str
@@ -191,7 +191,7 @@ def parse_case(row: PublishedRow) -> PublishedCase:
 
 
 def _published_flops_per_token(row: PublishedRow, model: str, workload: TrainingWorkload) -> float:
-    """Return the FLOPs of a token by the source's formula: of the step that it prints, or as known; 0: of neither."""
+    """Return the FLOPs of a token by the source's formula, from its printed step or as known; 0 if there is neither."""
     printed = _STEP.search(row.method_and_note)
     if printed and row["metric"] == "tflops_per_gpu":
         seconds = float(printed[1] or printed[2])
@@ -251,7 +251,7 @@ def _parse_overlap(row: PublishedRow) -> bool:
 def _parse_dispatcher(row: PublishedRow) -> DispatcherPart:
     """Return the dispatcher of a row. HybridEP is priced as DeepEP: both send a token once to a rank.
 
-    NVIDIA's recipes of 2026 have one of them; some rows say that their source does not print which.
+    NVIDIA's recipes of 2026 use one of the two; some rows say that their source does not print which.
     """
     names = ("hybridep", "deepep", "dispatcher not printed")
     has_kernels = any(name in row.method_and_note for name in names)
@@ -291,7 +291,7 @@ def _parse_workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Tr
         expert_spread=EXPERT_SPREAD if "natural routing" in words else 0.0,
         cuda_graphs="full" if has_full_graphs else graphs,
         fused_experts=has_full_graphs,
-        # HybridEP came with the containers in which the activation was fused.
+        # The containers that introduced HybridEP also fused the activation.
         unfused_clamp=graphs == "none" and "hybridep" not in words and row.release < (26,),
         counts_causal_attention=not is_paper and not (0,) < row.release < (25, 6),
         is_coupled=is_paper and row["method"] in BASELINES and mapping.dp % mapping.ep == 0,
@@ -380,12 +380,12 @@ class StatedError:
     """Published rows, each under a fit without its source."""
     unseen_median_pct: int = 8
     new_mean_pct: int = 19
-    """Rows of August 2025 to August 2026, many by third parties or of recipes that no one tuned, likewise."""
+    """The same for rows of August 2025 to August 2026, many by third parties or from untuned recipes."""
     new_median_pct: int = 11
     tie_pct: int = 9
     """Median error of the ratio of two mappings of one case."""
     tie_most_pct: int = 20
-    """The error below which eight of ten such ratios are."""
+    """Error that eight of ten such ratios stay below."""
 
     def __str__(self) -> str:
         return (
@@ -401,7 +401,7 @@ STATED_ERROR = StatedError()
 
 
 ErrorStatistics = dict[str, float]
-"""Number of rows, and mean, median and bias of their errors in percent; a positive bias is predicted too fast."""
+"""Number of rows, and mean, median and bias of their errors in percent; a positive bias means too fast predictions."""
 
 
 def error_statistics(errors: Sequence[float]) -> ErrorStatistics:
@@ -457,8 +457,8 @@ class Accuracy:
     def errors_by_kind(self) -> dict[str, dict[str, ErrorStatistics | None]]:
         """Return the errors of all rows, of each GPU and of each of `KINDS`, "fitted" and "unseen".
 
-        An unseen error is the error under a fit without the configuration; None if no row of a group was fitted, as
-        its errors are unseen already.
+        An unseen error is the error under a fit without the configuration. It is None if no row of a group was fitted,
+        because then all its errors are unseen.
         """
         rows = [p for p in self.predictions if p.error_pct is not None]
         groups = {"all": rows}
@@ -537,7 +537,7 @@ def validate_predictions(path: Path) -> Accuracy:
 
 
 def predict(case: PublishedCase) -> Prediction:
-    """Predict one case, with the best choice of what its source leaves open.
+    """Predict one case, with the best choice of the values that its source does not print.
 
     Raises:
         SkipRowError: no open choice divides the batch, or the value is not a number.

@@ -1,4 +1,4 @@
-"""`parallel = "auto"`: the planner chooses the mapping of a recipe before training. Torch-free."""
+"""`parallel = "auto"`: the planner chooses the mapping of a recipe before training."""
 
 from dataclasses import replace
 

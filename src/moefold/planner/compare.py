@@ -1,4 +1,4 @@
-"""Comparison of folding with no folding: the best mapping of each space for some sequence lengths. Torch-free.
+"""Comparison of folding with no folding: the best mapping of each space for some sequence lengths.
 
 Without folding, experts are sharded like attention (etp = tp). Two such spaces are compared: in `coupled+cp` ep may
 span cp ranks, in `coupled` it lies within dp. A mapping with tp = etp = 1 is in the first of them, so folding gains
@@ -165,7 +165,7 @@ def _best_of_method(method: str, folded: PlannedMapping | None, request: PlanReq
     """Return the fastest mapping of a method."""
     if folded is None:
         return None
-    # The best of all mappings is the best of a method that accepts it, if it is priced alike there.
+    # The best of all mappings is also the best of a method that accepts it, if that method prices it equally.
     is_alike = METHODS[method].ep_may_span_cp or folded.mapping.cp == 1
     if is_alike and METHODS[method].accepts(folded.fold):
         return folded

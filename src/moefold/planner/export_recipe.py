@@ -1,4 +1,4 @@
-"""Export of a planned mapping as a recipe for training. Torch-free."""
+"""Export of a planned mapping as a recipe for training."""
 
 import re
 from dataclasses import fields, replace
@@ -50,7 +50,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
     cfg = constraints.config_with(
         {axis: getattr(m, axis) for axis in SAME_AXES}
         | {
-            # Its kind, or the part where the recipe has it with its settings.
+            # The kind, or the recipe's part of that kind with its settings.
             "dispatcher": m.dispatcher
             if m.dispatcher == constraints.base_config.parallel.dispatcher
             else m.dispatcher.written_as or m.dispatcher.kind,
@@ -79,7 +79,7 @@ def config_with_mapping(constraints: MappingConstraints, mapping: ParallelMappin
 
 
 def _without_idle_keys(cfg: Config) -> Config:
-    """Return a recipe in which settings of the recipe's mapping that have no effect, and are refused, are unset."""
+    """Return a recipe without those settings of its mapping that have no effect and would be refused."""
     names = [f"rollout.{key}" for key in (*ROLLOUT_DEGREES, "experts")]
     context = chosen_in(cfg.parallel, ContextPart)
     names += [f"{ContextPart.key}.{field.name}" for field in fields(context)]

@@ -1,7 +1,7 @@
-"""Models without a preset, which tables of measurements name: dense ones, and hybrids that the runtime does not have.
+"""Models of measurement tables that have no preset: dense models, and hybrids that the runtime does not have.
 
 Where a source prints its FLOPs for a token, the sizes in `foreign_models.toml` agree with it
-(tests/planner/test_model_spec.py). Layers of a hybrid are parts that can be counted and not built.
+(tests/planner/test_model_spec.py). The layers of a hybrid are parts that moefold can count but not build.
 """
 
 import tomllib
@@ -48,7 +48,7 @@ class Mamba(AttentionPart):
 
 @dataclass(frozen=True, kw_only=True)
 class NoMixer(AttentionPart):
-    """Nothing, in a layer that is a feed-forward network alone."""
+    """Empty mixer, for a layer that is only a feed-forward network."""
 
     is_recurrent: ClassVar[bool] = True
 
@@ -67,7 +67,7 @@ class NoMixer(AttentionPart):
 
 @dataclass(frozen=True, kw_only=True)
 class NoNetwork(FeedForwardPart):
-    """Nothing, in a layer that is a mixer alone."""
+    """Empty feed-forward network, for a layer that is only a mixer."""
 
     tp_unit: ClassVar[tuple[str, int]] = ("", 0)
 
@@ -106,7 +106,7 @@ class ForeignModel(ModelConfig):
 
 
 def _hybrid(model: ModelConfig, pairs: int, attention: int, mixer_heads: int) -> ForeignModel:
-    """Build a hybrid whose layers are a Mamba-2 mixer, attention or experts, each alone; an MTP layer has both."""
+    """Build a hybrid whose layers are each one of Mamba-2 mixer, attention and experts; an MTP layer has both."""
     whole = model.decoder_layers[0]
     both = replace(whole, ffn=UngatedExperts(**_fields_of(whole.ffn)))
     attention_alone = replace(whole, ffn=NoNetwork())
@@ -134,4 +134,4 @@ _TABLES = tomllib.loads((files("moefold.planner") / "foreign_models.toml").read_
 SYNONYMS: dict[str, str] = {other: name for name, others in _TABLES["synonyms"].items() for other in others}
 """Names of models by other spellings in tables of measurements."""
 FOREIGN_MODELS = {name: _model(keys) for name, keys in _TABLES.items() if name != "synonyms"}
-"""By name. Others than a `ForeignModel` can be planned and trained."""
+"""Models by name. All except a `ForeignModel` can be planned and trained."""

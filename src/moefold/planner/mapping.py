@@ -1,4 +1,4 @@
-"""Parallel mapping: the degrees of parallelism that the planner prices, and its display. Torch-free."""
+"""Parallel mapping: the degrees of parallelism that the planner prices, and its display."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,7 @@ class ParallelMapping:
     mbs: int = 1
     """Samples of a micro-batch."""
     zero: int = 1
-    """0 replicate; 1 shard optimizer state; 2 and gradients; 3 and parameters."""
+    """ZeRO stage. 0 replicates; 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
     recompute: tuple[str, ...] = ()
     """Parts of the layers to recompute in the backward pass."""
     offload: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class ParallelMapping:
         return self.tp * self.cp * self.dp * self.pp
 
     def num_micro_batches(self, global_batch_size: int) -> int:
-        """Return the micro-batches of one data-parallel rank in a step, including micro-batches of padding alone."""
+        """Return the micro-batches of one data-parallel rank in a step, including micro-batches of only padding."""
         return -(-global_batch_size // (self.mbs * self.dp))
 
     def as_dict(self) -> dict[str, object]:
@@ -111,7 +111,7 @@ def format_compact_degrees(mapping: ParallelMapping) -> str:
 
 
 def describe_strategy(mapping: ParallelMapping) -> str:
-    """Describe how a mapping saves memory and hides communication, beyond its degrees; empty if it does neither."""
+    """Describe how a mapping saves memory and hides communication, beyond its degrees; empty without such settings."""
     m = mapping
     words = [schedule_named(m.schedule).kind] if m.pp > 1 and m.schedule != DEFAULT_SCHEDULE else []
     words += [f"recompute: {' + '.join(m.recompute)}"] if m.recompute else []

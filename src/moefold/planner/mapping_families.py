@@ -1,4 +1,4 @@
-"""Families of mappings: the best of each, and how far it is from a measured mapping. Torch-free."""
+"""Families of mappings: the best of each, and how far it is from a measured mapping."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ NUMBER_AXES = ("seq_len", "tp", "cp", "pp", "ep", "etp", "mbs")
 
 @dataclass(frozen=True)
 class MappingFamily:
-    """Kind of mapping that people choose between."""
+    """Kind of mapping that users choose between."""
 
     title: str
     group: MappingGroup
@@ -32,7 +32,7 @@ FAMILIES = {
     "coupled": MappingFamily("ETP = TP", MappingGroup(1, METHODS[COUPLED_WITH_CP].accepts, (0, 1, 2))),
     "fsdp": MappingFamily("ZeRO-3 (FSDP)", MappingGroup(zero_stages=(3,))),
 }
-"""By the word of `--take`: any folding with ZeRO 0 to 2, its part without folding, and ZeRO-3 with any folding."""
+"""By the word in `--take`: any folding with ZeRO 0 to 2, its part without folding, and ZeRO-3 with any folding."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class FamilyBest:
     """The best mapping of a family."""
 
     name: str
-    """The word of `--take`."""
+    """The family's word in `--take`."""
     plan: PlannedMapping
     nearest: Nearest
     is_tie: bool
     """True if its step is within the error of the fastest family's."""
     fastest: PlannedMapping
-    """The family's fastest mapping: the plan itself, or one that is less near to a measurement."""
+    """The family's fastest mapping: the plan itself, or a mapping farther from any measurement."""
 
     @property
     def unmeasured(self) -> tuple[str, ...]:
@@ -68,10 +68,10 @@ class FamilyBest:
 
 
 def best_of_families(planner: Planner) -> list[FamilyBest]:
-    """Return the best mapping of every family that has one that fits, in the order of `FAMILIES`.
+    """Return the best mapping that fits of every family, in the order of `FAMILIES`.
 
-    Of the fastest one, and of those with measured degrees that take as long within the error, it is the nearest to a
-    measurement.
+    The candidates are the fastest mapping, and the mappings with measured degrees that take equally long within the
+    error. The best candidate is the nearest to a measurement.
     """
     request = planner.request
     own_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
@@ -82,7 +82,7 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
     for (name, family), own in zip(FAMILIES.items(), plans, strict=True):
         if not own:
             continue
-        # A family within the error of the fastest is shown by a mapping that is too.
+        # If a family is within the error of the fastest, its mapping must be too.
         limit_s = _within_error(least_s if own[0].time.total_s <= _within_error(least_s) else own[0].time.total_s)
         accepts = _accepts_both(family.group.accepts, degrees)
         measured = planner.search.plans_below(limit_s, family.group.zero_stages, accepts, is_beam=True)
@@ -106,9 +106,9 @@ def _accepts_both(accepts: Callable[[Fold], bool], degrees: set[tuple[int, ...]]
 
 
 def choose_family(families: list[FamilyBest], name: str | None = None) -> FamilyBest | None:
-    """Return the family of a name; without one, of the families within the error the nearest to a measurement."""
+    """Return the family of a name; without a name, the family within the error that is nearest to a measurement."""
     named = [one for one in families if (one.is_tie if name is None else one.name == name)]
-    # Of equally near ones the fastest.
+    # The fastest of equally near families.
     return min(
         named, key=lambda one: (len(one.unmeasured), len(one.nearest.differences), one.plan.time.total_s), default=None
     )
@@ -117,7 +117,7 @@ def choose_family(families: list[FamilyBest], name: str | None = None) -> Family
 def nearest_measured(request: PlanRequest, mapping: ParallelMapping) -> Nearest:
     """Return the published mapping, of the same model if any, with the fewest axes between it and a planned one.
 
-    Of several, the one with the fewest doublings.
+    Among several, it is the mapping with the fewest doublings.
     """
     own = measured_axes(mapping, request.device.name, request.model_spec.name, request.workload.seq_len)
     ranked = ((list(_differences(row, own)), row) for row in _measured())
@@ -130,7 +130,7 @@ def nearest_measured(request: PlanRequest, mapping: ParallelMapping) -> Nearest:
 
 
 def measured_axes(mapping: ParallelMapping, gpu: str, model: str, seq_len: int) -> dict[str, object]:
-    """Return what a planned and a measured mapping are compared by."""
+    """Return the axes that a planned and a measured mapping are compared by."""
     m = mapping
     recompute = "none" if not m.recompute else "full" if {"layer", "moe"} & set(m.recompute) else "selective"
     return {
@@ -145,7 +145,7 @@ def measured_axes(mapping: ParallelMapping, gpu: str, model: str, seq_len: int) 
 
 
 def _differences(row: Mapping[str, str], own: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Yield the axes that differ, with the doublings between the values; 2 for values that are no numbers."""
+    """Yield the axes that differ, with the doublings between the values; 2 for values that are not numbers."""
     for axis, value in own.items():
         before = row[axis]
         if axis == "gpu" and _generation(before) == _generation(str(value)):

@@ -1,6 +1,6 @@
-"""Model spec: the distinct layers of a model and their order, as the planner prices them. Torch-free.
+"""Model spec: the distinct layers of a model and their order, as the planner prices them.
 
-What a layer holds and computes is asked of its parts. Here a model is also found by its name: a preset, a config.json,
+The parts of a layer know its weights and its work. This module also finds a model by its name: a preset, a config.json,
 or a model without a preset (`foreign_models.py`).
 """
 
@@ -23,7 +23,7 @@ from moefold.recipe import load_config
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Model with a name, and its layers by what they cost."""
+    """Model with a name, and its layers grouped by their cost."""
 
     name: str
     config: ModelConfig
@@ -35,7 +35,7 @@ class ModelSpec:
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """The distinct layers, MTP (multi-token prediction) layers included; RoPE alone makes no difference."""
+        """The distinct layers, with MTP (multi-token prediction) layers; RoPE makes no difference."""
         return tuple(dict.fromkeys(map(_without_rope, self.config.all_layers)))
 
     @property
@@ -144,7 +144,7 @@ def load_model_spec(name: str) -> ModelSpec:
 
 
 def plannable_model_names() -> tuple[str, ...]:
-    """Return the names of models that the runtime can train; others are priced by `moefold plan-accuracy` alone."""
+    """Return the names of models that the runtime can train; only `moefold plan-accuracy` prices the others."""
     trainable = (name for name, model in FOREIGN_MODELS.items() if not isinstance(model, ForeignModel))
     return (*preset_names(), *sorted(trainable))
 

@@ -1,4 +1,4 @@
-"""Planner: answers a plan request with the fastest mappings that fit. Torch-free.
+"""Planner: answers a plan request with the fastest mappings that fit.
 
 `moefold plan` and `parallel = "auto"` use it.
 """
@@ -43,7 +43,7 @@ class PlanRequest:
     """A model, a batch, and the GPUs to run it on."""
 
     base_config: Config
-    """The recipe. Of its mapping, only world_size and what no search changes (orders, context, layout) count."""
+    """The recipe. Its mapping gives only world_size and the keys that no search changes (orders, context, layout)."""
     model_spec: ModelSpec
     device: Device
     workload: TrainingWorkload
@@ -51,7 +51,7 @@ class PlanRequest:
     reserve_gib: float = 0.0
     """Memory that a mapping has to leave free on each device, in GiB."""
     site_link: SiteLink | None = None
-    """Connection to the other sites, for which rounds are planned; None: none are."""
+    """Connection to the other sites, to plan their rounds; None: no rounds are planned."""
     assumed: Mapping[str, int] = field(default_factory=dict)
     """Options that were not given, with the values that stand for them."""
 
@@ -74,7 +74,7 @@ class PlanRequest:
 
 
 def legal_context(model: ModelConfig, parallel: ParallelConfig) -> str | Part:
-    """Return the kind of context parallelism to search with: the recipe's, or one that goes with sparse attention.
+    """Return the kind of context parallelism to search with: the recipe's, or a kind that sparse attention allows.
 
     Without context parallelism `parallel.context` has no effect.
     """
@@ -143,7 +143,7 @@ class Planner:
         return len(self.space.folds)
 
     def top_plans(self, count: int) -> list[PlannedMapping]:
-        """Return the first `count` plans that fit, best first; if none fits, the plan of least memory alone.
+        """Return the first `count` plans that fit, best first; if none fits, only the plan of least memory.
 
         Raises:
             ConfigError: no mapping is legal.
@@ -186,7 +186,7 @@ class Planner:
         return plan_sites(self.config_for(best), link, best.time.total_s)
 
     def infeasible_reason(self) -> str:
-        """Return in one line why no mapping is legal, or why none fits, and what would do."""
+        """Return in one line why no mapping is legal, or why none fits, and a way out."""
         return self._nothing_fits_message() if self.space.folds else self._nothing_legal_message()
 
     def _nothing_legal_message(self) -> str:
@@ -227,7 +227,7 @@ class Planner:
         return f"{text}; it would fit with {', or '.join(options)}"
 
     def least_gpus(self) -> int | None:
-        """Return the least number of GPUs on which some mapping fits: a power of two, or some eighths of it below.
+        """Return the least number of GPUs with a mapping that fits: a power of two, or some eighths of it below.
 
         None: no power of two up to MAX_GPUS.
         """
@@ -240,7 +240,7 @@ class Planner:
         return next(filter(self._fits_on, between), enough)
 
     def _fits_on(self, num_gpus: int) -> bool:
-        """Return whether some mapping of a number of GPUs fits with recomputed layers, by its memory alone."""
+        """Return whether the memory of some mapping of a number of GPUs fits with recomputed layers."""
         constraints = MappingConstraints(self.request.with_num_gpus(num_gpus).base_config)
         space = MappingSpace(constraints, self.request.restriction)
         return MemoryFilter(space, self.own_search.memory_model).fits_frugally

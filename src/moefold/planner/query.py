@@ -1,4 +1,4 @@
-"""Plan requests from a model's name, a device's name and settings, and results as dicts. Torch-free.
+"""Plan requests from a model's name, a device's name and settings, and results as dicts.
 
 Messages name the options of `moefold plan`.
 """
@@ -43,7 +43,7 @@ DEFAULT_MAPPINGS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Settings of a plan apart from the model and the device."""
+    """Settings of a plan except the model and the device; None takes the value of the recipe."""
 
     num_gpus: int | None = None
     """None takes the recipe's."""
@@ -68,7 +68,7 @@ class PlanOptions:
     flops: Literal["full", "causal"] = "full"
     """Attention in the FLOP count of the MFU."""
     mtp_flops: Literal["with", "without"] | None = None
-    """Multi-token prediction in that count; None counts it."""
+    """Whether that count includes multi-token prediction; None counts it."""
     method: str = FOLDED
     """Part of the search."""
     offload: bool = False
@@ -310,7 +310,7 @@ def check_priced_stage(model: ModelConfig, train: TrainConfig, lora: LoraConfig)
     """Check that the time model has the passes of a recipe's training stage.
 
     Raises:
-        ConfigError: the recipe trains adapters alone, or is the warm-up of indexers, whose attention is dense.
+        ConfigError: the recipe trains only adapters, or is the warm-up of indexers, which has dense attention.
     """
     if lora.trains_adapters_only:
         raise ConfigError(

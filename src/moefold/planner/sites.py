@@ -1,6 +1,6 @@
-"""Plan of sites: how often, in how many bits and how far overlapped they exchange weights over a link. Torch-free.
+"""Plan of sites: how often, in how many bits and how far overlapped they exchange weights over a link.
 
-A site is an ordinary job of step time t. With one fragment after the other, each of which has a round every H steps,
+A site is an ordinary job of step time t. Its fragments take turns, and each has a round every H steps:
 
     exchange = (R - 1) * (messages * latency + bytes / bandwidth) + coding
     exposed  = 4 * latency + max(0, exchange - overlap * t)
@@ -35,7 +35,7 @@ MAX_OVERLAP = 5
 """Largest overlap that is chosen, in steps: up to it the loss of Streaming DiLoCo changes by less than 0.2 %
 (arXiv:2501.18512)."""
 NEAR = 1.1
-"""Factor above the lowest `every` up to which less overlap or more bits are chosen."""
+"""Maximum factor over the lowest `every` that is accepted for less overlap or for more bits."""
 MAX_PUBLISHED_EVERY = 500
 """Largest `every` of published runs (arXiv:2311.08105)."""
 KEEP_LOCAL = 0.5
@@ -61,11 +61,11 @@ class RoundVolume:
     """Content of a round of one fragment, from a site to one other site."""
 
     num_bytes: float
-    """Of all ranks of the site."""
+    """Bytes of all ranks of the site."""
     messages: int = 1
     """Messages of a rank, one after the other."""
     coding_s: float = 0.0
-    """Seconds in which a rank encodes its vector and decodes the vectors of all members."""
+    """Seconds that a rank needs to encode its vector and to decode the vectors of all members."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,16 +86,16 @@ class SiteRate:
     exchanges_s: tuple[float, ...]
     """Seconds of the exchange of each fragment."""
     exposed_s: float
-    """Seconds of all rounds of a period of `every` steps in which a site does not train."""
+    """Seconds of a period of `every` steps that a site does not train, because of its rounds."""
     utilisation: float
-    """Share of the time in which a site trains."""
+    """Share of the time that a site trains."""
     bytes_per_day: float
-    """Bytes that a site sends in a day, and as many that it receives."""
+    """Bytes that a site sends in a day; it receives equally many."""
 
     @property
     def reaches_target(self) -> bool:
         """Return whether the utilisation is at least `TARGET`."""
-        # The least `every` of a utilisation may reach it up to rounding.
+        # The least `every` for a utilisation reaches it except for rounding errors.
         return self.utilisation >= TARGET * (1 - 1e-9)
 
     def as_dict(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class SiteCost:
         return self.peers * transfer_s + volume.coding_s
 
     def exposed_s(self, precision: str, overlap: int) -> float:
-        """Return the seconds in which a site does not train, of one round of every fragment."""
+        """Return the seconds that a site does not train, because of one round of every fragment."""
         hidden_s = overlap * self.step_s
         return sum(
             MEETING_MESSAGES * self.link.latency_s + max(0.0, self.exchange_s(volume) - hidden_s)
@@ -168,9 +168,9 @@ class SiteCost:
         )
 
     def least_every(self, precision: str, overlap: int, target: float = TARGET) -> int:
-        """Return the fewest steps between the rounds of a fragment with which a site reaches a utilisation."""
+        """Return the fewest steps between the rounds of a fragment that allow a site a utilisation."""
         fewest = round_up(target / (1 - target) * self.exposed_s(precision, overlap) / self.step_s)
-        # Each fragment has a round of its own, and its exchange ends before the next one begins.
+        # Fragments have separate rounds, and the exchange of one ends before the next begins.
         return max(fewest, len(self.volumes[precision]) * (overlap + 1))
 
     def data_parallel(self, num_bytes: float) -> DataParallelRate:
@@ -192,10 +192,10 @@ class SitePlan:
     cost: SiteCost
     method: SiteMethodPart
     recipe: SiteRate
-    """Of the recipe's own settings."""
+    """Speed under the recipe's own settings."""
     options: tuple[tuple[SiteRate, SiteRate], ...]
-    """Of the least `every` that reaches `TARGET`, for each precision: without overlap, or with as little as may be
-    chosen, and with as much."""
+    """Speeds at the least `every` that reaches `TARGET`, for each precision: with the least overlap that may be chosen
+    (usually none), and with the most."""
     chosen: SiteRate
     further: Mapping[str, Any]
     """Other keys of [sites] that change with the chosen settings."""
@@ -230,7 +230,7 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
     name = precision or sites.precision
     of_method = precision is None and sites.part.wire_format(difference_itemsize(cfg.run)) is not None
     encode_s, decode_s = sites.part.coding_s if of_method else CODING_S[name]
-    # A site also decodes its own vector, if its code loses anything.
+    # A site also decodes its own vector, if its code is lossy.
     num_members = 2 if sites.part.in_pairs else sites.count
     num_decoded = num_members + (of_method or name != "float32")
     return tuple(
@@ -240,12 +240,12 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
 
 
 def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
-    """Return the settings of sites with which they reach `TARGET`.
+    """Return settings of sites that reach `TARGET`.
 
-    If the recipe's settings do, they are chosen. Else the least overlap, and with it the most bits, with which the
-    recipe's `every` is enough; if none is, that with an `every` near the lowest. If rounds overlap in the chosen
-    settings and not in the recipe, half of a site's own weights stays. A code and an overlap of the method's own, and
-    averaged moments, stay as they are.
+    If the recipe's settings reach it, they are chosen. Else the recipe's `every` stays if it can be enough, with the
+    least overlap and then the most bits. If it cannot, an `every` near the lowest is chosen. If rounds overlap in the
+    chosen settings and not in the recipe, half of a site's own weights stays. A code or an overlap that the method
+    prescribes, and averaged moments, do not change.
 
     Args:
         cfg: a recipe with sites under a mapping that `check_config` passed.
@@ -254,7 +254,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     """
     sites = cfg.sites
     has_code = sites.part.wire_format(difference_itemsize(cfg.run)) is not None
-    # A residual is what a code has lost, and float32 loses nothing.
+    # A residual is the error of a code, and float32 has none.
     choosable = [name for name in PRECISIONS if name != "float32" or not sites.residual]
     precisions = [sites.precision] if has_code else choosable
     volumes = {name: site_volumes(cfg, None if has_code else name) for name in precisions}
@@ -294,7 +294,7 @@ def _overlaps(sites: SitesConfig) -> range:
     """Return the values of sites.overlap to choose from."""
     if sites.moments == "average" or not sites.part.may_overlap or sites.part.overlaps_whole_round:
         return range(1)
-    # A share of the local weights stays in an overlap alone.
+    # Only an overlap keeps a share of the local weights.
     return range(1 if sites.keep_local else 0, max(MAX_OVERLAP, sites.overlap) + 1)
 
 
@@ -310,7 +310,7 @@ def _with_every(settings: RoundSettings, every: int) -> RoundSettings:
 
 
 def round_up(steps: float) -> int:
-    """Round up, but for the rounding of floating-point numbers."""
+    """Round up, with a tolerance for floating-point errors."""
     return math.ceil(steps * (1 - 1e-12))
 
 
@@ -318,7 +318,7 @@ def with_site_settings(cfg: Config, plan: SitePlan) -> Config:
     """Return a recipe with the chosen settings.
 
     Raises:
-        ConfigError: the run has no round of them but the last.
+        ConfigError: with these settings the run has no round before its last.
     """
     settings = plan.chosen.settings
     if settings.every > cfg.run.steps:

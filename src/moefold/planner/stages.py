@@ -1,4 +1,4 @@
-"""Pipeline stages as the runtime would split and place them, for pricing. Torch-free."""
+"""Pipeline stages as the runtime would split and place them, for pricing."""
 
 from collections.abc import Callable
 
@@ -12,17 +12,17 @@ from moefold.topology.pipeline_layout import StageParts, parse_layout
 from moefold.topology.schedules import schedule_named
 
 StageSplitter = Callable[[tuple[int, ...]], tuple[ModelChunk, ...]]
-"""Function that returns the chunks of a pipeline, in model order, from the rank of each (`placed_ranks`)."""
+"""Function from the rank of each chunk of a pipeline (`placed_ranks`) to the chunks, in model order."""
 
 
 class RecipeStageSplitter:
     """Splitter by a recipe's `parallel.pipeline_layout`; without one, balanced by rank, as the planner writes it.
 
     Args:
-        cfg: the recipe; of its mapping only the layout counts.
+        cfg: the recipe; from its mapping only the layout is read.
         model_spec: its model.
-        as_megatron: as Megatron-Core does by default: even stages where the layers, or the layers, the embedding and
-            the loss divide.
+        as_megatron: split as Megatron-Core does by default: into even stages, if they divide the layers, or the layers
+            with the embedding and the loss.
     """
 
     def __init__(self, cfg: Config, model_spec: ModelSpec, *, as_megatron: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""Attention work where samples hold documents: what the cost model needs to know of the ranks of a round. Torch-free.
+"""Attention work of samples that hold documents: the numbers of a round of ranks for the cost model.
 
-Round j is the j-th micro-batch of all dp x cp ranks. Where the experts fold over dp x cp, the ranks of an ep group wait
-for each other in every layer, and so do the ranks of a cp group. Attention therefore takes the sum over layers and
-rounds of the maximum over these ranks, not the maximum of their sums.
+Round j is the j-th micro-batch of all dp x cp ranks. If the experts fold over dp x cp, the ranks of an ep group and of
+a cp group wait for each other in every layer. Attention therefore takes the sum over layers and rounds of the maximum
+over these ranks, not the maximum of their sums.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class AttentionLoad:
     """Attention work of one layer and round, per token of a rank; rows are counted in one rank's exchange."""
 
     keys: float
-    """Visible keys for each query, on average over the rounds, of the busiest rank of those that wait."""
+    """Visible keys for each query of the busiest rank of a waiting group, on average over the rounds."""
     mean_keys: float
     """Visible keys for each query, on average over rounds and ranks."""
     kernel_rows: float
@@ -42,15 +42,15 @@ class AttentionLoad:
     sent_keys: float = 0.0
     """Rows of keys and values that the rank with the most exchanges (sent or received), for each token that it has."""
     sent_queries: float = 0.0
-    """Rows of queries, likewise."""
+    """The same for rows of queries."""
     remote_keys: float = 0.0
     """Rows of `sent_keys` that leave a node, of the rank with the most of them."""
     remote_queries: float = 0.0
-    """Rows of `sent_queries`, likewise."""
+    """The same for `sent_queries`."""
     exchange_ranks: int = 1
     """Consecutive ranks of dp x cp that exchange rows."""
     is_planned: bool = False
-    """True if only these rows are exchanged; otherwise all keys and values pass round the cp ranks."""
+    """True if only these rows are exchanged; otherwise all keys and values pass through all cp ranks."""
 
     @property
     def max_over_mean(self) -> float:

@@ -1,4 +1,4 @@
-"""Idle time of a pipeline schedule: in closed form where there is one, else by execution of its rows. Torch-free."""
+"""Idle time of a pipeline schedule, in closed form if there is one, else by execution of its rows."""
 
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from moefold.topology.schedules import schedule_named, schedule_rows
 def bubble_s(
     forward_s: Any, backward_s: Any, wgrad_s: Any, *, pp: int, vpp: Any, num_micro_batches: int, schedule: str | Part
 ) -> Any:
-    """Return the idle seconds of a rank in one step: what the step takes longer than the work of a rank.
+    """Return the idle seconds of a rank in one step: the seconds of the step beyond the rank's work.
 
     Args:
         forward_s: one micro-batch forward through all chunks of one rank; like the other times a number or an array.

@@ -1,8 +1,8 @@
-"""Cost model of collectives, by algorithm and link level, for groups of ranks at a stride. Torch-free.
+"""Cost model of collectives, by algorithm and link level, for groups of ranks at a stride.
 
 Ranks are laid out with tp fastest, so a group of `size` ranks at a distance of `stride` lies within one link level or
-spans several of its units (nodes, NVLink domains). Traffic over the outer level passes the NIC of each rank, of which a
-unit has as many as ranks of the group.
+spans several of its units (nodes, NVLink domains). Traffic over the outer level passes the NIC of each rank. A unit has
+as many NICs as ranks of the group.
 """
 
 from dataclasses import dataclass
@@ -89,12 +89,12 @@ def all_to_all_s(
 
 
 def exchange_s(device: Device, group: RankGroup, sent_bytes: float, remote_bytes: float) -> float:
-    """Return the seconds of an all-to-all of unequal parts, in which the busiest rank sends or receives the bytes.
+    """Return the seconds of an all-to-all of unequal parts, given the bytes that the busiest rank sends or receives.
 
     Args:
         device: the device with its links.
         group: the ranks.
-        sent_bytes: bytes of the busiest rank, without those that stay on it.
+        sent_bytes: bytes of the busiest rank, without the bytes that stay on it.
         remote_bytes: the part of `sent_bytes` that leaves the rank's unit of the first link level.
     """
     if group.size == 1:

@@ -1,4 +1,4 @@
-"""Time of data parallelism: parameter all-gathers, gradient reductions, and the optimizer's update. Torch-free.
+"""Time of data parallelism: parameter all-gathers, gradient reductions, and the optimizer's update.
 
 A matrix that the optimizer gathers for its update is full on one rank of its stage, its owner. The work is balanced
 over the ranks, and a rank that holds the full matrix anyway is its owner.
@@ -48,7 +48,7 @@ class GatheredMatrixCost:
     Args:
         model_spec: the model.
         device: a device with a known rate for GEMMs in the dtype of the master weights.
-        workload: its optimizer counts.
+        workload: its optimizer is read.
 
     Raises:
         ConfigError: the rate of these GEMMs is unknown.
@@ -120,7 +120,7 @@ def model_weights_by_count(model_spec: ModelSpec) -> list[tuple[int, ParamSpec]]
 
 
 def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> tuple[float, float, float]:
-    """Return the elements of a matrix on each rank, and those that all ranks send to its owner and get back."""
+    """Return the elements of a matrix on each rank, and the elements that all ranks send to its owner and get back."""
     local = weight.shard(mapping.tp, mapping.ep, mapping.etp)
     degree = (
         1
@@ -142,14 +142,14 @@ HIDDEN_DP_FRACTION = 0.9
 EXPOSED_ZERO3_FRACTION = 0.1141
 """Part of the ZeRO-3 all-gathers and reduce-scatters of each micro-batch that compute does not hide even where there is
 enough of it: they share multiprocessors, memory and NVLink or network cards with the kernels and the expert all-to-all,
-and a prefetch of one layer does not hide a layer whose gather is longer than the one before."""
+and a prefetch of one layer does not hide a gather that is longer than the layer before."""
 
 COPY_BYTES = (4, 8)
 """Memory traffic of FSDP2 for each gathered parameter (copied out of the flat buffer) and each reduced gradient (cast
 and copied into one); Megatron's buffers need no copies."""
 
 GRADIENT_BYTES = 4
-"""Gradients are reduced in float32, or in float64 where that is the compute type."""
+"""Type in which gradients are reduced: float32, or float64 if that is the compute type."""
 
 RankContent = tuple[tuple[int, ...], bool, bool]
 """Layers of each kind on a pipeline rank, and whether the rank has the embedding and the loss."""
@@ -204,7 +204,7 @@ class DataParallelCostModel:
 
     def _cost_key(self, m: ParallelMapping) -> tuple[object, ...]:
         groups = m.dp * m.cp, m.tp, m.edp, m.etp * m.ep
-        # The owners of gathered matrices depend on all stages, other updates on the fullest rank alone.
+        # The owners of gathered matrices depend on all stages, other updates only on the fullest rank.
         stages = (m.ep, m.pp, m.vpp, _placement(m)) if self._gathered_cost else ()
         return (*self.max_parameters(m), *groups, m.zero, OFFLOADED_OPTIMIZER in m.offload, *stages)
 
@@ -229,7 +229,7 @@ class DataParallelCostModel:
             gradients += all_reduce_s(device, expert_group, experts * dtype_factor * GRADIENT_BYTES)
         optimizer = self._update_s(mapping, owned, dtype_factor)
         if OFFLOADED_OPTIMIZER in mapping.offload and not self.workload.is_megatron:
-            # In each direction, concurrently (docs/memory.md). Megatron-Core updates on the host.
+            # Both directions at once (docs/memory.md). Megatron-Core updates on the host.
             optimizer = max(optimizer, owned * self._moment_bytes / device.host_bytes_per_s)
         copies = [0.0, 0.0]
         if mapping.zero == 3 and not self.workload.is_megatron:

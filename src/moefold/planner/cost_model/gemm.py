@@ -1,4 +1,4 @@
-"""GEMM cost model from the shape: tiles, waves, depth and bytes; and the precisions that a device supports. Torch-free.
+"""GEMM cost model from the shape: tiles, waves, depth and bytes; and the precisions that a device supports.
 
 The planner's names of the precisions differ from the names in a recipe (`RECIPE_NAMES`).
 """
@@ -99,7 +99,7 @@ RECIPE_NAMES: dict[str, RecipePrecision] = {
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
 }
-"""`train.precision` by the planner's name. The runtime has no fp8 with one scale for a tensor."""
+"""`train.precision` by the planner's name. The runtime does not have fp8 with one scale for a tensor."""
 PLANNER_NAMES: dict[str, str] = {name: priced for priced, name in RECIPE_NAMES.items()}
 
 
@@ -113,8 +113,7 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
 
     Raises:
         ConfigError: the runtime would emulate the precision there, which has no price, or the rate of the compute type
-            is
-            unknown there.
+            is unknown there.
     """
     precision = PLANNER_NAMES[cfg.train.precision] if given is None else given
     if given == BF16 and cfg.run.dtype != "bfloat16":

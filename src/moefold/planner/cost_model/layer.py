@@ -1,7 +1,7 @@
-"""Cost model of one layer for one micro-batch, item by item in the order of execution. Torch-free.
+"""Cost model of one layer for one micro-batch, item by item in the order of execution.
 
 Every method caches its results by the few integers it depends on, so that a search prices each part of a layer once:
-attention does not depend on the experts' degrees, and the experts depend on cp through the tokens of a rank alone.
+attention does not depend on the experts' degrees, and the experts depend on cp only through the tokens of a rank.
 """
 
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ SCAN_SHARE = 0.25
 """Share of the scan over the states in the time of a recurrence; 0.08 to 0.31 with torch operations (docs/log.md)."""
 
 CONVOLUTION_BYTES = 16.0
-"""Likewise of a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
+"""The same for a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
 
 ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 """FLOPs of the attention core's backward pass over its forward pass: five GEMMs for two."""
@@ -137,7 +137,7 @@ def matrices_of_expert(part: RoutedPart) -> int:
 
 @lru_cache(maxsize=1024)
 def active_parameters(layer: Layer, share: float) -> float:
-    """Return the weights of a feed-forward network that a token is multiplied by, without the router's.
+    """Return the weights of a feed-forward network that multiply a token, without the router.
 
     Args:
         layer: a layer.
@@ -186,7 +186,7 @@ class BlockTime:
     forward: tuple[CostItem, ...] = ()
     backward: tuple[CostItem, ...] = ()
     wgrad_s: float = 0.0
-    """Part of the backward pass: weight gradients, on which no other rank waits."""
+    """Part of the backward pass: weight gradients. No other rank waits for them."""
     kernels: tuple[float, float] = (0.0, 0.0)
     """Launches, forward and backward."""
     host_syncs: float = 0.0
@@ -243,7 +243,7 @@ class LayerCostModel:
         return loads.mean_load(layer.window) if peers is None else loads.load(peers, layer.window)
 
     def _feed_forward_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
-        # cp counts only through the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
+        # cp matters only by the tokens of a rank, unless the ranks of cp lie between the ranks of ep.
         cp = m.cp if self.workload.is_coupled else 1
         experts = (m.ep, m.etp, m.dispatcher) if self.model_spec.kinds[kind].ffn.is_routed else ()
         return (kind, m.tp, m.mbs / m.cp, cp, *experts)
@@ -366,7 +366,7 @@ class _MixerCost(_BlockCost):
             seq_len = self.workload.seq_len
             keys = mean_keys = keys_per_token(self.layer.window, seq_len, causal=True, chunk_size=self.layer.chunk)
             # A step of ring attention has the queries of a rank and half of the keys of another, or half and all
-            # (arXiv:2310.03294). No mask hides any: at least as many keys for each query as in a sequence of S / cp.
+            # (arXiv:2310.03294). No mask hides any: each query has at least as many keys as in a sequence of S / cp.
             rows = seq_len / self.cp
         else:
             keys = self.load.keys
@@ -391,7 +391,7 @@ class _MixerCost(_BlockCost):
         head = (core.key_width + core.value_width) / 2
         scores_s = attention_core_s(self.device, self.workload.dtype, scores, keys, head)[0]
         heads = max(1.0, core.kv_heads / self.tp)
-        # Copies of the selected keys and values in float32 are written and read; their gradients also are added.
+        # Copies of the selected keys and values in float32 are written and read; their gradients are also added.
         copies_s = self.gemm.memory_bound_s(2 * 4 * self.tokens * selected * heads * core.key_value_width)
         return forward_s + scores_s + copies_s, backward_s + 3 * copies_s
 
@@ -612,7 +612,7 @@ class _MoECost(_BlockCost):
     def _kernel_counts(self) -> tuple[float, float]:
         """Return the kernel launches of the block, forward and backward.
 
-        moefold and fused experts have one kernel for all experts, others have kernels for each.
+        moefold and fused experts have one kernel for all experts; other software has kernels for each expert.
         """
         forward, backward = self.kernel_counts("moe")
         if self.fuses_experts:
@@ -657,7 +657,7 @@ class _MoECost(_BlockCost):
         return passes * self.gemm.memory_bound_s((self.local_tokens + moved) * token_bytes)
 
     def _ep_comm(self, value_bytes: float) -> tuple[CostItem, ...]:
-        """Return the dispatch collectives of one direction, of rows of `value_bytes` a number."""
+        """Return the dispatch collectives of one direction, for rows of numbers of `value_bytes`."""
         row_bytes = self.expert_hidden_size * value_bytes
         sent = SentTokens(self.local_tokens, self.routed_tokens, self.expert_tokens, row_bytes, self.ep, self.etp)
         return tuple(map(self._transfer, self.mapping.dispatcher.traffic(sent)))

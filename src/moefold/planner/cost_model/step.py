@@ -1,4 +1,4 @@
-"""Cost model of one optimizer step: seconds under a mapping, by part. Torch-free.
+"""Cost model of one optimizer step: seconds under a mapping, by part.
 
 `CostModel` is built once for a model, a device and a workload. It caches each part by the few integers that the part
 depends on, so that a search over thousands of mappings adds up known numbers. Pipelines (a schedule with its virtual
@@ -55,15 +55,15 @@ CHUNK_S = 0.0001028
 receives are posted, and the next chunk is called."""
 
 CONCURRENCY = 4
-"""Exponent of the norm that joins the seconds of host and device; infinite: they never wait for each other."""
+"""Exponent of the norm that joins the seconds of host and device; if infinite, they never wait for each other."""
 
 GRAPH_GAP_SHARE = 0.4706
 """Gap between two kernels of a CUDA graph over `Device.kernel_gap_s`."""
 
 EXPOSED_OFFLOAD_FRACTION = 0.05
 """Part of activation offload that stays exposed where there is enough compute to hide it: copies are launched, and use
-memory bandwidth that kernels need. 0.2 to 0.3 % of it was measured on a CPU, whose memory was the disk's cache
-(docs/memory.md); on GPUs nothing was."""
+memory bandwidth that kernels need. A CPU exposed 0.2 to 0.3 % of it, with the disk's cache as host memory
+(docs/memory.md); no GPU has been measured."""
 
 STEP_OVERHEAD_S = 0.01
 """Constant part of each step: gradient norm across ranks, loss, data, host work between steps."""
@@ -77,7 +77,7 @@ class LayerTime:
     """Exposed seconds of one layer for one micro-batch under some memory strategies."""
 
     forward_s: Seconds
-    """[strategies]; `backward_s` likewise."""
+    """Shape [strategies], also for `backward_s`."""
     backward_s: Seconds
     wgrad_s: float
     parts: dict[str, Any]
@@ -95,7 +95,7 @@ class PassTimes:
     seconds: Seconds
     """Step seconds of the busiest pipeline rank: micro-batches, sends and the bubble, [pipelines, strategies]."""
     forward_s: Seconds
-    """Seconds of one micro-batch on that rank, [pipelines, strategies]; `backward_s` likewise."""
+    """Seconds of one micro-batch on that rank, [pipelines, strategies], also for `backward_s`."""
     backward_s: Seconds
     sends_s: Seconds
     """Exposed step seconds of sends, [pipelines, 1]."""
@@ -135,9 +135,9 @@ class CostModel:
     Args:
         model_spec: the model.
         device: the GPU.
-        workload: the batch, and what the software can do.
-        activation_memory: bytes that layers save for backward, which offload moves; None: of a recipe with the model
-            alone.
+        workload: the batch, and the features of the software.
+        activation_memory: bytes that layers save for backward, which offload moves; None: a recipe with only the model
+            gives them.
         split: the layers of each stage; None: balanced by FLOPs.
     """
 
@@ -219,7 +219,7 @@ class CostModel:
         wgrad_s = [sum(block.wgrad_s for block in self.blocks(kind, mapping)) for kind in kinds]
         contents, shares = self._rank_contents_of(mapping.pp, pipelines)
         head = self.head_and_loss_s(mapping)
-        # Of each content, [pipelines, contents, strategies].
+        # Seconds of each content, [pipelines, contents, strategies].
         forward, backward = (contents[:, :, :-1] @ layers[:, way] + contents[:, :, -1:] * head[way] for way in range(2))
         busiest = (forward + backward).argmax(axis=1, keepdims=True)
         slowest = [np.take_along_axis(ranks, busiest, axis=1)[:, 0] for ranks in (forward, backward)]
@@ -253,7 +253,7 @@ class CostModel:
     def model_s(self, mapping: ParallelMapping, strategies: MemoryStrategies | None = None) -> Any:
         """Return the seconds of all layers, the head and the loss for one micro-batch, forward and backward.
 
-        A number without strategies, where nothing is recomputed or offloaded; else [strategies].
+        Without strategies it is a number, and nothing is recomputed or offloaded; else [strategies].
         """
         total: Any = sum(self.head_and_loss_s(mapping))
         for kind, count in enumerate(self._kind_counts):
@@ -266,7 +266,7 @@ class CostModel:
 
     @memoised(all_arguments)
     def _rank_contents_of(self, pp: int, pipelines: tuple[PipelineVariant, ...]) -> tuple[Seconds, Seconds]:
-        """Return what lies on the ranks of some pipelines; ranks with equal layers are merged.
+        """Return the contents of the ranks of some pipelines; ranks with equal layers are merged.
 
         Returns:
             Layers of each kind and, last, 1 with the loss, [pipelines, contents, kinds + 1].
@@ -286,7 +286,7 @@ class CostModel:
         return counts, shares
 
     def _layer_key(self, kind: int, m: ParallelMapping) -> tuple[object, ...]:
-        """Return what the time of a layer depends on; without experts, not on their degrees."""
+        """Return the values that decide the time of a layer; without experts, their degrees are not among them."""
         experts = (m.ep, m.etp, m.dispatcher, m.overlap) if self.model_spec.kinds[kind].ffn.is_routed else ()
         return (kind, m.tp, m.cp, m.mbs, self.attention_peers(m), *experts)
 
@@ -345,7 +345,7 @@ class CostModel:
 
     @cached_property
     def lower_bounds(self) -> "CostModel":
-        """A cost model whose attention of documents is a lower bound that needs no plan of a round; else this one."""
+        """A cost model with a lower bound for the attention of documents, without plans of rounds; or this model."""
         w = self.workload
         if w.attention is None:
             return self
@@ -409,11 +409,11 @@ class CostModel:
     def _launch_gaps_s(
         self, blocks: tuple[BlockTime, BlockTime], busy: tuple[Any, Any], strategies: MemoryStrategies | None = None
     ) -> tuple[Any, Any]:
-        """Return what a layer takes longer than its kernels, forward and backward: [strategies], or a number.
+        """Return the seconds of a layer beyond its kernels, forward and backward: [strategies], or a number.
 
-        Host and device run concurrently, so a layer takes the longer of the host's launches and of its kernels with
-        the gaps between them; after a wait of the host the device idles until the next kernel. A layer that is
-        recomputed launches, and waits, once more.
+        Host and device run concurrently, so a layer takes the longer of two times: the host's launches, and its kernels
+        with the gaps between them. After a wait of the host the device idles until the next kernel. A recomputed layer
+        launches, and waits, once more.
         """
         device = self.device
         again: tuple[Any, Any] = (0.0, 0.0) if strategies is None else _recomputed_launches(strategies)
@@ -502,7 +502,7 @@ def _recompute_s(mixer: BlockTime, feed_forward: BlockTime, strategies: MemorySt
 def _concurrent_s(device_s: Any, host_s: Any) -> Any:
     """Return the seconds of a layer whose host and device run concurrently, and wait for each other inside it.
 
-    The longer of both for segments of one kind; segments differ, so a layer takes a little more: the p-norm.
+    With equal segments it would be the longer of both. Segments differ, so a layer takes a little more: the p-norm.
     """
     return (device_s**CONCURRENCY + host_s**CONCURRENCY) ** (1 / CONCURRENCY)
 

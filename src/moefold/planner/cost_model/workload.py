@@ -1,4 +1,4 @@
-"""Workload of a step, whatever its mapping: the batch, precision, routing and software. Torch-free, with numpy.
+"""Workload of a step, whatever its mapping: the batch, precision, routing and software..
 
 It also has the load imbalance of recorded routing, and pipeline bubbles in closed form, by schedule; the simulator
 executes the same schedules.
@@ -49,7 +49,7 @@ class BytesPerParam:
     """Master weight; 0 where the bfloat16 weight is the only one."""
     gradient: int
     moment: int
-    """Each of the two moments: 2, or as the gradient."""
+    """Each of the two moments: 2, or the bytes of the gradient."""
 
 
 def published_optimizer() -> OptimizerPart:
@@ -77,7 +77,7 @@ class TrainingWorkload:
     routing: "RecordedRouting | None" = None
     """Routing of a run, whose imbalance at each ep takes the place of `imbalance`."""
     expert_spread: float = 0.0
-    """Coefficient of variation of an expert's load, from which `imbalance_at` follows; 0: `imbalance` says it."""
+    """Coefficient of variation of an expert's load, which decides `imbalance_at`; 0: `imbalance` decides it."""
     wire: WirePart = field(default_factory=lambda: chosen_in(MoEConfig(), WirePart))
     """Number format of the dispatched tokens. Results and gradients are sent in the compute type."""
     cuda_graphs: CudaGraphs = "none"
@@ -89,29 +89,27 @@ class TrainingWorkload:
     unfused_clamp: bool = False
     """True if separate kernels compute a clamped activation with biases, as Megatron-Core did up to 2025."""
     counts_causal_attention: bool = False
-    """The FLOP count of the MFU takes half of the attention core, as the causal mask leaves, instead of all of it. The
-    time is the time of a causal kernel either way."""
+    """True if the FLOP count of the MFU has the half of the attention core that the causal mask leaves, instead of all
+    of it. The time is always the time of a causal kernel."""
     counts_mtp: bool = True
-    """The FLOP count of the MFU includes the MTP layers that run, as they are work that is done; some sources count the
-    model
-    without them."""
+    """True if the FLOP count of the MFU includes the MTP layers that run, because they are real work. Some sources
+    leave them out."""
     is_coupled: bool = False
-    """The experts' ranks lie within data parallelism, as before MoE Parallel Folding: ep neighbours are tp*cp apart."""
+    """True if the experts' ranks lie within data parallelism, as before folding: ep neighbours are tp*cp apart."""
     overlaps_dp_comm: bool = True
     """True if parameter all-gathers, gradient reductions and the sends of ring attention overlap with compute. One
     hardware queue for all kernels, which tensor parallelism of Megatron-Core requires (CUDA_DEVICE_MAX_CONNECTIONS=1),
     serialises them."""
     shards_over_dp_only: bool = False
-    """ZeRO shards over dp and replicates over cp, as FSDP of the time of arXiv:2504.14960 did (its table 3 prints OOM
-    for 465B
-    parameters on 256 GPUs with cp=8)."""
+    """True if ZeRO shards over dp and replicates over cp, as FSDP did at the time of arXiv:2504.14960 (its table 3
+    prints OOM for 465B parameters on 256 GPUs with cp=8)."""
     state_bytes: "BytesPerParam | None" = None
     """Types of master weights, gradients and moments; None: the recipe's types."""
     optimizer: OptimizerPart = field(default_factory=published_optimizer)
     """The optimizer."""
     is_megatron: bool = False
-    """The software is Megatron-Core with Transformer Engine, on which most published steps were measured, and not
-    moefold or another on torch's FSDP and pipelines: its kernels save less, expert_activation recomputes no GEMM, and
+    """True for Megatron-Core with Transformer Engine, the software of most published steps. False for moefold and other
+    software on torch's FSDP and pipelines. Megatron-Core's kernels save less, expert_activation recomputes no GEMM, and
     an offloaded optimizer updates on the host."""
     overlaps_tp_comm: bool = False
     """True if the tensor-parallel all-gathers and reduce-scatters overlap with their GEMMs in chunks."""
@@ -135,8 +133,8 @@ class TrainingWorkload:
     def imbalance_at(self, ep: int, num_experts: int) -> float:
         """Return the routed tokens that the busiest of `ep` ranks computes, over the mean: at most all of them.
 
-        With `expert_spread`, the load of a rank is the mean of its experts', so it spreads less the more it has; the
-        maximum of ep normal numbers lies about sqrt(2 ln ep) standard deviations above their mean.
+        With `expert_spread`, the load of a rank is the mean load of its experts, so it varies less with more experts.
+        The maximum of ep normal numbers lies about sqrt(2 ln ep) standard deviations above their mean.
         """
         if not self.expert_spread:
             return min(self.max_over_mean(ep), float(ep))
@@ -161,7 +159,7 @@ class TrainingWorkload:
 
     @property
     def flop_description(self) -> str:
-        """Description of what the FLOP count of the MFU includes."""
+        """Description of the FLOPs that the MFU counts."""
         attention = "half of" if self.counts_causal_attention else "all of"
         return f"{attention} the attention matrix" + ("" if self.counts_mtp else " and no multi-token prediction")
 
@@ -236,9 +234,8 @@ class RecordedRouting:
     def imbalance(self, ep: int) -> float:
         """Return the routed tokens of the busiest ep rank over the mean, averaged over steps, layers and all-to-alls.
 
-        One all-to-all has ep samples, or the whole batch if it has fewer: a sample for each rank, as with micro-batches
-        of
-        one and attention that is not sharded.
+        One all-to-all has ep samples, or the whole batch if it has fewer: one sample for each rank, as with
+        micro-batches of one sample and attention that is not sharded.
         """
         if ep not in self._imbalance_by_ep:
             steps = [self._step_imbalance(step, ep) for step in self._trace.steps]
@@ -253,7 +250,7 @@ class RecordedRouting:
             for first in range(0, shape.global_batch_size - samples + 1, samples):
                 expert_indices = shape.check_expert_indices(choices[first : first + samples], step, "--trace")
                 routed_tokens = np.bincount(expert_indices.ravel(), minlength=shape.num_experts)
-                # Zero-computation experts, the last ones, are on no rank.
+                # Zero-computation experts are last, and on no rank.
                 loads = routed_tokens[: self._num_experts].reshape(ep, -1).sum(1)
                 ratios.append(loads.max() / loads.mean())
         return float(np.mean(ratios))

@@ -1,4 +1,4 @@
-"""Balance of attention over the ranks, for drawn documents: the runtime's own plan of every round. Torch-free.
+"""Balance of attention over the ranks, for drawn documents: the runtime's own plan of every round.
 
 Rounds are drawn once, with a fixed seed, and all mappings, placements and hosts are priced with the same documents.
 """
@@ -21,13 +21,13 @@ from moefold.topology.attention_plan import AttentionPlan, Transfers, pairs_befo
 from moefold.topology.token_placement import Integers, Placement, RoundShape, place
 
 MAX_ROUNDS = 32
-"""Most rounds of a mapping that are planned."""
+"""Maximum number of planned rounds of a mapping."""
 MIN_ROUNDS = 4
 RANKS_OF_ALL_ROUNDS = 1024
 """Ranks of all planned rounds together, between the limits of their number: larger rounds vary less."""
 
 SAMPLES_OF_EFFECTIVE_LENGTH = 2048
-"""Samples from which the effective length is computed: few long documents have much of it."""
+"""Samples for the effective length; it needs many, because few long documents decide it."""
 
 Floats = NDArray[np.float64]
 
@@ -52,9 +52,9 @@ class RoundLoads:
     kernel_rows: float
     """Query rows of a task, on average over the pairs."""
     exchanged: Mapping[str, Floats] = field(default_factory=dict)
-    """Rows that each rank sends or receives, the larger number, [rounds, ranks]: of keys and values ("keys"), of
-    queries ("queries"), and the part of both that leaves a node ("remote_keys", "remote_queries"); empty for other than
-    planned attention."""
+    """Rows that each rank sends or receives, the larger number, [rounds, ranks]: keys and values ("keys"), queries
+    ("queries"), and the part of both that leaves a node ("remote_keys", "remote_queries"). Empty unless attention is
+    planned."""
     moved_queries: float = 0.0
     """Rows of queries that are sent to another rank, as a share of all."""
     received_keys: float = 0.0
@@ -94,11 +94,11 @@ class DocumentLoads:
         return replace(self, strategy=strategy)
 
     def of_round(self, index: int) -> "DocumentLoads":
-        """Return the loads of one round alone; after the last drawn round the first one follows."""
+        """Return the loads of only one round; the first drawn round follows the last."""
         return replace(self, only_round=index)
 
     def lower_bounds(self) -> "DocumentLoads":
-        """Return loads whose `load` is a lower bound of this one's, and which plan no rounds."""
+        """Return loads whose `load` is a lower bound of this `load`, without planned rounds."""
         return replace(self, is_lower_bound=True)
 
     def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
@@ -111,8 +111,8 @@ class DocumentLoads:
         tokens = peers.mbs * self.seq_len / peers.cp
         planned = self.strategy.is_planned
         rows = {name: float(x[chosen].max(1).mean()) / tokens for name, x in found.exchanged.items()}
-        # A step of ring attention computes the two chunks of a rank at once; planned attention joins those in the
-        # middle of a sample alone.
+        # A step of ring attention computes the two chunks of a rank at once; planned attention joins only chunks in the
+        # middle of a sample.
         num_joined = 2 if peers.cp > 1 else 1
         is_chunked = not planned and not self.strategy.shards_heads
         step_rows = min(num_joined * found.kernel_rows, self.seq_len / peers.cp)

@@ -1,4 +1,4 @@
-"""Distributions of document lengths: shipped histograms, histograms and lists of lengths in files. Torch-free.
+"""Distributions of document lengths: shipped histograms, histograms and lists of lengths in files.
 
 A histogram has the share of the documents in each class of lengths. Within a class the density is proportional to a
 power of the length, by default -1, which makes the logarithm of the length uniform.
@@ -79,7 +79,7 @@ class LengthHistogram:
 
 @dataclass(frozen=True)
 class ListedLengths:
-    """Lengths of single documents, from which documents are drawn with replacement."""
+    """Lengths of single documents; they are drawn with replacement."""
 
     name: str
     source: str
@@ -125,7 +125,7 @@ def load_distribution(name_or_path: str) -> LengthDistribution:
     """Load a shipped histogram by name, or a file: a histogram (.toml), or one length a line.
 
     Raises:
-        ConfigError: the name is unknown, or the file cannot be read or has entries that are no lengths.
+        ConfigError: the name is unknown, or the file cannot be read or has entries that are not lengths.
     """
     path = Path(name_or_path)
     if name_or_path in histogram_names():

@@ -1,4 +1,4 @@
-"""Document lengths that a user names: a shipped histogram, a file, or the data of a run. Torch-free."""
+"""Document lengths that a user names: a shipped histogram, a file, or the data of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 MAX_RUN_SAMPLES = 1024
-"""Most samples of a run whose documents are measured: its first ones."""
+"""Maximum number of samples of a run whose documents are measured; they are its first samples."""
 
 
 def open_document_samples(name: str, seq_len: int) -> DocumentSamples:
@@ -35,7 +35,7 @@ def check_documents(data: DataConfig, rl: RLConfig, name: str) -> None:
     """Check that the samples of a recipe hold documents, so that their lengths count.
 
     Raises:
-        ConfigError: they do not, or they are rollouts.
+        ConfigError: the samples do not hold documents, or they are rollouts.
     """
     if rl.is_on:
         raise ConfigError(

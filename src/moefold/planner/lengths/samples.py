@@ -1,7 +1,7 @@
-"""Samples of documents: a seeded stream of documents cut into samples of S tokens, or the samples of a run. Torch-free.
+"""Samples of documents: a seeded stream of documents cut into samples of S tokens, or the samples of a run.
 
 The stream is as in pretraining: documents follow each other, and the end of a sample cuts the document that it falls
-into. The rest of that document begins the next sample, as a document of its own.
+into. The rest of that document begins the next sample, as a separate document.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class RecordedSamples:
 
 
 DocumentSamples = StreamedSamples | RecordedSamples
-"""A source of samples, of which only the lengths of the documents count."""
+"""A source of samples; only the lengths of the documents count."""
 
 
 def effective_length(samples: list[SampleLengths]) -> float:

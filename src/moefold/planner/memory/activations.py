@@ -1,4 +1,4 @@
-"""Activation memory: bytes of each activation column, by the runtime's formula (numpy). Torch-free."""
+"""Activation memory: bytes of each activation column, by the runtime's formula (numpy)."""
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -147,7 +147,7 @@ class ActivationMemoryTable:
     def cache_key(self, mapping: ParallelMapping) -> tuple[Any, ...]:
         """Return the cache key of the tables; the tokens of a micro-batch are not part of it."""
         dispatcher = _like_in_memory(mapping.dispatcher)
-        # Otherwise ep counts only through whether tokens cross ranks, and through the possible imbalance.
+        # Otherwise ep decides only whether tokens cross ranks, and the possible imbalance.
         has_ep = has_own_memory(dispatcher) or not self.kernel_profile.grouped_experts
         ep = mapping.ep if has_ep else min(mapping.ep, 2)
         return (
@@ -174,7 +174,7 @@ class ActivationMemoryTable:
         return any(size(own).total() < size(default).total() for size in sizes)
 
     def _has_fixed_head_sizes(self, mapping: ParallelMapping) -> bool:
-        """Return whether the loss of a mapping, or of the one of its table, is computed in chunks or tiles."""
+        """Return whether the loss of a mapping, or of its table's mapping, is computed in chunks or tiles."""
         cfg = self.cfg
         if self.kernel_profile.tiled_loss or cfg.train.loss_chunk >= 0:
             return self.kernel_profile.tiled_loss or cfg.train.loss_chunk > 0
@@ -198,13 +198,13 @@ class ActivationMemoryTable:
 
     @memoised(_head_key)
     def _head_changes(self, mapping: ParallelMapping) -> list[tuple[int, ByteTable]]:
-        """Return the head columns with what they have more than in proportion to the tokens, [parts] each."""
+        """Return the head columns with their bytes beyond the part that is proportional to the tokens, [parts] each."""
         if not self._has_fixed_head_sizes(mapping):
             return []
         plain = self._recompute_table(mapping, ()).table * (mapping.mbs / mapping.cp)
         ends = end_columns(self._formula(mapping))
         columns = {name: self.columns.end_column(name) for name in ("head", "mtp", "logits", "delayed_head")}
-        # What is recomputed of the layer of `mtp` changes its size by a multiple of the tokens.
+        # The recomputed parts of the layer of `mtp` change its size by a multiple of the tokens.
         return [(column, group_parts(ends[name]) - plain[:, column]) for name, column in columns.items()]
 
     @memoised(lambda self, m, recompute: (*self.cache_key(m), recompute))
@@ -279,7 +279,7 @@ def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:
 
 
 def minimal_config(model_spec: ModelSpec, workload: TrainingWorkload) -> Config:
-    """Return a recipe with the model and the sequence length alone."""
+    """Return a recipe with only the model and the sequence length."""
     return Config(model=model_spec.config, train=TrainConfig(seq_len=workload.seq_len))
 
 
@@ -292,7 +292,7 @@ def group_parts(parts: BytesByPart) -> ByteTable:
 
 
 def has_own_memory(dispatcher: DispatcherPart) -> bool:
-    """Return whether a dispatcher saves other tokens than the all-to-all, or exchanges them in other buffers."""
+    """Return whether a dispatcher differs from the all-to-all in its saved tokens or in its exchange buffers."""
     return is_own(dispatcher, "gathers_tokens", "room", "exchange_bytes")
 
 

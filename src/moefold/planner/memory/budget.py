@@ -1,4 +1,4 @@
-"""Memory model: bytes of the fullest rank of a mapping, by the formulas that the runtime is tested against. Torch-free.
+"""Memory model: bytes of the fullest rank of a mapping. Tests compare the formulas with the runtime.
 
 Weights, gradients, moments and activations follow `cost/unit_states.py` and `cost/activation_memory.py`, in the
 order of the schedule. They are linear in a few counts (`cost/peak_candidates.py`) and a few sizes (`states.py`,
@@ -38,9 +38,9 @@ EXPERT_BACKWARD_BUFFERS = 4
 tensors:
 the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
 MEMORY_PARTS = (*STATE_PARTS, *ACTIVATION_PARTS, "workspace")
-"""Parts of a `MemoryEstimate`. `gathered` are weights in the compute type; `optimizer` has the moments on the device
-and what prefetched ones exceed the activations of the peak by; `buffers` are of the router, RoPE and the dispatcher;
-`dispatch` are routed tokens, `pipeline` hidden states and gradients between stages."""
+"""Parts of a `MemoryEstimate`. `gathered` are weights in the compute type; `optimizer` has the moments on the device,
+and the excess of prefetched moments over the activations of the peak; `buffers` are of the router, RoPE and the
+dispatcher; `dispatch` are routed tokens, `pipeline` hidden states and gradients between stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class MemoryModel:
         model_spec: the model.
         workload: the batch and the routing.
         device: the GPU.
-        cfg: the recipe; None: one with the model and the batch alone.
+        cfg: the recipe; None: a recipe with only the model and the batch.
         split: the layers of each stage.
     """
 
@@ -143,7 +143,7 @@ class MemoryModel:
     def fitting(
         self, mapping: ParallelMapping, strategies: MemoryStrategies, which: NDArray[np.intp]
     ) -> NDArray[np.bool_]:
-        """Return whether a mapping fits with some of the memory strategies, not with its own, [which]."""
+        """Return whether a mapping fits with other memory strategies than its own, [which]."""
         found: NDArray[np.bool_] = self.totals(mapping, strategies, which) <= self.device.memory_bytes
         return found
 
@@ -195,8 +195,7 @@ class MemoryModel:
 
 RESERVE_FRACTION = 0.05
 """Share of the device's memory that a planned mapping leaves free: for fragmentation of the allocator, and for errors
-of
-the formulas. `OVERHEAD_GIB` (context, NCCL, libraries) is counted separately."""
+of the formulas. `OVERHEAD_GIB` (context, NCCL, libraries) is counted separately."""
 
 
 def default_reserve_gib(device: Device) -> float:

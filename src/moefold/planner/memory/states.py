@@ -1,4 +1,4 @@
-"""State memory: bytes of weights, gradients and moments under any mapping, by the runtime's formula. Torch-free."""
+"""State memory: bytes of weights, gradients and moments under any mapping, by the runtime's formula."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import ModelSpec
 
 STATE_PARTS = ("weights", "gathered", "gradients", "optimizer", "buffers")
-"""Parts of `STATE_FIELDS`; gradients are the reduced ones or their unsharded sums, whichever are larger."""
+"""Parts of `STATE_FIELDS`; gradients are the reduced gradients or their unsharded sums, whichever are larger."""
 
 
 class StateMemoryTable:
@@ -27,7 +27,7 @@ class StateMemoryTable:
 
     Args:
         model_spec: the model.
-        workload: its dtypes of gradients and moments count, where they differ from the recipe's dtypes.
+        workload: its dtypes of gradients and moments replace the recipe's dtypes.
         cfg: the recipe; its mapping does not count.
         kernels: kernel profile of the device.
     """

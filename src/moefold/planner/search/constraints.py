@@ -1,8 +1,8 @@
-"""Legality of mappings, by the runtime's own rules, each cached by the axes that it reads. Torch-free.
+"""Legality of mappings, by the runtime's own rules, each cached by the axes that it reads.
 
 No rule is defined here. A rule of `validate/config.py` that reads the mapping reads few of its axes, so a search over
 millions of mappings evaluates it some thousand times. `MAPPING_RULES` lists those axes; a test runs every rule on a
-config that records what is read, and compares. `Restriction` fixes axes, or selects one of the five methods of
+config that records its reads, and compares. `Restriction` fixes axes, or selects one of the five methods of
 arXiv:2504.14960.
 """
 
@@ -71,7 +71,7 @@ def _model_parallel_size(values: AxisValues) -> int:
 
 
 def _samples_per_dispatch(values: AxisValues) -> float:
-    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp): of equal ratios of integers, the same number."""
+    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp); equal ratios of integers give the same number."""
     return float(values["mbs"] * values["ep"] * values["etp"] / (values["cp"] * values["tp"]))
 
 
@@ -81,7 +81,7 @@ def _crosses_ranks(values: AxisValues) -> bool:
 
 
 def _samples_per_step(values: AxisValues) -> float:
-    """Return the samples of one micro-batch on all replicas, mbs/(tp*cp*pp), likewise."""
+    """Return the samples of one micro-batch on all replicas, mbs/(tp*cp*pp), as an exact number too."""
     return float(values["mbs"] / _model_parallel_size(values))
 
 
@@ -101,7 +101,7 @@ class MappingRule:
     validate: Rule
     reads: tuple[str, ...]
     applies_when: tuple[str, Callable[[Any], bool]] = ("", bool)
-    """An axis among `reads`, and a test of its value; where it fails, the rule does not apply."""
+    """One axis of `reads` and a test of its value. If the test fails, the rule does not apply."""
 
 
 def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
 
 
 def _counts_tokens(dispatcher: DispatcherPart) -> bool:
-    """Return whether the rules of a dispatcher may read the tokens of a dispatch: it has rules of its own."""
+    """Return whether a dispatcher has its own rules, which may read the tokens of a dispatch."""
     return is_own(dispatcher, "check")
 
 
@@ -207,7 +207,7 @@ class MappingConstraints:
     """Cached results of the runtime's rules for the mappings of one recipe.
 
     Args:
-        cfg: a recipe; of its mapping only `world_size`, `order`, `moe_order`, `context` and `pipeline_layout` count.
+        cfg: a recipe; its mapping gives only `world_size`, `order`, `moe_order`, `context` and `pipeline_layout`.
 
     Raises:
         ConfigError: the recipe cannot run under any mapping.
@@ -319,8 +319,8 @@ class MappingMethod:
     zero: int | None = None
     """Its ZeRO stage; None: any."""
     ep_may_span_cp: bool = False
-    """True if ep may span cp ranks, so that ep neighbours are etp apart; otherwise the ranks of tp and cp lie between
-    them."""
+    """True if ep may span cp ranks: ep neighbours are then etp ranks apart. Otherwise the ranks of tp and cp lie
+    between them."""
 
 
 def _is_coupled(degrees: Fold) -> bool:
@@ -339,9 +339,8 @@ COUPLED = "coupled"
 """Without folding, as arXiv:2504.14960 describes its baselines."""
 
 COUPLED_WITH_CP = "coupled+cp"
-"""The largest space without folding: the baselines that arXiv:2504.14960 measured with context parallelism, where EP4
-lies
-on DP2 x CP4, which `coupled` cannot express."""
+"""The largest space without folding, with the baselines that arXiv:2504.14960 measured with context parallelism: their
+EP4 lies on DP2 x CP4, which `coupled` cannot express."""
 
 METHODS = {
     FOLDED: MappingMethod("any ep and etp that fold over the ranks of a stage", lambda d: True, ep_may_span_cp=True),
@@ -357,7 +356,7 @@ METHODS = {
     ),
     "tp+ep+dp": MappingMethod("pp = 1, ep divides dp, etp = tp, zero = 1", lambda d: _is_coupled(d) and d.pp == 1, 1),
 }
-"""Mapping methods by their name in `moefold plan --method`, as far as the paper describes its baselines (sec. 4.1)."""
+"""Mapping methods by their name in `moefold plan --method`, as the paper describes its baselines (sec. 4.1)."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +377,7 @@ class Restriction:
         return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
 
     def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":
-        """Return the restriction with the recipe's part from outside for a fixed kind that the recipe has."""
+        """Return the restriction with the recipe's external part in place of a fixed kind that the recipe has."""
         parts = {axis: word_of(getattr(parallel, axis)) for axis in ("schedule", "dispatcher") if axis in self.fixed}
         chosen = {axis: part for axis, part in parts.items() if str(part) == self.fixed[axis]}
         return replace(self, fixed={**self.fixed, **chosen})

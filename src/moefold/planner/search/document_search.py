@@ -1,4 +1,4 @@
-"""Search for samples of documents: finds the best mappings under each way to share attention. Torch-free."""
+"""Search for samples of documents: finds the best mappings under each way to share attention."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ class DocumentSearch:
         return max((search.gap for search in self.searches.values()), default=0.0)
 
     def _best_of_folds(self, found: Sequence[Sequence[PlannedMapping]]) -> list[PlannedMapping]:
-        """Return the best plan of each fold in what the searches found, best first."""
+        """Return the best plan of each fold over all searches, best first."""
         best: dict[Fold, PlannedMapping] = {}
         marked = (
             replace(plan, attention=strategy)

@@ -1,4 +1,4 @@
-"""Memory of the mappings of a space before any is priced: lower bounds, which may fit, which needs least. Torch-free.
+"""Memory of the mappings of a space before any is priced: lower bounds, the mappings that may fit, and the smallest.
 
 A lower bound of a fold has its states to the byte and the inputs of its layers, the least that recomputation leaves,
 at three snapshots of the step. Mappings are looked at by their bounds, least first, and the first that fits, or whose
@@ -28,7 +28,7 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE, schedule_named
 
 PLAIN_PIPELINE = PipelineVariant(DEFAULT_SCHEDULE, 1)
 SHARDED_PARTS = ("weights", "gradients", "optimizer")
-"""Parts of the states of which every rank holds its share at least."""
+"""Parts of the states; every rank holds at least its share of them."""
 
 ByteArray = NDArray[np.float64]
 SizedMapping = tuple[float, ParallelMapping]
@@ -37,13 +37,13 @@ Pipelines = tuple[PipelineVariant, ...]
 SizesOfView = tuple[tuple[int, Pipelines], ...]
 """Micro-batch sizes with their pipelines, as in `AttentionView`."""
 PipelineChoice = Callable[[Pipelines], Pipelines]
-"""Which of the pipelines of a fold are looked at."""
+"""Function that picks the pipelines of a fold to look at."""
 
 
 def small_pipelines(pipelines: tuple[PipelineVariant, ...]) -> tuple[PipelineVariant, ...]:
-    """Return the pipelines with least activations: none has fewer than 1F1B, or than one that ends on the first rank.
+    """Return the pipelines with least activations: 1F1B, and schedules whose last stage is on the first rank.
 
-    With virtual stages the layers of small models may share out better, which saves a small part of the states.
+    Virtual stages may balance the layers of small models better, which saves a small part of the states.
     """
     if all(p.schedule != DEFAULT_SCHEDULE for p in pipelines):
         return pipelines
@@ -137,7 +137,7 @@ class MemoryFilter:
         )
 
     def _small_sizes(self, view: AttentionView) -> SizesOfView:
-        """Return the micro-batch sizes that may need least: the smallest, and one without accumulated gradients."""
+        """Return the micro-batch sizes that may be smallest: the least, and one without accumulated gradients."""
         sizes = view.pipelines_by_mbs
         samples = self.memory_model.workload.global_batch_size // view.dp
         return tuple(one for i, one in enumerate(sizes) if i == 0 or one[0] == samples)
@@ -180,7 +180,7 @@ class MemoryFilter:
         room: float = inf,
         pick: PipelineChoice = small_pipelines,
     ) -> Iterator[SizedMapping]:
-        """Yield mappings that may need less than some room, or without one, than all before.
+        """Yield mappings that may need less memory than `room`, or, without it, less than all mappings before.
 
         Args:
             views: attention views to look at.
@@ -197,7 +197,7 @@ class MemoryFilter:
         while queue and queue[0][0] < limit:
             _, _, view, fold = heappop(queue)
             if fold is not None:
-                # With a dispatcher's own rules the smallest micro-batches may be illegal.
+                # The dispatcher's own rules may forbid the smallest micro-batches.
                 legal = tuple(sizes for sizes in view.pipelines_by_mbs if self.space.dispatchers(fold, sizes[0]))
                 for size, pipelines in self._small_sizes(replace(view, pipelines_by_mbs=legal)):
                     for sized in self._sized(fold, size, pipelines, strategies, pick):
@@ -219,7 +219,7 @@ class MemoryFilter:
         strategies: MemoryStrategies,
         pick: PipelineChoice,
     ) -> Iterator[SizedMapping]:
-        """Yield the least of a fold under each dispatcher, pipeline and placement of the states."""
+        """Yield the smallest mapping of a fold under each dispatcher, pipeline and placement of the states."""
         may_need_less = self.memory_model.activation_memory.may_need_less
         is_covered = False
         for dispatcher in self.space.dispatchers(fold, mbs):
@@ -231,7 +231,7 @@ class MemoryFilter:
             )
             choice = next(runs, None)
             has_own = has_own_memory(dispatcher)
-            # Of the dispatchers that save the same tensors one is enough.
+            # One is enough of the dispatchers that save the same tensors.
             if choice is None or is_covered and not (has_own and may_need_less(choice.mapping())):
                 continue
             is_covered = is_covered or not has_own

@@ -1,17 +1,17 @@
-"""Search of the fastest mappings that fit: a beam over folds and micro-batch sizes. Torch-free.
+"""Search of the fastest mappings that fit: a beam over folds and micro-batch sizes.
 
-A queue holds attention views, and pairs of a fold and a micro-batch size, by a lower bound of their seconds, and
-refines the lowest one: the layers of one micro-batch without recomputation and the least bubble, first with experts at
-the speed of large GEMMs, then with their degrees, then with the memory strategies that may fit at three snapshots of
-the step. Sends, reductions and the optimizer only add to them. A pair whose turn it is again is priced: pipelines
-(schedules with virtual stages), ZeRO stages and memory strategies together (`CostModel.pass_times`), and what is
-fastest is checked against the memory of all snapshots of its step.
+A queue holds attention views, and pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds. The
+search refines the lowest bound: the layers of one micro-batch without recomputation and the least bubble. First experts
+run at the speed of large GEMMs, then with their degrees, then with the memory strategies that may fit at three
+snapshots of the step. Sends, reductions and the optimizer only add seconds. A fully refined pair is priced: pipelines
+(schedules with virtual stages), ZeRO stages and memory strategies together (`CostModel.pass_times`). The fastest is
+checked against the memory of all snapshots of its step.
 
 The search is a beam for each number of pipeline ranks: it looks at `MAX_VIEWS` views and at the memory of `BEAM` pairs.
-Mappings with few of them have the lowest bounds, and in large models they do not fit. `Search.gap` is how far the
-lowest bound of a listed mapping outside the beam is below the best one, 0 if none is: whether such a mapping fits, the
-search has not looked at. What is listed, `space.py` decides.
-`tests/planner/search/test_search.py` compares with pricing every mapping.
+Mappings with few pipeline ranks have the lowest bounds, and in large models they do not fit. `Search.gap` says how far
+the lowest bound of a listed mapping outside the beam is below the best one, 0 if none is. The search has not checked
+whether such a mapping fits. `space.py` lists the mappings. `tests/planner/search/test_search.py` compares with pricing
+every mapping.
 """
 
 from collections import Counter
@@ -46,12 +46,12 @@ from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 BEAM = 300
 MAX_VIEWS = 48
-"""Most pairs of a fold and a micro-batch size whose memory a round of the search looks at, and most attention views,
-for each number of pipeline ranks."""
+"""Most pairs of a fold and a micro-batch size whose memory a pass of the search looks at, and most attention views, for
+each number of pipeline ranks."""
 MAX_ROUNDS = 4
-"""Rounds of the search, each over what the one before left out, for groups without a mapping."""
+"""Passes of the search, each over the mappings that the pass before left out, for groups without a mapping."""
 MAX_PIPELINES = 8
-"""Pipelines that are priced of a fold with a micro-batch size and a dispatcher: the fastest without recomputation, and
+"""Pipelines that are priced for a fold with a micro-batch size and a dispatcher: the fastest without recomputation, and
 1F1B, which holds the fewest activations."""
 ALL_ZERO_STAGES = (0, 1, 2, 3)
 
@@ -59,7 +59,7 @@ TimedMapping = tuple[float, ParallelMapping]
 """Seconds of a step, and its mapping."""
 Candidate = tuple[float, int, ParallelMapping, Seconds, bool]
 """A mapping under all memory strategies: the least seconds, a number, the mapping without a strategy, the seconds with
-each, inf where it does not fit, [strategies], and whether all snapshots of the step decided that, and not three."""
+each, inf where it does not fit, [strategies], and whether all snapshots of the step decided that, or only three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _any_fold(fold: Fold) -> bool:
 
 @dataclass(frozen=True)
 class MappingGroup:
-    """Mappings of which a search finds the best, one for each fold."""
+    """Group of mappings; a search finds its best mapping of each fold."""
 
     count: int = 1
     """Folds to find."""
@@ -157,7 +157,7 @@ class Search:
         self.space = memory.space
         self.memory_model = memory.memory_model
         self.gap = 0.0
-        """Fraction of the best step by which the lowest bound outside the beam of the last search is below it."""
+        """Gap from the best step down to the lowest bound outside the last beam, as a fraction of the step."""
         self._global_batch_size = cost_model.workload.global_batch_size
 
     def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
@@ -177,7 +177,7 @@ class Search:
         return [sorted(map(self.price, one.mappings()), key=lambda plan: plan.sort_key) for one in found]
 
     def _search_round(self, queue: list["_Node"], found: Sequence["_Found"]) -> list["_Node"]:
-        """Search the queue for the best mappings of groups; return what the beam leaves out."""
+        """Search the queue for the best mappings of groups; return the nodes outside the beam."""
         skipped = []
         taken = Counter[tuple[int, bool]]()
         while queue and (bound := queue[0].bound_s) < max(one.limit_s for one in found):
@@ -208,7 +208,7 @@ class Search:
     ) -> list[PlannedMapping]:
         """Return the best mapping of each accepted fold that takes less than `limit_s` and fits.
 
-        Of a beam, `MAX_PIPELINES` of each fold are priced alone.
+        In a beam, only `MAX_PIPELINES` of each fold are priced.
         """
         found = _Found(MappingGroup(len(self.space.folds), accepts, zero_stages), limit_s)
         for view, folds in self._folds_of_view.items():
@@ -234,7 +234,7 @@ class Search:
         return found
 
     def _refine(self, node: "_Node", own: Sequence["_Found"]) -> Iterator["_Node"]:
-        """Yield the nodes with closer bounds that take the place of one, below the limits of some groups."""
+        """Yield the nodes with closer bounds that replace a node, below the limits of some groups."""
         sizes = node.view.pipelines_by_mbs
         zeros = {zero for one in own for zero in one.group.zero_stages}
         if node.fold is None:
@@ -276,7 +276,7 @@ class Search:
         return bound
 
     def _passes_on_rank(self, degrees: AttentionView | Fold, mbs: int, pipelines: tuple[PipelineVariant, ...]) -> float:
-        """Return the passes through the whole model in whose time a pipeline rank is done, at least.
+        """Return a lower bound of a pipeline rank's time, in passes through the whole model.
 
         A bubble is (pp - 1) / vpp forward passes of a rank or longer, a third of both passes.
         """
@@ -321,7 +321,7 @@ class Search:
         is_own = has_own_memory(fastest)
         for one in dispatchers:
             other = replace(probe, dispatcher=one)
-            # Those without memory of their own save the same tensors, perhaps fewer than the fastest.
+            # Dispatchers without extra memory save the same tensors, perhaps fewer than the fastest.
             has_own = has_own_memory(one)
             may_need_less = self.memory_model.activation_memory.may_need_less(other) if has_own else is_own
             if one != fastest and may_need_less:
@@ -357,7 +357,7 @@ class Search:
                 legal = self.space.legal_pipelines(fold, size, plain, choice.dispatcher, overlap)
                 if not legal:
                     continue
-                # Most dispatchers save the same tensors, so of these the fastest is enough.
+                # Most dispatchers save the same tensors, so the fastest of them is enough.
                 has_own = has_own_memory(choice.dispatcher)
                 may_need_less = self.memory_model.activation_memory.may_need_less
                 if seconds < fastest or has_own and may_need_less(choice.mapping()):
@@ -365,7 +365,7 @@ class Search:
                     fastest = fastest if has_own else seconds
 
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
-        """Return the legal dispatchers, without those that are priced like the default one, if it is legal."""
+        """Return the legal dispatchers, without dispatchers that are priced like a legal default dispatcher."""
         found = self.space.dispatchers(fold, mbs)
         if fold.ep * fold.etp == 1 or not self.cost_model.model_spec.has_experts:
             return found[:1]
@@ -391,7 +391,7 @@ class Search:
             size: samples of a micro-batch.
             pipelines: legal pipelines.
             limits: seconds of a step that a mapping with some of these ZeRO stages has to beat.
-            is_beam: whether to price `MAX_PIPELINES` alone, as long as what three snapshots do not exclude fits.
+            is_beam: whether to price only `MAX_PIPELINES`, as long as the mappings that pass three snapshots fit.
         """
         found: dict[tuple[int, ...], TimedMapping] = {}
         queue: list[Candidate] = []
@@ -400,7 +400,7 @@ class Search:
             for m, seconds in self._candidates(choice, bounds, MAX_PIPELINES if is_beam else len(pipelines)):
                 queue.append((float(seconds.min()), len(queue), m, seconds, False))
                 if is_beam:
-                    # Of a beam only the fastest counts: if it does not fit, all are priced.
+                    # In a beam only the fastest counts: if it does not fit, all are priced.
                     bounds |= {one: min(limit_s, queue[-1][0]) for one, limit_s in bounds.items() if m.zero in one}
         heapify(queue)
         while queue and len(found) < len(limits):

@@ -1,7 +1,7 @@
-"""Space of all legal mappings of a recipe over a number of ranks, level by level. Torch-free.
+"""Space of all legal mappings of a recipe over a number of ranks, level by level.
 
-A mapping is a fold (tp cp pp ep etp, from which dp edp follow), a micro-batch size, a schedule with its virtual stages,
-a dispatcher, overlap of the expert all-to-all, a ZeRO stage, the placement of the optimizer's moments, and the parts to
+A mapping is a fold (tp cp pp ep etp; dp and edp follow), a micro-batch size, a schedule with its virtual stages, a
+dispatcher, overlap of the expert all-to-all, a ZeRO stage, the placement of the optimizer's moments, and the parts to
 recompute or offload. The runtime's rules on each level read that level and those above it, so the legal mappings are
 the sum over folds and micro-batch sizes of products of short lists. Counting and search use this structure. Where no
 mapping is legal, `explain_illegal` and its helpers name the runtime's error for the nearest legal mapping.
@@ -52,15 +52,15 @@ from moefold.validate.config import check_config
 
 HOST = "host"
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
-"""Virtual stages that are searched unless they are fixed: others between them differ little in time and memory."""
+"""Virtual stages that are searched unless they are fixed: numbers between them differ little in time and memory."""
 MAX_LISTED_SIZES = 6
 """With up to this many micro-batch sizes all are searched, else the powers of two and the largest one."""
 NON_LAYER_STAGE_PARTS = ("E", "L")
-"""Parts other than layers to which a balanced layout may give a stage."""
+"""Parts other than layers that may be a stage in a balanced layout."""
 
 
 def _complexity(schedule: str | Part) -> tuple[bool, int, int]:
-    """Return the order in which schedules are tried; of those that take equally long, the first is chosen."""
+    """Return the order of trying schedules; the first is chosen of those that take equally long."""
     part = schedule_named(schedule)
     return part.splits_backward, part.virtual_stage_bounds[0], part.min_micro_batches_per_rank
 
@@ -74,7 +74,7 @@ class AttentionView:
     dp: int
     pp: int
     pipelines_by_mbs: tuple[tuple[int, tuple[PipelineVariant, ...]], ...]
-    """Each legal micro-batch size, ascending, with its legal pipelines; neither is empty."""
+    """Each legal micro-batch size, ascending, with its legal pipelines; there is at least one of both."""
 
 
 class MappingSpace:
@@ -200,11 +200,11 @@ class MappingSpace:
 
     @cached_property
     def searched_dispatchers(self) -> dict[DispatcherPart, str | Part]:
-        """Dispatchers that the restriction allows, the local one first; one that is not searched only if it is alone.
+        """Dispatchers that the restriction allows, the local one first, with their names in a recipe.
 
-        The values are what a recipe says to choose them.
+        A dispatcher that is usually not searched is in it only if it is the only one.
 
-        Of other packages' kinds only one that the recipe or the restriction names is loaded.
+        A kind of another package is loaded only if the recipe or the restriction names it.
         """
         names = [name for name in built_in_kinds(DispatcherPart.group) if self.restriction.allows("dispatcher", name)]
         named = self.restriction.fixed.get("dispatcher", word_of(self._cfg.parallel.dispatcher))
@@ -398,15 +398,14 @@ class MappingSpace:
 
 
 MAX_SAMPLED_FOLDS = 8
-"""Folds on which a fixed value is tried, evenly spaced over those that are legal without it."""
+"""Number of folds that a fixed value is tried on, evenly spaced over the folds that are legal without it."""
 
 
 def explain_illegal(constraints: MappingConstraints, restriction: Restriction) -> str:
     """Explain in one line why a part of the space is empty.
 
     A mapping that is legal without one of the fixed axes is given that axis's value; the runtime's error is the reason.
-    If
-    no single axis is the cause, the fixed axes are tried with few other degrees.
+    If no single axis is the cause, the fixed axes are tried with few other degrees.
 
     Args:
         constraints: the runtime's rules for the recipe.
@@ -446,7 +445,7 @@ def _sampling_reason(constraints: MappingConstraints, restriction: Restriction) 
 def _single_axis_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
     """Return the error of mappings that are legal without one fixed value and illegal with it.
 
-    Of several errors, the one that names most of the fixed keys, then the most frequent one.
+    Among several errors, it is the error that names most of the fixed keys, then the most frequent error.
     """
     keys = [AXIS_KEYS[axis] for axis in restriction.fixed if axis in AXIS_KEYS]
     ranked: dict[str, tuple[int, float]] = {}
@@ -459,7 +458,7 @@ def _single_axis_reason(constraints: MappingConstraints, restriction: Restrictio
             for fold, view in space.folds[:: 1 + len(space.folds) // MAX_SAMPLED_FOLDS]
             for values in space.sample_mappings(fold, view)
         ]
-        # If the runtime accepts one of them, the restriction excludes it, and not a rule.
+        # If the runtime accepts such a mapping, the restriction excludes it, not a rule.
         refused = tried if all(tried) else []
         for error, count in Counter(error for errors in refused for error in errors).items():
             rank = sum(f"{section}.{key}" in error for section, key in keys), count / len(tried)
@@ -472,7 +471,7 @@ def _drop_axis(restriction: Restriction, axis: str) -> Restriction:
 
 
 def _fixed_axes_reason(constraints: MappingConstraints, restriction: Restriction) -> str:
-    """Return the error of the fixed axes alone, all other degrees 1, that recurs most often with one more degree."""
+    """Return the error of only the fixed axes, all other degrees 1, that recurs most often with one more degree."""
     values: dict[str, Any] = dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "mbs"), 1)
     values |= {axis: value for axis, value in restriction.fixed.items() if axis in AXIS_KEYS}
     if values.get("vpp", 1) > 1 and "schedule" not in values:

@@ -1,4 +1,4 @@
-"""Export of a simulated step: a trace for Perfetto and Chrome, or a picture. Torch-free."""
+"""Export of a simulated step: a trace for Perfetto and Chrome, or a picture."""
 
 import json
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write a step as a trace (.json) or draw it (.png, .svg, .pdf).
 
     Raises:
-        ConfigError: the suffix is another one, or the file cannot be written.
+        ConfigError: the suffix is unknown, or the file cannot be written.
     """
     check_timeline_file(path)
     try:
@@ -62,7 +62,7 @@ def check_timeline_file(path: Path) -> None:
     """Check early that the suffix is supported and the path is writable.
 
     Raises:
-        ConfigError: one of them is not.
+        ConfigError: the suffix is unknown, or the path is not writable.
     """
     if path.suffix.lower() not in (".json", *PICTURE_SUFFIXES):
         raise ConfigError(f"--timeline {path} must end in .json, for Perfetto, or in .png, .svg or .pdf, for a picture")

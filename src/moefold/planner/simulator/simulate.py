@@ -1,14 +1,13 @@
-"""Discrete-event simulation of a step: a pipeline schedule over stages, streams and links. Torch-free.
+"""Discrete-event simulation of a step: a pipeline schedule over stages, streams and links.
 
 Every pipeline rank has two streams, for compute and for the collectives inside a stage (tp, cp, ep, etp), and a link to
-each rank that it sends to. A rank runs the slots of its row in order. An action is a chain of segments, each on one
-stream, each after the one before it. An action alone in its slot has both streams to itself; two that overlap begin
-when the inputs of both are there and share the streams, each of which is first come, first served, the backward pass
-first in a tie. Messages are sent over the link after the slot has ended and when the link is free; the receiver need
-not be ready.
+each rank that it sends to. A rank runs the slots of its row in order. An action is a chain of segments that run one
+after another, each on one stream. A single action in a slot has both streams. Two actions that overlap begin when the
+inputs of both are there, and share the streams: first come, first served, the backward pass first in a tie. Messages
+are sent over the link after the slot has ended and when the link is free; the receiver need not be ready.
 
-The ranks that share a stage are assumed to run in step: one rank stands for all of them. Slots contain one action, or a
-forward and a backward pass of two micro-batches, in the runtime's order (`topology/schedules.py`).
+The ranks of a stage are assumed to run at the same speed: one rank stands for all of them. Slots contain one action, or
+a forward and a backward pass of two micro-batches, in the runtime's order (`topology/schedules.py`).
 """
 
 import math
@@ -95,7 +94,7 @@ def simulate(
         overlap: whether the two actions of a slot run concurrently; otherwise one after the other.
         noise: stragglers and jitter; None: an ideal machine.
         tail: the end of the step; None leaves it out.
-        rounds: like `stages`, for each micro-batch, where they differ; after the last the first follows.
+        rounds: like `stages`, for each micro-batch, if micro-batches differ; the last is followed by the first.
 
     Raises:
         ValueError: the schedule deadlocks.
@@ -122,7 +121,7 @@ class _Simulation:
         self._events: list[Event] = []
 
     def run(self, tail: StepTail | None) -> Timeline:
-        # A rank's times depend on its own row and its messages alone: every order of visits gives the same times.
+        # A rank's times depend only on its own row and its messages: every order of visits gives the same times.
         num_left = sum(map(len, self._rows))
         for rank, slot in execute_order(self._rows):
             self._run_slot(rank, slot)

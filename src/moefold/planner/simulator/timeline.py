@@ -1,4 +1,4 @@
-"""Timeline of a simulated step: events and metrics. Torch-free."""
+"""Timeline of a simulated step: events and metrics."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Timeline:
         return ranks
 
     def work_s(self, rank: int) -> float:
-        """Return the seconds in which a rank works on micro-batches."""
+        """Return the seconds that a rank works on micro-batches."""
         return sum(end - start for start, end in self._work(rank))
 
     def wait_s(self, rank: int) -> float:
@@ -82,15 +82,15 @@ class Timeline:
         return sum(self.idle_s(rank) for rank in range(self.num_ranks)) / (self.num_ranks * self.span_s)
 
     def exposed(self, rank: int) -> list[Span]:
-        """Return the spans in which a rank's collectives run without compute, the end of the step included."""
+        """Return the spans of a rank's exposed collectives, which run without compute, the end of the step included."""
         return subtract_spans(self.spans(rank, COMMUNICATION), self.spans(rank, COMPUTE))
 
     def exposed_s(self, rank: int) -> float:
-        """Return the seconds in which a rank's collectives run without compute, the end of the step included."""
+        """Return the seconds of a rank's exposed collectives, the end of the step included."""
         return sum(end - start for start, end in self.exposed(rank))
 
     def spans(self, rank: int, stream: str) -> list[Span]:
-        """Return the spans in which a stream of a rank is busy, in order."""
+        """Return the busy spans of a stream of a rank, in order."""
         return merge_spans((event.start_s, event.end_s) for event in self.events_of(rank, stream))
 
     def max_in_flight(self, rank: int) -> int:
