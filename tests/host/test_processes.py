@@ -2,13 +2,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moefold.host.processes import ALIVE, GONE, STOPPED, ProcessId
+from moefold.host.processes import ALIVE, GONE, STOPPED, ProcessId, block_signals
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -38,3 +39,27 @@ def test_a_number_that_was_given_to_another_process_is_not_the_one():
     assert own.number == os.getpid()
     assert own.state() == ALIVE
     assert replace(own, started="1").state() == GONE
+
+
+def test_a_signal_that_another_thread_receives_waits_for_the_start_of_a_child():
+    """The mask of a thread holds for it alone, and Python runs every handler in the main thread."""
+    is_running, is_over = threading.Event(), threading.Event()
+
+    def receive() -> None:
+        is_running.set()
+        is_over.wait()
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    is_running.wait()
+    reached_the_end = False
+    try:
+        with pytest.raises(KeyboardInterrupt), block_signals([signal.SIGINT], starts_python=True):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):
+                time.sleep(0)
+            reached_the_end = True
+    finally:
+        is_over.set()
+        receiver.join()
+    assert reached_the_end

@@ -133,14 +133,15 @@ class ParallelGroups:
         rank = dist.get_rank()
         recorder = recorder or FlightRecorder()
         recorder.set_phase("creating the process groups")
-        separates = device.type == "cuda" if separates_purposes is None else separates_purposes
-        clock = CommTimer(is_cuda=device.type == "cuda", host_clock=recorder.clock)
+        is_cuda = device.type == "cuda"
+        separates = is_cuda if separates_purposes is None else separates_purposes
+        clock = CommTimer(is_cuda=is_cuda, host_clock=recorder.clock)
         backward_overlap = BackwardOverlap()
         of_group = communicators(layout, rank, separates_purposes=separates)
         created: dict[Communicator, Group] = {}
         for communicator, name in communicator_names(layout, of_group).items():
             ranks = communicator.ranks
-            handle = _process_group(communicator, recorder.hang_timeout_s, device)
+            handle = _process_group(communicator, recorder.hang_timeout_s, is_cuda=is_cuda)
             number = recorder.add_group(name, ranks)
             created[communicator] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, backward_overlap)
         groups = {name: created[communicator] for name, communicator in of_group.items()}
@@ -192,7 +193,7 @@ def collective_timeout(hang_timeout_s: float) -> timedelta:
     return WATCHED_TIMEOUT if hang_timeout_s else default_pg_timeout
 
 
-def _process_group(communicator: Communicator, hang_timeout_s: float, device: torch.device) -> dist.ProcessGroup:
+def _process_group(communicator: Communicator, hang_timeout_s: float, *, is_cuda: bool) -> dist.ProcessGroup:
     ranks = communicator.ranks
     if len(ranks) == dist.get_world_size() and communicator.purpose == "model":
         handle = dist.group.WORLD
@@ -200,7 +201,7 @@ def _process_group(communicator: Communicator, hang_timeout_s: float, device: to
         timeout = collective_timeout(hang_timeout_s)
         is_nccl = "nccl" in dist.get_backend_config()
         options = nccl_options(timeout, is_high_priority=communicator.purpose == "experts") if is_nccl else None
-        is_gloo = device.type == "cpu" and gloo_backend(dist.group.WORLD) is not None
+        is_gloo = not is_cuda and gloo_backend(dist.group.WORLD) is not None
         # Only the members synchronise: other ranks need not create groups that they are not in.
         handle = dist.new_group(
             list(ranks),

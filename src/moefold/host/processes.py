@@ -24,16 +24,28 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
     Without it, Ctrl-C during a child's imports prints a traceback.
 
     Args:
-        starts_python: whether the child is a new interpreter, not a fork of this process.
+        starts_python: whether the child is a new interpreter, not a fork of this process. Then no handler interrupts
+            the main thread inside the context: the signals are handled at its end.
     """
+    received: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
     if starts_python:
         # multiprocessing would start its resource tracker inside the context, and unblock the signals afterwards.
         resource_tracker.ensure_running()
+        if threading.current_thread() is threading.main_thread():
+            # Another thread may receive a signal that this thread blocks, and Python handles it in this thread.
+            handlers = {number: handler for number in signals if callable(handler := signal.getsignal(number))}
+            for number in handlers:
+                signal.signal(number, lambda number, frame: received.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(received):
+            signal.raise_signal(number)
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
