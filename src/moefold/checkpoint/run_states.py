@@ -146,7 +146,8 @@ class RunStates:
 
     def notices(self, states: States) -> tuple[str, ...]:
         """Return messages about states that only the checkpoint has, and callbacks that only the run has."""
-        left, missing = states.keys() - self._owners.keys(), self._owners.keys() - states.keys()
+        left = states.keys() - self._owners.keys()
+        missing = self._owners.keys() - states.keys()
         messages = {
             "the checkpoint has the state of {}, which this program does not add: the next checkpoint lacks it": {
                 name for name in left if name.startswith(CALLBACKS)
