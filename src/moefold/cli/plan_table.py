@@ -46,7 +46,7 @@ def print_request(console: Console, request: PlanRequest) -> None:
 
 
 def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest, device: Device) -> None:
-    """Print the best mapping of each family, its distance from a measured mapping, and its unmeasured settings."""
+    """Print the best mapping of each family, its distance from a measured mapping, and what is unmeasured."""
     distinct = [one for i, one in enumerate(families) if one.plan.mapping not in [o.plan.mapping for o in families[:i]]]
     times = [one.plan.time for one in distinct]
     marks = ["#1" if one.plan.mapping == chosen.plan.mapping else "=" if one.is_tie else "" for one in distinct]

@@ -55,7 +55,7 @@ _LOCAL_FOLDER_NAMES = frozenset({"checkpoints", "data", "recipes", "runs", "src"
 
 
 def is_hub_name(name: str, *, allows_bare_name: bool = False) -> bool:
-    """Return whether a non-local name has the form of a hub name: "owner/name", or "gpt2" with `bare`."""
+    """Return whether a non-local name has the form of a hub name: "owner/name", or "gpt2" with `allows_bare_name`."""
     parts = name.split("/")
     if len(parts) not in ((1, 2) if allows_bare_name else (2,)) or not all(map(_PART.fullmatch, parts)):
         return False

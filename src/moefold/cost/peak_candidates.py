@@ -116,9 +116,8 @@ def find_peak_candidates(
     """Find a cheap lower bound of the peak: the snapshots with most layers in flight of three ranks.
 
     These are the first and the last rank, and of the ranks with the most layers the first with the most of the most
-    frequent kind. In overlapped pairs it is
-    the snapshot before they begin, which does not depend on recomputation. Messages are not counted: they take the rows
-    of all ranks. For the arguments see `find_snapshots`.
+    frequent kind. In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation.
+    Messages are not counted: they take the rows of all ranks. For the arguments see `find_snapshots`.
     """
     walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
     kinds = [[kind for stage in stages for kind in chunks[stage].kinds] for stages in stages_by_rank]

@@ -13,7 +13,7 @@ from moefold.launch.signed_lines import MAX_LINE_BYTES, BadLineError, Message, S
 
 CONNECT_TIMEOUT_S = 10.0
 BEAT_S = 5.0
-"""Interval between two messages of a site that it is alive."""
+"""Interval of the messages that tell the meeting point that a site is alive."""
 
 
 class MeetError(Exception):

@@ -303,7 +303,7 @@ class Meeting:
         return {"give": {"to": number, "gift": gift, "round": index}}
 
     def _missed(self, number: int) -> Message | None:
-        """Return the answer to a site that lacks applied rounds; None if it lacks none.
+        """Return the answer to a site that lacks rounds which other sites have applied; None if it lacks none.
 
         Sites in pairs have different weights; such a site takes part in the next round if it lacks a single one.
         """

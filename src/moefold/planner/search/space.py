@@ -74,7 +74,7 @@ class AttentionView:
     dp: int
     pp: int
     pipelines_by_mbs: tuple[tuple[int, tuple[PipelineVariant, ...]], ...]
-    """Each legal micro-batch size, ascending, with its legal pipelines; there is at least one of both."""
+    """Each legal micro-batch size, ascending, with its legal pipelines; there is at least one of each."""
 
 
 class MappingSpace:
@@ -202,7 +202,7 @@ class MappingSpace:
     def searched_dispatchers(self) -> dict[DispatcherPart, str | Part]:
         """Dispatchers that the restriction allows, the local one first, with their names in a recipe.
 
-        A dispatcher that is usually not searched is in it only if it is the only one.
+        A dispatcher with `is_searched` false is included only if no other is allowed.
 
         A kind of another package is loaded only if the recipe or the restriction names it.
         """
