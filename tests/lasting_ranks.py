@@ -12,6 +12,7 @@ import random
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +73,8 @@ class LastingRanks(WorkerPool):
     def __init__(self) -> None:
         super().__init__(preload=["tests.preload"])
         self._ranks: dict[int, Ranks] = {}
+        # Sites call from threads, and `_fork` reads the attribute that `_start` sets.
+        self._starting = threading.Lock()
 
     def run(
         self,
@@ -105,17 +108,18 @@ class LastingRanks(WorkerPool):
             self._ranks.popitem()[1].end()
 
     def _start(self, world_size: int) -> Ranks:
-        task = next(self._task_ids)
         ranks = Ranks([], [], [])
-        for rank in range(world_size):
-            ours, calls = self._context.Pipe()
-            self._main = partial(_lasting_main, calls)
-            process, life = self._fork(task, rank, world_size, TIMEOUT_S)
-            calls.close()
-            ranks.processes.append(process)
-            ranks.lives.append(life)
-            ranks.calls.append(ours)
-        self._main = _worker_main
+        with self._starting:
+            task = next(self._task_ids)
+            for rank in range(world_size):
+                ours, calls = self._context.Pipe()
+                self._main = partial(_lasting_main, calls)
+                process, life = self._fork(task, rank, world_size, TIMEOUT_S)
+                calls.close()
+                ranks.processes.append(process)
+                ranks.lives.append(life)
+                ranks.calls.append(ours)
+            self._main = _worker_main
         return ranks
 
 
