@@ -521,6 +521,13 @@ def fsdp_group_size(group: Any) -> int:
     return size
 
 
+def fsdp_reduction_group(group: Any, *, replicates: bool) -> dist.ProcessGroup:
+    """Return the process group over which FSDP reduces the gradients of a parameter group."""
+    handle = group._all_reduce_process_group if replicates else group._reduce_scatter_process_group
+    assert isinstance(handle, dist.ProcessGroup)
+    return handle
+
+
 def fsdp_parameters(param: Any) -> Sequence[nn.Parameter]:
     """Return the sharded parameter of a member of a group, and the gathered parameter if there is one."""
     unsharded = getattr(param, "_unsharded_param", None)

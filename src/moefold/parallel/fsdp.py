@@ -31,6 +31,7 @@ from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
 from moefold.comm.torch_compat import (
     as_parameter,
     fsdp_param_group,
+    fsdp_reduction_group,
     init_fsdp_root,
     remove_fsdp_forward_hooks,
     replace_fsdp_reduction,
@@ -316,6 +317,8 @@ class PerRankGradDots:
         if self.exchange is not None:
             group = fsdp_param_group(module)
             if group is not None:
+                members = fsdp_reduction_group(group, replicates=self._replicates)
+                assert self.exchange.serves(members), "FSDP reduces among the members of the exchange"
                 replace_fsdp_reduction(group, self._reduce_by_exchange)
             if self._replicates:
                 return
