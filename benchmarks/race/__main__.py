@@ -10,7 +10,6 @@ later call on the same machine measures the other parts, or again the parts that
 
 import argparse
 import json
-import math
 import os
 import socket
 import statistics
@@ -94,17 +93,17 @@ class Row:
         """Return the fastest of the other contestants."""
         return min((name for name in self.others if name in times_s), key=lambda name: statistics.median(times_s[name]))
 
-    def compare(self, other: str, times_s: Times) -> tuple[float, float, float]:
+    def compare(self, other: str, times_s: Times) -> tuple[float, float, float | None]:
         """Return the median seconds of ours and of another contestant, and their ratio.
 
         It is the median of the ratios of the rounds, except for differences: these are too small against their noise.
-        It is NaN where noise leaves no difference.
+        It is None where noise leaves no difference.
         """
         mine_s, other_s = (statistics.median(times_s[name]) for name in (self.ours, other))
         if self.base is not None:
             mine_s -= statistics.median(times_s[self.base[0]])
             other_s -= statistics.median(times_s[self.base[1]])
-            return mine_s, other_s, mine_s / other_s if other_s > 0 and mine_s > 0 else math.nan
+            return mine_s, other_s, mine_s / other_s if other_s > 0 and mine_s > 0 else None
         pairs = zip(times_s[self.ours], times_s[other], strict=True)
         return mine_s, other_s, statistics.median(a / b if self.is_cost else b / a for a, b in pairs)
 
@@ -351,7 +350,7 @@ def verdict(row: Mapping[str, Any]) -> str:
         return f"other work: {row['difference']:.0%} differ"
     if row["goal"] is None:
         return ""
-    if math.isnan(row["ratio"]):
+    if row["ratio"] is None:
         return "within the noise"
     return "met" if (row["ratio"] <= row["goal"] if row["is_cost"] else row["ratio"] >= row["goal"]) else "not met"
 
@@ -369,7 +368,7 @@ def table(report: Mapping[str, Any]) -> str:
                 lines.append(f"{row['title']:26} absent: {row['absent']}")
                 continue
             numbers = (f"{row[key]:.3f}" for key in ("ours_s", "other_s"))
-            ratios = (f"{row[key]:.2f}" for key in ("ratio", "wall_ratio"))
+            ratios = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "wall_ratio"))
             lines.append(form.format(row["title"], row["other"], *numbers, *ratios, goal, verdict(row)).rstrip())
     reasons = {f"{name}: {text}" for found in report["parts"].values() for name, text in found["absent"].items()}
     return "\n".join([*lines, *sorted(reasons)])

@@ -277,12 +277,13 @@ class SharedExchange:
     def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return the sums of tensors over the members, added in their order: the same bits on all members."""
         totals = _room_for(tensors, dtype)
-        parts, sums = (
-            [_parts(x, -(-x.numel() // self.group.size), self.group.size) for x in of] for of in (tensors, totals)
-        )
-        self._sum(parts, [of_members[self.group.rank] for of_members in sums], dtype)
+        sums = [self._even_parts(total) for total in totals]
+        self._sum([self._even_parts(x) for x in tensors], [of_members[self.group.rank] for of_members in sums], dtype)
         self._gather(sums)
         return [total.view_as(x) for total, x in zip(totals, tensors, strict=True)]
+
+    def _even_parts(self, x: Tensor) -> Sequence[Tensor]:
+        return _parts(x, -(-x.numel() // self.group.size), self.group.size)
 
     def _gather(self, tensors: Sequence[Sequence[Tensor]]) -> None:
         """Fill the other members' parts of tensors.
