@@ -84,7 +84,10 @@ def test_ranks_of_a_small_recipe(tmp_path):
     assert "communication and Python: " in done.stdout
     found = json.loads(report.read_text())
     assert len(found["per_rank"]) == 2
-    assert all(seconds > 0 for rank in found["per_rank"] for seconds in rank.values())
+    for rank in found["per_rank"]:
+        # Python: the time of an untimed step minus the timed operations; 0 where timing costs more than the step.
+        assert rank.pop("Python") >= 0
+        assert all(seconds > 0 for seconds in rank.values())
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert picture.read_bytes().startswith(b"\x89PNG")
 

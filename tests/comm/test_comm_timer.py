@@ -1,56 +1,83 @@
-"""Time that is a rank's own, and time that it waits."""
-
-import time
+"""Compute time and waiting time of a rank, by a clock that the test sets."""
 
 import pytest
 
 from moefold.comm.comm_timer import CommTimer
 
-STEP_S = 0.02
+
+class Clock:
+    """Clock that stands still until it is moved."""
+
+    now_s = 1.0
+
+    def __call__(self) -> float:
+        """Return the time in seconds."""
+        return self.now_s
+
+    def move(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now_s += seconds
 
 
-def test_waiting_counts_and_working_inside_of_it_does_not():
-    clock = CommTimer(is_on=True)
-    clock.start()
-    time.sleep(STEP_S)
-    with clock.waiting():
-        time.sleep(STEP_S)
-        with clock.waiting():
-            time.sleep(STEP_S)
-        with clock.working():
-            time.sleep(STEP_S)
-            with clock.waiting():
-                time.sleep(STEP_S)
-    total_s, waited_s = clock.read()
-    assert total_s == pytest.approx(5 * STEP_S, rel=0.5)
-    assert total_s - waited_s == pytest.approx(2 * STEP_S, rel=0.5)
+def test_working_inside_waiting_is_compute_time():
+    clock = Clock()
+    timer = CommTimer(is_on=True, host_clock=clock)
+    timer.start()
+    clock.move(1)
+    with timer.waiting():
+        clock.move(2)
+        with timer.waiting():
+            clock.move(4)
+        with timer.working():
+            clock.move(8)
+            with timer.waiting():
+                clock.move(16)
+    clock.move(32)
+    assert timer.read() == (63, 2 + 4 + 16)
 
 
-def test_a_span_begins_at_the_first_start_and_ends_when_read():
-    clock = CommTimer(is_on=True)
-    assert clock.read() == (0.0, 0.0)
-    with clock.waiting():
-        time.sleep(STEP_S)
-    clock.start()
-    time.sleep(STEP_S)
-    clock.start()
-    total_s, waited_s = clock.read()
-    assert total_s >= STEP_S
-    assert waited_s == 0.0
-    assert clock.read() == (0.0, 0.0)
+def test_an_interval_begins_at_the_first_start_and_ends_when_read():
+    clock = Clock()
+    timer = CommTimer(is_on=True, host_clock=clock)
+    assert timer.read() == (0, 0)
+    with timer.waiting():
+        clock.move(1)
+    timer.start()
+    clock.move(2)
+    timer.start()
+    assert timer.read() == (2, 0)
+    assert timer.read() == (0, 0)
 
 
-def test_an_error_while_waiting_leaves_the_clock_as_it_was():
-    clock = CommTimer(is_on=True)
-    clock.start()
-    with pytest.raises(RuntimeError), clock.waiting():
-        raise RuntimeError
-    assert not clock.is_waiting
+def test_an_error_while_waiting_ends_the_wait():
+    clock = Clock()
+    timer = CommTimer(is_on=True, host_clock=clock)
+
+    def fail_while_waiting() -> None:
+        with timer.waiting():
+            clock.move(1)
+            raise RuntimeError
+
+    timer.start()
+    with pytest.raises(RuntimeError):
+        fail_while_waiting()
+    clock.move(2)
+    assert not timer.is_waiting
+    assert timer.read() == (3, 1)
 
 
-def test_a_clock_that_is_off_counts_nothing():
-    clock = CommTimer()
-    clock.start()
-    with clock.waiting():
-        assert not clock.is_waiting
-    assert clock.read() == (0.0, 0.0)
+def test_a_timer_reads_the_real_clock_by_default():
+    timer = CommTimer(is_on=True)
+    timer.start()
+    with timer.waiting():
+        pass
+    total_s, waited_s = timer.read()
+    assert 0 <= waited_s <= total_s
+
+
+def test_a_timer_that_is_off_counts_nothing():
+    timer = CommTimer()
+    timer.start()
+    with timer.waiting():
+        assert not timer.is_waiting
+    assert timer.read() == (0, 0)
