@@ -308,6 +308,9 @@ def test_a_batch_that_is_not_given_is_assumed_and_said(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["assumed"] == {"--global-batch-size": 65536}
     assert found["global_batch_size"] == 65536
+    # No other number of samples of 7 tokens has many divisors near 4M tokens.
+    assert main([*words[:6], "--seq-len", "7", "--top", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed"] == {"--global-batch-size": 2**19}
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", required=True, metavar="NAME", help=f"{', '.join(device_names())}, or a FILE.toml")
     add("--num-gpus", type=int, metavar="N", help="GPUs in all")
     add("--seq-len", type=int, metavar="S", help="tokens per sample (default: the recipe's, 4096)")
-    add("--global-batch-size", type=int, metavar="B", help="samples per step (default: the recipe's, 4M tokens)")
+    batch = "samples per step (default: the recipe's, or a power of two with up to 4M tokens)"
+    add("--global-batch-size", type=int, metavar="B", help=batch)
     add("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's, bf16)")
     add("--imbalance", type=float, default=1.0, metavar="X", help="routed tokens of the busiest ep rank over mean (1)")
     add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")
