@@ -52,7 +52,8 @@ def step_of(path: Path) -> int:
 
 def wrong_name_reason(path: Path, step: int) -> str:
     """Return the fault of a checkpoint's name that has another step than its description; empty without one."""
-    return "" if step_of(path) in (step, -1) else f"is of step {step}; rename it to {step_path(path.parent, step).name!r}"
+    right = step_path(path.parent, step).name
+    return "" if step_of(path) in (step, -1) else f"is of step {step}; rename it to {right!r}"
 
 
 def named_checkpoints(folder: Path) -> list[Path]:

@@ -459,9 +459,7 @@ def replace_fsdp_gather(group: Any, outputs: Sequence[Tensor], gather: Callable[
     group.unshard = unshard
 
 
-def replace_fsdp_reduction(
-    group: Any, reduce: Callable[[list[Tensor], torch.dtype, list[int]], list[Tensor]]
-) -> None:
+def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dtype, list[int]], list[Tensor]]) -> None:
     """Let a parameter group reduce the gradients of a backward pass by a function, instead of by FSDP's collectives.
 
     Args:
