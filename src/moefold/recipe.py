@@ -1,6 +1,7 @@
 """Recipe loading: read TOML, apply overrides, adapt to shorter runs, infer vocab_size, follow an elastic launcher."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -334,9 +335,20 @@ def read_recipe(path: Path) -> Tree:
     except OSError as error:
         raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        hint = '; the kind of a table stands in the table: kind = "mla"' if "overwrite" in str(error) else ""
+        hint = _overwrite_advice(path, str(error)) if "overwrite" in str(error) else ""
         raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}{hint}") from None
     return check_format(tree, f"recipe {str(path)!r}")
+
+
+def _overwrite_advice(path: Path, error: str) -> str:
+    """Return the way out where a key has two values: it is set twice, or it is a kind and a table."""
+    number = re.search(r"at line (\d+)", error)
+    lines = read_text(path, MAX_RECIPE_BYTES).splitlines()
+    # Without a number, it is at the end of the document.
+    line = lines[int(number[1]) - 1 if number else -1].strip()
+    if line.startswith("["):
+        return '; the kind of a table stands in the table: kind = "mla"'
+    return f": {line.partition('=')[0].strip()} is set twice; remove one"
 
 
 def _nearest_recipe(path: Path) -> str:

@@ -33,6 +33,10 @@ def test_meta_comes_back(tmp_path):
             json.dumps(asdict(meta(1)) | {"states": counted() | {"weights": {"moment_updates": 2**63}}}),
             f"broken {META_FILE}: moment_updates is {2**63}",
         ),
+        (
+            json.dumps(asdict(meta(1)) | {"states": {"position": counted(step=1)["position"]}}),
+            f"broken {META_FILE}: it has no weights.moment_updates",
+        ),
         (json.dumps(asdict(meta(1)) | {"format": 0}), f"broken {META_FILE}: format is 0"),
         (json.dumps(asdict(meta(1)) | {"model": []}), f"has a broken {META_FILE}: model is not an object"),
         (json.dumps(asdict(meta(1)) | {"order": {"seq_len": "x"}}), f"broken {META_FILE}: order.seq_len is 'x'"),

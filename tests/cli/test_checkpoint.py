@@ -188,6 +188,19 @@ def test_rm_leaves_the_last_one_unless_forced(copy, capsys):
     assert not list(first.parent.iterdir())
 
 
+def test_a_renamed_checkpoint_is_named_and_does_not_count_as_sound(copy, capsys):
+    first, last = (copy / "checkpoints" / step for step in STEPS)
+    renamed = first.rename(first.with_name("step-000900"))
+    fault = f"it is of step 2; rename it to {STEPS[0]!r}"
+    assert main(_words("verify", copy)) == 1
+    assert capsys.readouterr().out.splitlines() == [f"{last}: sound", f"{renamed}: {fault}"]
+    assert main(_words("list", copy, "--json")) == 0
+    assert [row["faults"] for row in json.loads(capsys.readouterr().out)] == [[], [fault]]
+    assert main(_words("rm", last)) == 2
+    assert "that would leave no sound checkpoint" in capsys.readouterr().err
+    assert last.is_dir()
+
+
 def test_a_broken_description_is_listed_and_can_be_removed(copy, capsys):
     broken = copy / "checkpoints" / STEPS[0] / "moefold.json"
     broken.write_text("[" * 100_000)

@@ -300,6 +300,14 @@ def test_a_trace_prices_each_ep_with_its_load(capsys, tmp_path):
     assert steps[0] == steps[1] != steps[2]
 
 
+def test_axes_can_be_fixed_by_one_option_or_by_several(capsys):
+    once, twice = (answer(capsys, *words) for words in (("--fix", "tp=2", "ep=4"), ("--fix", "tp=2", "--fix", "ep=4")))
+    assert once == twice
+    assert all(mapping["tp"] == 2 and mapping["ep"] == 4 for mapping in once["mappings"])
+    assert main([*SMALL, "--fix", "tp=2", "--fix", "tp=4"]) == 2
+    assert "--fix tp=4: tp is set twice" in capsys.readouterr().err
+
+
 def test_a_batch_that_is_not_given_is_assumed_and_said(capsys):
     words = [*SMALL[:6], "--fix", "tp=4", "ep=4", "etp=1", "mbs=1", "--top", "1"]
     assert main(words) == 0
@@ -308,6 +316,9 @@ def test_a_batch_that_is_not_given_is_assumed_and_said(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["assumed"] == {"--global-batch-size": 65536}
     assert found["global_batch_size"] == 65536
+    # No other number of samples of 7 tokens has many divisors near 4M tokens.
+    assert main([*words[:6], "--seq-len", "7", "--top", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed"] == {"--global-batch-size": 2**19}
 
 
 @pytest.mark.parametrize(

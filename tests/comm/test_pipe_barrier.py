@@ -102,3 +102,25 @@ def _cannot_open() -> tuple[str, bool]:
 def test_all_members_refuse_where_one_cannot_open_a_pipe(pool):
     reason = "rank 1 has no barrier by pipes: it cannot open the pipe of another rank (it is in another container)"
     assert pool.run(3, _cannot_open) == [(reason, True)] * 3
+
+
+def _at_different_operations(size: int) -> str:
+    group = _group(size)
+    barrier = open_pipe_barrier(group)
+    barrier.wait("both")
+    text = ""
+    try:
+        barrier.wait(("a sum", 1 if group.rank == 1 else 0))
+    except (RunError, dist.DistError) as error:
+        text = str(error)
+    # A member that has found the difference ends; the members that wait for it get an error.
+    del barrier
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_members_at_different_operations_get_an_error(pool, size):
+    texts = pool.run(size, _at_different_operations, size)
+    assert "rank 0 has reached another operation in shared memory than this rank" in texts[1]
+    assert all(text for text in texts)

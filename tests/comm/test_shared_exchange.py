@@ -86,3 +86,32 @@ def test_pieces_through_shared_memory(pool, dtype, sum_dtype):
 
 def test_without_shared_memory_there_is_no_exchange(pool):
     pool.run(3, _ranks_of_several_machines_have_none)
+
+
+def _other_tensors_of_one_shape(of_one: str) -> str:
+    """Sum two of three tensors, on one rank another two, or as a gather: shapes and numbers of tensors are equal."""
+    group = _group()
+    exchange = open_shared_exchange(group, CPU)
+    assert exchange is not None
+    tensors = [torch.ones(4, 2), torch.ones(4, 2)]
+    differs = group.rank == 1
+    text = ""
+    try:
+        if of_one == "gather" and differs:
+            exchange.gather_into(torch.zeros(12, 2), torch.ones(4, 2))
+        elif of_one == "sum":
+            exchange.sum(tensors, torch.float32, [0, 2] if differs else [0, 1])
+        else:
+            exchange.sum_scatter(tensors, torch.float32, [0, 2] if differs else [0, 1])
+    except (RunError, torch.distributed.DistError) as error:
+        text = str(error)
+    del exchange
+    torch.distributed.barrier()
+    return text
+
+
+@pytest.mark.parametrize("of_one", ["sum", "sum_scatter", "gather"])
+def test_a_member_that_passes_other_tensors_ends_the_exchange(pool, of_one):
+    texts = pool.run(3, _other_tensors_of_one_shape, of_one)
+    assert any("ranks of a group must exchange the same tensors in the same order" in text for text in texts)
+    assert all(texts)

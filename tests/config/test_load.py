@@ -93,6 +93,15 @@ def test_a_list_of_paths_is_a_list_on_the_command_line_too():
             "parallel.context='rings' must be one of 'allgather', 'planned', 'ring', 'ulysses'; did",
         ),
         ("data.path=[1]", "data.path=[1] must be a string or a list of strings"),
+        (
+            "data.path=[a,b]",
+            "data.path='[a,b]' must be a string or a list of strings; write data.path='[\"a\", \"b\"]'",
+        ),
+        ("lora.targets=[wq]", "lora.targets='[wq]' must be a list of strings; write lora.targets='[\"wq\"]'"),
+        (
+            "train.recompute=layer",
+            "train.recompute='layer' must be a list of strings; write train.recompute='[\"layer\"]'",
+        ),
     ],
 )
 def test_wrong_types_name_key_value_and_expected_type(word, message):
@@ -135,6 +144,13 @@ def test_unknown_names_come_with_the_nearest_known_one(word, message):
         ("[run.steps]\na = 3", "run.steps={'a': 3} must be an integer"),
         ("[run]\nsteps = 12:30:00", "run.steps=12:30:00 must be an integer"),
         ("[model]\npreset = 3", "model.preset=3 must be a string"),
+        ('"train.lr" = 1e-3', 'unknown section "train.lr": in quotes it is one name; write [train], and below it lr'),
+        ("[train]\nlr = 1e-3\nlr = 2e-3", "Cannot overwrite a value (at end of document): lr is set twice; remove one"),
+        ("[train]\nlr = 1e-3\nlr = 2e-3\n", "(at line 3, column 10): lr is set twice; remove one"),
+        (
+            '[train.optimizer]\nkind = "muon"\ngroups = "router"',
+            "train.optimizer.groups='router' must be a list; write train.optimizer.groups='[\"router\"]'",
+        ),
     ],
 )
 def test_a_recipe_of_the_wrong_form_is_explained(tmp_path, text, message):

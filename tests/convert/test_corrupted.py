@@ -19,10 +19,12 @@ from moefold.inference.load import load_model
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import find_source
 from tests.convert.hf_models import make_model, save_model
+from tests.convert.spoiled_checkpoint import spoil_stored
 from tests.convert.test_round_trip import add_tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ATTENTION = "model.layers.1.self_attn.o_proj.weight"
 EXPERT = "model.layers.1.block_sparse_moe.experts.4.w2.weight"
 
 
@@ -386,6 +388,19 @@ def test_a_broken_manifest_leads_nowhere(sound, tmp_path, capsys, fault):
         "ckpt",
         "new",
     ]
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "float16"), ("--quantize", "fp8")], ids=str)
+def test_weights_that_are_no_numbers_are_not_exported(sound, tmp_path, capsys, options):
+    assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 0
+    values = load_file(sound / "model.safetensors")[ATTENTION]
+    spoil_stored(tmp_path / "ckpt", values)
+    assert main(["checkpoint", "verify", str(tmp_path / "ckpt")]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), *options]) == 2
+    message = f"tensor {ATTENTION} has NaN or infinite values (1 of {values.numel()} that were read)"
+    assert message in (error := capsys.readouterr().err)
+    assert "name an earlier checkpoint of the run" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_float16_that_would_lose_a_value_is_refused(tmp_path, capsys):

@@ -19,6 +19,7 @@ from moefold.convert.peft_names import read_stacked, stacked_parameters, write_s
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.inference.source import find_source
 from tests.convert.hf_models import make_model, save_model
+from tests.convert.spoiled_checkpoint import spoil_stored
 
 RECORDED = Path(__file__).parent / "peft_qwen3"
 """Written by PEFT 0.21.2: random adapters of q_proj, o_proj and up_proj, r=2, lora_alpha=3, of a small Qwen3."""
@@ -115,6 +116,18 @@ def test_adapters_that_are_no_numbers_are_refused(folder, tmp_path, capsys):
     assert "tensor layers.1." in (error := capsys.readouterr().err)
     assert "has NaN or infinite values" in error
     assert not (tmp_path / "ck").exists()
+
+
+def test_trained_adapters_that_are_no_numbers_are_not_exported(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", str(RECORDED), "adapters", "--base", str(folder / "hf")]) == 0
+    name, values = next(iter(_tensors(RECORDED).items()))
+    spoil_stored(tmp_path / "adapters", values)
+    for options in ((), ("--merge",)):
+        assert main(["export", "adapters", "again", *options]) == 2
+        assert "has NaN or infinite values" in (error := capsys.readouterr().err)
+        assert name in error or options
+        assert not (tmp_path / "again").exists()
 
 
 def test_modules_named_like_experts_are_targeted_by_their_weights():

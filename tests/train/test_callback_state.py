@@ -329,6 +329,8 @@ def test_a_position_keeps_the_samples_that_it_skips_through_a_rollback():
 def test_a_state_that_the_run_does_not_have_is_named():
     states = RunStates()
     states.add("weights", Returns({}))
+    states.add("schedule", Record(dict))
+    assert states.notices({}) == ("the checkpoint has no state of weights, which starts as in a new run",)
     assert states.notices({"weights": {}, "of_later": {}, "callbacks.A": {}}) == (
         "the checkpoint has the state of callbacks.A, which this program does not add: the next checkpoint lacks it",
         "the checkpoint has the state of of_later, which this run does not have: the next checkpoint lacks it",

@@ -50,6 +50,12 @@ def step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
+def wrong_name_reason(path: Path, step: int) -> str:
+    """Return the fault of a checkpoint's name that has another step than its description; empty without one."""
+    right = step_path(path.parent, step).name
+    return "" if step_of(path) in (step, -1) else f"is of step {step}; rename it to {right!r}"
+
+
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return all folders named like a checkpoint, oldest first.
 

@@ -27,8 +27,9 @@ States = dict[str, dict[str, Any]]
 
 
 def counted(*, step: int = 0, samples: int = 0, tokens: int = 0) -> States:
-    """Return the states of a run that consist only of its progress."""
-    return {"position": {"step": step, "samples": samples, "tokens": tokens, "skipped": []}}
+    """Return the states of a run that consist only of its progress, in which every step has updated the weights."""
+    position = {"step": step, "samples": samples, "tokens": tokens, "skipped": []}
+    return {"position": position, "weights": {"moment_updates": step}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +227,8 @@ def _check_meta(meta: CheckpointMeta) -> None:
         for name, value in numbers.items():
             if type(value) is not int or not least <= value < 2**63:
                 raise TypeError(f"{name} is {value!r}")
+    if meta.step and not meta.origin and "moment_updates" not in meta.state_of("weights"):
+        raise TypeError("it has no weights.moment_updates: the number of updates that the optimizer has counted")
     if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
         raise TypeError("data_tokens are not counts")
     if not all(isinstance(words, str) for words in [*meta.data_files.values(), *meta.data_lost.values()]):

@@ -12,7 +12,7 @@ from moefold.checkpoint.checkpoint_dir import (
     named_checkpoints,
     quick_validate,
     step_of,
-    step_path,
+    wrong_name_reason,
 )
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, method_of_samples, model_of, model_sizes, read_meta
 from moefold.config.bounds import keys_with
@@ -206,9 +206,8 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
                 f"checkpoint {str(path)!r} holds only weights ({meta.origin}), no run to resume; "
                 f"set checkpoint.init_from={str(path)!r} and checkpoint.resume='auto'"
             )
-        if step_of(path) not in (meta.step, -1):
-            right = step_path(path.parent, meta.step).name
-            raise ConfigError(f"checkpoint {str(path)!r} is of step {meta.step}; rename it to {right!r}")
+        if reason := wrong_name_reason(path, meta.step):
+            raise ConfigError(f"checkpoint {str(path)!r} {reason}")
         _check_same_model(path, meta, cfg.model)
         if meta.lora or cfg.lora.rank:
             from moefold.checkpoint.adapter_settings import adapters_unsupported_reason

@@ -145,9 +145,9 @@ class RunStates:
             raise ConfigError(f"the state of {name!r} {source} cannot be loaded: {error!r}") from error
 
     def notices(self, states: States) -> tuple[str, ...]:
-        """Return messages about states that only the checkpoint has, and callbacks that only the run has."""
+        """Return messages about states that only the checkpoint has, and states that only the run has."""
         left = states.keys() - self._owners.keys()
-        missing = self._owners.keys() - states.keys()
+        missing = {name for name in self._owners if name not in states and not isinstance(self._owners[name], Record)}
         messages = {
             "the checkpoint has the state of {}, which this program does not add: the next checkpoint lacks it": {
                 name for name in left if name.startswith(CALLBACKS)
@@ -157,6 +157,9 @@ class RunStates:
             },
             "the checkpoint has no state of {}, which starts as the program built it": {
                 name for name in missing if name.startswith(CALLBACKS)
+            },
+            "the checkpoint has no state of {}, which starts as in a new run": {
+                name for name in missing if not name.startswith(CALLBACKS)
             },
         }
         return tuple(text.format(format_list(sorted(names))) for text, names in messages.items() if names)

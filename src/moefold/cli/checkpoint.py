@@ -18,6 +18,7 @@ from moefold.checkpoint.checkpoint_dir import (
     names_best,
     quick_validate,
     step_of,
+    wrong_name_reason,
 )
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
 from moefold.checkpoint.commit import remove_checkpoint
@@ -161,7 +162,7 @@ def _checkpoint_row(path: Path) -> CheckpointRow:
         meta = read_meta(path)
     except ConfigError as error:
         return CheckpointRow(path, None, _size_bytes(path), faults or [str(error)])
-    return CheckpointRow(path, meta, _size_bytes(path), faults)
+    return CheckpointRow(path, meta, _size_bytes(path), faults or _faults_of_name(path, meta))
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -246,7 +247,12 @@ def _validate_checkpoint(path: Path) -> list[str]:
     from moefold.checkpoint.inspect import validate_content
     from moefold.inference.loadable import loading_faults
 
-    return validate_content(path) or loading_faults(path)
+    return validate_content(path) or loading_faults(path) or _faults_of_name(path, read_meta(path))
+
+
+def _faults_of_name(path: Path, meta: CheckpointMeta) -> list[str]:
+    reason = "" if meta.origin else wrong_name_reason(path, meta.step)
+    return [f"it {reason}"] if reason else []
 
 
 def _resolve_checkpoints(path: Path) -> list[Path]:

@@ -53,7 +53,13 @@ def _parser() -> argparse.ArgumentParser:
         help="a checkpoint (runs/x/checkpoints/step-000100), a run: its newest one, or RUN/best",
     )
     parser.add_argument(
-        "--weights", nargs="+", type=float, default=[], metavar="W", help="weight of each, above 0 (default: all equal)"
+        "--weights",
+        action="extend",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="W",
+        help="weight of each, above 0 (default: all equal)",
     )
     parser.add_argument("--out", required=True, metavar="OUT", help="the checkpoint to write; must not exist")
     add_part_option(parser)

@@ -139,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", required=True, metavar="NAME", help=f"{', '.join(device_names())}, or a FILE.toml")
     add("--num-gpus", type=int, metavar="N", help="GPUs in all")
     add("--seq-len", type=int, metavar="S", help="tokens per sample (default: the recipe's, 4096)")
-    add("--global-batch-size", type=int, metavar="B", help="samples per step (default: the recipe's, 4M tokens)")
+    batch = "samples per step (default: the recipe's, or a power of two with up to 4M tokens)"
+    add("--global-batch-size", type=int, metavar="B", help=batch)
     add("--precision", choices=PRECISIONS, help="number format of GEMMs (default: the recipe's, bf16)")
     add("--imbalance", type=float, default=1.0, metavar="X", help="routed tokens of the busiest ep rank over mean (1)")
     add("--capacity-factor", type=float, metavar="X", help="token dropping; 0 is dropless (default: the recipe's, 0)")
@@ -158,14 +159,14 @@ def _parser() -> argparse.ArgumentParser:
     help_ = "the family to write and draw (default: of those within the error the nearest to a measurement)"
     add("--take", choices=tuple(FAMILIES), help=help_)
     add("--offload", action="store_true", help="search offload to host memory too, whose cost is unmeasured")
-    add("--fix", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these, such as tp=2,ep=8")
-    add("--explain", nargs="+", metavar="AXIS=VALUE", help="explain one mapping, and why it cannot run or fit")
+    add("--fix", action="extend", nargs="+", metavar="AXIS=VALUE", help="search only mappings with these: tp=2,ep=8")
+    add("--explain", action="extend", nargs="+", metavar="AXIS=VALUE", help="explain one mapping, or why it cannot run")
     add("--trace", type=Path, metavar="RUN_DIR", help="plan for the recorded routing of a run (moe.trace_every)")
     help_ = f"lengths of the documents: {', '.join(histogram_names())}, a file, or a run's data"
     add("--lengths", metavar="NAME|FILE|RUN", help=help_)
     add_part_option(parser)
     help_ = "compare the best mapping with folding to the best without, at these sequence lengths (default: --seq-len)"
-    add("--compare-folding", nargs="*", type=int, metavar="S", help=help_)
+    add("--compare-folding", action="extend", nargs="*", type=int, metavar="S", help=help_)
     add(
         "--top",
         type=int,

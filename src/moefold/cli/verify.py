@@ -276,8 +276,8 @@ def _check_memory(model: ModelConfig, parallel: ParallelConfig) -> None:
     model_gib = num_parameters * 8 * MODEL_COPIES / 2**30
     if ranks_gib + model_gib > available.size / 2**30:
         raise ConfigError(
-            f"parallel.world_size={world_size} ranks take {ranks_gib:.0f} GiB and {num_parameters:,} parameters in "
-            f"float64, on both sides, {model_gib:.0f} GiB: more than the {available.size / 2**30:.0f} GiB "
+            f"parallel.world_size={world_size} ranks take {ranks_gib:.1f} GiB and {num_parameters:,} parameters in "
+            f"float64, on both sides, {model_gib:.1f} GiB: more than the {available.size / 2**30:.1f} GiB "
             f"{available.description}; add --shrink, which makes the model and the mapping small, or lower the degrees"
         )
 

@@ -7,6 +7,7 @@ the last process that maps it has ended in any way.
 import mmap
 import os
 import select
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -139,6 +140,8 @@ def _boot_id() -> str:
 
 LONGEST_POLL_MS = 2**31 - 1
 """About 25 days: the longest timeout of poll(2)."""
+LABEL_BYTES = 4
+"""Bytes of a signal between two members, which a pipe writes and reads as a whole."""
 
 
 @dataclass(frozen=True)
@@ -156,30 +159,42 @@ class _Round:
 class PipeBarrier:
     """Dissemination barrier (Hensgen, Finkel, Manber 1988): in round k, member i signals member i + 2^k.
 
-    The pipes of a member that has ended are closed: members that wait for it get an error.
+    The pipes of a member that has ended are closed: members that wait for it get an error. The signal is a label of the
+    operation that the barrier orders: members that have reached different operations get an error too.
     """
 
     def __init__(self, rounds: list[_Round], timeout: timedelta) -> None:
         self._rounds = rounds
         self._timeout = timeout
 
-    def wait(self) -> None:
+    def wait(self, operation: object = "") -> None:
         """Return when all members have called this as often as this member.
+
+        Args:
+            operation: describes what the barrier orders; its `repr` is the same on all members.
 
         Raises:
             DistError: a member has ended, or has not arrived within the time limit.
+            RunError: a member has reached another operation.
         """
+        label = zlib.crc32(repr(operation).encode()).to_bytes(LABEL_BYTES, "little")
         for step in self._rounds:
             try:
-                os.write(step.sends_to, b".")
+                os.write(step.sends_to, label)
             except BrokenPipeError as error:
                 raise dist.DistError("the pipe of another rank's barrier is closed: that rank has ended") from error
             poll = select.poll()
             poll.register(step.receives_from, select.POLLIN)
             if not poll.poll(min(self._timeout.total_seconds() * 1e3, LONGEST_POLL_MS)):
                 raise dist.DistError(f"rank {step.awaited} has not reached a barrier within {self._timeout}")
-            if not os.read(step.receives_from, 1):
+            received = os.read(step.receives_from, LABEL_BYTES)
+            if not received:
                 raise dist.DistError(f"the pipe of rank {step.awaited} to this barrier is closed: it has ended")
+            if received != label:
+                raise RunError(
+                    f"rank {step.awaited} has reached another operation in shared memory than this rank, which has "
+                    f"reached {operation!r:.200}: ranks of a group must exchange the same tensors in the same order"
+                )
 
     def __del__(self) -> None:
         """Close the pipes."""
@@ -260,25 +275,30 @@ class SharedExchange:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`."""
         self._gather([gathered_parts(out, x, self.group.size, self.group.rank)])
 
-    def sum_scatter(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def sum_scatter(self, tensors: Sequence[Tensor], dtype: torch.dtype, numbers: Sequence[int] = ()) -> list[Tensor]:
         """Sum tensors over the members, in their order; return this rank's rows of each sum.
 
         Args:
             tensors: of the same shapes on all members; rows are cut as `torch.chunk` cuts them, so that the last
                 members may have fewer, or none.
             dtype: of the sums; tensors of another type are converted.
+            numbers: identify the tensors among those of the caller; other numbers on another member are an error.
         """
         size = self.group.size
         parts = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
         totals = _room_for([of_members[self.group.rank] for of_members in parts], dtype)
-        self._sum(parts, totals, dtype)
+        self._sum(parts, totals, dtype, numbers)
         return [total.view(-1, *x.shape[1:]) for total, x in zip(totals, tensors, strict=True)]
 
-    def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Return the sums of tensors over the members, added in their order: the same bits on all members."""
+    def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype, numbers: Sequence[int] = ()) -> list[Tensor]:
+        """Return the sums of tensors over the members, added in their order: the same bits on all members.
+
+        `numbers` as in `sum_scatter`.
+        """
         totals = _room_for(tensors, dtype)
         sums = [self._even_parts(total) for total in totals]
-        self._sum([self._even_parts(x) for x in tensors], [of_members[self.group.rank] for of_members in sums], dtype)
+        own_sums = [of_members[self.group.rank] for of_members in sums]
+        self._sum([self._even_parts(x) for x in tensors], own_sums, dtype, numbers)
         self._gather(sums)
         return [total.view_as(x) for total, x in zip(totals, tensors, strict=True)]
 
@@ -297,18 +317,25 @@ class SharedExchange:
             of_members = [piece.of(tensors, member) for member in range(self.group.size)]
             published = [piece.inside(slot, parts) for slot, parts in zip(slots, of_members, strict=True)]
             foreach_copy_(published[self.group.rank], of_members[self.group.rank])
-            self.barrier.wait()
+            self.barrier.wait(("a gather of", dtype, piece.ranges))
             for member in range(self.group.size):
                 if member != self.group.rank:
                     foreach_copy_(of_members[member], published[member])
 
-    def _sum(self, tensors: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def _sum(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        totals: Sequence[Tensor],
+        dtype: torch.dtype,
+        numbers: Sequence[int],
+    ) -> None:
         """Sum this rank's parts of tensors over the members.
 
         Args:
             tensors: for each tensor the parts of all members, flat.
             totals: for each tensor the sum of this rank's part, flat, which this fills.
             dtype: of the totals.
+            numbers: see `sum_scatter`.
         """
         size = self.group.size
         rank = self.group.rank
@@ -320,7 +347,7 @@ class SharedExchange:
             mine = of_members.pop(rank)
             for slot, parts in zip(slots[rank], of_members, strict=True):
                 foreach_copy_(piece.inside(slot, parts), parts)
-            self.barrier.wait()
+            self.barrier.wait(("a sum of", dtype, piece.ranges, numbers))
             terms = [
                 piece.inside(slots[member, rank - (rank > member)], mine) for member in range(size) if member != rank
             ]

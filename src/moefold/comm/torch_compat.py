@@ -459,14 +459,14 @@ def replace_fsdp_gather(group: Any, outputs: Sequence[Tensor], gather: Callable[
     group.unshard = unshard
 
 
-def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dtype], list[Tensor]]) -> None:
+def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dtype, list[int]], list[Tensor]]) -> None:
     """Let a parameter group reduce the gradients of a backward pass by a function, instead of by FSDP's collectives.
 
     Args:
         group: a parameter group on a CPU, without offloading of its parameters.
         reduce: takes this rank's gradients of whole parameters, those that are sharded along another dim than the first
-            with their shards one after the other along the first, and the type to reduce in; returns the gradients of
-            this rank's shards.
+            with their shards one after the other along the first, the type to reduce in, and the numbers of the
+            parameters in the group; returns the gradients of this rank's shards.
     """
     # Another replacement may be there already.
     accumulate = partial(type(group).post_backward, group)
@@ -478,7 +478,8 @@ def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dty
         group._training_state = type(group._training_state).POST_BACKWARD
         params = []
         grads = []
-        for param in group.fsdp_params:
+        numbers = []
+        for number, param in enumerate(group.fsdp_params):
             if not hasattr(param, "_unsharded_param"):
                 continue
             param.accumulate_unsharded_grad_if_needed()
@@ -489,13 +490,15 @@ def replace_fsdp_reduction(group: Any, reduce: Callable[[list[Tensor], torch.dty
             else:
                 continue
             params.append(param)
+            numbers.append(number)
             grads.append(_sharded_along_rows(grad, param.fsdp_placement.dim, fsdp_group_size(group)))
             param.unsharded_accumulated_grad = param.unsharded_param.grad = None
         if group.reshard_after_backward:
             group.reshard()
         if not params:
             return
-        for param, shard in zip(params, reduce(grads, group._reduce_dtype or grads[0].dtype), strict=True):
+        shards = reduce(grads, group._reduce_dtype or grads[0].dtype, numbers)
+        for param, shard in zip(params, shards, strict=True):
             grad = shard.view(param.sharded_size).to(group._orig_dtype)
             if param.sharded_param.grad is None:
                 param.sharded_param.grad = param.to_sharded_dtensor(grad)

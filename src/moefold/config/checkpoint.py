@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import Bound, Judged, ReadIf, at_least
+from moefold.config.field import NO_TILDE, Bound, Judged, ReadIf, at_least
 from moefold.config.part import Table
 
 
@@ -26,7 +26,7 @@ class UpcycleConfig(Table):
 class CheckpointConfig:
     """Checkpoint folder, intervals and resume."""
 
-    dir: str = ""
+    dir: Annotated[str, NO_TILDE] = ""
     """Folder of the checkpoints; empty: RUN_DIR/checkpoints. May be remote, such as s3://BUCKET/RUN
     ([remote.md](remote.md))."""
     every: Annotated[int, at_least(0, "0: never")] = 500

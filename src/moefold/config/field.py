@@ -15,6 +15,13 @@ class Bound:
     is_legal: Callable[[Any], bool]
 
 
+NO_TILDE = Bound(
+    'must not begin with "~", which moefold does not replace by the home folder; write the whole path',
+    lambda name: not name.startswith("~"),
+)
+"""Rule on the name of a folder that a run creates."""
+
+
 @dataclass(frozen=True)
 class Most:
     """Largest magnitude of a number, far above the values of any real run; checked while a recipe is read.

@@ -27,7 +27,9 @@ class LayerWords(NamedTuple):
 WORDS = LayerWords("full window chunk linear", "rope nope", "own shared", "moe dense")
 """Words of each part of a layer, the default first."""
 _COLUMN_OF = {word: column for column, words in WORDS._asdict().items() for word in words.split()}
-_ENTRY = re.compile(r"\s*(?:(\d{1,5})\s*x\s*\(([^()]*)\)|(?:(\d{1,5})\s+)?([a-z]+(?:/[a-z]+)*))\s*(?:,(?=\s*\S)|$)")
+_ENTRY = re.compile(
+    r"\s*(?:(\d{1,5})\s*x\s*\(([^()]*)\)|(?:(\d{1,5})\s+)?([a-z]+(?:/[a-z]+)*))\s*(?:,(?=\s*\S)|$)", re.ASCII
+)
 
 
 def parse_layers(layers: int | str) -> tuple[LayerWords, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -34,6 +34,7 @@ from moefold.config.suggestions import (
     explain_unknown_section,
     group_at,
     key_types,
+    list_advice,
     mark_at,
     paths_with,
     sections,
@@ -275,6 +276,9 @@ def _has_exact_type(section: str, key: str, value: Any) -> bool:
         return isinstance(value, str) and mark.takes(value)
     if choices := choices_of(section, key):
         return any(value == choice and type(value) is type(choice) for choice in choices)
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        # Without quotes in it, a list on the command line is text.
+        return not any(get_origin(arm) is tuple for arm in get_args(key_types(section)[key]))
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -317,6 +321,8 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     expected = kinds_in_words(group, choices_of(section, key)) if group else describe_key(section, key)
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
+    if "a list of strings" in expected and (advice := list_advice(name, value)):
+        return f"{name}={brief_value(value)} must be {expected}; {advice}"
     choices = [choice for choice in choices_of(section, key) if isinstance(choice, str)]
     guess = None
     if isinstance(value, str):

@@ -45,6 +45,7 @@ from moefold.config.suggestions import (
     group_at,
     join_with_or,
     kind_settings,
+    list_advice,
     mark_at,
     owners_of,
     slot_fault,
@@ -413,6 +414,8 @@ def _problem(name: str, part: Any, key: str, value: Any, kind: str, message: str
     choices = getattr(_hints(part)[key], "__args__", ())
     guess = closest_match(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else None
     rule = message.replace("Input should ", "must ", 1).removeprefix("Value error, ")
+    if kind in ("list_type", "tuple_type"):
+        return Problem(f"{name}.{key}", value, "must be a list", list_advice(f"{name}.{key}", value))
     return Problem(f"{name}.{key}", value, rule, f"did you mean {guess!r}?" if guess else "")
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import SAME_RUN, Bound, Judged, Most, at_least
+from moefold.config.field import NO_TILDE, SAME_RUN, Bound, Judged, Most, at_least
 from moefold.config.limits import MAX_STEPS
 
 
@@ -11,7 +11,7 @@ from moefold.config.limits import MAX_STEPS
 class RunConfig:
     """Duration, device, compute type and output folder of a run."""
 
-    dir: Annotated[str, Bound("must name a folder", bool), Judged.FILES, SAME_RUN] = "runs/run"
+    dir: Annotated[str, Bound("must name a folder", bool), NO_TILDE, Judged.FILES, SAME_RUN] = "runs/run"
     """Run folder: config.json, metrics.jsonl, checkpoints/, loss.png. If it already holds another run, that run is kept
     and this one is written to DIR-2, DIR-3, ... ([checkpoints.md](checkpoints.md))."""
     seed: Annotated[

@@ -4,6 +4,7 @@ Sections, keys and types are read from the schema.
 """
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -285,8 +286,19 @@ def paths_with(key: str) -> list[str]:
     return [*of_sections, *(path for path in kind_settings() if path.endswith(f".{key}"))]
 
 
+def list_advice(name: str, value: Any) -> str:
+    """Return how to write a text that is meant as a list of strings; "" for other values."""
+    if not isinstance(value, str) or not value:
+        return ""
+    items = [word.strip().strip("\"'") for word in value.removeprefix("[").removesuffix("]").split(",")]
+    return f"write {name}='{json.dumps(items, ensure_ascii=False)}'"
+
+
 def explain_unknown_section(name: str) -> str:
     """Return an error message for an unknown section, with the nearest section or key."""
+    section, _, key = name.partition(".")
+    if section in sections():
+        return f"unknown section {json.dumps(name)}: in quotes it is one name; write [{section}], and below it {key}"
     if paths := paths_with(name):
         return f"{name} stands outside any section; did you mean {' or '.join(paths)}?"
     if hint := key_hint(name):

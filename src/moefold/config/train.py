@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import POSITIVE, Bound, Judged, Most, ReadIf, at_least
+from moefold.config.field import NO_TILDE, POSITIVE, Bound, Judged, Most, ReadIf, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_STEPS
 from moefold.config.model import ModelConfig
 from moefold.config.part import KindOf, Part, Section
@@ -57,7 +57,7 @@ class TrainConfig(Section):
     offload_optimizer: Annotated[Literal["none", "host", "ssd"], Judged.SPEED] = "none"
     """Where the optimizer moments are stored between steps: with the weights, in host memory (for GPUs), or in
     memory-mapped files in offload_dir. Bitwise the same result."""
-    offload_dir: Annotated[str, Judged.SPEED] = ""
+    offload_dir: Annotated[str, NO_TILDE, Judged.SPEED] = ""
     """Folder on a local disk (ssd), created if its parent folder exists."""
     offload_min_kib: Annotated[
         int, at_least(0, "0: all"), ReadIf("train.offload train.offload_optimizer"), Judged.SPEED

@@ -83,6 +83,7 @@ from moefold.convert.weights import (
     HfSource,
     assemble_rows,
     assign_groups,
+    check_finite,
     family_mapping,
     open_checkpoint,
     verify_against_folder,
@@ -92,6 +93,8 @@ from moefold.remote_path import RemotePath
 
 COPIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache")
 """Keys of a config.json that stay valid after a change of its model."""
+TRAINED_WAY_OUT = "name an earlier checkpoint of the run"
+"""The way out where the weights of a run are not finite."""
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -443,12 +446,15 @@ class _Target:
         if name in self.quantization.names:
             for rows in self.quantization.row_chunks(shape, CHUNK_BYTES):
                 part = TensorChunk(name, rows.start, rows.stop)
-                yield self.quantization.quantize(name, assemble_rows(source, mapping, part, torch.float32))
+                values = assemble_rows(source, mapping, part, torch.float32)
+                check_finite(values, name, source.path, TRAINED_WAY_OUT)
+                yield self.quantization.quantize(name, values)
             return
         dtype = DTYPES[self.dtypes[name]]
         for chunk in split_into_chunks(name, shape, dtype):
             values = assemble_rows(source, mapping, chunk, dtype, self.memory)
             _check_overflow(values, name, source.dtype(mapping.by_hf_name[name][0].name))
+            check_finite(values, name, source.path, TRAINED_WAY_OUT)
             yield {name: values}
 
 
@@ -496,7 +502,7 @@ def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, 
 
 
 def _check_overflow(values: Tensor, name: str, source: torch.dtype) -> None:
-    if values.dtype == torch.float16 != source and not torch.isfinite(values).all():
+    if values.dtype == torch.float16 != source and torch.isinf(values).any():
         raise ConfigError(f"tensor {name} has values that float16 cannot hold (above 65504); choose --dtype bfloat16")
 
 

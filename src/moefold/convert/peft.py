@@ -20,7 +20,7 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
-from moefold.convert.export_folder import EXPORT_DTYPES
+from moefold.convert.export_folder import EXPORT_DTYPES, TRAINED_WAY_OUT
 from moefold.convert.family import Family
 from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config
 from moefold.convert.hf_shards import copy_sidecar_files
@@ -94,6 +94,8 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
         tensors = {name: values.to(stored) for name, values in sorted(tensors.items())}
     with atomic_directory(out, world) as tmp_dir:
         if world.is_rank0:
+            for name, values in tensors.items():
+                check_finite(values, name, checkpoint, TRAINED_WAY_OUT)
             _write_tensors(tmp_dir / WEIGHTS_FILE, tensors)
             keys = _config_keys(lora, modules, family, base, other_modules(model, family, modules))
             _add_stacked(keys, parameters, stacked)

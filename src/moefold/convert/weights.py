@@ -115,8 +115,10 @@ class HfSource:
         return values
 
 
-def check_finite(values: Tensor, name: str, folder: Path) -> None:
-    """Reject NaN and infinity among values of a tensor of a folder.
+def check_finite(
+    values: Tensor, name: str, folder: Path, way_out: str = "download or convert the folder again"
+) -> None:
+    """Reject NaN and infinity among values of a tensor of a folder or checkpoint.
 
     Raises:
         ConfigError: a value is not finite; the message names the tensor.
@@ -125,7 +127,7 @@ def check_finite(values: Tensor, name: str, folder: Path) -> None:
     if not torch.isfinite(values.sum()) and (wrong := int((~torch.isfinite(values)).sum())):
         raise ConfigError(
             f"{str(folder)!r}: tensor {name} has NaN or infinite values ({wrong} of {values.numel()} that were read): "
-            "no output of this model can be right; download or convert the folder again"
+            f"no output of this model can be right; {way_out}"
         )
 
 

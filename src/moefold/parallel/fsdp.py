@@ -365,13 +365,14 @@ class PerRankGradDots:
             return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
 
     @torch.no_grad()
-    def _reduce_by_exchange(self, grads: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def _reduce_by_exchange(self, grads: list[Tensor], dtype: torch.dtype, numbers: list[int]) -> list[Tensor]:
         """Sum gradients in memory that ranks share: to this rank's rows of them, or whole where ranks replicate."""
         assert self.exchange is not None
         if self.is_enabled:
             self._accumulate_dots(torch.cat([grad.reshape(-1).to(dtype) for grad in grads]))
         with self._group.comm_timer.waiting():
-            return self.exchange.sum(grads, dtype) if self._replicates else self.exchange.sum_scatter(grads, dtype)
+            reduce = self.exchange.sum if self._replicates else self.exchange.sum_scatter
+            return reduce(grads, dtype, numbers)
 
     def _after_all_reduce(self, output: Tensor) -> None:
         self._group.comm_timer.leave(self._all_reduce_start)

@@ -66,9 +66,9 @@ def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) 
         return []
     starts = iter(offsets)
     outputs = []
-    for group in groups:
+    for number, group in enumerate(groups):
         params = [_place(param, memory, next(starts), members) for param in group.fsdp_params]
-        gather = _Gather(params, exchange.barrier, members.comm_timer.waiting)
+        gather = _Gather(number, params, exchange.barrier, members.comm_timer.waiting)
         outputs += [param.values for param in params]
         replace_fsdp_gather(group, [param.values for param in params], gather)
     return outputs
@@ -78,8 +78,13 @@ class _Gather:
     """All-gather of the parameters of one FSDP module."""
 
     def __init__(
-        self, params: Sequence[_Gathered], barrier: PipeBarrier, waiting: Callable[[], AbstractContextManager[None]]
+        self,
+        number: int,
+        params: Sequence[_Gathered],
+        barrier: PipeBarrier,
+        waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._operation = f"the gather of module {number}"
         self._params = params
         self._barrier = barrier
         self._waiting = waiting
@@ -88,9 +93,9 @@ class _Gather:
     def __call__(self) -> None:
         """Write this rank's shards when no member reads the old values any more; return when all have written."""
         with self._waiting():
-            self._barrier.wait()
+            self._barrier.wait(self._operation)
             foreach_copy_([param.own for param in self._params], [param.shard() for param in self._params])
-            self._barrier.wait()
+            self._barrier.wait(self._operation)
 
 
 def _is_served(group: Any) -> bool:

@@ -50,7 +50,7 @@ class PlanOptions:
     seq_len: int | None = None
     """None takes the recipe's, or `DEFAULT_SEQ_LEN`."""
     global_batch_size: int | None = None
-    """None takes the recipe's, or `DEFAULT_BATCH_TOKENS` a step."""
+    """None takes the recipe's, or a power of two with at most `DEFAULT_BATCH_TOKENS` a step."""
     fix: Mapping[str, Any] = field(default_factory=dict)
     """Values of axes; only mappings with them are searched."""
     overrides: Sequence[str] = ()
@@ -117,7 +117,7 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
     train = base.train
     default = DEFAULT_SEQ_LEN if "--seq-len" in unsaid else train.seq_len
     seq_len = _in_bounds("--seq-len", options.seq_len, default, max_integer("train", "seq_len"))
-    default = max(1, DEFAULT_BATCH_TOKENS // seq_len) if "--global-batch-size" in unsaid else train.global_batch_size
+    default = _default_batch(seq_len) if "--global-batch-size" in unsaid else train.global_batch_size
     max_batch = max_integer("train", "global_batch_size")
     batch = _in_bounds("--global-batch-size", options.global_batch_size, default, max_batch)
     chosen = {"--seq-len": seq_len, "--global-batch-size": batch}
@@ -287,6 +287,12 @@ def check_imbalance(value: float, num_experts: int) -> float:
             "expert-parallel rank over the mean"
         )
     return value
+
+
+def _default_batch(seq_len: int) -> int:
+    """Return a power of two of samples, which data-parallel ranks and micro-batches can share evenly."""
+    most = max(1, DEFAULT_BATCH_TOKENS // seq_len)
+    return 1 << (most.bit_length() - 1)
 
 
 def _in_bounds(option: str, given: int | None, default: int, maximum: int) -> int:
