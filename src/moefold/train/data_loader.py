@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -283,40 +282,6 @@ class DataLoader:
 
         part = self._read_consistently(read)
         return self.train_sharder.to_batch(part), samples
-
-    def step_metrics(self) -> dict[str, Any] | None:
-        """Return the metrics of the rollouts of the last batch; None without reinforcement learning."""
-        return None
-
-    @property
-    def mismatch_limit(self) -> float | None:
-        """Return the limit on the mismatch of sampler and training in the last batch; None: it is not judged."""
-        return None
-
-    @property
-    def is_round_complete(self) -> bool:
-        """Return whether no data is held that a stop would lose."""
-        return True
-
-    def load_tensors(self, path: Path | None) -> None:
-        """Prepare the data of a run, after `open` and once the weights are loaded; collective.
-
-        Args:
-            path: the checkpoint that the run resumes from; None for a new run.
-        """
-
-    def prepare_save(self) -> None:
-        """Wait for data that a checkpoint must have; collective."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's shards of further entries of a checkpoint."""
-        return {}
-
-    def finish(self) -> None:
-        """End the ranks that make data, after the training loop, but not after an exception."""
-
-    def close(self) -> None:
-        """End the processes that make data."""
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
         """Return this rank's validation batches, empty if all samples are lost; collective, raises as `next_batch`.
