@@ -62,6 +62,23 @@ def _many_pieces(dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
         shared_memory.PIECE_BYTES = before
 
 
+def _other_tensors_on_one_rank(operation: str, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> str:
+    """Return the error of this rank, where rank 1 passes tensors of other shapes."""
+    group = _group()
+    exchange = open_shared_exchange(group, CPU)
+    assert exchange is not None
+    tensors = [torch.ones(shape) for shape in (others if group.rank == 1 else shapes)]
+    exchange.sum([torch.ones(3)], torch.float32)
+    try:
+        if operation == "gather":
+            exchange.gather_into(torch.empty(3, *tensors[0].shape), tensors[0])
+        else:
+            getattr(exchange, operation)(tensors, torch.float32)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
 def _ranks_of_several_machines_have_none() -> None:
     group = _group()
     before = shared_memory.open_shared_memory
@@ -86,3 +103,17 @@ def test_pieces_through_shared_memory(pool, dtype, sum_dtype):
 
 def test_without_shared_memory_there_is_no_exchange(pool):
     pool.run(3, _ranks_of_several_machines_have_none)
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "others", "words"),
+    [
+        ("sum", [(2, 6), (3,)], [(3,), (2, 6)], "sum float32 [(2, 6), (3,)], and rank 1 sum float32 [(3,), (2, 6)]"),
+        ("sum_scatter", [(6, 2)], [(3, 4)], "sum of rows float32 [(6, 2)], and rank 1 sum of rows float32 [(3, 4)]"),
+        ("gather", [(4,)], [(5,)], "gather float32 [(4,)], and rank 1 gather float32 [(5,)]"),
+    ],
+)
+def test_all_ranks_name_the_rank_with_other_tensors(pool, operation, shapes, others, words):
+    """Tensors of as many bytes would be summed silently, with the elements of other tensors."""
+    (error,) = set(pool.run(3, _other_tensors_on_one_rank, operation, shapes, others))
+    assert error == f"ranks pass different tensors to an exchange in shared memory: rank 0 {words}"

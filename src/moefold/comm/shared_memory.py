@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple, Self
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -225,25 +227,53 @@ def open_pipe_barrier(group: Group) -> PipeBarrier:
     return PipeBarrier(rounds, collective_timeout(group.recorder.hang_timeout_s))
 
 
+CALL_BYTES = 8
+"""Bytes of the number of a call."""
 PIECE_BYTES = 4 << 20
 """Bytes that a rank publishes between two barriers: few barriers, and pieces that a cache holds."""
+
+
+class _Call(NamedTuple):
+    """Call of a collective, which must be equal on all members."""
+
+    operation: str
+    dtype: torch.dtype
+    shapes: tuple[torch.Size, ...]
+
+    @classmethod
+    def of(cls, operation: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Self:
+        """Return the call with these tensors."""
+        return cls(operation, dtype, tuple(x.shape for x in tensors))
+
+    @property
+    def number(self) -> int:
+        """Hash of 64 bits, equal in all processes: Python's hash of a text is not."""
+        return hash((crc32(f"{self.operation} {self.dtype}".encode()), self.shapes))
+
+    def __str__(self) -> str:
+        return f"{self.operation} {str(self.dtype).removeprefix('torch.')} {[tuple(shape) for shape in self.shapes]}"
 
 
 class SharedExchange:
     """Collectives of the members of a group; all members call the same collectives in the same order.
 
+    With each piece a member publishes a number of its call. Members whose calls differ would read the elements of other
+    tensors, so all of them raise RunError.
+
     The two halves of the memory are used alternately. A rank overwrites a half after the barrier that follows the next
     piece: every member enters that barrier only when it has read the old content of the half.
 
     Args:
-        memory: shared memory, uint8 [2 * group.size * PIECE_BYTES].
+        memory: shared memory, uint8 [2 * group.size * (PIECE_BYTES + CALL_BYTES)].
         barrier: barrier of the members.
         group: the members.
     """
 
     def __init__(self, memory: Tensor, barrier: PipeBarrier, group: Group) -> None:
         self.barrier = barrier
-        self._halves = memory.view(2, group.size, PIECE_BYTES)
+        num_calls = 2 * group.size
+        self._halves = memory[: num_calls * PIECE_BYTES].view(2, group.size, PIECE_BYTES)
+        self._calls = memory[num_calls * PIECE_BYTES :].view(torch.int64).view(2, group.size).numpy()
         self.group = group
         self._turn = 0
 
@@ -258,7 +288,8 @@ class SharedExchange:
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`."""
-        self._gather([gathered_parts(out, x, self.group.size, self.group.rank)])
+        parts = gathered_parts(out, x, self.group.size, self.group.rank)
+        self._gather([parts], _Call.of("gather", x.dtype, [x]))
 
     def sum_scatter(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Sum tensors over the members, in their order; return this rank's rows of each sum.
@@ -271,45 +302,48 @@ class SharedExchange:
         size = self.group.size
         parts = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
         totals = _room_for([of_members[self.group.rank] for of_members in parts], dtype)
-        self._sum(parts, totals, dtype)
+        self._sum(parts, totals, _Call.of("sum of rows", dtype, tensors))
         return [total.view(-1, *x.shape[1:]) for total, x in zip(totals, tensors, strict=True)]
 
     def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return the sums of tensors over the members, added in their order: the same bits on all members."""
         totals = _room_for(tensors, dtype)
         sums = [self._even_parts(total) for total in totals]
-        self._sum([self._even_parts(x) for x in tensors], [of_members[self.group.rank] for of_members in sums], dtype)
-        self._gather(sums)
+        call = _Call.of("sum", dtype, tensors)
+        self._sum([self._even_parts(x) for x in tensors], [of_members[self.group.rank] for of_members in sums], call)
+        self._gather(sums, call)
         return [total.view_as(x) for total, x in zip(totals, tensors, strict=True)]
 
     def _even_parts(self, x: Tensor) -> Sequence[Tensor]:
         return _parts(x, -(-x.numel() // self.group.size), self.group.size)
 
-    def _gather(self, tensors: Sequence[Sequence[Tensor]]) -> None:
+    def _gather(self, tensors: Sequence[Sequence[Tensor]], call: _Call) -> None:
         """Fill the other members' parts of tensors.
 
         Args:
             tensors: for each tensor the parts of all members, flat; this rank's are filled.
+            call: what the members call, with the type of the tensors.
         """
-        dtype = tensors[0][0].dtype
+        dtype = call.dtype
         for piece in _pieces(tensors, PIECE_BYTES // dtype.itemsize):
             slots = self._next_half(dtype)
             of_members = [piece.of(tensors, member) for member in range(self.group.size)]
             published = [piece.inside(slot, parts) for slot, parts in zip(slots, of_members, strict=True)]
             foreach_copy_(published[self.group.rank], of_members[self.group.rank])
-            self.barrier.wait()
+            self._meet(call)
             for member in range(self.group.size):
                 if member != self.group.rank:
                     foreach_copy_(of_members[member], published[member])
 
-    def _sum(self, tensors: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def _sum(self, tensors: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], call: _Call) -> None:
         """Sum this rank's parts of tensors over the members.
 
         Args:
             tensors: for each tensor the parts of all members, flat.
             totals: for each tensor the sum of this rank's part, flat, which this fills.
-            dtype: of the totals.
+            call: what the members call, with the type of the totals.
         """
+        dtype = call.dtype
         size = self.group.size
         rank = self.group.rank
         width = PIECE_BYTES // dtype.itemsize // (size - 1)
@@ -320,7 +354,7 @@ class SharedExchange:
             mine = of_members.pop(rank)
             for slot, parts in zip(slots[rank], of_members, strict=True):
                 foreach_copy_(piece.inside(slot, parts), parts)
-            self.barrier.wait()
+            self._meet(call)
             terms = [
                 piece.inside(slots[member, rank - (rank > member)], mine) for member in range(size) if member != rank
             ]
@@ -328,6 +362,24 @@ class SharedExchange:
             sums = [totals[index][start:stop] for index, start, stop in piece.ranges]
             for total, of_total in zip(sums, zip(*terms, strict=True), strict=True):
                 sum_in_order(of_total, total)
+
+    def _meet(self, call: _Call) -> None:
+        """Wait until all members have published a piece of this call.
+
+        Raises:
+            RunError: raised on all members if their calls differ.
+        """
+        numbers = self._calls[self._turn]
+        numbers[self.group.rank] = number = call.number
+        self.barrier.wait()
+        if numbers.tolist().count(number) == self.group.size:
+            return
+        first, *others = zip(self.group.ranks, all_gather_objects(str(call), self.group), strict=True)
+        rank, found = next(other for other in others if other[1] != first[1])
+        raise RunError(
+            f"ranks pass different tensors to an exchange in shared memory: rank {first[0]} {first[1]}, and rank "
+            f"{rank} {found}"
+        )
 
     def _next_half(self, dtype: torch.dtype) -> Tensor:
         """Return the half for the next piece, [group.size, elements]."""
@@ -389,7 +441,7 @@ def open_shared_exchange(group: Group, device: torch.device) -> SharedExchange |
     if group.size == 1 or not uses_gloo(group.handle, device):
         return None
     try:
-        memory = open_shared_memory(2 * group.size * PIECE_BYTES, group, "the exchange of shards")
+        memory = open_shared_memory(2 * group.size * (PIECE_BYTES + CALL_BYTES), group, "the exchange of shards")
         barrier = open_pipe_barrier(group)
     except RunError:
         # On all members: they are on several machines, or in containers that do not see each other.

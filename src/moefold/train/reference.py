@@ -1,5 +1,6 @@
 """Reference model of the KL penalty: a second set of weights under the training mapping, without gradients."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.convert.preflight import resolve_weights_folder, weights_path
@@ -107,18 +109,16 @@ class KLReference:
     """Reference of the KL penalty: a model if `rl.kl` is above 0, and the plateau after which the policy replaces it.
 
     Args:
-        cfg: the recipe.
-        groups: the process groups of training.
+        rl: section of the recipe.
         policy: the model in training.
-
-    The constructor is collective.
+        build: builds the reference model; collective, and so is the constructor.
     """
 
-    def __init__(self, cfg: Config, groups: ParallelGroups, policy: ParallelModel) -> None:
-        self._cfg = cfg
-        self._groups = groups
+    def __init__(self, rl: RLConfig, policy: ParallelModel, build: Callable[[], ReferenceModel]) -> None:
+        self._rl = rl
         self._policy = policy
-        self._model = ReferenceModel(cfg, groups) if cfg.rl.kl else None
+        self._build = build
+        self._model = build() if rl.kl else None
         self._plateau = Plateau()
 
     def columns(self, batch: Batch) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class KLReference:
         Local, on every rank at the same step.
         """
         self._plateau = self._plateau.record(reward)
-        patience = self._cfg.rl.reset_patience
+        patience = self._rl.reset_patience
         if not patience or self._plateau.num_since_best < patience:
             return False
         assert self._model is not None, "checked before the run"
@@ -171,8 +171,8 @@ class KLReference:
             return
         if self._model.is_reset:
             # A rollback to a checkpoint before the reset; random weights are drawn again.
-            self._model = ReferenceModel(self._cfg, self._groups)
-        if path is not None and not is_of_rl and self._cfg.rl.reference == "start":
+            self._model = self._build()
+        if path is not None and not is_of_rl and self._rl.reference == "start":
             raise ConfigError(
                 f"{path} is of a run without reinforcement learning, so rl.reference='start' is no longer at hand: "
                 f"start a new run with checkpoint.init_from={str(path)!r}, or name the weights by rl.reference"

@@ -8,6 +8,7 @@ meanwhile, and each rank receives the rows that it trains on.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,9 +27,11 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward, check_columns
 from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.rollout_table import TABLE_KEY
+from moefold.rl.step_rows import pack_step
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.data_loader import DataLoader, Position
-from moefold.train.reference import KLReference
+from moefold.train.log_probs import TrainerLogProbs
+from moefold.train.reference import KLReference, ReferenceModel
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_sampler import PromptSampler
 from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource
@@ -95,11 +98,13 @@ class RolloutLoader(DataLoader):
         """
         super().__init__(cfg, groups, model.positions, position=position)
         self._model = model
-        self._columns = columns
+        self._trainer: TrainerLogProbs | None = None
+        if "trainer_log_probs" in columns:
+            self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
         self._link = link
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         self.sampling = LocalSampling(cfg, groups, model, reward, self._tokenizer)
-        self.kl_reference = KLReference(cfg, groups, model)
+        self.kl_reference = KLReference(cfg.rl, model, partial(ReferenceModel, cfg, groups))
         self._loaded: dict[str, Any] | None = None
         self._pending: list[RoundStep] = []
         self._samples: Sequence[int] = ()
@@ -126,7 +131,17 @@ class RolloutLoader(DataLoader):
         self.train_sharder = self.sharder(self.train_sampler)
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
-        self._steps = RoundSteps(cfg, self._model, self.train_sharder, end_id, self.sampling.replay, self._columns)
+        dp_rank = self._groups.attn.dp.rank
+        parts = (cfg.parallel, cfg.train, cfg.rl, cfg.rollout, end_id, dp_rank)
+        self._steps = RoundSteps(
+            cfg.train,
+            cfg.rl,
+            self._model,
+            self.train_sharder,
+            lambda step_groups: pack_step(step_groups, *parts),
+            self.sampling.replay,
+            self._trainer,
+        )
         self._queue = RoundQueue(cfg.run, cfg.train, cfg.rl, self._open_source(self.train_sampler))
 
     def _open_source(self, prompts: PromptSampler) -> RolloutSource:

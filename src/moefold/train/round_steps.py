@@ -1,18 +1,19 @@
 """Optimizer steps of a round of rollouts: the batches of this rank, and the model's settings for each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from moefold.config.schema import Config
+from moefold.config.rl import RLConfig
+from moefold.config.train import TrainConfig
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
 from moefold.rl.rollout import RolloutGroup, SampledRouting, rollout_positions
 from moefold.rl.rollout_table import Round
-from moefold.rl.step_rows import StepRows, pack_step, split_steps
+from moefold.rl.step_rows import StepRows, split_steps
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.log_probs import TrainerLogProbs
 
@@ -34,32 +35,32 @@ class RoundSteps:
     """Builds the steps of rounds, and prepares the model for each; collective.
 
     Args:
-        cfg: the recipe.
+        train, rl: sections of the recipe.
         model: the model in training.
         sharder: builds the batches.
-        pad_id: id of the padding.
+        pack: packs the rollouts of one step, and returns the rows of this rank.
         replay: replays the choices of experts; None: the routers choose.
-        columns: the columns of a batch that the loss reads.
+        trainer: computes log-probabilities of the weights that sampled; None: the loss reads none.
     """
 
     def __init__(
         self,
-        cfg: Config,
+        train: TrainConfig,
+        rl: RLConfig,
         model: ParallelModel,
         sharder: BatchSharder,
-        pad_id: int,
+        pack: Callable[[Sequence[RolloutGroup]], StepRows],
         replay: RolloutReplay | None,
-        columns: Sequence[str],
+        trainer: TrainerLogProbs | None,
     ) -> None:
-        self._cfg = cfg
+        self._seq_len = train.seq_len
+        self._updates = rl.updates
         self._model = model
         self._sharder = sharder
-        self._pad_id = pad_id
+        self._pack = pack
         self._replay = replay
+        self._trainer = trainer
         self._dp = model.groups.attn.dp
-        self._trainer: TrainerLogProbs | None = None
-        if "trainer_log_probs" in columns:
-            self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
 
     def build(self, one: Round, step: int, waited_s: float) -> list[RoundStep]:
         """Build the batches of a round.
@@ -71,16 +72,12 @@ class RoundSteps:
             step: optimizer steps of the run before the round.
             waited_s: seconds that training waited for it.
         """
-        cfg = self._cfg
-        updates = cfg.rl.updates
+        updates = self._updates
         groups = split_steps(one.groups, updates) if one.groups is not None else [()] * updates
         rows = one.steps
         metrics = one.metrics
         if rows is None:
-            rows = tuple(
-                pack_step(of_step, cfg.parallel, cfg.train, cfg.rl, cfg.rollout, self._pad_id, self._dp.rank)
-                for of_step in groups
-            )
+            rows = tuple(self._pack(of_step) for of_step in groups)
             metrics = tuple(one.statistics.metrics(of_step) for of_step in groups)
         return [
             self._build_step(
@@ -130,7 +127,7 @@ class RoundSteps:
         assert sampled is not None
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         num_samples = len(rows.samples.tokens) * self._dp.size
-        rollout_NS, offset_NS = rollout_positions(rollouts, seq_len=self._cfg.train.seq_len, num_samples=num_samples)
+        rollout_NS, offset_NS = rollout_positions(rollouts, seq_len=self._seq_len, num_samples=num_samples)
         tokens = PackedTokens(
             rollout_NS=rollout_NS,
             offset_NS=offset_NS,

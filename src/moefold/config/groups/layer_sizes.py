@@ -36,7 +36,7 @@ class KernelProfile:
 
 
 class ModelSizes(Protocol):
-    """Values of the model that formulas of parts read: `ModelConfig`, which has parts, so they cannot import its type."""
+    """Values of `ModelConfig` that formulas of parts read. It has parts, so they cannot import its type."""
 
     @property
     def hidden_size(self) -> int:
