@@ -20,8 +20,9 @@ from moefold.data.dataset import Dataset, ProgramData, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
 from moefold.data.sample import ReferenceLogProbs
-from moefold.data.sampler import Sampler
+from moefold.data.sampler import Sampler, StridedSampler
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
+from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
 from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
 from moefold.errors import ConfigError, format_list
@@ -206,8 +207,6 @@ class DataLoader:
         sites = cfg.sites
         self.train_sampler = data.train
         if sites.count > 1:
-            from moefold.data.sampler import StridedSampler
-
             self.train_sampler = StridedSampler(data.train, sites.count, sites.number)
         self.validation_sampler = data.validation
         self.reference = data.reference if isinstance(data, Dataset) else None
@@ -438,7 +437,6 @@ def _read_fingerprints(data: DataConfig) -> DataFingerprints:
     looks = fingerprint(data)
     if data.kind != "tokens" or SKIPPED not in looks.values():
         return DataFingerprints(looks)
-    from moefold.data.skip_corrupt import corrupt_files
 
     faults = corrupt_files(data)
     return DataFingerprints(looks, {name: faults[file] for name, file in named_sources(data) if file in faults})

@@ -17,6 +17,7 @@ from moefold.config.schema import Config
 from moefold.cost.flops import step_flops_per_token
 from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
+from moefold.objectives.recipe_loss import loss_columns, policy_loss
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -72,8 +73,6 @@ class Trainer:
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
         if cfg.is_rl:
-            from moefold.objectives.recipe_loss import policy_loss
-
             loss = policy_loss(cfg.rl, cfg.rollout.temperature) if loss is None else loss
         model = parallelize(cfg, groups, loss)
         self._train_step = TrainingStep(model, cfg)
@@ -148,7 +147,6 @@ class Trainer:
     ) -> DataLoader:
         if loss is None or not self._cfg.is_rl:
             return DataLoader(self._cfg, self._groups, model.positions, data, self._position)
-        from moefold.objectives.recipe_loss import loss_columns
         from moefold.rl.reward import Reward
         from moefold.train.rollout_loader import RolloutLoader
 
