@@ -23,6 +23,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import closest_match, default_of, nearest_numbers
 from moefold.config.tree import Tree
 from moefold.config.upgrade import check_format
+from moefold.data.input_paths import existing_path
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 from moefold.validate.unused import check_unused_keys
@@ -142,7 +143,6 @@ def infer_vocab_size(model: ModelConfig, data: DataConfig, explicit_keys: frozen
         return model, ""
     preset_size = load_preset(model.preset).get("vocab_size") if model.preset else None
     # Lazy import: the tokenizers package is not needed if a recipe sets the size.
-    from moefold.data.input_paths import existing_path
     from moefold.data.tokenizer_folder import JsonTokenizer
 
     try:

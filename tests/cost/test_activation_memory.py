@@ -13,6 +13,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
 from moefold.config.data import DataConfig
 from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
+from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -23,7 +24,7 @@ from moefold.config.train import TrainConfig
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory, activation_memory
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
-from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, KernelProfile
+from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.cost.stage_memory import max_in_flight
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import CausalAttention, _BlockAttention

@@ -3,8 +3,10 @@
 import pytest
 
 from moefold.launch import meeting
-from moefold.launch.meeting import SILENT_S, BadRequestError, Meeting
+from moefold.launch.meeting import Meeting
+from moefold.launch.meeting_sites import SILENT_S
 from moefold.launch.signed_lines import Message
+from moefold.launch.site_request import BadRequestError
 from moefold.launch.site_round import (
     MIN_GRACE_ROUNDS,
     MIN_GRACE_S,
@@ -55,7 +57,7 @@ def _site_2_missed_a_round() -> Point:
     """Return a meeting point of three sites, of which two have applied round 1."""
     point = Point(3)
     point.all_here(3)
-    point.meeting.close_connection(2)
+    point.meeting.sites.close_connection(2)
     for site in (0, 1):
         point.round(site, 1)
     for site in (0, 1):
@@ -69,18 +71,18 @@ def test_sites_wait_for_each_other_at_the_start():
     assert point.hello(2) == {"missing": [1]}
     assert point.hello(1) == {"ready": True}
     assert point.hello(0) == {"ready": True}
-    point.meeting.close_connection(2)
+    point.meeting.sites.close_connection(2)
     assert point.hello(2, connection=9) == {"ready": True}
 
 
 def test_site_whose_process_has_ended_is_not_awaited_without_a_word():
     point = Point(2)
-    point.meeting.end_site(0, "it is done")
+    point.meeting.sites.end_site(0, "it is done")
     assert point.hello(1) == {"missing": [0], "refused_sites": {"0": "it is done"}}
     # It was started again.
     assert point.hello(0) == {"ready": True}
-    point.meeting.close_connection(0)
-    point.meeting.end_site(0, "it is done")
+    point.meeting.sites.close_connection(0)
+    point.meeting.sites.end_site(0, "it is done")
     assert point.hello(1) == {"ready": True}
 
 
@@ -115,10 +117,10 @@ def test_lost_site_ends_the_wait_at_once():
     point.all_here(3)
     point.round(0, 1)
     assert point.round(1, 1) is None
-    point.meeting.close_connection(2)
+    point.meeting.sites.close_connection(2)
     assert point.again(0, 1)["members"] == point.again(1, 1)["members"] == [0, 1]
     assert point.vote(0, 1) is None
-    point.meeting.close_connection(1)
+    point.meeting.sites.close_connection(1)
     assert point.again(0, 1, "vote") == {"apply": False, "why": "site 1 left"}
     assert point.round(0, 2) == {"skip": "only site 0, and sites.quorum needs 2"}
     assert "site 2 on host2 has closed its connection" in point.log
@@ -132,7 +134,7 @@ def test_silent_and_late_sites_are_waited_for_within_limits():
     assert point.round(1, 1) is None
     point.ask({"do": "beat", "site": 0}, 99)
     point.now_s = SILENT_S + 1
-    point.meeting.drop_silent()
+    point.meeting.sites.drop_silent()
     assert point.again(1, 1)["members"] == [0, 1]
     late = Point(3)
     late.all_here(3)
@@ -141,7 +143,7 @@ def test_silent_and_late_sites_are_waited_for_within_limits():
     for late.now_s in (20.0, 40.0, 59.0):
         for site in range(3):
             late.ask({"do": "beat", "site": site}, 99)
-        late.meeting.drop_silent()
+        late.meeting.sites.drop_silent()
         assert late.again(0, 1) is None
     late.now_s = 61.0
     assert late.again(0, 1)["members"] == [0, 1]
@@ -161,10 +163,10 @@ def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_t
         point.round(site, 1)
     for site in range(2):
         point.vote(site, 1)
-    point.meeting.close_connection(1)
+    point.meeting.sites.close_connection(1)
     assert point.hello(1, 1, 1, weights=8) == {"ready": True}
     assert point.round(0, 2, 1, digest=8) is None
-    point.meeting.close_connection(1)
+    point.meeting.sites.close_connection(1)
     assert "refused" in point.hello(1, 1, 1, weights=9)
     assert point.hello(1, 1, 1, weights=8) == {"ready": True}
     assert point.round(1, 2, 1, digest=8)["members"] == [0, 1]
@@ -257,7 +259,7 @@ def test_wait_for_the_address_of_a_site_ends_when_it_leaves():
         point.round(site, 1)
     question = {"do": "get", "key": f"{point.again(0, 1)['epoch']}/0/x", "timeout_s": 60.0}
     assert point.ask(question, 1) is None
-    point.meeting.close_connection(2)
+    point.meeting.sites.close_connection(2)
     assert point.ask(question, 1) == {"over": True}
 
 
@@ -312,8 +314,8 @@ def test_state_is_given_after_a_skipped_round_and_not_after_the_last():
         point.round(site, 1)
     for site in range(3):
         point.vote(site, 1)
-    point.meeting.close_connection(1)
-    point.meeting.close_connection(2)
+    point.meeting.sites.close_connection(1)
+    point.meeting.sites.close_connection(2)
     point.hello(2, connection=2)
     point.ask({"do": "join", "site": 2}, 2)
     assert "give" not in point.round(0, 2, 1, last=True)
@@ -321,7 +323,7 @@ def test_state_is_given_after_a_skipped_round_and_not_after_the_last():
     point.ask({"do": "left", "site": 0}, 0)
     point.hello(1, connection=1)
     assert point.ask({"do": "join", "site": 1}, 1) == {"wait": True}
-    point.meeting.close_connection(2)
+    point.meeting.sites.close_connection(2)
     assert point.ask({"do": "join", "site": 1}, 1) == {"ended": True}
 
 
@@ -350,7 +352,7 @@ def test_grace_time_is_the_median_and_three_deviations_of_past_delays():
 def _beat(point: Point, sites: range) -> None:
     for site in sites:
         point.ask({"do": "beat", "site": site}, 99)
-    point.meeting.drop_silent()
+    point.meeting.sites.drop_silent()
 
 
 def test_late_site_is_left_out_after_the_grace_time_and_takes_part_again():
@@ -445,7 +447,7 @@ def test_lost_site_voids_the_round_of_its_pair_alone():
     assert {key: value for key, value in answers[resting].items() if key != "give"} == {"rests": True}
     assert answers[first[0]]["epoch"] != answers[second[0]]["epoch"]
     assert [point.vote(site, 1) for site in (*first, second[0])] == [None, {"apply": True}, None]
-    point.meeting.close_connection(second[1])
+    point.meeting.sites.close_connection(second[1])
     why = f"site {second[1]} left"
     assert point.again(second[0], 1, "vote") == {"apply": False, "why": why}
     assert point.again(first[0], 1, "vote") == {"apply": True}
@@ -462,13 +464,13 @@ def test_site_of_pairs_that_missed_one_round_takes_part_and_one_that_missed_more
     point.all_here(4)
     found = []
     for index in (1, 2, 3):
-        point.meeting.close_connection(3)
+        point.meeting.sites.close_connection(3)
         for site in range(3):
             point.round(site, index, 1, digest=site)
         # In pairs its outer weights are its own.
         found.append("ready" in point.hello(3, 0, 1, weights=9))
     assert found == [True, False, False]
-    point.meeting.close_connection(3)
+    point.meeting.sites.close_connection(3)
     assert point.hello(3, 2, 1, weights=9) == {"ready": True}
 
 
@@ -489,7 +491,7 @@ def test_site_that_reconnects_amid_a_vote_is_a_member_and_does_not_join():
         point.round(site, 1)
     for site in range(3):
         point.vote(site, 1)
-    point.meeting.close_connection(2)
+    point.meeting.sites.close_connection(2)
     point.hello(2, 0, 0, connection=2, again=True)
     assert point.vote(2, 1) == {"apply": True}
     point.round(0, 2, 1)
@@ -504,7 +506,7 @@ def test_site_that_comes_back_during_a_round_connects_again():
     point.all_here(2)
     point.round(0, 1)
     before = point.round(1, 1)["epoch"]
-    point.meeting.close_connection(1)
+    point.meeting.sites.close_connection(1)
     assert point.vote(0, 1)["apply"] is False
     point.hello(1, weights=5)
     assert point.round(1, 1) == {"skip": "it came after round 1 was over"}
@@ -531,7 +533,7 @@ def test_memory_of_the_meeting_point_is_bounded(in_pairs, monkeypatch):
     monkeypatch.setattr(meeting, "MAX_KEPT_ROUNDS", 8)
     point = Point(4, **(PAIRS if in_pairs else {}))
     point.all_here(4)
-    point.meeting.close_connection(3)
+    point.meeting.sites.close_connection(3)
     for index in range(1, 61):
         # The fourth site is away in two of three rounds, and takes the state of another.
         present = range(4) if index % 3 == 0 else range(3)
@@ -546,12 +548,13 @@ def test_memory_of_the_meeting_point_is_bounded(in_pairs, monkeypatch):
             if "members" in answer:
                 point.vote(site, index)
         if index % 3 == 0:
-            point.meeting.close_connection(3)
+            point.meeting.sites.close_connection(3)
         if index % 3 == 1:
             point.hello(3, index - 2, index - 2)
             point.ask({"do": "join", "site": 3}, 3)
     assert any("takes the state" in line for line in point.log)
-    assert len(point.meeting._store) <= 4
+    keys = point.meeting._keys
+    assert len(keys._values) <= 4
     assert len(point.meeting._rounds) <= 9
-    assert len(point.meeting._gifts) + len(point.meeting._epochs) <= 4
-    assert point.meeting._store_bytes == sum(len(k) + len(v) for k, v in point.meeting._store.items())
+    assert len(keys._gifts) + len(keys._epochs) <= 4
+    assert keys._num_bytes == sum(len(k) + len(v) for k, v in keys._values.items())

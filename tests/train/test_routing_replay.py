@@ -180,7 +180,7 @@ class CountReplays(Callback):
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         loader = rollout_loader(context)
-        self.found = loader._replay is not None, loader.message
+        self.found = loader.sampling.replay is not None, loader.message
 
 
 def _auto(cfg: Config) -> tuple[bool, str]:

@@ -12,13 +12,14 @@ from moefold.cli.command_parser import CommandParser, recipe_and_overrides
 from moefold.cli.screen import Column, numbers, open_console, print_columns, print_prose
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import AUTO
 from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
-from moefold.cost.saved_tensors import KERNEL_PROFILES, KernelProfile
+from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 from moefold.launch.fitting import check_training
 from moefold.planner.query import check_imbalance

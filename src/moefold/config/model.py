@@ -119,6 +119,11 @@ class ModelConfig(Section):
         return replace(self, mtp_layers=1).all_layers[-1]
 
     @property
+    def has_windows(self) -> bool:
+        """Return whether any layer limits the context of a query."""
+        return any(layer.window for layer in self.decoder_layers)
+
+    @property
     def has_linear_attention(self) -> bool:
         """Return whether some layers have linear attention or a convolution, with states of a fixed size."""
         return any(layer.attention.is_recurrent for layer in self.decoder_layers)

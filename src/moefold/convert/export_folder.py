@@ -220,55 +220,26 @@ def export_folder(
     checkpoint = world.all_gather_object(locate_checkpoint(checkpoint))[0]
     is_one_pass = _check_files(checkpoint, world, verify=options.verify)
     source = open_checkpoint(checkpoint, options.base)
-    model, left_out = _exported_model(read_model(checkpoint), source, options)
-    sidecar_dir = find_sidecar_dir(checkpoint)
-    family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
-    origin = _find_origin(sidecar_dir, family)
-    number = 0 if origin.manifest is None else origin.manifest.layout
-    duplicates = _duplicate_tensors(model, family, origin.manifest)
-    mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
-    _check_tensors(mapping, source, checkpoint, left_out)
-    dtypes = _hf_dtypes(mapping, source, options)
-    quantization = plan_quantization(options.quantize, mapping, model, family)
-    plain_files = _plan_shards(mapping, dtypes, (model, family), origin.manifest, options)
-    files = expand_files(plain_files, quantization)
-    metadata = {} if origin.manifest is None else origin.manifest.metadata
+    plan = _plan_export(checkpoint, source, options)
     with atomic_directory(out, world) as tmp_dir:
         layouts = {
-            name: plan_file_layout(tmp_dir / name, tensors, metadata.get(name, DEFAULT_METADATA))
-            for name, tensors in files.items()
+            name: plan_file_layout(tmp_dir / name, tensors, plan.metadata.get(name, DEFAULT_METADATA))
+            for name, tensors in plan.files.items()
         }
         if world.is_rank0:
             for name, layout in layouts.items():
                 create_file(tmp_dir / name, layout)
         raise_on_all_ranks(world, "")
         locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
-        plain_types = {name: dtype for tensors in plain_files.values() for name, (dtype, _) in tensors.items()}
-        target = _Target(locations, plain_types, quantization, ReusedMemory(2))
+        plain_types = {name: dtype for tensors in plan.plain_files.values() for name, (dtype, _) in tensors.items()}
+        target = _Target(locations, plain_types, plan.quantization, ReusedMemory(2))
         with _checked(source) if is_one_pass else nullcontext():
-            hashes = _write_tensors(source, mapping, target, world, on_bytes)
-        manifest = Manifest(
-            family.name,
-            number,
-            _manifest_entries(layouts, hashes, duplicates),
-            {name: metadata[name] for name in files if name in metadata},
-        )
+            hashes = _write_tensors(source, plan.mapping, target, world, on_bytes)
         tokenizer = TokenizerChoice()
         if world.is_rank0:
-            tokenizer = choose_tokenizer(source.meta, sidecar_dir, find_run_tokenizer(checkpoint))
-            if sidecar_dir is not None:
-                copy_sidecar_files(sidecar_dir, tmp_dir, excluded=tokenizer.excluded)
-            write_tokenizer(tmp_dir, tokenizer)
-            more = {**tokenizer.token_ids, **quantization.config_keys()}
-            write_config(tmp_dir, family, model, source.meta, dtypes, origin, more)
-            write_index(tmp_dir, layouts, sidecar_dir)
-            write_manifest(tmp_dir, manifest)
-            # Imported weights that no run has changed are exported with their original files.
-            if not source.meta.origin:
-                run = read_training_run(checkpoint, model, source.meta)
-                write_generation_config(tmp_dir, run)
-                tokenizer = replace(tokenizer, messages=tokenizer.messages + write_turn_end(tmp_dir, source.meta))
-                write_model_card(tmp_dir, family.name, model, run)
+            tokenizer = _write_other_files(tmp_dir, plan, checkpoint, source.meta)
+            write_index(tmp_dir, layouts, plan.origin.sidecar_dir)
+            write_manifest(tmp_dir, plan.manifest(layouts, hashes))
         raise_on_all_ranks(world, "")
         if options.check and options.quantize != "none":
             _check_hashes(locations, hashes, world)
@@ -276,9 +247,93 @@ def export_folder(
             verify_against_folder(source, HfSource(open_hf_folder(tmp_dir, ALL_KEYS)), world)
     size = sum(stored.num_bytes for layout in layouts.values() for stored in layout.tensors.values())
     written = tuple(sorted(path.name for path in out.iterdir() if path.is_file() and path.name not in layouts))
-    return Conversion(
-        len(dtypes), size, written, dict.fromkeys(left_out, MTP_REASON), (*_messages(files), *tokenizer.messages)
+    left_out = dict.fromkeys(plan.left_out, MTP_REASON)
+    return Conversion(len(plan.dtypes), size, written, left_out, (*_messages(plan.files), *tokenizer.messages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ExportPlan:
+    """Model, tensors and files of an export, known before anything is written."""
+
+    model: ModelConfig
+    left_out: list[str]
+    """Tensors of the checkpoint that are not exported."""
+    family: Family
+    origin: WeightsOrigin
+    layout_number: int
+    """Layout of the family's tensors: of the imported folder, else the first."""
+    mapping: StateDictMapping
+    duplicates: dict[str, str]
+    dtypes: dict[str, str]
+    quantization: Quantization
+    plain_files: dict[str, TensorSpecs]
+    """Tensors of each file before quantisation."""
+    files: Mapping[str, TensorSpecs]
+
+    @property
+    def metadata(self) -> Mapping[str, dict[str, str]]:
+        """Metadata of the imported files, by name."""
+        return {} if self.origin.manifest is None else self.origin.manifest.metadata
+
+    def manifest(self, layouts: Mapping[str, FileLayout], hashes: Mapping[str, str]) -> Manifest:
+        """Return the manifest of the folder."""
+        return Manifest(
+            self.family.name,
+            self.layout_number,
+            _manifest_entries(layouts, hashes, self.duplicates),
+            {name: self.metadata[name] for name in self.files if name in self.metadata},
+        )
+
+
+def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOptions) -> _ExportPlan:
+    """Choose the family, and plan the tensors and files of an export.
+
+    Raises:
+        ConfigError: no family can express the model, or the checkpoint has other tensors than its model.
+    """
+    model, left_out = _exported_model(read_model(checkpoint), source, options)
+    sidecar_dir = find_sidecar_dir(checkpoint)
+    family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
+    origin = _find_origin(sidecar_dir, family)
+    duplicates = _duplicate_tensors(model, family, origin.manifest)
+    number = 0 if origin.manifest is None else origin.manifest.layout
+    mapping = _add_duplicates(family_mapping(model, family.layouts[number], family), duplicates)
+    _check_tensors(mapping, source, checkpoint, left_out)
+    dtypes = _hf_dtypes(mapping, source, options)
+    quantization = plan_quantization(options.quantize, mapping, model, family)
+    plain_files = _plan_shards(mapping, dtypes, (model, family), origin.manifest, options)
+    return _ExportPlan(
+        model=model,
+        left_out=left_out,
+        family=family,
+        origin=origin,
+        layout_number=number,
+        mapping=mapping,
+        duplicates=duplicates,
+        dtypes=dtypes,
+        quantization=quantization,
+        plain_files=plain_files,
+        files=expand_files(plain_files, quantization),
     )
+
+
+def _write_other_files(tmp_dir: Path, plan: _ExportPlan, checkpoint: Path, meta: CheckpointMeta) -> TokenizerChoice:
+    """Write the configuration, the tokenizer and the model card; return the chosen tokenizer with its messages."""
+    sidecar_dir = plan.origin.sidecar_dir
+    tokenizer = choose_tokenizer(meta, sidecar_dir, find_run_tokenizer(checkpoint))
+    if sidecar_dir is not None:
+        copy_sidecar_files(sidecar_dir, tmp_dir, excluded=tokenizer.excluded)
+    write_tokenizer(tmp_dir, tokenizer)
+    more = {**tokenizer.token_ids, **plan.quantization.config_keys()}
+    write_config(tmp_dir, plan.family, plan.model, meta, plan.dtypes, plan.origin, more)
+    # Imported weights that no run has changed are exported with their original files.
+    if meta.origin:
+        return tokenizer
+    run = read_training_run(checkpoint, plan.model, meta)
+    write_generation_config(tmp_dir, run)
+    messages = tokenizer.messages + write_turn_end(tmp_dir, meta)
+    write_model_card(tmp_dir, plan.family.name, plan.model, run)
+    return replace(tokenizer, messages=messages)
 
 
 def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapted_layer_weights
 from moefold.cost.block_sizes import BlockSizes
-from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart, KernelProfile
+from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart
 from moefold.cost.unit_memory import compute_dtype_bytes
 from moefold.topology.selection_groups import shares_selections
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
@@ -15,7 +16,7 @@ from moefold.config.train import TrainConfig
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.recompute_parts import is_implied, missing_reason, recompute_parts
-from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
+from moefold.cost.saved_tensors import CUDA_KERNELS
 from moefold.cost.stages import plan_stages, with_explicit_layout
 from moefold.cost.state_memory import StateMemory
 from moefold.errors import ConfigError

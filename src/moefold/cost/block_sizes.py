@@ -17,34 +17,6 @@ class BlockSizes(MicroBatchSizes):
         """Memory of the routed experts."""
         return ExpertMemory(self)
 
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of one hidden state of every token between the sub-layers."""
-        return self.tokens * self.model.hidden_size * self.item_bytes
-
-    @property
-    def has_c_recurrence(self) -> bool:
-        """Return whether linear attention is computed in C, given a compiler."""
-        is_supported = self.item_bytes < 8 and not self.train.quantizes_gemms
-        return self.kernels.device_type == "cpu" and self.kernel_choice in ("auto", "c") and is_supported
-
-    def gathered_bytes(self, width: int) -> int:
-        """Return the bytes of values of a width for every token inside the sub-layers."""
-        return self.gathered_tokens * self.item_bytes * width
-
-    def norm(self, tokens: int, width: int, *, full_width: bool = False) -> int:
-        """Return the bytes that a norm saves besides its input and output: one number per token.
-
-        A norm over all heads together consists of single operations: it also saves the normalised values, and in
-        bfloat16 these and its input in float32.
-        """
-        if not full_width:
-            return tokens * self.high_precision_bytes
-        return tokens * (
-            width * self.high_precision_bytes * (1 if self.item_bytes == self.high_precision_bytes else 2)
-            + self.high_precision_bytes
-        )
-
     def hidden_norm(self) -> int:
         """Return the bytes that a norm of the residual stream saves besides its input and output.
 
@@ -78,12 +50,3 @@ class BlockSizes(MicroBatchSizes):
         is_recomputed = "core_attention" in self.recompute
         log_sum = 0 if is_recomputed else self.gathered_tokens * heads * self.high_precision_bytes
         return BytesByPart({"core attention": output + log_sum})
-
-    def swiglu(self, width: int) -> int:
-        """Return the bytes that a SwiGLU saves: gate, its SiLU, up and their product."""
-        num_saved = 3 if self.kernels.fused_swiglu else 4
-        return num_saved * self.gathered_bytes(width) // self.parallel.tp
-
-    def swiglu_wgrad(self, width: int) -> int:
-        """Return the bytes of the GEMM inputs and output gradients of a SwiGLU."""
-        return self.gathered_bytes(2 * self.model.hidden_size + 3 * width // self.parallel.tp)

@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from moefold.config.chosen import chosen_in
+from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.part import word_of
 from moefold.config.schema import Config
@@ -16,7 +17,7 @@ from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import ByteTable, ModelChunk, columns_of
 from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, find_rank_snapshots
-from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
+from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
 from moefold.topology.schedules import overlaps_micro_batches, runtime_slots, schedule_rows, schedule_slots

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.layers import Layer
 from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ByteTable, Counts, columns_of
-from moefold.cost.saved_tensors import CUDA_KERNELS, KernelProfile
+from moefold.cost.saved_tensors import CUDA_KERNELS
 from moefold.cost.unit_memory import (
     ShardSpec,
     StateBytes,

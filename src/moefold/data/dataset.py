@@ -13,7 +13,15 @@ from moefold.config.align import AlignConfig
 from moefold.config.data import DataConfig
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
-from moefold.data.sampler import IndexAnnotatedSamples, IndexRanges, PackedSamples, Sampler, Split, split_samples
+from moefold.data.sampler import (
+    IndexAnnotatedSamples,
+    IndexRanges,
+    Mixture,
+    PackedSamples,
+    Sampler,
+    Split,
+    split_samples,
+)
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
 from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
@@ -182,8 +190,6 @@ class _DatasetBuilder:
         data = self.data
         tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
         if data.weights:
-            from moefold.data.sampler import Mixture
-
             paths = (data.path,) if isinstance(data.path, str) else data.path
             parts = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]
             return Dataset(

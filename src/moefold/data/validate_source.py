@@ -9,6 +9,7 @@ from moefold.data.input_paths import data_paths, files_below
 from moefold.data.sampler import split_samples
 from moefold.data.skip_corrupt import skipped_files
 from moefold.data.source_listing import is_jsonl
+from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError
@@ -76,15 +77,11 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
         return
     check_no_data_path(data)
     if data.kind == "python-docs":
-        from moefold.data.text_source import python_docs_corpus
-
         python_docs_corpus()
 
 
 def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
     """Return the bytes and separators of the text that data.path names; stops counting at `stop_at`."""
-    from moefold.data.text_source import check_not_empty, is_text
-
     roots = data_paths(data.path, "text")
     for root in roots:
         _reject_json_lines(root)

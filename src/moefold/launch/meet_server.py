@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from moefold.host.listen import FIRST_WORDS_TIMEOUT_S, ConnectionGuard, GuardedListener
-from moefold.launch.meeting import BadRequestError, Meeting
+from moefold.launch.meeting import Meeting
 from moefold.launch.signed_lines import (
     MAX_LINE_BYTES,
     BadLineError,
@@ -21,6 +21,7 @@ from moefold.launch.signed_lines import (
     new_nonce,
     parse_object,
 )
+from moefold.launch.site_request import BadRequestError
 
 TICK_S = 0.5
 """Interval between two checks of the timeouts."""
@@ -66,12 +67,12 @@ class MeetServer:
         Args:
             reason: why the site does not come.
         """
-        self._meeting.end_site(number, reason)
+        self._meeting.sites.end_site(number, reason)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            for connection in self._meeting.drop_silent():
+            for connection in self._meeting.sites.drop_silent():
                 # A site that continues after a pause finds its connection closed, and says hello again.
                 self._writers[connection].close()
             await self._notify()
@@ -102,7 +103,7 @@ class MeetServer:
             self._tasks.discard(task)
             self._guard.remove_silent(connection)
             del self._writers[connection]
-            self._meeting.close_connection(connection)
+            self._meeting.sites.close_connection(connection)
             writer.close()
             await self._notify()
 

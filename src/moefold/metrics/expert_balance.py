@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from moefold.bounded_read import open_regular, parse_json
+from moefold.config.moe import TRACE_FOLDER
 from moefold.errors import ConfigError
 from moefold.metrics.reader import METRICS_FILE, finite_number, read_steps
 
@@ -303,7 +304,6 @@ def read_balance(run_dir: Path) -> ExpertBalance:
     source = COUNTS_FILE
     if counts is None or not len(counts.steps):
         counts = _count_trace(run_dir)
-        from moefold.config.moe import TRACE_FOLDER
 
         source = f"{TRACE_FOLDER}/"
     if counts is not None and len(counts.steps):
@@ -339,7 +339,6 @@ def _max_over_mean(counts: Array) -> Array:
 
 def _count_trace(run_dir: Path) -> ExpertCounts | None:
     """Return the expert counts of a run's routing trace; None without a trace."""
-    from moefold.config.moe import TRACE_FOLDER
     from moefold.data.routing_trace import MANIFEST, RoutingTrace
 
     if not (run_dir / TRACE_FOLDER / MANIFEST).is_file():

@@ -48,6 +48,8 @@ class Batch:
     """Input tokens of the global batch over all ranks, without padding; None for a batch that no trainer counts."""
     num_micro_batches: int | None = None
     """Number of micro-batches of this batch; None: the recipe's number. Pipelines always run the recipe's number."""
+    mismatch_limit: float | None = None
+    """Limit on the mismatch of sampler and training in this batch; None: it is not judged."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""

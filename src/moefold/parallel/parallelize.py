@@ -129,14 +129,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             for stage in plan.of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
-    # Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its shapes
-    # change too often to be compiled.
-    if not for_training:
-        assert not cfg.lora.rank, "weights of inference have the adapters merged"
-        run = replace(cfg.run, compile="none")
-        train = replace(cfg.train, precision="dtype")
-        moe = replace(cfg.moe, dispatch_precision="dtype")
-        cfg = replace(cfg, run=run, train=train, moe=moe)
+    cfg = cfg if for_training else _for_inference(cfg)
     kernels = select_kernels(cfg, groups.device)
     sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, layout.cp * layout.tp, stages[0].dtype.itemsize)
     dispatcher = build_dispatcher(selection.part, groups.moe, sizes)
@@ -184,6 +177,18 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         weight_cache=kernels.weight_cache,
         autotuner=kernels.autotuner,
     )
+
+
+def _for_inference(cfg: Config) -> Config:
+    """Return the recipe with the kernels of inference.
+
+    Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its shapes
+    change too often to be compiled.
+    """
+    assert not cfg.lora.rank, "weights of inference have the adapters merged"
+    run = replace(cfg.run, compile="none")
+    train = replace(cfg.train, precision="dtype")
+    return replace(cfg, run=run, train=train, moe=replace(cfg.moe, dispatch_precision="dtype"))
 
 
 def record_phases(stage: Transformer, recorder: FlightRecorder) -> None:

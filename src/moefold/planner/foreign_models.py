@@ -21,7 +21,7 @@ from moefold.config.part_registry import find_part
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.cost.block_sizes import BlockSizes
+    from moefold.config.groups.layer_sizes import LayerSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class NoMixer(AttentionPart):
         """Return a core without states; see base class."""
         return AttentionCore()
 
-    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+    def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return nothing, and take back the input of the block; see base class."""
         return BytesByPart({"residual stream": -sizes.hidden_bytes})
 
@@ -75,11 +75,11 @@ class NoNetwork(FeedForwardPart):
         """Yield nothing; see base class."""
         yield from ()
 
-    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+    def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return nothing, and take back the input of the block; see base class."""
         return BytesByPart({"residual stream": -sizes.hidden_bytes})
 
-    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return nothing; see base class."""
         return BytesByPart()
 

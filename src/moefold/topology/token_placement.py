@@ -12,14 +12,15 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.config.groups.context import TokenPlacement
+
 Integers = NDArray[np.int64]
 
-PlacementKind = Literal["samples", "documents", "balanced"]
 MAX_FITTING_RANKS = 8
 """Ranks that a document is offered to before it is split over several."""
 
@@ -141,7 +142,7 @@ def document_bounds(shape: RoundShape, documents_of_samples: Sequence[Sequence[i
     return np.append(numbers, shape.num_tokens)
 
 
-def place(kind: PlacementKind, shape: RoundShape, bounds_N: Integers, block: int = 1) -> Placement:
+def place(kind: TokenPlacement, shape: RoundShape, bounds_N: Integers, block: int = 1) -> Placement:
     """Place the tokens of a round. Deterministic: every rank computes the same placement.
 
     Args:

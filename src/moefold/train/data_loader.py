@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -21,8 +20,9 @@ from moefold.data.dataset import Dataset, ProgramData, open_dataset
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
 from moefold.data.sample import ReferenceLogProbs
-from moefold.data.sampler import Sampler
+from moefold.data.sampler import Sampler, StridedSampler
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
+from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
 from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
 from moefold.errors import ConfigError, format_list
@@ -207,8 +207,6 @@ class DataLoader:
         sites = cfg.sites
         self.train_sampler = data.train
         if sites.count > 1:
-            from moefold.data.sampler import StridedSampler
-
             self.train_sampler = StridedSampler(data.train, sites.count, sites.number)
         self.validation_sampler = data.validation
         self.reference = data.reference if isinstance(data, Dataset) else None
@@ -283,40 +281,6 @@ class DataLoader:
 
         part = self._read_consistently(read)
         return self.train_sharder.to_batch(part), samples
-
-    def step_metrics(self) -> dict[str, Any] | None:
-        """Return the metrics of the rollouts of the last batch; None without reinforcement learning."""
-        return None
-
-    @property
-    def mismatch_limit(self) -> float | None:
-        """Return the limit on the mismatch of sampler and training in the last batch; None: it is not judged."""
-        return None
-
-    @property
-    def is_round_complete(self) -> bool:
-        """Return whether no data is held that a stop would lose."""
-        return True
-
-    def load_tensors(self, path: Path | None) -> None:
-        """Prepare the data of a run, after `open` and once the weights are loaded; collective.
-
-        Args:
-            path: the checkpoint that the run resumes from; None for a new run.
-        """
-
-    def prepare_save(self) -> None:
-        """Wait for data that a checkpoint must have; collective."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's shards of further entries of a checkpoint."""
-        return {}
-
-    def finish(self) -> None:
-        """End the ranks that make data, after the training loop, but not after an exception."""
-
-    def close(self) -> None:
-        """End the processes that make data."""
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
         """Return this rank's validation batches, empty if all samples are lost; collective, raises as `next_batch`.
@@ -473,7 +437,6 @@ def _read_fingerprints(data: DataConfig) -> DataFingerprints:
     looks = fingerprint(data)
     if data.kind != "tokens" or SKIPPED not in looks.values():
         return DataFingerprints(looks)
-    from moefold.data.skip_corrupt import corrupt_files
 
     faults = corrupt_files(data)
     return DataFingerprints(looks, {name: faults[file] for name, file in named_sources(data) if file in faults})

@@ -8,6 +8,10 @@ from moefold.config.data import DataConfig
 from moefold.config.limits import MAX_STEPS
 from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
+from moefold.data.dataset import open_dataset, prepare
+from moefold.data.sampler import StridedSampler
+from moefold.data.tokenizer import load_tokenizer
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.train.run_summary import MIN_UNBOUNDED_SAMPLES
 
@@ -61,9 +65,6 @@ def _unknown_length_reason(data: DataConfig, rl: RLConfig) -> str:
 def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: bool) -> int:
     """Return the number of samples in an epoch of this job, of all its data-parallel ranks together."""
     # Lazy import: a wrong key is refused without numpy and the tokenizer.
-    from moefold.data.dataset import open_dataset, prepare
-    from moefold.data.sampler import StridedSampler
-    from moefold.data.validate_source import check_data
 
     if program_data is not None:
         return len(program_data.train)
@@ -71,7 +72,6 @@ def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: b
     check_data(data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     if cfg.is_rl:
         from moefold.data.prompts import open_prompts
-        from moefold.data.tokenizer import load_tokenizer
         from moefold.rl.reward import check_columns
 
         tokenizer = load_tokenizer(data, vocab_size=cfg.model.vocab_size)

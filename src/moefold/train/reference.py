@@ -1,17 +1,24 @@
 """Reference model of the KL penalty: a second set of weights under the training mapping, without gradients."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moefold.checkpoint.save_load import load_entries
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
 from moefold.convert.init_from import load_initial_weights
 from moefold.convert.preflight import resolve_weights_folder, weights_path
+from moefold.errors import ConfigError
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
+from moefold.rl.plateau import Plateau
 from moefold.train.adapter_weights import load_initial_adapters
 from moefold.train.log_probs import LogProbCapture, label_log_probs
 
@@ -96,3 +103,85 @@ class ReferenceModel:
         """Return this rank's shards by their names in a checkpoint."""
         weights = {name: parameter.data for name, parameter in self._model.named_parameters.items()}
         return {f"{ENTRY_PREFIX}{name}": tensor for name, tensor in {**weights, **self._model.named_buffers}.items()}
+
+
+class KLReference:
+    """Reference of the KL penalty: a model if `rl.kl` is above 0, and the plateau after which the policy replaces it.
+
+    Args:
+        rl: section of the recipe.
+        policy: the model in training.
+        build: builds the reference model; collective, and so is the constructor.
+    """
+
+    def __init__(self, rl: RLConfig, policy: ParallelModel, build: Callable[[], ReferenceModel]) -> None:
+        self._rl = rl
+        self._policy = policy
+        self._build = build
+        self._model = build() if rl.kl else None
+        self._plateau = Plateau()
+
+    def columns(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the column of a batch that the penalty reads; empty without a penalty. Collective."""
+        return {} if self._model is None else {"reference_log_probs": self._model.log_probs(batch)}
+
+    def record(self, reward: float) -> bool:
+        """Record a held-out reward; on a plateau make the current policy the reference model, and return True.
+
+        Local, on every rank at the same step.
+        """
+        self._plateau = self._plateau.record(reward)
+        patience = self._rl.reset_patience
+        if not patience or self._plateau.num_since_best < patience:
+            return False
+        assert self._model is not None, "checked before the run"
+        self._model.copy_from(self._policy)
+        self._plateau = replace(self._plateau, num_since_best=0, num_resets=self._plateau.num_resets + 1)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plateau, and which weights the model has."""
+        return asdict(self._plateau)
+
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+        """Take the state of a checkpoint; None: a new run."""
+        self._plateau = Plateau.from_json(state_dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights of the model after a reset; before, they can be loaded again."""
+        return self._model.entries() if self._model is not None and self._plateau.num_resets else {}
+
+    def load_tensors(self, path: Path | None, *, is_of_rl: bool) -> None:
+        """Load the weights of the model, after `load_state_dict`; collective.
+
+        Args:
+            path: the checkpoint that the run resumes from; None for a new run.
+            is_of_rl: whether the checkpoint is of a run of reinforcement learning.
+
+        Raises:
+            ConfigError: the weights cannot be read.
+        """
+        if self._model is None:
+            # Without a KL penalty the next checkpoint has no weights of a reset.
+            self._plateau = replace(self._plateau, num_resets=0)
+            return
+        if path is not None and self._plateau.num_resets:
+            load_entries(path, self._model.entries())
+            self._model.is_reset = True
+            return
+        if self._model.is_reset:
+            # A rollback to a checkpoint before the reset; random weights are drawn again.
+            self._model = self._build()
+        if path is not None and not is_of_rl and self._rl.reference == "start":
+            raise ConfigError(
+                f"{path} is of a run without reinforcement learning, so rl.reference='start' is no longer at hand: "
+                f"start a new run with checkpoint.init_from={str(path)!r}, or name the weights by rl.reference"
+            )
+        source = self._model.source
+        folder = self._plateau.reference_folder if source == self._plateau.reference else ""
+        if folder and not Path(folder).exists():
+            raise ConfigError(
+                f"{folder} is gone, which has the reference weights of this run; restore it, or name other weights by "
+                "rl.reference"
+            )
+        self._plateau = replace(self._plateau, reference=source, reference_folder=self._model.load(folder))

@@ -1,21 +1,29 @@
 """Sources of the rounds of rollouts of a run: ranks that alternate between sampling and training."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from moefold.comm.groups import ParallelGroups
+from moefold.comm.groups import ParallelGroups, current_world
+from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
+from moefold.data.prompts import PromptSource
+from moefold.data.tokenizer import Tokenizer
 from moefold.inference.vllm_engine import VllmEngine
 from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.kernels.select import select_kernels, uses_c_kernels
+from moefold.parallel.paged_decoder import decoding_notice
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.reshard import WeightTransfer
+from moefold.parallel.rollout_replay import RolloutReplay
+from moefold.rl.reward import FailedReward, Reward
 from moefold.rl.rollout_table import Round
 from moefold.rl.statistics import RoundStatistics
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
 from moefold.train.rollout_sampler import PromptPosition, PromptSampler, RoundSampler
 from moefold.validate.config import check_config
+from moefold.validate.exactness import inexact_settings, replays_routing
 
 
 class RolloutModel:
@@ -146,3 +154,59 @@ class LocalRollouts:
 
     def finish(self) -> None:
         """Do nothing: there are no other ranks."""
+
+
+class LocalSampling:
+    """Samplers of the ranks that train, for rollouts and for held-out prompts, and how exact they are.
+
+    The constructor is collective.
+
+    Args:
+        cfg: the recipe.
+        groups: the process groups of training.
+        model: the model in training.
+        reward: scores the completions.
+        tokenizer: decodes the completions.
+    """
+
+    def __init__(
+        self, cfg: Config, groups: ParallelGroups, model: ParallelModel, reward: Reward, tokenizer: Tokenizer
+    ) -> None:
+        self.model = sampling = RolloutModel(cfg, groups, model)
+        device = groups.device
+        has_c_kernels = device.type == "cpu" and uses_c_kernels(select_kernels(cfg, device))
+        inexact = inexact_settings(cfg, device.type, has_c_kernels=has_c_kernels)
+        # Ranks on other machines may have other kernels.
+        self.is_exact = not any(current_world().all_gather_object(bool(inexact)))
+        replays, replay_message = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=self.is_exact)
+        decoding = "" if cfg.rollout.uses_server else decoding_notice(sampling.model, cfg.rollout.cache)
+        self.message = "; ".join(filter(None, (exactness_message(cfg.rl, inexact), replay_message, decoding)))
+        self.replay: RolloutReplay | None = None
+        if replays:
+            stages = sampling.model.stages if isinstance(sampling.model, ParallelModel) else [sampling.model.stage]
+            layers = [number for stage in stages for number in stage.moe_layers()]
+            self.replay = RolloutReplay(model, sampling.groups, layers, cfg.model)
+        engine = sampling.engine(records_routing=replays)
+        self.sampler = RoundSampler(
+            cfg, sampling.model, sampling.groups, reward, tokenizer, records_routing=replays, engine=engine
+        )
+        self.evaluator = self.sampler
+        if cfg.rl.staleness and sampling.model is not model:
+            # The second model has older weights by then, or is on other ranks.
+            self.evaluator = RoundSampler(cfg, model, groups, reward, tokenizer)
+
+    def evaluate(self, prompts: PromptSource) -> tuple[float | None, list[FailedReward]]:
+        """Evaluate held-out prompts by the current weights, see `RoundSampler.evaluate`; collective."""
+        if self.evaluator is self.sampler:
+            self.model.update()
+        return self.evaluator.evaluate(prompts)
+
+
+def exactness_message(rl: RLConfig, inexact: Sequence[str]) -> str:
+    """Return a log message that names the settings under which sampling differs from training by rounding."""
+    staleness = rl.staleness
+    if staleness:
+        return f"rollouts are sampled by the weights of {staleness} optimizer step{'s' * (staleness > 1)} before"
+    if not inexact:
+        return "rollouts have the bits of training: the ratio of policy to sampler is 1"
+    return f"rollouts differ from training by rounding: {'; '.join(inexact)}"

@@ -27,6 +27,7 @@ from moefold.data.sampler import Sampler
 from moefold.errors import SIGNAL_STATUS
 from moefold.optim.lr_schedule import continuation
 from moefold.terminal import format_count
+from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_parallel
 
 MIN_UNBOUNDED_SAMPLES = 2**39
 """A sampler of at least this many samples is a stream or synthetic data, whose length is not reported."""
@@ -100,8 +101,6 @@ def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> s
 
 
 def _sampling_lines(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> list[str]:
-    from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_parallel
-
     if not has_rollout_mapping(parallel, rl, rollout):
         return []
     ranks = rollout.ranks

@@ -13,19 +13,24 @@ from typing import TYPE_CHECKING, NamedTuple
 from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.manifest import read_manifest, validate_hashes
 from moefold.checkpoint.resume import check_compatible, data_order_change, find_resume, sample_order
+from moefold.checkpoint.run_tokenizer import check_run_tokenizer
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.load import config_from_dict
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
+from moefold.config.moe import TRACE_FOLDER, MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config, config_to_dict
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
+from moefold.cost.kv_cache import cache_sizes
+from moefold.data.dataset import NEEDS_PROGRAM, prepare
+from moefold.data.fingerprint import fingerprint
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
@@ -38,6 +43,7 @@ from moefold.train.resolved_keys import describe_learning_rate, keep_resolved, s
 from moefold.train.run_folder import RunFolder, choose_run_folder
 from moefold.validate.config import check_config
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
+from moefold.validate.exactness import replays_routing
 from moefold.validate.memory import check_memory_device, check_offload_device, ssd_offload_keys
 from moefold.validate.moe import check_dispatch_device, check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
@@ -80,7 +86,6 @@ def check_data_source(model: ModelConfig, train: TrainConfig, data: DataConfig) 
         ConfigError: a file is missing or empty, or the vocabulary is smaller than the tokenizer's.
     """
     # Lazy import: rejecting a wrong key must not need numpy and the tokenizer.
-    from moefold.data.validate_source import check_data
 
     check_data(data, seq_len=train.seq_len, vocab_size=model.vocab_size)
 
@@ -141,7 +146,6 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
     if not moe.replay:
         return
     # Lazy import: rejecting a wrong key must not need numpy.
-    from moefold.config.moe import TRACE_FOLDER
     from moefold.data.routing_trace import RoutingTrace, trace_shape
 
     trace = RoutingTrace(Path(moe.replay), "moe.replay")
@@ -374,8 +378,6 @@ def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "Pro
     if program_data is not None and data.kind != "program":
         raise ConfigError(f'data.kind={data.kind!r} must be "program" where a program passes the data')
     if program_data is None and data.kind == "program":
-        from moefold.data.dataset import NEEDS_PROGRAM
-
         raise ConfigError(NEEDS_PROGRAM)
     if program_data is not None:
         program_data.check(train.seq_len)
@@ -403,9 +405,6 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
     Raises:
         ConfigError: the data cannot be read, or the checkpoint does not fit the recipe.
     """
-    from moefold.data.dataset import prepare
-    from moefold.data.fingerprint import fingerprint
-
     cfg = setup.folder.cfg
     if rank_env is not None and rank_env.local_rank != 0:
         return
@@ -424,8 +423,6 @@ def prepare_data(setup: RunSetup, rank_env: RankEnv | None) -> None:
         )
     check_compatible(setup.resume, cfg, None if setup.resume is None else fingerprint(cfg.data))
     if setup.resume is not None:
-        from moefold.checkpoint.run_tokenizer import check_run_tokenizer
-
         check_run_tokenizer(cfg.data, setup.resume)
 
 
@@ -437,7 +434,6 @@ def check_saved_rollouts(setup: RunSetup) -> None:
     """
     if setup.resume is None:
         return
-    from moefold.data.fingerprint import fingerprint
     from moefold.rl.rollout_table import check_headers, table_headers
 
     cfg = setup.folder.cfg
@@ -459,7 +455,6 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     """
     from moefold.convert.preflight import init_from_unsupported_reason
     from moefold.inference.vllm_server import VllmError, vllm_server
-    from moefold.validate.exactness import replays_routing
 
     rollout = cfg.rollout
     # The ranks of other machines need the server, and not the folder.
@@ -482,7 +477,6 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
     Raises:
         ConfigError: a sample does not fit into the cache.
     """
-    from moefold.cost.kv_cache import cache_sizes
     from moefold.inference.engine.capacity import cache_pages, check_requests
     from moefold.inference.engine.requests import EngineSettings, Request
 

@@ -170,7 +170,6 @@ class TrainingStep:
         flags: StopFlags = lambda: (),
         data_s: float = 0.0,
         host_facts: "Callable[[], Sequence[HostFact]]" = tuple,
-        mismatch_limit: float | None = None,
     ) -> StepResult:
         """Train on this rank's shard of a global batch.
 
@@ -182,7 +181,6 @@ class TrainingStep:
             flags: returns the stop flags of this rank; polled once the gradients are ready, and summed over all ranks.
             data_s: time that this rank took to load the batch.
             host_facts: returns further host values for the replica check to compare.
-            mismatch_limit: limit on the mismatch of sampler and training; None: it is not judged.
         """
         self.start_clock()
         self.begin_step(step, batch)
@@ -203,7 +201,7 @@ class TrainingStep:
         result = totals.result
         check_receive_loads(totals.receive_loads, self._cfg.parallel, f"step {step}")
         metrics = None if replica_check is None else replica_check.metrics(self.meter.own_loss(loss.detach())[0])
-        decision = self.guard.decide(result.guarded_metrics(), result.mismatch(mismatch_limit))
+        decision = self.guard.decide(result.guarded_metrics(), result.mismatch(batch.mismatch_limit))
         recorder.set_phase("optimizer")
         nonfinite_report: NonFiniteReport | None = None
         if decision.updates:

@@ -17,6 +17,7 @@ from moefold.config.schema import Config
 from moefold.cost.flops import step_flops_per_token
 from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
+from moefold.objectives.recipe_loss import loss_columns, policy_loss
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -72,13 +73,13 @@ class Trainer:
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
         if cfg.is_rl:
-            from moefold.objectives.recipe_loss import policy_loss
-
             loss = policy_loss(cfg.rl, cfg.rollout.temperature) if loss is None else loss
         model = parallelize(cfg, groups, loss)
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
         self._position = Position()
+        self._resources = ExitStack()
+        """Processes that make data, which end with the run."""
         self._data_loader = self._open_loader(model, loss, data, link)
         self._checkpointing = Checkpointing(cfg, groups, history)
         self._further_callbacks = tuple(callbacks)
@@ -94,8 +95,9 @@ class Trainer:
         kernels: tuple[Callback, ...] = ()
         replicas: tuple[Callback, ...] = ()
         if cfg.is_rl:
-            from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging
+            from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging, RolloutRounds
 
+            rounds = (RolloutRounds(),)
             evaluations = (RewardEvaluation(cfg.train.eval_every, cfg.rl.reset_patience),)
             rollouts = (RolloutLogging(cfg.metrics.rollouts_every),)
         if chosen_in(cfg.align, AlignmentPart).has_reference:
@@ -116,7 +118,10 @@ class Trainer:
             from moefold.train.site_meeting import equal_settings
 
             settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
-            rounds = (SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings),)
+            rounds = (
+                *rounds,
+                SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings),
+            )
             evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
         return (
             *kernels,
@@ -142,10 +147,13 @@ class Trainer:
     ) -> DataLoader:
         if loss is None or not self._cfg.is_rl:
             return DataLoader(self._cfg, self._groups, model.positions, data, self._position)
-        from moefold.objectives.recipe_loss import loss_columns
+        from moefold.rl.reward import Reward
         from moefold.train.rollout_loader import RolloutLoader
 
-        return RolloutLoader(self._cfg, self._groups, model, loss_columns(loss), link, self._position)
+        cfg = self._cfg
+        reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
+        self._resources.enter_context(reward)
+        return RolloutLoader(cfg, self._groups, model, loss_columns(loss), reward, link=link, position=self._position)
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step or until a signal, and return the exit status; collective.
@@ -167,7 +175,7 @@ class Trainer:
         first_step = self._position.step + 1
         with ExitStack() as stack:
             stack.enter_context(stop)
-            stack.callback(self._data_loader.close)
+            stack.enter_context(self._resources)
             if context.is_first_rank:
                 is_gpu = self._groups.device.type != "cpu"
                 clock = self._flight_recorder.clock
@@ -177,7 +185,6 @@ class Trainer:
             collect_garbage = stack.enter_context(collect_at_fixed_steps())
             try:
                 self._loop(context, collect_garbage)
-                self._data_loader.finish()
             except Exception as error:
                 for callback in (*self._callbacks, *self._further_callbacks):
                     callback.on_error(context, error)
@@ -243,7 +250,6 @@ class Trainer:
             lambda: context.stop.flags,
             data_s,
             lambda: self._host_facts(context),
-            self._data_loader.mismatch_limit,
         )
         step_time_s = clock() - started_s
         if context.log is not None:
@@ -264,13 +270,7 @@ class Trainer:
             step_time_s=step_time_s,
             is_last=self._position.step == self._cfg.run.steps,
             num_tokens=batch.num_tokens,
-            rl=self._data_loader.step_metrics(),
-            # Rollouts that are not trained on yet would be lost: the run stops after the last of them.
-            signals=[
-                number
-                for number, count in zip(SIGNALS, result.flags, strict=True)
-                if count and self._data_loader.is_round_complete
-            ],
+            signals=[number for number, count in zip(SIGNALS, result.flags, strict=True) if count],
         )
 
     def _host_facts(self, context: TrainingContext) -> "list[HostFact]":

@@ -28,6 +28,7 @@ from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
 from moefold.launch.runtime_env import runtime_env_message
 from moefold.launch.watchdog import Watchdog
+from moefold.metrics.definitions import check_metrics
 from moefold.metrics.reader import read_steps
 from moefold.model.loss_function import LossFunction
 from moefold.recipe import LoadedRecipe
@@ -101,8 +102,6 @@ class ProgramParts:
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"two callbacks have their state under the name {twice[0]!r}; give one a state_name")
         if further := [metric for callback in self.callbacks for metric in callback.metrics]:
-            from moefold.metrics.definitions import check_metrics
-
             check_metrics(further)
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from moefold.config.field import POSITIVE, Most, at_least
 from moefold.config.groups.indexer import IndexerPart
@@ -12,7 +12,13 @@ from moefold.config.param_spec import Distribution, ParamSpec
 from moefold.config.part import KindOf, Part, Table, make_part
 from moefold.config.small_sizes import SmallSizes
 
-LinearFormula = Callable[[Mapping[str, Any], Any, float], Any]
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from moefold.config.groups.layer_sizes import LayerSizes
+
+LinearFormula = Callable[[Mapping[str, "Tensor"], "Tensor", float], "Tensor"]
 """Formula of a layer without softmax: weights by name, the normalised hidden states of one document [S, H] and the
 epsilon of norms -> its output [S, H]."""
 
@@ -20,38 +26,38 @@ epsilon of norms -> its output [S, H]."""
 class SoftmaxInput(NamedTuple):
     """Input of the formula of softmax attention: a micro-batch of B samples of S tokens, in float64."""
 
-    weights: Mapping[str, Any]
+    weights: "Mapping[str, Tensor]"
     """Weights by their names in the module."""
-    x: Any
+    x: "Tensor"
     """Normalised hidden states, [B, S, H]."""
-    rotate: Callable[[Any, int], Any]
+    rotate: "Callable[[Tensor, int], Tensor]"
     """RoPE over the given number of first dims of heads [B, S, heads, D]; the identity in a layer without RoPE."""
-    norm: Callable[..., Any]
+    norm: "Callable[..., Tensor]"
     """RMSNorm over the last dim with the recipe's epsilon, given the numbers and an optional weight."""
     score_factor: float
     """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
-    positions: Any
+    positions: "Tensor"
     """Positions of the tokens in their documents, [B, S]."""
 
 
 class SoftmaxHeads(NamedTuple):
     """Result of the formula of softmax attention; the oracle applies the mask, the softmax and `wo`."""
 
-    queries: Any
+    queries: "Tensor"
     """[B, S, A, D]."""
-    keys: Any
+    keys: "Tensor"
     """[B, S, G, D]; G divides A."""
-    values: Any
+    values: "Tensor"
     """[B, S, G, Dv]."""
     scale: float
     """Factor of the scores."""
-    gates: Any = None
+    gates: "Tensor | None" = None
     """Factors of the output of the heads, [B, S, A, Dv or 1]; None: 1."""
-    sinks: Any = None
+    sinks: "Tensor | None" = None
     """Score of each head's sink, [A]; None: no sinks."""
-    bias: Any = None
+    bias: "Tensor | None" = None
     """Bias of the output, [H]; None: 0."""
-    index_source: Any = None
+    index_source: "Tensor | None" = None
     """Input of the projection to the indexer's queries, [B, S, ...]; None: x."""
 
 
@@ -139,7 +145,7 @@ class SpanPart(Part):
         """Maximum keys of a query, including its own key; 0: no limit."""
         return 0
 
-    def formula(self) -> Callable[[Any], Any] | None:
+    def formula(self) -> "Callable[[Tensor], Tensor] | None":
         """Return the mask of hidden keys: positions in documents [B, S] -> bool [B, S queries, S keys]."""
         return None
 
@@ -263,7 +269,7 @@ class AttentionPart(Part):
         """Return the formula: a `LinearFormula` if `is_recurrent`, else a `SoftmaxFormula`."""
         return None
 
-    def build(self, frame: AttentionFrame) -> Any:
+    def build(self, frame: AttentionFrame) -> "Module":
         """Return the module, a `TokenMixer` with the parameters of `params`."""
         raise NotImplementedError
 
@@ -291,19 +297,19 @@ class AttentionPart(Part):
         """Return the elements of the projections that are recomputed for `own_recompute_parts`."""
         return 0
 
-    def saved(self, sizes: Any) -> Counter[str] | None:
+    def saved(self, sizes: "LayerSizes") -> Counter[str] | None:
         """Return the bytes saved for backward by part of the model, without the input; None: the caller estimates them.
 
         Args:
-            sizes: sizes of a micro-batch, `cost.block_sizes.BlockSizes`.
+            sizes: sizes of a micro-batch.
         """
         return None
 
-    def delayed_wgrad(self, sizes: Any) -> Counter[str] | None:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str] | None:
         """Return the bytes of GEMM inputs and output gradients that a split backward pass holds; None: unknown."""
         return None
 
-    def transient(self, sizes: Any) -> Counter[str]:
+    def transient(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the peak of temporary bytes while the layer runs or is recomputed."""
         return Counter()
 
@@ -397,10 +403,10 @@ class SoftmaxAttentionPart(AttentionPart):
         raise NotImplementedError
 
 
-def gate_bytes(part: SoftmaxAttentionPart, sizes: Any) -> int:
+def gate_bytes(part: SoftmaxAttentionPart, sizes: "LayerSizes") -> int:
     """Return the bytes of the sigmoid of the output gate, and of its product with the heads."""
     heads = part.num_heads // sizes.parallel.tp
-    return int(sizes.gathered_bytes(heads * (part.gate_size + part.value_width))) if part.gate else 0
+    return sizes.gathered_bytes(heads * (part.gate_size + part.value_width)) if part.gate else 0
 
 
 def norm_param(name: str, width: int, drawn: Distribution | None = None) -> ParamSpec:

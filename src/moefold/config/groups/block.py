@@ -10,6 +10,7 @@ from moefold.config.part import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 Norm = Callable[["Tensor"], "Tensor"]
 
@@ -61,7 +62,7 @@ class NormPart(Part):
         """Yield the parameters of the norm of this name."""
         yield ParamSpec(f"{name}.weight", (width,), "norms")
 
-    def build(self, width: int) -> Any:
+    def build(self, width: int) -> "Module":
         """Return the module, on the meta device if that is the default."""
         raise NotImplementedError
 

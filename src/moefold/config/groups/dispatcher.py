@@ -10,6 +10,7 @@ from moefold.config.part import Part
 from moefold.config.problem import Problem
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from moefold.config.moe import MoEConfig
@@ -155,8 +156,8 @@ class DispatcherPart(Part):
         """
         yield from ()
 
-    def unsupported_here(self, device: Any) -> Iterator[str]:
-        """Yield the reasons why this rank cannot run the dispatcher on its device, a `torch.device`."""
+    def unsupported_here(self, device: "torch.device") -> Iterator[str]:
+        """Yield the reasons why this rank cannot run the dispatcher on its device."""
         if not self.kernel_package:
             return
         if device.type != "cuda":

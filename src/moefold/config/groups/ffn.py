@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 from moefold.config.field import SAME_TENSORS, Judged, Most, ReadIf, at_least
 from moefold.config.groups.block import ActivationPart
@@ -13,6 +13,10 @@ from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.part import KindOf, Part, Table, by_default
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from moefold.config.groups.layer_sizes import LayerSizes
     from moefold.config.moe import MoEConfig
 
 
@@ -20,19 +24,21 @@ class ChosenExperts(Protocol):
     """Experts of the tokens of a micro-batch, and their weights, float64 [B, S, K] each."""
 
     @property
-    def experts(self) -> Any:
+    def experts(self) -> "Tensor":
         """Return the numbers of the experts."""
         ...
 
     @property
-    def weights(self) -> Any:
+    def weights(self) -> "Tensor":
         """Return the routing weights; 0 for a dropped choice."""
         ...
 
 
-Route = Callable[[Any, Any, Any], ChosenExperts]
+Route = Callable[["Tensor", "Tensor", "Tensor | None"], ChosenExperts]
 """The router of the oracle: x [B, S, H], its weight and its bias or None -> the choices."""
-FeedForwardFormula = Callable[[Mapping[str, Any], Any, Route, Callable[[Any], Any]], tuple[Any, Any]]
+FeedForwardFormula = Callable[
+    [Mapping[str, "Tensor"], "Tensor", Route, Callable[["Tensor"], "Tensor"]], tuple["Tensor", "Tensor | None"]
+]
 """A network in float64: weights by name, the normalised hidden states [B, S, H], the router, and the rounding of
 dispatched tokens -> output, and output of routed experts or None. Both are added where `model.ffn.moe.shortcut` says.
 """
@@ -70,7 +76,7 @@ class FeedForwardPart(Part):
         """Yield the parameters of the module, by their names in it and in its order."""
         raise NotImplementedError
 
-    def build(self, frame: FeedForwardFrame, number: int) -> Any:
+    def build(self, frame: FeedForwardFrame, number: int) -> "Module":
         """Return the module of layer `number`, with the parameters of `params`."""
         raise NotImplementedError
 
@@ -83,27 +89,27 @@ class FeedForwardPart(Part):
         """Recipe key of the number that tensor parallelism divides, and this number."""
         raise NotImplementedError
 
-    def saved(self, sizes: Any) -> Counter[str]:
+    def saved(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the bytes saved for backward by part of the model, without the input.
 
         Args:
-            sizes: sizes of a micro-batch, `cost.block_sizes.BlockSizes`.
+            sizes: sizes of a micro-batch.
         """
         raise NotImplementedError
 
-    def delayed_wgrad(self, sizes: Any) -> Counter[str]:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the GEMM inputs and output gradients that a split backward pass holds."""
         raise NotImplementedError
 
-    def concurrent_wgrad(self, sizes: Any) -> Counter[str]:
+    def concurrent_wgrad(self, sizes: "LayerSizes") -> Counter[str]:
         """Return delayed weight-gradient bytes that exist while the saved tensors do."""
         return Counter()
 
-    def transient(self, sizes: Any) -> Counter[str]:
+    def transient(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the peak of temporary bytes while the network runs or is recomputed."""
         return Counter()
 
-    def saved_if_recomputed(self, sizes: Any) -> Counter[str]:
+    def saved_if_recomputed(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the bytes saved even if the whole layer is recomputed."""
         return Counter()
 

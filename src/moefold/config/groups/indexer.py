@@ -1,15 +1,20 @@
 """Selection of the keys that a query of sparse attention attends to (arXiv:2512.02556)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import Most, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part
 from moefold.config.small_sizes import SmallSizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moefold.config.groups.layer_sizes import LayerSizes
 
 INDEX_BYTES = 4
 """Bytes of the index of a selected key, int32."""
@@ -20,7 +25,7 @@ WARMUP_SCORE_COPIES = 4.9, 4.3
 measured (docs/log.md)."""
 SELECTION_COPIES = 2.25
 """Measured ratio of a block's temporary numbers to the numbers of its copied keys and values (docs/log.md)."""
-IndexerFormula = Callable[[Any, Any, Any, Callable[[Any], Any]], Any]
+IndexerFormula = Callable[[Mapping[str, "Tensor"], "Tensor", "Tensor", Callable[["Tensor"], "Tensor"]], "Tensor"]
 """Scores of keys, [B, S queries, S keys], given the weights by name, the inputs of the keys [B, S, H] and of the
 queries [B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""
 
@@ -70,11 +75,11 @@ class IndexerPart(Part):
         """FLOPs of the layer's own indexer for a query and a key: a product for each head, and their weighted sum."""
         return 0 if self.is_shared else 2 * self.num_heads * (self.head_dim + 1)
 
-    def saved(self, sizes: Any, key_width: int) -> Counter[str]:
+    def saved(self, sizes: "LayerSizes", key_width: int) -> Counter[str]:
         """Return the bytes of the gathered keys under cp, of the indexer's gradients, and of the layer's own selection.
 
         Args:
-            sizes: sizes of a micro-batch, `cost.block_sizes.BlockSizes`.
+            sizes: sizes of a micro-batch.
             key_width: numbers of the keys and values of a token on this rank.
         """
         p = sizes.parallel
@@ -83,19 +88,19 @@ class IndexerPart(Part):
             saved["core attention"] += p.cp * sizes.gathered_bytes(key_width)
         return saved if self.is_shared else saved + self.selection_bytes(sizes)
 
-    def selection_bytes(self, sizes: Any) -> Counter[str]:
+    def selection_bytes(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the bytes of the indices of selected keys, stored once for layers with a shared selection."""
         selected = min(self.top_k, sizes.train.seq_len)
         return Counter({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
 
-    def index_bytes(self, sizes: Any) -> Counter[str]:
+    def index_bytes(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the bytes of the queries, weights and keys of an indexer, or of their gradients."""
         own = self.num_heads * self.head_dim * sizes.item_bytes
         own += self.num_heads * sizes.high_precision_bytes + self.head_dim * sizes.item_bytes
         keys = sizes.parallel.cp * sizes.gathered_bytes(self.head_dim)
         return Counter(attention=sizes.tokens * own + keys)
 
-    def saved_in_warmup(self, sizes: Any, num_heads: int, source: int) -> Counter[str]:
+    def saved_in_warmup(self, sizes: "LayerSizes", num_heads: int, source: int) -> Counter[str]:
         """Return the saved bytes of a layer in the warm-up, when only the indexers have gradients.
 
         The saved tensors are the inputs of the indexer's projections and norm, and the gradients of its loss; the keys'
@@ -118,23 +123,24 @@ class IndexerPart(Part):
             saved["attention"] += sizes.tokens * (widths * sizes.item_bytes + 2 * sizes.high_precision_bytes)
         return saved
 
-    def warmup_loss_bytes(self, sizes: Any, num_heads: int) -> int:
+    def warmup_loss_bytes(self, sizes: "LayerSizes", num_heads: int) -> int:
         """Return the temporary bytes of the loss over all visible keys, for the scores of a block of queries."""
         train = sizes.train
-        scores: int = self._warmup_block_rows(sizes, num_heads) * num_heads * train.seq_len * train.micro_batch_size
+        scores = self._warmup_block_rows(sizes, num_heads) * num_heads * train.seq_len * train.micro_batch_size
         copies = WARMUP_SCORE_COPIES[sizes.item_bytes < sizes.high_precision_bytes]
-        num_bytes: float = copies * scores * sizes.high_precision_bytes
-        return round(num_bytes)
+        return round(copies * scores * sizes.high_precision_bytes)
 
-    def _warmup_block_rows(self, sizes: Any, num_heads: int) -> int:
+    def _warmup_block_rows(self, sizes: "LayerSizes", num_heads: int) -> int:
         """Return the queries of a block of this rank, as `LightningIndexer.dense_loss` divides them."""
         train = sizes.train
-        elements: int = max(num_heads, self.num_heads) * train.seq_len * train.micro_batch_size
-        num_own: int = train.seq_len // (sizes.parallel.cp * sizes.parallel.tp)
-        limit: int = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // elements
+        elements = max(num_heads, self.num_heads) * train.seq_len * train.micro_batch_size
+        num_own = train.seq_len // (sizes.parallel.cp * sizes.parallel.tp)
+        limit = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // elements
         return max(1, min(num_own, limit))
 
-    def transient(self, sizes: Any, heads: int, widths: tuple[int, int], copies: tuple[float, float]) -> Counter[str]:
+    def transient(
+        self, sizes: "LayerSizes", heads: int, widths: tuple[int, int], copies: tuple[float, float]
+    ) -> Counter[str]:
         """Return the temporary bytes of a block of queries in the backward pass: copied keys and gradients.
 
         Args:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import Judged, Most, at_least
 from moefold.config.groups.attention import AttentionCore, AttentionPart
@@ -12,6 +12,9 @@ from moefold.config.param_spec import ParamSpec
 from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
+
+if TYPE_CHECKING:
+    from moefold.config.groups.layer_sizes import LayerSizes
 
 LINEAR_CHUNK_SIZE = 64
 """Tokens of a chunk of linear attention, as `CHUNK_SIZE` of ops/linear_attention.py."""
@@ -104,10 +107,10 @@ class LinearAttentionPart(AttentionPart):
         """Sum of the low-rank widths of decays and gate; 0: they are projected directly."""
         return 0
 
-    def saved(self, sizes: Any) -> Counter[str]:
+    def saved(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the bytes of the projections, which are saved to recompute the recurrence, and of its output."""
         tp = sizes.parallel.tp
-        saved: Counter[str] = sizes.norm_with_output(saves_output=tp == 1, part="attention")
+        saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(self.projected_width(tp) + self.low_ranks)
         if self.low_ranks and tp > 1:
             # The norm's output, for the projections of this rank's own tokens.
@@ -115,14 +118,14 @@ class LinearAttentionPart(AttentionPart):
         saved["core attention"] += sizes.gathered_bytes(self.widths(tp)[1])
         return saved
 
-    def delayed_wgrad(self, sizes: Any) -> Counter[str]:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the bytes of the projections, and of the inputs of the low ranks; see base class."""
         tp = sizes.parallel.tp
         inputs = 3 if self.low_ranks else 2
         width = inputs * sizes.model.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
         return Counter(attention=sizes.gathered_bytes(width + 2 * self.low_ranks))
 
-    def transient(self, sizes: Any) -> Counter[str]:
+    def transient(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the temporary bytes of the recurrence, which is recomputed in the backward pass; exact to 10 %."""
         tp = sizes.parallel.tp
         key, value, heads = self.widths(tp)

@@ -2,11 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from moefold.config.method_defaults import MethodRates
 from moefold.config.param_spec import ModelPart, ParamSpec
 from moefold.config.part import Part, UnusedKeys, lacks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
 
 
 class StateSpec(NamedTuple):
@@ -45,8 +50,8 @@ class ForwardOnlyStep(NamedTuple):
     """Learning rate."""
     specs: Mapping[str, ParamSpec]
     """Spec of each trained weight, by name."""
-    weights: Mapping[str, Any]
-    """Trained weights, float64 tensors."""
+    weights: "Mapping[str, Tensor]"
+    """Trained weights, in float64."""
     loss: Callable[[], float]
     """Runs a forward pass of the batch with the current weights."""
     seed_of: Callable[[str], int]
@@ -88,18 +93,18 @@ class OptimizerPart(Part):
         """Return the work of the update of one gathered full matrix; each expert is a separate matrix."""
         raise lacks(self, "matrix_work")
 
-    def build(self, parameters: Mapping[str, Any], run: Any) -> Any:
-        """Return the optimizer, a `torch.optim.Optimizer`, with all states; may be collective over the stage.
+    def build(self, parameters: "Mapping[str, Parameter]", run: Any) -> "Optimizer":
+        """Return the optimizer with all states; may be collective over the stage.
 
         Its `step` returns False if it has updated nothing.
 
         Args:
-            parameters: parameters of this rank, by name, `nn.Parameter`: DTensors where ranks shard them.
+            parameters: parameters of this rank, by name: DTensors where ranks shard them.
             run: an `optim.build.OptimizerRun`.
         """
         raise NotImplementedError
 
-    def passes(self, model: Any, optimizer: Any) -> Any:
+    def passes(self, model: Any, optimizer: "Optimizer") -> Any:
         """Return the object that runs the forward passes of a step, without gradients.
 
         Args:

@@ -1,10 +1,14 @@
 """Methods of sites: the exchange between jobs in a round, and the update of their weights."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from moefold.config.part import Part, lacks
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +62,21 @@ class SiteMethodPart(Part):
         """
         return None
 
-    def wire_code(self, dtype: Any) -> Any:
-        """Return the code of differences of a torch type, a `comm.wire_codes.WireCode`; None: `sites.precision`."""
+    def wire_code(self, dtype: "torch.dtype") -> Any:
+        """Return the code of differences of a type, a `comm.wire_codes.WireCode`; None: `sites.precision`."""
         return None
 
     def outer(self) -> Any:
         """Return the class of the outer optimizer, derived from `optim.outer.OuterOptimizer`; None: this class."""
         return None
 
-    def own_parameters(self, parameters: Mapping[str, Any], experts: Any, count: int, number: int) -> Any:
+    def own_parameters(
+        self, parameters: "Mapping[str, Parameter]", experts: Collection[str], count: int, number: int
+    ) -> Any:
         """Return the parameters that a site with `owns_experts` trains; local.
 
         Args:
-            parameters: the trained parameters of this rank, by name, `nn.Parameter`.
+            parameters: the trained parameters of this rank, by name.
             experts: names of the parameters of routed experts.
             count: sites of the run.
 

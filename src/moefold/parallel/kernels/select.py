@@ -15,6 +15,8 @@ from moefold.model.linear import UnquantizedLinear
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
+from moefold.ops.cpu.experts import SequentialExpertOps
+from moefold.ops.decode import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.kernels.selected import SelectedKernels, triton_kernels
@@ -122,7 +124,6 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.build import CompilerError, build_libraries
     from moefold.ops.cpu.decode import CDecode
     from moefold.ops.cpu.draw import CDraw
-    from moefold.ops.cpu.experts import SequentialExpertOps
     from moefold.ops.cpu.gemm import CGemm
     from moefold.ops.cpu.norm import CNorm
     from moefold.ops.cpu.paged_attention import CPagedAttention
@@ -130,7 +131,6 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     from moefold.ops.cpu.rope import CRope
     from moefold.ops.cpu.router import CSoftmax
     from moefold.ops.cpu.swiglu import CSwiGLU
-    from moefold.ops.decode import DecodeChoice
 
     has_linear = cfg.model.has_linear_attention
     names = ("gemm", "swiglu", "norm", "rope", "attention", "paged_attention", "permute", "router", "decode", "draw")

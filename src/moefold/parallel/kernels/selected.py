@@ -13,6 +13,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.model.kernels import Kernels, RoutingKernel
+from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
 
@@ -85,8 +86,6 @@ def block_attention_kernel(
 
 def _router_kernel(model: ModelConfig, moe: MoEConfig) -> tuple[RoutingKernel | None, str]:
     """Return the fused kernel of the routers, or None with a message if it does not support the model."""
-    from moefold.model.moe.router import FusedRouting, fused_router_unsupported_reason
-
     reason = fused_router_unsupported_reason(model, moe)
     if reason or model.routed is None:
         return None, f", but plain routing, as {reason}" if reason else ""

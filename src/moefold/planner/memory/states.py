@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import is_own
+from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable
-from moefold.cost.saved_tensors import KernelProfile
 from moefold.cost.unit_memory import ITEM_BYTES, dispatch_buffer_bytes
 from moefold.cost.unit_states import STATE_FIELDS, StateMapping, UnitMemory
 from moefold.planner.cost_model.workload import TrainingWorkload

@@ -223,10 +223,9 @@ class Checkpointing(Callback):
     def save(self, context: TrainingContext) -> None:
         """Save a checkpoint; collective."""
         context.groups.recorder.set_phase("saving a checkpoint")
-        context.data.prepare_save()
         for prepare in context.before_save:
             prepare()
-        # The wait for rollouts is a separate phase.
+        # These functions may wait in phases of their own.
         context.groups.recorder.set_phase("saving a checkpoint")
         waited_s = self.saver.save(context.states.tensors(), TrainState(states=context.states.state_dict()))
         context.save_s += waited_s

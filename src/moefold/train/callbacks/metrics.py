@@ -11,7 +11,7 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.run import RunConfig
 from moefold.cost.flops import peak_bf16_tflops
-from moefold.metrics.step_metrics import rank_time_metrics
+from moefold.metrics.step_metrics import Stragglers, rank_time_metrics
 from moefold.metrics.writer import to_record
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 
@@ -132,8 +132,6 @@ class StragglerDetection(Callback):
         """Gather the host names of all ranks; collective."""
         layout = context.groups.layout
         if self._factor and layout.world_size > 1:
-            from moefold.metrics.step_metrics import Stragglers
-
             hosts = current_world().all_gather_object(socket.gethostname())
             self._stragglers = Stragglers(self._factor, layout.attention.groups("dp", "cp", "tp"), hosts)
 

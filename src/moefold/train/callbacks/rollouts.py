@@ -15,6 +15,25 @@ SILENT_STEPS = 20
 """Steps without a mixed group until the log reports that nothing is learnt."""
 
 
+class RolloutRounds(Callback):
+    """Callback that saves and stops a run only between rounds; before callbacks that read `rl` or `signals`."""
+
+    def on_start(self, context: TrainingContext) -> None:
+        """Let each save wait for the ordered rounds."""
+        context.before_save.append(rollout_loader(context).receive_ordered)
+
+    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+        """Set the metrics of the rollouts, and leave out signals within a round, whose last steps would be lost."""
+        loader = rollout_loader(context)
+        step.rl = dict(loader.metrics)
+        if not loader.is_round_complete:
+            step.signals.clear()
+
+    def on_end(self, context: TrainingContext, status: int) -> None:
+        """End the ranks that only sample."""
+        rollout_loader(context).finish()
+
+
 class RewardEvaluation(Callback):
     """Callback that computes the mean reward of greedy completions of held-out prompts.
 
@@ -41,8 +60,7 @@ class RewardEvaluation(Callback):
             context.log.message(f"step {step.number}: {result} on held-out prompts")
         if reward is None:
             return
-        if loader.resets_reference(reward):
-            loader.reset_reference()
+        if loader.kl_reference.record(reward):
             context.training.reset_moments()
             if context.log is not None:
                 context.log.message(

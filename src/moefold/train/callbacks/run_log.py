@@ -17,6 +17,7 @@ from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.errors import ConfigError
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.step_line import Progress, StepLine
+from moefold.metrics.step_metrics import describe_straggler
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
 from moefold.train.data_loader import DataEvent
@@ -149,8 +150,6 @@ class RunLog:
 
     def log_stragglers(self, step: int, records: list[dict[str, Any]]) -> None:
         """Log ranks that have been slow for several steps."""
-        from moefold.metrics.step_metrics import describe_straggler
-
         for record in records:
             self.log_fault({"step": step} | record)
             self._progress.message(describe_straggler(record))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
-from moefold.comm.site_links import Exchanged, SiteRound
+from moefold.comm.site_links import Exchanged, Probe, SiteRound
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
@@ -37,29 +37,35 @@ WAIT_S = 1.0
 """Interval between two progress reports of a rank that waits for an exchange."""
 
 
-@dataclass
-class _Flight:
-    """An exchange under way; the sites have not voted on it yet."""
+@dataclass(frozen=True, kw_only=True)
+class _Differences:
+    """Differences of fragments that a site has taken for a round."""
 
     step: int
     due: int
     fragments: tuple[int, ...]
     own: Tensor
-    sent: Sent
     is_finite: bool
+    """Whether the weights of all ranks of the site were finite."""
     tokens: int
     """Tokens of this site when the differences were taken."""
-    members: tuple[int, ...]
-    weights: tuple[float, ...]
-    """Weight of each member."""
-    exchange: "Future[Exchanged] | None"
-    """Result of the exchange; None in a round of one site."""
     began_s: float
 
     @property
     def is_overlapped(self) -> bool:
         """Return whether the site trains during the exchange."""
         return self.due > self.step
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """An exchange under way; the sites have not voted on it yet."""
+
+    taken: _Differences
+    sent: Sent
+    round: SiteRound
+    exchange: "Future[Exchanged] | None"
+    """Result of the exchange; None in a round of one site."""
 
 
 class SiteRounds(Callback):
@@ -118,7 +124,13 @@ class SiteRounds(Callback):
         is_last = step.number == self._run.steps
         outer = _outer_of(context)
         fragments = fragments_due(self._run, self._model, self._sites, step.number)
-        due = self._flight.due if self._flight is not None else outer.pending.due if outer.pending is not None else 0
+        due = (
+            self._flight.taken.due
+            if self._flight is not None
+            else outer.pending.due
+            if outer.pending is not None
+            else 0
+        )
         if due and (step.number >= due or is_last):
             context.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(context)
@@ -271,48 +283,17 @@ class SiteRounds(Callback):
         Returns:
             False if the other sites have applied rounds without this one.
         """
-        began_s = time.perf_counter()
-        outer = _outer_of(context)
-        reshard_parameters(context.training.model.stages)
-        own = outer.difference(fragments)
+        taken = self._take(context, step, fragments, overlap)
         self._record = {"fragment": fragments[0] if len(fragments) == 1 else -1, "members": 0, "skipped": None}
-        is_finite = all(current_world().all_gather_object(bool(torch.isfinite(own).all())))
         if self._meeting is None:
-            if is_finite:
-                sent = outer.send(fragments, own, is_last=step == self._run.steps)
-                self._flight = _Flight(
-                    step,
-                    step + overlap,
-                    fragments,
-                    own,
-                    sent,
-                    True,
-                    context.position.tokens,
-                    (0,),
-                    (1.0,),
-                    None,
-                    began_s,
-                )
-                self._begin_next(outer)
+            if taken.is_finite:
+                self._send(context, taken, SiteRound("", (0,), (1.0,)), None)
             else:
                 self._skip(context, step, "the weights are not finite")
             return True
-        in_pairs = self._sites.part.in_pairs
-        is_last = step == self._run.steps
         # Read the choices before the other sites wait for this site.
         probe = self._probe.read(context) if is_probed(self._run, self._model, self._sites, step) else None
-        question = self._position(step, outer) | {
-            "do": "round",
-            "tokens": self._weight(context, fragments),
-            "finite": is_finite,
-            # The outer weights of pairs differ.
-            "digest": 0 if in_pairs else self._digest(context, list(outer.weights.values())),
-            "timeout_s": self._sites.timeout_s,
-            # A site that joins after the last step would have nothing to train.
-            "last": step + overlap >= self._run.steps,
-            "merges": in_pairs and is_last,
-        }
-        answer = self._meeting.ask(question)
+        answer = self._meeting.ask(self._question(context, taken))
         if "missed" in answer:
             return False
         self._meeting.raise_if_refused(answer)
@@ -328,21 +309,56 @@ class SiteRounds(Callback):
             context.log.message(
                 f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0"
             )
-        members = tuple(answer["members"])
-        sent = outer.send(fragments, own, is_last=is_last)
+        self._send(
+            context, taken, SiteRound(answer["epoch"], tuple(answer["members"]), tuple(answer["weights"])), probe
+        )
+        return True
+
+    def _take(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> _Differences:
+        """Take the differences of fragments after a step; collective."""
+        began_s = time.perf_counter()
+        reshard_parameters(context.training.model.stages)
+        own = _outer_of(context).difference(fragments)
+        return _Differences(
+            step=step,
+            due=step + overlap,
+            fragments=fragments,
+            own=own,
+            is_finite=all(current_world().all_gather_object(bool(torch.isfinite(own).all()))),
+            tokens=context.position.tokens,
+            began_s=began_s,
+        )
+
+    def _question(self, context: TrainingContext, taken: _Differences) -> Message:
+        """Return the request for a round, for the meeting point; collective."""
+        outer = _outer_of(context)
+        in_pairs = self._sites.part.in_pairs
+        return self._position(taken.step, outer) | {
+            "do": "round",
+            "tokens": self._weight(context, taken.fragments),
+            "finite": taken.is_finite,
+            # The outer weights of pairs differ.
+            "digest": 0 if in_pairs else self._digest(context, list(outer.weights.values())),
+            "timeout_s": self._sites.timeout_s,
+            # A site that joins after the last step would have nothing to train.
+            "last": taken.due >= self._run.steps,
+            "merges": in_pairs and taken.step == self._run.steps,
+        }
+
+    def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
+        """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
+        outer = _outer_of(context)
+        sent = outer.send(taken.fragments, taken.own, is_last=taken.step == self._run.steps)
         exchange: Future[Exchanged] | None = None
-        if len(members) > 1:
+        if len(round_.members) > 1:
+            assert self._meeting is not None
             assert self._meeting.links is not None
-            round_ = SiteRound(answer["epoch"], members, tuple(answer["weights"]))
             exchange = self._meeting.links.begin(
                 round_, sent.vector, sent.num_coded, outer.code, sent.num_gathered, probe
             )
-        tokens = context.position.tokens
-        weights = tuple(answer["weights"])
-        due = step + overlap
-        self._flight = _Flight(step, due, fragments, own, sent, is_finite, tokens, members, weights, exchange, began_s)
-        self._begin_next(outer)
-        return True
+        self._flight = _Flight(taken, sent, round_, exchange)
+        if taken.is_overlapped:
+            outer.begin_next()
 
     def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
         """Return the weight of this site in a round of fragments; 0 if it has not trained since the last round."""
@@ -350,53 +366,51 @@ class SiteRounds(Callback):
         tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
 
-    def _begin_next(self, outer: OuterOptimizer) -> None:
-        """Begin the next round of training if the exchange under way overlaps with it."""
-        if self._flight is not None and self._flight.is_overlapped:
-            outer.begin_next()
-
     def _decide(self, context: TrainingContext) -> None:
         """Wait for the exchange under way, and vote: the round becomes pending, or is skipped. Collective."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
+        taken = flight.taken
         waiting_since_s = time.perf_counter()
         outer = _outer_of(context)
         exchanged, failure = _result(flight, context)
         waited_s = time.perf_counter() - waiting_since_s
         if self._meeting is not None:
             failures = [text for text in current_world().all_gather_object(failure) if text]
-            index = rounds_until(self._run, self._model, self._sites, flight.step)
+            index = rounds_until(self._run, self._model, self._sites, taken.step)
             vote = self._meeting.ask({"do": "vote", "round": index, "ok": not failures})
             if not vote.get("apply"):
                 if self._meeting.links is not None:
                     self._meeting.links.drop()
-                if flight.is_finite and flight.is_overlapped:
+                if taken.is_finite and taken.is_overlapped:
                     reshard_parameters(context.training.model.stages)
-                    outer.cancel(flight.fragments, flight.own)
+                    outer.cancel(taken.fragments, taken.own)
                 why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
-                self._skip(context, flight.step, str(why))
+                self._skip(context, taken.step, str(why))
                 return
         assert exchanged is not None
         outer.num_rounds += 1
-        for fragment in flight.fragments:
-            outer.tokens[fragment] = flight.tokens
+        for fragment in taken.fragments:
+            outer.tokens[fragment] = taken.tokens
         if outer.residual and flight.sent.num_coded:
             # The other sites read no values of weights that are not finite, and no residual is kept for the next round.
-            decoded = exchanged.decoded[: len(flight.own)] if flight.is_finite else flight.own
-            outer.keep_residual(flight.fragments, flight.own, decoded)
-        round_ = PendingRound(flight.step, flight.due, flight.fragments, flight.own, exchanged.mean)
-        outer.pending = outer.receive(round_, flight.sent, exchanged, flight.members)
+            decoded = exchanged.decoded[: len(taken.own)] if taken.is_finite else taken.own
+            outer.keep_residual(taken.fragments, taken.own, decoded)
+        round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.own, exchanged.mean)
+        outer.pending = outer.receive(round_, flight.sent, exchanged, flight.round.members)
         self._record |= {
-            "members": len(flight.members),
+            "members": len(flight.round.members),
             "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
             "exchange_s": exchanged.seconds,
             "wait_s": waited_s,
-            "round_s": time.perf_counter() - flight.began_s,
+            "round_s": time.perf_counter() - taken.began_s,
         }
-        if is_probed(self._run, self._model, self._sites, flight.step):
-            own = flight.members.index(self._sites.number)
-            counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, own)
+        if is_probed(self._run, self._model, self._sites, taken.step):
+            own = flight.round.members.index(self._sites.number)
+            counts = (
+                (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.round.weights, own)
+            )
             equal, compared = _sum_of_ranks(context, [float(count) for count in counts])
             self._record["routing_overlap"] = equal / compared if compared else None
 
@@ -459,7 +473,7 @@ def _result(flight: _Flight, context: TrainingContext) -> tuple[Exchanged | None
                 # Every part of the exchange has its own time limit.
                 context.groups.recorder.note_progress()
     except (RuntimeError, MeetError, TimeoutError) as error:
-        return None, f"the exchange with {describe_sites(flight.members)} failed: {_first_line(error)}"
+        return None, f"the exchange with {describe_sites(flight.round.members)} failed: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

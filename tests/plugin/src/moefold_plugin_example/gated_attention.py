@@ -18,9 +18,9 @@ from moefold.config.groups.attention import (
     SoftmaxHeads,
     SoftmaxInput,
 )
+from moefold.config.groups.layer_sizes import LayerSizes
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
-from moefold.cost.block_sizes import BlockSizes
 from moefold.model.attention import SelfAttention
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.local_param import local_param
@@ -63,7 +63,7 @@ class Gated(AttentionPart):
         heads, head = self.num_heads, self.head_dim
         return AttentionCore(heads=heads, kv_heads=heads, key_width=head, value_width=head, cached_heads=heads)
 
-    def saved(self, sizes: BlockSizes) -> Counter[str]:
+    def saved(self, sizes: LayerSizes) -> Counter[str]:
         """Return the bytes of queries, keys, values, the sigmoid and the scaled output, and of the core."""
         tp = sizes.parallel.tp
         heads = self.num_heads // tp

@@ -26,8 +26,8 @@ from moefold.cost.saved_tensors import BytesByPart
 from moefold.topology.layout import divisors
 
 if TYPE_CHECKING:
+    from moefold.config.groups.layer_sizes import LayerSizes
     from moefold.config.model import ModelConfig
-    from moefold.cost.block_sizes import BlockSizes
     from moefold.parts.attention.gqa.module import GroupedQueryAttention
 
 
@@ -208,7 +208,7 @@ class GqaPart(SoftmaxAttentionPart):
             index_flops=self.indexer.flops if self.indexer else 0,
         )
 
-    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+    def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of queries, keys and values, of their norms and of the core; see base class."""
         tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
@@ -223,14 +223,14 @@ class GqaPart(SoftmaxAttentionPart):
         saved += sizes.core_attention(self.num_heads // tp, self.head_dim)
         return saved + self.indexer.saved(sizes, key_value) if self.indexer else saved
 
-    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
         tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
         projected = 2 * query + self.num_heads // tp * self.gate_size + key_value
         return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.model.hidden_size + projected))
 
-    def transient(self, sizes: "BlockSizes") -> BytesByPart:
+    def transient(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of copies of the selected keys; see base class."""
         if not self.indexer:
             return BytesByPart()

@@ -26,8 +26,8 @@ from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
+    from moefold.config.groups.layer_sizes import LayerSizes
     from moefold.config.model import ModelConfig
-    from moefold.cost.block_sizes import BlockSizes
     from moefold.parts.attention.mla.module import LatentAttention
 
 
@@ -170,7 +170,7 @@ class MlaPart(SoftmaxAttentionPart):
         values = self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
         return 0 if self.indexer else self.num_heads * ((self.q_lora_rank or hidden) * self.head_dim + values)
 
-    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+    def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the latents, and of the heads projected from them; see base class.
 
         With an indexer, return the bytes of the queries and outputs in the space of the latents.
@@ -195,12 +195,12 @@ class MlaPart(SoftmaxAttentionPart):
             saved["attention"] += sizes.gathered_bytes(heads * self._saved_head_widths(sizes))
         return saved + sizes.core_attention(heads, self.v_head_dim)
 
-    def _saved_head_widths(self, sizes: "BlockSizes") -> int:
+    def _saved_head_widths(self, sizes: "LayerSizes") -> int:
         """Return the saved numbers of a head for each token: of its query, its key and its value."""
         p = sizes.parallel
         context = chosen_in(p, ContextPart)
         attends_in_blocks = context.plan.shares_work or (p.cp > 1 and not context.shards_heads)
-        has_windows = any(layer.window for layer in sizes.model.decoder_layers)
+        has_windows = sizes.model.has_windows
         takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:
             return 2 * self.head_dim + self.v_head_dim
@@ -209,7 +209,7 @@ class MlaPart(SoftmaxAttentionPart):
         values = width if width > self.v_head_dim else self.qk_nope_head_dim + self.v_head_dim
         return 2 * width + values
 
-    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class.
 
         In the space of the latents, the gradient of `wkv_up` is not delayed.
@@ -218,7 +218,7 @@ class MlaPart(SoftmaxAttentionPart):
         heads = self.num_heads // sizes.parallel.tp * per_head
         return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.model.hidden_size + heads))
 
-    def transient(self, sizes: "BlockSizes") -> BytesByPart:
+    def transient(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of copies of the selected keys; see base class."""
         if not self.indexer:
             return BytesByPart()

@@ -13,7 +13,7 @@ from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.cost.block_sizes import BlockSizes
+    from moefold.config.groups.layer_sizes import LayerSizes
     from moefold.parts.attention.short_convolution.module import ShortConvolution
 
 
@@ -47,7 +47,7 @@ class ShortConvolutionPart(AttentionPart):
         """Return the last tokens; the convolution counts as a matrix."""
         return AttentionCore(conv_width=hidden, conv_kernel=self.conv_kernel)
 
-    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+    def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the gates and values, the inputs of the recomputed convolution, and of its output."""
         tp = sizes.parallel.tp
         width = sizes.model.hidden_size // tp
@@ -56,12 +56,12 @@ class ShortConvolutionPart(AttentionPart):
         saved["core attention"] += sizes.gathered_bytes(width)
         return saved
 
-    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
         hidden = sizes.model.hidden_size
         return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.parallel.tp))
 
-    def transient(self, sizes: "BlockSizes") -> BytesByPart:
+    def transient(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the temporary bytes of the convolution, which is recomputed in the backward pass (docs/log.md)."""
         width = sizes.model.hidden_size // sizes.parallel.tp
         factor = 3.0 if sizes.item_bytes < sizes.high_precision_bytes else 2.0

@@ -13,7 +13,7 @@ from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.cost.block_sizes import BlockSizes
+    from moefold.config.groups.layer_sizes import LayerSizes
     from moefold.model.moe.layer import MoELayer
 
 
@@ -60,7 +60,7 @@ class MoePart(RoutedPart):
         if self.shared_width:
             yield from prefixed("shared", swiglu_params("shared_experts", hidden, self.shared_width))
 
-    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+    def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of router, experts and shared expert; see base class."""
         p = sizes.parallel
         if "moe" in sizes.recompute:
@@ -85,7 +85,7 @@ class MoePart(RoutedPart):
             saved["router"] += 2 * sizes.tokens * sizes.model.hidden_size * sizes.high_precision_bytes
         return saved + sizes.experts.saved()
 
-    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
         if not sizes.experts.dispatcher.moves_experts:
@@ -98,7 +98,7 @@ class MoePart(RoutedPart):
             delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
         return delayed
 
-    def concurrent_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+    def concurrent_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the hidden values and inner gradients of looped experts.
 
         Experts that run one after another free their inner projections when the last expert is done.
@@ -110,7 +110,7 @@ class MoePart(RoutedPart):
         width = inner + self.token_size(sizes.model.hidden_size) * sizes.experts.applies_probs
         return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
 
-    def transient(self, sizes: "BlockSizes") -> BytesByPart:
+    def transient(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the peak of temporary bytes of the routed experts: one expert at work, or the combine."""
         p = sizes.parallel
         experts = sizes.experts
@@ -123,7 +123,7 @@ class MoePart(RoutedPart):
             combine_bytes = max(combine_bytes, experts.allgather_combine_buffer(), key=BytesByPart.total)
         return max(experts.expert_transient(), combine_bytes, key=BytesByPart.total)
 
-    def saved_if_recomputed(self, sizes: "BlockSizes") -> BytesByPart:
+    def saved_if_recomputed(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the indices of the permutation; see base class."""
         return sizes.experts.permute_indices()
 

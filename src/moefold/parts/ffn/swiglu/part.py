@@ -10,7 +10,7 @@ from moefold.config.small_sizes import SmallSizes
 from moefold.cost.saved_tensors import BytesByPart
 
 if TYPE_CHECKING:
-    from moefold.cost.block_sizes import BlockSizes
+    from moefold.config.groups.layer_sizes import LayerSizes
     from moefold.model.mlp import SwiGLU
 
 
@@ -33,7 +33,7 @@ class SwiGluPart(DensePart):
         """The inner width; see base class."""
         return "model.ffn.dense.intermediate_size", self.intermediate_size
 
-    def saved(self, sizes: "BlockSizes") -> BytesByPart:
+    def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of gate, up and their product; see base class."""
         if "dense_mlp" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True)
@@ -41,7 +41,7 @@ class SwiGluPart(DensePart):
         saved["dense MLP"] += sizes.swiglu(self.intermediate_size)
         return saved
 
-    def delayed_wgrad(self, sizes: "BlockSizes") -> BytesByPart:
+    def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
         return BytesByPart({"dense MLP": sizes.swiglu_wgrad(self.intermediate_size)})
 

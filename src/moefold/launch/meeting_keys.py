@@ -1,0 +1,82 @@
+"""Keys of a meeting point, by which sites connect with each other and give their state to a joining site."""
+
+import secrets
+from collections.abc import Collection
+
+from moefold.launch.site_request import BadRequestError
+
+MAX_STORE_BYTES = 256 * 2**20
+
+
+class MeetingKeys:
+    """Values by key, where the first part of a key names a connection of sites or a transfer to one."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._num_bytes = 0
+        self._name = secrets.token_hex(4)
+        self._num_epochs = 0
+        self._epochs: dict[tuple[int, ...], str] = {}
+        """Sites that are connected with each other, and the name under which they connected."""
+        self._num_gifts = 0
+        self._gifts: dict[int, str] = {}
+        """Transfers to joining sites that may be in progress."""
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value.
+
+        Raises:
+            BadRequestError: the store is full.
+        """
+        before = self._values.get(key)
+        added = len(key) + len(value) - (0 if before is None else len(key) + len(before))
+        if self._num_bytes + added > MAX_STORE_BYTES:
+            raise BadRequestError("the store is full")
+        self._values[key] = value
+        self._num_bytes += added
+
+    def get(self, key: str) -> str | None:
+        """Return the value of a key; None: not yet, or it was forgotten."""
+        return self._values.get(key)
+
+    def is_over(self, key: str) -> bool:
+        """Return whether the connection or transfer of a key has ended, because one of its sites left."""
+        name = key.partition("/")[0]
+        is_own = name.startswith((f"{self._name}-", f"gift-{self._name}-"))
+        return is_own and name not in self._epochs.values() and name not in self._gifts.values()
+
+    def forget(self) -> None:
+        """Delete the keys of connections and transfers that are over."""
+        kept = {*self._epochs.values(), *self._gifts.values()}
+        self._values = {key: value for key, value in self._values.items() if key.partition("/")[0] in kept}
+        self._num_bytes = sum(len(key) + len(value) for key, value in self._values.items())
+
+    def connect(self, group: tuple[int, ...]) -> str:
+        """Return the name of the connection of sites, a new one if they are not connected."""
+        if group not in self._epochs:
+            self._num_epochs += 1
+            self._epochs[group] = f"{self._name}-{self._num_epochs}"
+        return self._epochs[group]
+
+    def disconnect(self, group: tuple[int, ...]) -> None:
+        """End the connection of sites, which may be broken."""
+        self._epochs.pop(group, None)
+
+    def keep(self, groups: Collection[tuple[int, ...]]) -> None:
+        """End the connections of all other sets of sites."""
+        self._epochs = {group: epoch for group, epoch in self._epochs.items() if group in groups}
+
+    def leave(self, number: int) -> None:
+        """End the connections and the transfer of a site, which may come back as another process."""
+        self._gifts.pop(number, None)
+        self._epochs = {group: epoch for group, epoch in self._epochs.items() if number not in group}
+
+    def begin_gift(self, number: int) -> str:
+        """Return the name of a new transfer to a joining site."""
+        self._num_gifts += 1
+        self._gifts[number] = f"gift-{self._name}-{self._num_gifts}"
+        return self._gifts[number]
+
+    def end_gift(self, number: int) -> None:
+        """End the transfer to a site: its state has arrived."""
+        self._gifts.pop(number, None)

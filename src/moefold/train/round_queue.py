@@ -1,0 +1,124 @@
+"""Rounds of rollouts on their way from a source to training: those that are ordered, and those that wait."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.save_load import load_entries
+from moefold.config.rl import RLConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
+from moefold.data.prompts import Prompt
+from moefold.rl.rollout_table import (
+    TABLE_PREFIX,
+    RolloutTable,
+    Round,
+    check_headers,
+    empty_arrays,
+    restore_table,
+    table_headers,
+)
+from moefold.train.rollout_sampler import PromptPosition
+from moefold.train.rollout_source import RolloutSource
+
+
+class RoundQueue:
+    """Orders rounds of a source as far ahead as `rl.staleness` allows, and keeps those that wait in a `RolloutTable`.
+
+    All ranks call its methods at the same steps; those that receive rounds are collective.
+
+    Args:
+        run, train, rl: sections of the recipe.
+        source: the source of the rounds.
+    """
+
+    def __init__(self, run: RunConfig, train: TrainConfig, rl: RLConfig, source: RolloutSource) -> None:
+        self._num_steps = run.steps
+        self._train = train
+        self._rl = rl
+        self._source = source
+        self._table = RolloutTable()
+        self._restarts = True
+
+    def next_round(self, step: int, first: int, skipped_ranges: Sequence[range]) -> tuple[Round, float]:
+        """Order the rounds that the current weights sample; return the oldest round, and the seconds of the wait.
+
+        Args:
+            step: optimizer steps of the run so far.
+            first: first prompt of the run that is not used yet.
+            skipped_ranges: prompts to skip.
+
+        Raises:
+            RunError: a reward function failed.
+        """
+        rl = self._rl
+        self._table.drop(skipped_ranges)
+        wanted = min(rl.staleness, self._num_steps - step - rl.updates) // rl.updates + 1
+        missing = wanted - len(self._table) - self._source.num_ordered
+        if missing > 0:
+            next_prompt = self._table.next_prompt
+            position = PromptPosition(first if next_prompt is None else next_prompt, tuple(skipped_ranges))
+            self._source.order(missing, step, position if self._restarts else None)
+            self._restarts = False
+        started_s = time.perf_counter()
+        one = self._table.pop() if len(self._table) else self._source.receive()
+        return one, time.perf_counter() - started_s
+
+    def receive_ordered(self) -> None:
+        """Wait for the ordered rounds, which a checkpoint must have."""
+        while self._source.num_ordered:
+            self._table.add(self._source.receive())
+
+    def finish(self) -> None:
+        """End the ranks that only sample, after the last step."""
+        self._source.finish()
+
+    def headers(self) -> list[dict[str, Any]]:
+        """Return the headers of the rounds that wait, for a checkpoint."""
+        return self._table.headers()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the rows of the rounds that wait, for a checkpoint."""
+        return _entries(self._table.arrays())
+
+    def restore(self, path: Path, state: dict[str, Any] | None, step: int, open_prompt: Callable[[int], Prompt]) -> str:
+        """Take the rounds of a checkpoint in place of all others; return a message about rounds that are too old.
+
+        Args:
+            path: the checkpoint.
+            state: its state of reinforcement learning; None: it has no rounds for this run.
+            step: its optimizer steps.
+            open_prompt: returns a prompt by its number.
+
+        Raises:
+            ConfigError: the rounds are of other batches.
+        """
+        rl = self._rl
+        while self._source.num_ordered:
+            # After a rollback: they were sampled with weights that are gone.
+            self._source.receive()
+        self._restarts = True
+        self._table = RolloutTable()
+        headers = table_headers(state)
+        if not headers:
+            return ""
+        check_headers(headers, self._train, rl)
+        arrays = empty_arrays(headers)
+        load_entries(path, _entries(arrays))
+        self._table = restore_table(headers, arrays, open_prompt, rl.group_size)
+        num_dropped = self._table.drop_older(step, rl.staleness, rl.updates)
+        if not num_dropped:
+            return ""
+        return (
+            f"; {num_dropped} round{'s' * (num_dropped > 1)} of rollouts in the checkpoint, of older weights than "
+            f"rl.staleness={rl.staleness} allows, are sampled again"
+        )
+
+
+def _entries(arrays: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the columns of a table by their names in a checkpoint, as views."""
+    return {f"{TABLE_PREFIX}{name}": torch.from_numpy(values) for name, values in arrays.items()}
