@@ -192,8 +192,8 @@ def _left_out(stage: Stage) -> str:
     """Return why a stage cannot run on this machine; "" if it can."""
     if stage.tool is not None and which(stage.tool) is None:
         return f"{stage.tool} is not on the PATH"
-    if stage.gpus > 1 and (found := _count_gpus()) < stage.gpus:
-        return f"it needs {stage.gpus} GPUs, and this machine has {found}"
+    if stage.gpus > 1 and (count := _count_gpus()) < stage.gpus:
+        return f"it needs {stage.gpus} GPUs, and this machine has {count}"
     missing = _missing(stage)
     return f"packages are missing: {_install(missing)}" if missing else ""
 

@@ -278,13 +278,13 @@ def table(estimates: dict[Layer, Estimate]) -> str:
         "| layer, tokens of a rank | ideal, ms | estimate, ms | share | without collectives | goal |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for layer, found in estimates.items():
+    for layer, cost in estimates.items():
         goal = "" if layer.goal is None else f"{layer.goal:.0%}"
-        times = f"{found.ideal * 1e3:.2f} | {found.total * 1e3:.2f}"
-        lines.append(f"| {layer.name} | {times} | {found.share:.0%} | {found.share_without_collectives:.0%} | {goal} |")
+        times = f"{cost.ideal * 1e3:.2f} | {cost.total * 1e3:.2f}"
+        lines.append(f"| {layer.name} | {times} | {cost.share:.0%} | {cost.share_without_collectives:.0%} | {goal} |")
     lines += ["", "| layer, tokens of a rank | largest losses, ms and share of the time |", "| --- | --- |"]
-    for layer, found in estimates.items():
-        losses = [f"{part} {lost * 1e3:.2f} ({lost / found.total:.0%})" for part, lost in found.losses.most_common(6)]
+    for layer, cost in estimates.items():
+        losses = [f"{part} {lost * 1e3:.2f} ({lost / cost.total:.0%})" for part, lost in cost.losses.most_common(6)]
         lines.append(f"| {layer.name} | {', '.join(losses)} |")
     return "\n".join(lines)
 

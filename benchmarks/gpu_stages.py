@@ -152,10 +152,10 @@ class ComparingAutotuner(Autotuner):
         return first
 
 
-def _relative_difference(found: object, expected: object) -> float:
+def _relative_difference(actual: object, expected: object) -> float:
     """Return the norm of the difference over the norm of the expected tensors, over all tensors of two results."""
     pairs = [
-        (a.float(), b.float()) for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True) if b is not None
+        (a.float(), b.float()) for a, b in zip(tree_leaves(actual), tree_leaves(expected), strict=True) if b is not None
     ]
     difference = math.sqrt(sum(float((a - b).norm()) ** 2 for a, b in pairs))
     return difference / max(math.sqrt(sum(float(b.norm()) ** 2 for _, b in pairs)), 1e-9)

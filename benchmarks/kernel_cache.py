@@ -142,6 +142,6 @@ def _other_compiler(manifest: dict[str, Any]) -> Iterator[str]:
         yield f"assembled by ptxas {there['ptxas']}, and {here['ptxas']} is here"
     variables = [dict(map(tuple, one["environment"])) for one in (there, here)]
     for name in sorted(variables[0].keys() | variables[1].keys()):
-        given, found = (one.get(name, "unset") for one in variables)
-        if given != found:
-            yield f"compiled with {name}={given}, and it is {found} here"
+        given, current = (one.get(name, "unset") for one in variables)
+        if given != current:
+            yield f"compiled with {name}={given}, and it is {current} here"

@@ -100,12 +100,12 @@ def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
 
         def forward_and_pause(tokens_R: torch.Tensor, *rest: Any) -> Any:
             nonlocal passes, empty_passes
-            found = forward(tokens_R, *rest)
+            result = forward(tokens_R, *rest)
             passes += len(tokens_R) > 0
             empty_passes += len(tokens_R) == 0
             if len(tokens_R):
                 time.sleep((args.base_ms + args.row_ms * len(tokens_R)) / 1e3)
-            return found
+            return result
 
         decoder.forward = forward_and_pause
         for i, request in enumerate(requests):
@@ -143,15 +143,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each way, in turn")
     args = parser.parse_args()
     pool = WorkerPool()
-    found: dict[str, list[list[RankResult]]] = {way: [] for way in WAYS}
+    times: dict[str, list[list[RankResult]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
         for way in WAYS:
             cfg = _recipe(args.preset, args.ranks, way)
-            found[way].append(pool.run(args.ranks, _measure, cfg, args, timeout_s=600))
-    texts = {tuple(rank.tokens for rank in results[0]) for results in found.values()}
+            times[way].append(pool.run(args.ranks, _measure, cfg, args, timeout_s=600))
+    texts = {tuple(rank.tokens for rank in results[0]) for results in times.values()}
     assert len(texts) == 1, "the ways gave different completions"
-    base = statistics.median(results[0].makespan_s for results in found["exchange"])
-    for way, rounds in found.items():
+    base = statistics.median(results[0].makespan_s for results in times["exchange"])
+    for way, rounds in times.items():
         makespan_s = statistics.median(results[0].makespan_s for results in rounds)
         ended_s = statistics.median(statistics.mean(rank.finished_s for rank in results) for results in rounds)
         cpu_s = statistics.median(sum(rank.cpu_s for rank in results) for results in rounds)

@@ -65,8 +65,8 @@ class PlannedRecipe:
 def planned_recipes() -> list[PlannedRecipe]:
     """Return the planned recipes of the repository, by path and number of GPUs."""
     paths = [path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*-*x*.toml") if path.parent.name != "recipes"]
-    found = [read_head(path) for path in paths if re.search(r"-\d+x[a-z]+\d+$", path.stem)]
-    return sorted(found, key=lambda recipe: (recipe.path.parent, recipe.path.stem.rpartition("-")[0], recipe.num_gpus))
+    heads = [read_head(path) for path in paths if re.search(r"-\d+x[a-z]+\d+$", path.stem)]
+    return sorted(heads, key=lambda recipe: (recipe.path.parent, recipe.path.stem.rpartition("-")[0], recipe.num_gpus))
 
 
 def read_head(path: Path) -> PlannedRecipe:
@@ -120,14 +120,14 @@ def reasons(recipe: PlannedRecipe) -> str:
     """Return the line with the gain of each axis of a mapping over its neighbours: half, double, other ZeRO stages."""
     chosen_s = _fastest_s(recipe, [f"{axis}={value}" for axis, value in recipe.mapping.items() if axis in FIXED_AXES])
     assert chosen_s is not None, "the mapping of the recipe fits"
-    found = []
+    texts = []
     for axis in SEARCHED_AXES:
         value = int(recipe.mapping[axis])
         others = [_change(recipe, chosen_s, axis, other) for other in (value // 2, value * 2) if other]
-        found.append(f"{axis}: {', '.join(others)}")
+        texts.append(f"{axis}: {', '.join(others)}")
     stages = [stage for stage in (1, 3) if stage != int(recipe.mapping["zero"])]
-    found.append(f"zero: {', '.join(_change(recipe, chosen_s, 'zero', stage) for stage in stages)}")
-    return f"{REASONS}{'; '.join(found)}.\n"
+    texts.append(f"zero: {', '.join(_change(recipe, chosen_s, 'zero', stage) for stage in stages)}")
+    return f"{REASONS}{'; '.join(texts)}.\n"
 
 
 def _change(recipe: PlannedRecipe, chosen_s: float, axis: str, value: int) -> str:

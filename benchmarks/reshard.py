@@ -53,9 +53,9 @@ def _measure(
     plan_s = time.perf_counter() - started_s
     stats = transfer.run()
     train = replace(train, run=replace(train.run, dir=folder))
-    found: SECONDS = {"in memory": [], "DCP": [], "checkpoint": []}
+    times: SECONDS = {"in memory": [], "DCP": [], "checkpoint": []}
     for number in range(rounds):
-        for way, seconds in found.items():
+        for way, seconds in times.items():
             dist.barrier()
             started_s = time.perf_counter()
             if way == "in memory":
@@ -73,7 +73,7 @@ def _measure(
                     load_weights(saved, loaded.named_parameters, loaded.named_buffers)
             dist.barrier()
             seconds.append(time.perf_counter() - started_s)
-    return found, plan_s, stats, sum(p.numel() for p in source.named_parameters.values())
+    return times, plan_s, stats, sum(p.numel() for p in source.named_parameters.values())
 
 
 def main() -> None:

@@ -212,12 +212,12 @@ def _scenarios(sizes: Sizes, generator: torch.Generator) -> dict[str, tuple[list
     def prompts(count: int, length: int) -> list[list[int]]:
         return torch.randint(256, (count, length), generator=generator).tolist()
 
-    found = {str(count): (prompts(count, sizes.prompt), [sizes.new] * count) for count in (1, 8, 64)}
+    scenarios = {str(count): (prompts(count, sizes.prompt), [sizes.new] * count) for count in (1, 8, 64)}
     lengths = torch.empty(sizes.lengths).log_normal_(mean=3.5, std=0.8, generator=generator)
-    found["lengths"] = prompts(sizes.lengths, sizes.prompt), lengths.clamp(1, 4 * sizes.new).long().tolist()
+    scenarios["lengths"] = prompts(sizes.lengths, sizes.prompt), lengths.clamp(1, 4 * sizes.new).long().tolist()
     count, copies, length, new = sizes.shared
-    found["shared"] = [p for p in prompts(count, length) for _ in range(copies)], [new] * (count * copies)
-    return found
+    scenarios["shared"] = [p for p in prompts(count, length) for _ in range(copies)], [new] * (count * copies)
+    return scenarios
 
 
 def _of_length(cfg: Config, positions: int) -> Config:

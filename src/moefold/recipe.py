@@ -301,8 +301,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     cfg = config_from_dict(tree)
     check_unused_keys(explicit_keys, cfg)
     model, message = infer_vocab_size(cfg.model, cfg.data, explicit_keys)
-    found = (*messages, message) if message else tuple(messages)
-    return LoadedRecipe(replace(cfg, model=model), explicit_keys, found, RESOLVED_KEYS - explicit_keys)
+    notices = (*messages, message) if message else tuple(messages)
+    return LoadedRecipe(replace(cfg, model=model), explicit_keys, notices, RESOLVED_KEYS - explicit_keys)
 
 
 def _names_of_keys(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -341,8 +341,8 @@ def read_recipe(path: Path) -> Tree:
 
 def _nearest_recipe(path: Path) -> str:
     folders = [path.parent, path.parent / "recipes"] if path.parent.is_dir() else [Path("."), Path("recipes")]
-    found = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
-    by_stem = {file.stem: file for file in reversed(found)}
+    files = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
+    by_stem = {file.stem: file for file in reversed(files)}
     guess = closest_match(path.name.removesuffix(".toml"), by_stem)
     if guess:
         return f"; did you mean {str(by_stem[guess])!r}?"

@@ -278,7 +278,7 @@ def _experts_s(device: Device, measured: DeviceMeasurements) -> float:
 
 
 def _with_attention_rates(device: Device, measured: DeviceMeasurements) -> Device:
-    found: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
     for index, direction in enumerate(("forward", "backward")):
         unit_rate: dict[str, Any] = {
             f"attention_{direction}_flops": 1.0,
@@ -293,9 +293,9 @@ def _with_attention_rates(device: Device, measured: DeviceMeasurements) -> Devic
             rows.append((full, full / core.seq_len))
         times = [core.forward_s if direction == "forward" else core.backward_s for core in measured.attention]
         inverse_rate, half_over_rate = _fit_two(rows, times)
-        found[f"attention_{direction}_flops"] = 1.0 / inverse_rate
-        found[f"attention_{direction}_half"] = max(half_over_rate / inverse_rate, SMALLEST_HALF)
-    return replace(device, **found)
+        rates[f"attention_{direction}_flops"] = 1.0 / inverse_rate
+        rates[f"attention_{direction}_half"] = max(half_over_rate / inverse_rate, SMALLEST_HALF)
+    return replace(device, **rates)
 
 
 def _fitted_links(links: Sequence[NetworkLink], measured: DeviceMeasurements) -> Iterator[NetworkLink]:

@@ -266,8 +266,8 @@ class DeviceProbe:
         operation()
         once_s = self._all(self._elapsed_s(operation, 1)).max().item()
         repetitions = min(MAX_REPETITIONS, max(1, ceil(MIN_TIMED_S / once_s)))
-        found = statistics.median(self._elapsed_s(operation, repetitions) for _ in range(self._rounds)) / repetitions
-        times = self._all(found)
+        median_s = statistics.median(self._elapsed_s(operation, repetitions) for _ in range(self._rounds)) / repetitions
+        times = self._all(median_s)
         return float(times.max() if is_collective else times.median())
 
     def _elapsed_s(self, operation: Callable[[], object], repetitions: int) -> float:

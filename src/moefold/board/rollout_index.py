@@ -79,11 +79,11 @@ class RolloutIndex:
 
     def find(self, query: RolloutQuery) -> RolloutPage:
         """Return the rollouts of a query, newest first; at most `MAX_SEARCH_BYTES` are read."""
-        found: list[dict[str, Any]] = []
+        matches: list[dict[str, Any]] = []
         num_bytes = 0
         next_before: int | None = None
         for i in self._candidates(query):
-            if len(found) >= query.limit or num_bytes >= MAX_SEARCH_BYTES:
+            if len(matches) >= query.limit or num_bytes >= MAX_SEARCH_BYTES:
                 next_before = i + 1
                 break
             length = self._lengths[i]
@@ -94,8 +94,8 @@ class RolloutIndex:
             rollout = shown_rollout(i, record)
             searched = "\n".join(part["text"] for part in (*rollout["prompt"], *rollout["completion"]))
             if query.text.casefold() in searched.casefold():
-                found.append(rollout)
-        return RolloutPage(rollouts=found, before=next_before, total=len(self))
+                matches.append(rollout)
+        return RolloutPage(rollouts=matches, before=next_before, total=len(self))
 
     def _candidates(self, query: RolloutQuery) -> Iterator[int]:
         start = len(self) if query.before is None else max(0, min(query.before, len(self)))

@@ -36,10 +36,10 @@ def find_runs(paths: Sequence[Path]) -> list[FoundRun]:
 
     A folder that cannot be read, or has no runs yet, adds no runs.
     """
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for path in paths:
-        found |= dict.fromkeys(sorted(_runs_below(path.resolve())))
-    return name_runs(list(found))
+        folders |= dict.fromkeys(sorted(_runs_below(path.resolve())))
+    return name_runs(list(folders))
 
 
 def check_folders(paths: Sequence[Path]) -> None:

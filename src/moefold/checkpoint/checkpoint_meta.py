@@ -154,8 +154,8 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 def _newer_format(fields: Any) -> int:
     """Return the format of a `META_FILE` if a later version wrote it, with other fields; else 0."""
-    found = fields.get("format") if isinstance(fields, dict) else 0
-    return found if type(found) is int and found > FORMAT else 0
+    number = fields.get("format") if isinstance(fields, dict) else 0
+    return number if type(number) is int and number > FORMAT else 0
 
 
 def _of_format(fields: Any) -> dict[str, Any]:
@@ -166,16 +166,16 @@ def _of_format(fields: Any) -> dict[str, Any]:
     """
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
-    found = dict(fields) if "states" in fields else states_by_object(fields)
+    current = dict(fields) if "states" in fields else states_by_object(fields)
     if fields.get("format", 1) == 1:
-        found["format"] = FORMAT
+        current["format"] = FORMAT
     if isinstance(model := fields.get("model"), dict):
-        found["model"] = upgraded({"model": model})[0]["model"]
+        current["model"] = upgraded({"model": model})[0]["model"]
     if isinstance(order := fields.get("order"), dict) and AlignmentPart.key in order:
         align = upgraded_keys({key: value for key, value in order.items() if key.startswith("align.")})
         align[AlignmentPart.key] = method_of_samples(align[AlignmentPart.key])
-        found["order"] = {key: value for key, value in order.items() if not key.startswith("align.")} | align
-    return found
+        current["order"] = {key: value for key, value in order.items() if not key.startswith("align.")} | align
+    return current
 
 
 def _check_meta(meta: CheckpointMeta) -> None:

@@ -99,11 +99,11 @@ class OrderedHashes:
             offset: position of the first of these bytes in it.
             data: the bytes.
         """
-        found = self._found.setdefault(name, _Progress(total_bytes))
+        progress = self._found.setdefault(name, _Progress(total_bytes))
         end = offset + len(data)
-        if offset <= found.num_bytes < end:
-            self._thread.update(found.digest, data[found.num_bytes - offset :])
-            found.num_bytes = end
+        if offset <= progress.num_bytes < end:
+            self._thread.update(progress.digest, data[progress.num_bytes - offset :])
+            progress.num_bytes = end
 
     def complete(self) -> dict[str, str]:
         """Return the hashes of the complete files or tensors; call it after `with`."""

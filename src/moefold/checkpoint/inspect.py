@@ -68,15 +68,15 @@ def differing_tensors(first: Path, second: Path, prefix: str = "") -> list[Store
     here = _read_index(first)
     there = _read_index(second)
     names = sorted(name for name in here.keys() | there.keys() if name.startswith(prefix))
-    found = []
+    diffs = []
     same = []
     for name in names:
         if name not in there or name not in here:
-            found.append(StoredTensorDifference(name, f"only in the {'first' if name in here else 'second'}"))
+            diffs.append(StoredTensorDifference(name, f"only in the {'first' if name in here else 'second'}"))
         elif here[name].size != there[name].size:
-            found.append(StoredTensorDifference(name, f"shape {list(here[name].size)} | {list(there[name].size)}"))
+            diffs.append(StoredTensorDifference(name, f"shape {list(here[name].size)} | {list(there[name].size)}"))
         elif here[name].properties.dtype != there[name].properties.dtype:
-            found.append(
+            diffs.append(
                 StoredTensorDifference(name, f"type {here[name].properties.dtype} | {there[name].properties.dtype}")
             )
         else:
@@ -84,10 +84,10 @@ def differing_tensors(first: Path, second: Path, prefix: str = "") -> list[Store
     for batch in batch_by_size(same, lambda name: _size_bytes(here[name]), BATCH_BYTES):
         left = _read_tensors(first, batch, here)
         right = _read_tensors(second, batch, there)
-        found += [
+        diffs += [
             _compare(name, left[name], right[name]) for name in batch if not _is_bit_equal(left[name], right[name])
         ]
-    return found
+    return diffs
 
 
 def validate_content(path: Path) -> list[str]:

@@ -272,12 +272,12 @@ def _parse_tensor_pickle(pickled: bytes) -> _TensorArgs:
     try:
         if any(operation.name not in _ALLOWED_OPCODES for operation, _, _ in pickletools.genops(pickled)):
             raise ValueError("no tensor")
-        found = _TensorUnpickler(BytesIO(pickled)).load()
+        args = _TensorUnpickler(BytesIO(pickled)).load()
     except (AttributeError, EOFError, IndexError, KeyError, TypeError, OverflowError, pickle.UnpicklingError) as error:
         raise ValueError(f"no tensor ({error or type(error).__name__})") from None
-    if not isinstance(found, _TensorArgs) or not isinstance(found.storage, _StorageRef):
+    if not isinstance(args, _TensorArgs) or not isinstance(args.storage, _StorageRef):
         raise ValueError("no tensor")
-    return found
+    return args
 
 
 class _TensorUnpickler(pickle.Unpickler):

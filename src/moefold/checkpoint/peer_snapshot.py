@@ -256,12 +256,12 @@ class PeerSnapshots:
         The first generation is confirmed. A second generation has a first snapshot, and this rank does not know whether
         all ranks have completed it.
         """
-        found = [(self.generation, self.rank, self.held())]
+        claims = [(self.generation, self.rank, self.held())]
         if self._unconfirmed is not None:
             slot, _, rank = self._unconfirmed
             assert slot.step is not None
-            found.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
-        return found
+            claims.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
+        return claims
 
     def layout_of(self, generation: int) -> SnapshotLayout | None:
         """Return the layout of this process's snapshots of a generation; None if it has no such snapshots."""
@@ -515,12 +515,12 @@ def plan_restore(
 
 def local_boxes(state: Mapping[str, Tensor]) -> dict[BoxKey, Tensor]:
     """Return the non-empty local shards of a state with their boxes."""
-    found = {}
+    boxes = {}
     for name, tensor in state.items():
         values, start = local_slice(tensor)
         if values.numel():
-            found[name, Box(start, tuple(values.shape))] = values.detach()
-    return found
+            boxes[name, Box(start, tuple(values.shape))] = values.detach()
+    return boxes
 
 
 def _host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

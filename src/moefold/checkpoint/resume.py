@@ -270,11 +270,11 @@ GIVEN = "given"
 def _settings_of_layers(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored model by their paths in [model]."""
     plain = {f"model.{key}": without_source(value) for key, value in sizes.items()}
-    found = flat_settings(plain) | {
+    flat = flat_settings(plain) | {
         name: GIVEN for name in tables() if isinstance(value_at(name, {"model": sizes}), dict)
     }
-    found |= {name: kind for name, kind in flat_settings(plain).items() if name in part_keys()}
-    return {name.removeprefix("model."): NONE if value is None else value for name, value in found.items()}
+    flat |= {name: kind for name, kind in flat_settings(plain).items() if name in part_keys()}
+    return {name.removeprefix("model."): NONE if value is None else value for name, value in flat.items()}
 
 
 def _unread_tables(model: ModelConfig) -> set[str]:

@@ -80,10 +80,10 @@ class SafeReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index with the module's `read_metadata`."""
-        found = read_metadata(_folder_of(self))
-        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        self._parts = parts_of(found)
-        return found
+        content = read_metadata(_folder_of(self))
+        content.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        self._parts = parts_of(content)
+        return content
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each shard of a plan once; from a remote folder with concurrent requests."""
@@ -142,19 +142,19 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         pickled = _read_pickle(regular_file(folder, METADATA_FILE))
         check_opcodes(pickled)
-        found = _rebuild(_RestrictedUnpickler(BytesIO(pickled)).load())
+        content = _rebuild(_RestrictedUnpickler(BytesIO(pickled)).load())
     except _UNPICKLE_ERRORS as error:
         raise ValueError(f"{METADATA_FILE} is not an index of a checkpoint: {error or type(error).__name__}") from None
-    for name in {info.relative_path for info in found.storage_data.values()}:
+    for name in {info.relative_path for info in content.storage_data.values()}:
         check_file_name(folder, name)
-    return found
+    return content
 
 
-def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
+def parts_of(content: Metadata) -> dict[MetadataIndex, StoredPart]:
     """Return the shards that an index lists, each with its location."""
-    places = found.storage_data or {}
+    places = content.storage_data or {}
     parts = {}
-    for name, stored in found.state_dict_metadata.items():
+    for name, stored in content.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in stored.chunks:
             index = MetadataIndex(name, chunk.offsets)
@@ -170,19 +170,19 @@ def _read_pickle(path: Path) -> bytes:
     return read_bytes(path, MAX_INDEX_BYTES)
 
 
-def _rebuild(found: Any) -> Metadata:
+def _rebuild(value: Any) -> Metadata:
     """Rebuild the index from its placeholders, and validate each part.
 
     Raises:
         ValueError: the index differs from DCP's index of a state of tensors.
         AttributeError, TypeError: the same.
     """
-    _check_class(found, "Metadata")
-    places = {_rebuild_index(index): _rebuild_storage_info(info) for index, info in found.storage_data.items()}
+    _check_class(value, "Metadata")
+    places = {_rebuild_index(index): _rebuild_storage_info(info) for index, info in value.storage_data.items()}
     # In a forged index tensors may share one list of chunks, which would be checked once per tensor.
-    if sum(len(stored.chunks) for stored in found.state_dict_metadata.values()) > len(places):
+    if sum(len(stored.chunks) for stored in value.state_dict_metadata.values()) > len(places):
         raise ValueError("it has more parts than places for them")
-    tensors = {_check_text(name): _rebuild_tensor(stored) for name, stored in found.state_dict_metadata.items()}
+    tensors = {_check_text(name): _rebuild_tensor(stored) for name, stored in value.state_dict_metadata.items()}
     for name, stored in tensors.items():
         _check_chunks(name, stored, places)
     return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
@@ -235,9 +235,9 @@ def _rebuild_size(numbers: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-def _check_class(found: Any, name: str) -> None:
-    if not isinstance(found, _InertObject) or type(found).__name__ != name:
-        raise ValueError(f"it has {type(found).__name__} where {name} belongs")
+def _check_class(value: Any, name: str) -> None:
+    if not isinstance(value, _InertObject) or type(value).__name__ != name:
+        raise ValueError(f"it has {type(value).__name__} where {name} belongs")
 
 
 def _check_text(name: Any) -> str:

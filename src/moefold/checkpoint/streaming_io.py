@@ -211,8 +211,8 @@ def checked_while_read(source: CheckpointSource) -> Iterator[None]:
         raise
     finally:
         source.on_archive = None
-    found = hashes.complete()
-    _raise_if_damaged(source.path, [name for name, entry in manifest.items() if found.get(name) != entry.sha256])
+    digests = hashes.complete()
+    _raise_if_damaged(source.path, [name for name, entry in manifest.items() if digests.get(name) != entry.sha256])
 
 
 def _raise_if_damaged(path: Path, names: Sequence[str]) -> None:

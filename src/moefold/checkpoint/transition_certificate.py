@@ -71,15 +71,15 @@ def certify(
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     report = (faults, digests, new_boxes, shapes, restored.samples, groups.attn.dp.rank)
     gathered = all_gather_objects(report, groups.world)
-    found = [fault for of_rank, *_ in gathered for fault in of_rank]
-    found += _disagreements("the snapshots", [of_rank[1] for of_rank in gathered])
-    found += _disagreements("the restored shards", [of_rank[2] for of_rank in gathered])
-    found += _without_owner([of_rank[2] for of_rank in gathered], [of_rank[3] for of_rank in gathered])
-    found += _sample_faults([(of_rank[5], of_rank[4]) for of_rank in gathered], restored.num_samples)
-    if found:
+    all_faults = [fault for of_rank, *_ in gathered for fault in of_rank]
+    all_faults += _disagreements("the snapshots", [of_rank[1] for of_rank in gathered])
+    all_faults += _disagreements("the restored shards", [of_rank[2] for of_rank in gathered])
+    all_faults += _without_owner([of_rank[2] for of_rank in gathered], [of_rank[3] for of_rank in gathered])
+    all_faults += _sample_faults([(of_rank[5], of_rank[4]) for of_rank in gathered], restored.num_samples)
+    if all_faults:
         raise RunError(
             f"the state that was restored from the snapshots of step {step} is not the state of that step: "
-            f"{format_list(list(dict.fromkeys(found)))}; the same command resumes from the last checkpoint, "
+            f"{format_list(list(dict.fromkeys(all_faults)))}; the same command resumes from the last checkpoint, "
             "if there is one"
         )
 
@@ -135,7 +135,7 @@ def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGrou
     for name, state in restored.states.items():
         taken = slot.train_state.state_of(name)
         for key in sorted(state.keys() | taken.keys()):
-            values = [json.dumps(found.get(key), sort_keys=True) for found in (state, taken)]
+            values = [json.dumps(entry.get(key), sort_keys=True) for entry in (state, taken)]
             if values[0] != values[1]:
                 yield f"{key} of {name!r} is {values[0]} on rank {groups.rank}, and {values[1]} in the snapshot"
     updates = slot.train_state.state_of("weights").get("moment_updates")

@@ -58,8 +58,8 @@ def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, dev
         cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
         progress.report("building the model")
         ours = our_step(cfg, shape.part, device, args.routing)
-        found = measure_step(ours, ours.build(), args.steps, args.clock, progress.report)
-    write_report(args, found.as_dict() | {"shape": shape.name}, format_report(shape, found))
+        measured = measure_step(ours, ours.build(), args.steps, args.clock, progress.report)
+    write_report(args, measured.as_dict() | {"shape": shape.name}, format_report(shape, measured))
     return 0
 
 

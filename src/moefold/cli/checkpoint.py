@@ -88,8 +88,8 @@ def print_content(
         text = f"adapters of rank {lora['rank']}, alpha {lora['alpha']:g}, of {', '.join(lora['targets'])}"
         console.print(printable(f"{text}; base: {lora['base'] or 'random weights'}"), soft_wrap=True)
     sizes = ("layers", "hidden_size", "ffn.moe.num_experts", "ffn.moe.top_k", "vocab_size")
-    found = {key: value for key in sizes if (value := value_at(key, meta.model)) is not None}
-    console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in found.items())), soft_wrap=True)
+    values = {key: value for key in sizes if (value := value_at(key, meta.model)) is not None}
+    console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in values.items())), soft_wrap=True)
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
     for name, part in _group_by_part(tensors).items():
         size_mib = f"{sum(tensor.size_bytes for tensor in part) / 2**20:,.1f}"
@@ -191,8 +191,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     paths = locate_checkpoint(arguments.checkpoint), locate_checkpoint(arguments.other)
-    for given, found in zip((arguments.checkpoint, arguments.other), paths, strict=True):
-        report_skipped_for(given, found)
+    for given, opened in zip((arguments.checkpoint, arguments.other), paths, strict=True):
+        report_skipped_for(given, opened)
     metas = read_meta(paths[0]), read_meta(paths[1])
     from moefold.checkpoint.inspect import differing_tensors
 
@@ -255,9 +255,9 @@ def _resolve_checkpoints(path: Path) -> list[Path]:
         return [locate_checkpoint(path)]
     if path.is_dir() and (step_of(path.resolve()) >= 0 or (path / META_FILE).is_file()):
         return [path]
-    if not (found := named_checkpoints(locate_folder(path))):
+    if not (checkpoints := named_checkpoints(locate_folder(path))):
         raise ConfigError(f"{str(path)!r} holds no complete checkpoint")
-    return found
+    return checkpoints
 
 
 def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, tuple[object, object]]:
@@ -278,13 +278,13 @@ def _shorten(value: object) -> str:
 
 
 def _flatten(tree: dict[str, object]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= {f"{key}.{inner}": part for inner, part in value.items()}
+            flat |= {f"{key}.{inner}": part for inner, part in value.items()}
         else:
-            found[key] = value
-    return found
+            flat[key] = value
+    return flat
 
 
 def _size_bytes(path: Path) -> int:

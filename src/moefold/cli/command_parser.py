@@ -72,15 +72,15 @@ class _ParagraphFormatter(argparse.HelpFormatter):
     """Help formatter that wraps text at the terminal's width, never within a word such as --keep-tail."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        found = list[str]()
+        wrapped = list[str]()
         for is_verbatim, group in groupby(text.splitlines(), key=lambda line: not line or line.startswith("  ")):
             lines = list(group)
             if is_verbatim:
                 for line in lines:
-                    found += _wrapped_line(line, width)
+                    wrapped += _wrapped_line(line, width)
             else:
-                found += self._split_lines(" ".join(lines), width)
-        return "\n".join(found)
+                wrapped += self._split_lines(" ".join(lines), width)
+        return "\n".join(wrapped)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)

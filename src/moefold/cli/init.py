@@ -121,10 +121,10 @@ def _shorten(sentence: str, width: int) -> str:
 
 def _check_targets(targets: Iterable[Path], *, force: bool) -> None:
     """Reject files that exist, unless --force is given."""
-    found = [str(path) for path in targets if path.exists()]
-    if found and not force:
+    existing = [str(path) for path in targets if path.exists()]
+    if existing and not force:
         raise ConfigError(
-            f"{format_list(found)} exists already; add --force to replace it, or name another folder: NAME DIR"
+            f"{format_list(existing)} exists already; add --force to replace it, or name another folder: NAME DIR"
         )
 
 

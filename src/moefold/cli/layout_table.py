@@ -286,10 +286,10 @@ def _describe_sharding(etp: int) -> str:
 
 def max_nodes_spanned(groups: tuple[int, ...], gpus_per_node: int) -> int:
     """Return the largest number of nodes that one group spans, given the group of each rank."""
-    found: dict[int, set[int]] = {}
+    nodes: dict[int, set[int]] = {}
     for rank, group in enumerate(groups):
-        found.setdefault(group, set()).add(rank // gpus_per_node)
-    return max(map(len, found.values()))
+        nodes.setdefault(group, set()).add(rank // gpus_per_node)
+    return max(map(len, nodes.values()))
 
 
 def format_count(number: int, noun: str) -> str:

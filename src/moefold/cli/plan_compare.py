@@ -32,8 +32,8 @@ def compare_folding(request: PlanRequest, args: argparse.Namespace) -> int:
     """
     _check_options(args)
     lengths = args.compare_folding or [request.workload.seq_len]
-    found = compare_by_seq_len(request, lengths)
-    print_escaped(json.dumps(_as_dict(request, found)) if args.json else "\n".join(_lines(request, found)))
+    rows = compare_by_seq_len(request, lengths)
+    print_escaped(json.dumps(_as_dict(request, rows)) if args.json else "\n".join(_lines(request, rows)))
     return 0
 
 

@@ -57,17 +57,17 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
 
     layout = fold_mapping(parallel)
     given = parse_straggler_factors(options, layout.world_size)
-    found = dict[int, float]()
+    factors = dict[int, float]()
     for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in given):
         stage = [rank for rank in range(layout.world_size) if layout.attention.coordinate(rank, "pp") == pp_rank]
-        found[pp_rank] = max(given.get(rank, 1.0) for rank in stage)
+        factors[pp_rank] = max(given.get(rank, 1.0) for rank in stage)
         fast = next((rank for rank in stage if given.get(rank, 1.0) < 1), None)
-        if fast is not None and found[pp_rank] == 1:
+        if fast is not None and factors[pp_rank] == 1:
             raise ConfigError(
                 f"--straggler {fast}={given[fast]:g}: its stage has {len(stage)} ranks and waits for the slowest one, "
                 "so a single faster rank changes nothing; name all of them, or choose a factor of at least 1"
             )
-    return found
+    return factors
 
 
 def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int, float]:
@@ -76,7 +76,7 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
     Raises:
         ConfigError: an option is malformed, or a rank does not exist.
     """
-    found = dict[int, float]()
+    factors = dict[int, float]()
     for word in options:
         rank, _, factor = word.partition("=")
         try:
@@ -88,8 +88,8 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
             raise ConfigError(f"--straggler {word}: ranks run from 0 to {num_ranks - 1}")
         if not 0 < times < float("inf"):
             raise ConfigError(f"--straggler {word}: the factor must be above 0; 1.3 computes 1.3 times as long")
-        found[number] = max(times, found.get(number, times))
-    return found
+        factors[number] = max(times, factors.get(number, times))
+    return factors
 
 
 def check_jitter_options(args: argparse.Namespace) -> None:

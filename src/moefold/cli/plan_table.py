@@ -169,7 +169,7 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
     Raises:
         ConfigError: an axis is unknown, a value is invalid, or an axis is set twice.
     """
-    found: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
     for word in " ".join(options).replace(",", " ").split():
         key, equals, value = word.partition("=")
         if not equals or not value:
@@ -180,16 +180,16 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
             guess = closest_match(key, AXIS_KEYS, cutoff=0.5)
             hint = f"; did you mean {guess}? The" if guess else "; the"
             raise ConfigError(f"{option} {word}: unknown axis {key!r}{hint} axes are {', '.join(AXIS_KEYS)}")
-        if key in found:
+        if key in axes:
             raise ConfigError(f"{option} {word}: {key} is set twice")
-        found[key] = _parse_value(key, value, f"{option} {word}")
-    if OFFLOAD in found:
+        axes[key] = _parse_value(key, value, f"{option} {word}")
+    if OFFLOAD in axes:
         # Optimizer moments have a separate key in a recipe.
-        found["moments"] = "host" if OPTIMIZER in found[OFFLOAD] else "none"
-        found[OFFLOAD] = tuple(part for part in found[OFFLOAD] if part != OPTIMIZER)
-    if not found:
+        axes["moments"] = "host" if OPTIMIZER in axes[OFFLOAD] else "none"
+        axes[OFFLOAD] = tuple(part for part in axes[OFFLOAD] if part != OPTIMIZER)
+    if not axes:
         raise ConfigError(f"{option} names no axis; write for example tp=2,ep=8")
-    return found
+    return axes
 
 
 def _is_searched(key: str, choice: str) -> bool:

@@ -152,16 +152,16 @@ def verify(
         progress.report(f"mapping on {cfg.parallel.world_size} ranks, starting them")
         ranks = run_distributed(cfg, steps, progress.report)
         progress.report("comparing")
-        found = compare_records(oracle, ranks)
+        errors = compare_records(oracle, ranks)
     print_escaped(_format_steps(oracle, ranks, "one rank" if one else "oracle"))
-    print_escaped(_format_worst(found, steps))
+    print_escaped(_format_worst(errors, steps))
     if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))
-    wrong = by_cause((difference for difference in found if difference.error > TOLERANCE), oracle.initial)
+    wrong = by_cause((difference for difference in errors if difference.error > TOLERANCE), oracle.initial)
     if not wrong:
-        print_escaped(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
+        print_escaped(f"equal: all {len(errors)} numbers and tensors agree within {TOLERANCE:.0e}")
         return 0
-    print_escaped(f"NOT equal: {len(wrong)} of {len(found)} numbers and tensors differ by more than {TOLERANCE:.0e}")
+    print_escaped(f"NOT equal: {len(wrong)} of {len(errors)} numbers and tensors differ by more than {TOLERANCE:.0e}")
     print_escaped(
         "\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MAX_LISTED_DIFFERENCES])
     )

@@ -136,12 +136,12 @@ def plan_box_transfers(
 
 def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box, list[int]]]:
     """Return the boxes of each tensor under a mapping, and the ranks that hold each box."""
-    found: dict[str, dict[Box, list[int]]] = {name: {} for name in names}
+    holders: dict[str, dict[Box, list[int]]] = {name: {} for name in names}
     for rank in range(source.layout.world_size):
         for name, box in source.boxes(rank).items():
-            if name in found:
-                found[name].setdefault(box, []).append(rank)
-    return found
+            if name in holders:
+                holders[name].setdefault(box, []).append(rank)
+    return holders
 
 
 def _cut(box: Box, holders: Mapping[Box, Sequence[int]]) -> list[tuple[Box, Sequence[int]]]:

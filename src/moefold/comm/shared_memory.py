@@ -95,9 +95,9 @@ def open_shared_memory(num_bytes: int, group: Group, purpose: str) -> Tensor:
     reasons = all_gather_objects(reason, group)
     if descriptor is not None:
         os.close(descriptor)
-    for rank, found in zip(group.ranks, reasons, strict=True):
-        if found:
-            raise RunError(f"{purpose} needs memory that ranks share, and rank {rank} has none: {found}")
+    for rank, fault in zip(group.ranks, reasons, strict=True):
+        if fault:
+            raise RunError(f"{purpose} needs memory that ranks share, and rank {rank} has none: {fault}")
     assert memory is not None
     return memory
 
@@ -213,11 +213,11 @@ def open_pipe_barrier(group: Group) -> PipeBarrier:
     reasons = all_gather_objects(reason, group)
     for _, write in ends:
         os.close(write)
-    for rank, found in zip(group.ranks, reasons, strict=True):
-        if found:
+    for rank, fault in zip(group.ranks, reasons, strict=True):
+        if fault:
             for descriptor in (*sends, *(read for read, _ in ends)):
                 os.close(descriptor)
-            raise RunError(f"rank {rank} has no barrier by pipes: {found}")
+            raise RunError(f"rank {rank} has no barrier by pipes: {fault}")
     rounds = [
         _Round(send, read, group.ranks[(group.rank - distance) % group.size])
         for send, (read, _), distance in zip(sends, ends, distances, strict=True)

@@ -48,13 +48,13 @@ def _bounds_of(part: Any) -> tuple[tuple[str, Bound], ...]:
 @cache
 def bounds() -> tuple[tuple[str, str, Bound], ...]:
     """Return section, key and rule of every key with a range, in schema order."""
-    found = (
+    entries = (
         (section, key, entry)
         for section in sections()
         for key, metadata in marks_of(sections()[section]).items()
         for entry in metadata
     )
-    return tuple((section, key, entry) for section, key, entry in found if isinstance(entry, Bound))
+    return tuple((section, key, entry) for section, key, entry in entries if isinstance(entry, Bound))
 
 
 def max_magnitude(section: str, key: str) -> float | None:
@@ -126,11 +126,11 @@ def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[Read
         tables: path and class of each table and part whose settings count (`chosen.tables_in`).
     """
     of_tables = {f"{path}.{key}": marks for path, owner in tables for key, marks in marks_of(owner).items()}
-    found = {
+    by_key = {
         name: tuple(mark for mark in marks if isinstance(mark, ReadIf) and mark.conditions != name)
         for name, marks in (_marks_by_key() | of_tables).items()
     }
-    return {name: conditions for name, conditions in found.items() if conditions}
+    return {name: conditions for name, conditions in by_key.items() if conditions}
 
 
 @cache

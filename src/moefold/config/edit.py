@@ -79,5 +79,5 @@ def _whole(path: str, value: Any, before: Any) -> Any:
     """Return a value; a table of the same kind is completed from the value that it changes."""
     kind = before.kind if isinstance(before, Part) else None
     is_change = value.get("kind", kind) == kind if isinstance(value, dict) else kind and isinstance(value, str)
-    found = merged(path, as_plain(before), value) if is_change else value
-    return value if found == {"kind": value} else found
+    table = merged(path, as_plain(before), value) if is_change else value
+    return value if table == {"kind": value} else table

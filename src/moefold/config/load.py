@@ -158,7 +158,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
     Raises:
         MissingPartError: see `config_from_dict`.
     """
-    found: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     problems: Problems = {}
     rest = dict(tree)
     for section, owner in sections().items():
@@ -170,12 +170,12 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
             try:
                 if not isinstance(keys[key], Part | Table) and not is_table_value(name, keys[key]):
                     continue
-                found[name] = build_table(name, keys[key], default_of(section, key))
+                taken[name] = build_table(name, keys[key], default_of(section, key))
             except ConfigError as error:
                 problems[name] = error
             rest[section] = {other: value for other, value in rest[section].items() if other != key}
     raise_missing(problems.values())
-    return rest, found, problems
+    return rest, taken, problems
 
 
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:

@@ -159,8 +159,8 @@ def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
     owner: Any = kind
     if not isinstance(value, owner):
         raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, which is no {owner.__name__}")
-    found: Built = value
-    return found
+    built_value: Built = value
+    return built_value
 
 
 def lacks(part: Part, method: str) -> RunError:
@@ -232,33 +232,33 @@ def tables_of(owner: Any) -> dict[str, "KindOf | type[Table]"]:
     The kind of table is the mark of a part, or the class of a table without `kind`.
     """
     hints = get_type_hints(owner, include_extras=True)
-    found: dict[str, KindOf | type[Table]] = {}
+    tables: dict[str, KindOf | type[Table]] = {}
     for name in [entry.name for entry in fields(owner)]:
         marks = getattr(hints[name], "__metadata__", ())
         mark = next((mark for mark in marks if isinstance(mark, KindOf)), None)
         plain = hints[name].__origin__ if marks else hints[name]
         arms = [arm for arm in (get_args(plain) or (plain,)) if isinstance(arm, type)]
         if mark is not None:
-            found[name] = mark
+            tables[name] = mark
         elif table := next((arm for arm in arms if issubclass(arm, Table)), None):
-            found[name] = table
-    return found
+            tables[name] = table
+    return tables
 
 
 @cache
 def default_of_field(owner: Any, name: str) -> Any:
     """Return the default of a field of a section, a table or a class of parts; None if it must be given."""
-    found = next(entry for entry in fields(owner) if entry.name == name)
-    if found.default_factory is not MISSING:
-        return found.default_factory()
-    return None if found.default is MISSING else found.default
+    entry = next(entry for entry in fields(owner) if entry.name == name)
+    if entry.default_factory is not MISSING:
+        return entry.default_factory()
+    return None if entry.default is MISSING else entry.default
 
 
 @cache
 def required_settings(owner: Any) -> frozenset[str]:
     """Return the fields of a table or a class of parts without a default."""
-    found = (entry for entry in fields(owner) if entry.default is MISSING and entry.default_factory is MISSING)
-    return frozenset(entry.name for entry in found)
+    required = (entry for entry in fields(owner) if entry.default is MISSING and entry.default_factory is MISSING)
+    return frozenset(entry.name for entry in required)
 
 
 def by_default(group: str, kind: str) -> Any:
@@ -308,5 +308,5 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
 @cache
 def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
     """Return the keys of a section that choose a part with its own settings, each with its mark."""
-    found = ((name, entry) for name, marks in marks_of(section).items() for entry in marks)
-    return tuple((name, entry) for name, entry in found if isinstance(entry, KindOf))
+    entries = ((name, entry) for name, marks in marks_of(section).items() for entry in marks)
+    return tuple((name, entry) for name, entry in entries if isinstance(entry, KindOf))

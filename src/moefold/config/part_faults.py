@@ -34,15 +34,15 @@ def guard_methods(part: Any) -> None:
             continue
         asked = next(vars(base)[name] for base in ours if name in vars(base))
         match vars(owner)[name]:
-            case property() as found:
-                guarded: Any = property(_guarded(part, name, found.fget, asked))
-            case cached_property() as found:
-                guarded = cached_property(_guarded(part, name, found.func, asked))
+            case property() as method:
+                guarded: Any = property(_guarded(part, name, method.fget, asked))
+            case cached_property() as method:
+                guarded = cached_property(_guarded(part, name, method.func, asked))
                 guarded.__set_name__(part, name)
-            case classmethod() | staticmethod() as found:
-                guarded = type(found)(_guarded(part, name, found.__func__, asked))
-            case found if isfunction(found):
-                guarded = _guarded(part, name, found, asked)
+            case classmethod() | staticmethod() as method:
+                guarded = type(method)(_guarded(part, name, method.__func__, asked))
+            case method if isfunction(method):
+                guarded = _guarded(part, name, method, asked)
             case _:
                 continue
         setattr(part, name, guarded)
@@ -87,8 +87,8 @@ def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., A
 
 def _class_of(part: Any, args: tuple[Any, ...]) -> Any:
     """Return the class of the object whose method is called: the method may be of a base class of it."""
-    found = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else part
-    return found if issubclass(found, part) else part
+    owner = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else part
+    return owner if issubclass(owner, part) else part
 
 
 def failure_of_part(error: BaseException) -> RunError | None:

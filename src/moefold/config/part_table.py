@@ -220,13 +220,13 @@ def settings_of_other_kind(
 
 def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table, given its path, without the parts from outside of this package."""
-    found = {}
+    known = {}
     for key, value in table.items():
         group = group_at(f"{path}.{key}")
         kind = value.get("kind") if isinstance(value, dict) else value
         if group is None or not isinstance(kind, str) or kind in (*built_in_kinds(group), NONE):
-            found[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
-    return found
+            known[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
+    return known
 
 
 def toml_value(value: Any) -> str:
@@ -356,20 +356,20 @@ def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
         raise ConfigError(f"{name}={kind!r} of {origin} {fault}")
 
 
-def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) -> None:
+def _report_difference(name: str, kind: str, recorded: Origin, now: Origin) -> None:
     """Log that a part differs from the recorded one; raise ConfigError if it comes from another distribution."""
-    if recorded.distribution != found.distribution and recorded.distribution:
+    if recorded.distribution != now.distribution and recorded.distribution:
         raise ConfigError(
-            f"{name}={kind!r} is a part of {recorded}, and the one that is installed is of {found}; install the first, "
+            f"{name}={kind!r} is a part of {recorded}, and the one that is installed is of {now}; install the first, "
             "or leave the second out"
         )
-    if recorded.sha256 and recorded.sha256 != found.sha256:
+    if recorded.sha256 and recorded.sha256 != now.sha256:
         logger.warning(
             "moefold: %s=%r is recorded with sha256 %s, and %s has %s: the file has changed since",
-            *(name, kind, recorded.sha256[:12], found.file, found.sha256[:12]),
+            *(name, kind, recorded.sha256[:12], now.file, now.sha256[:12]),
         )
-    elif recorded.version != found.version and recorded.version:
-        logger.warning("moefold: %s=%r is recorded from %s, and %s is installed", name, kind, recorded, found)
+    elif recorded.version != now.version and recorded.version:
+        logger.warning("moefold: %s=%r is recorded from %s, and %s is installed", name, kind, recorded, now)
 
 
 def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -396,8 +396,8 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
             problems[key] = Problem(f"{name}.{key}", value, reason)
     known = {key: value for key, value in table.items() if key not in problems and key not in values}
     try:
-        found = _model(part).model_validate_json(json.dumps(known, default=lambda value: {"no setting": str(value)}))
-        values |= {name.removeprefix(_PREFIX): getattr(found, name) for name in found.model_fields_set}
+        model = _model(part).model_validate_json(json.dumps(known, default=lambda value: {"no setting": str(value)}))
+        values |= {name.removeprefix(_PREFIX): getattr(model, name) for name in model.model_fields_set}
     except ValidationError as error:
         for item in error.errors(include_url=False):
             key = str(item["loc"][0])

@@ -111,8 +111,8 @@ def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
 def _resolve_path(path: object, folder: Path) -> object:
     if not isinstance(path, str) or not path or "\0" in path:
         return path
-    found = folder / path
+    target = folder / path
     try:
-        return str(found) if found.exists() else path
+        return str(target) if target.exists() else path
     except OSError:
         return path

@@ -105,18 +105,18 @@ def tables() -> dict[str, KindOf | type[Table]]:
 
     A key precedes the keys of its table. A path that several kinds have is returned once.
     """
-    found: dict[str, KindOf | type[Table]] = {}
+    marks: dict[str, KindOf | type[Table]] = {}
 
     def add(path: str, owner: Any) -> None:
         for name, mark in tables_of(owner).items():
-            if f"{path}.{name}" not in found:
-                found[f"{path}.{name}"] = mark
+            if f"{path}.{name}" not in marks:
+                marks[f"{path}.{name}"] = mark
                 for inner in owners_of(mark):
                     add(f"{path}.{name}", inner)
 
     for section, owner in sections().items():
         add(section, owner)
-    return found
+    return marks
 
 
 def owners_of(mark: KindOf | type[Table]) -> Iterator[Any]:
@@ -127,10 +127,10 @@ def owners_of(mark: KindOf | type[Table]) -> Iterator[Any]:
 def mark_at(path: str) -> KindOf | type[Table] | None:
     """Return the class of the table at a path like `tables`, or None."""
     section, *names = path.split(".")
-    found: Any = sections().get(section) if names else None
+    entry: Any = sections().get(section) if names else None
     for name in names:
-        found = found and _mark_in(found, name)
-    mark: KindOf | type[Table] | None = found
+        entry = entry and _mark_in(entry, name)
+    mark: KindOf | type[Table] | None = entry
     return mark
 
 
@@ -204,13 +204,13 @@ def part_keys() -> dict[str, str]:
 @cache
 def kind_settings() -> dict[str, tuple[str, ...]]:
     """Return the kinds with each setting of a table, by its path, in schema order; empty for tables without kinds."""
-    found: dict[str, tuple[str, ...]] = {}
+    settings: dict[str, tuple[str, ...]] = {}
     for name, mark in tables().items():
         for owner in owners_of(mark):
             for setting in settings_of(owner):
                 kind = (kind_of(owner),) if isinstance(mark, KindOf) else ()
-                found[f"{name}.{setting}"] = (*found.get(f"{name}.{setting}", ()), *kind)
-    return found
+                settings[f"{name}.{setting}"] = (*settings.get(f"{name}.{setting}", ()), *kind)
+    return settings
 
 
 @cache
@@ -275,8 +275,8 @@ def describe_type(hint: Any) -> str:
 
 def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the candidate most similar to `name`, or None if none is close."""
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
 
 
 def paths_with(key: str) -> list[str]:

@@ -25,8 +25,8 @@ def within(bound: Bound) -> WrapValidator:
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
-            if bound.is_legal(found := validate(value)):
-                return found
+            if bound.is_legal(checked := validate(value)):
+                return checked
         except ValidationError as error:
             if error.errors()[0]["loc"]:
                 raise

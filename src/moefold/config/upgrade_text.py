@@ -71,9 +71,9 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     ]
     statements = list(_statements(text))
     spelled = {
-        str(MOVED[found.name]): found.value
-        for found in statements
-        if found.name in MOVED and found.name not in unread and MOVED[found.name].setting not in (KIND, "layers")
+        str(MOVED[entry.name]): entry.value
+        for entry in statements
+        if entry.name in MOVED and entry.name not in unread and MOVED[entry.name].setting not in (KIND, "layers")
     }
     found_tables = {owner: value_at(owner, wanted) for owner in owners}
     entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items()}
@@ -83,12 +83,12 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     short = {owner: entry for owner, entry in entries.items() if owner not in blocks}
     lines = _with_tables(statements, {*old, *blocks}, short)
     lines = _with_blocks(lines, blocks)
-    found = "\n".join(_with_format(lines, tree)) + "\n"
-    if _parsed(found) != {**wanted, FORMAT_KEY: FORMAT}:
+    text_out = "\n".join(_with_format(lines, tree)) + "\n"
+    if _parsed(text_out) != {**wanted, FORMAT_KEY: FORMAT}:
         words = ", ".join(f"{key} ({MOVED[key]})" for key in old)
         by_hand = f"move by hand: {words}" if words else "write each section as [section] with its keys below"
         raise ConfigError(f"{name} cannot be rewritten, as it has keys in an unusual form; {by_hand}")
-    return found, unread
+    return text_out, unread
 
 
 def _keys(tree: dict[str, Any], section: str) -> dict[str, Any]:
@@ -158,10 +158,10 @@ def _statements(text: str) -> Iterator[_Statement]:
             section = header[1]
             yield _Statement(section, (line,), is_header=True)
         elif key := _KEY.match(line):
-            found = [line]
-            while not _is_whole(found):
-                found.append(next(lines))
-            yield _Statement(f"{section}.{key[1]}", tuple(found))
+            statement = [line]
+            while not _is_whole(statement):
+                statement.append(next(lines))
+            yield _Statement(f"{section}.{key[1]}", tuple(statement))
         else:
             yield _Statement("", (line,))
 
@@ -203,7 +203,7 @@ def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, 
     for owner, entry in left.items():
         section = owner.partition(".")[0]
         headers = [
-            number for number, line in enumerate(lines) if (found := _HEADER.match(line)) and found[1] == section
+            number for number, line in enumerate(lines) if (match := _HEADER.match(line)) and match[1] == section
         ]
         if headers:
             lines.insert(headers[0] + 1, entry)

@@ -119,14 +119,14 @@ class Renamed:
 
     def _given(self, hf_config: Json) -> tuple[str, Any]:
         """Return the present spelling and its value."""
-        found = [(name, hf_config.get(name)) for name in (self.hf_key, *self.also)]
-        found = [pair for pair in found if pair[1] is not None] or found
-        for other, value in found[1:]:
-            if value is not None and plain(value) != plain(found[0][1]):
+        pairs = [(name, hf_config.get(name)) for name in (self.hf_key, *self.also)]
+        pairs = [pair for pair in pairs if pair[1] is not None] or pairs
+        for other, value in pairs[1:]:
+            if value is not None and plain(value) != plain(pairs[0][1]):
                 raise ConfigError(
-                    f"config.json has {found[0][0]}={found[0][1]!r} and {other}={value!r}, two spellings of one key"
+                    f"config.json has {pairs[0][0]}={pairs[0][1]!r} and {other}={value!r}, two spellings of one key"
                 )
-        return found[0]
+        return pairs[0]
 
 
 def renamed(**keys: str | tuple[str, Any]) -> tuple[Renamed, ...]:
@@ -233,17 +233,17 @@ class AttentionMultiplier:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the factor; 1/sqrt(head_dim) is the default of moefold."""
-        found = Renamed("attention_multiplier", "attention.scale", 1.0).read(hf_config)
-        if found["attention.scale"] <= 0:
+        settings = Renamed("attention_multiplier", "attention.scale", 1.0).read(hf_config)
+        if settings["attention.scale"] <= 0:
             raise ConfigError(
-                f"config.json has attention_multiplier={found['attention.scale']}, which should be above 0"
+                f"config.json has attention_multiplier={settings['attention.scale']}, which should be above 0"
             )
         hidden = hf_config.get("hidden_size")
         heads = hf_config.get("num_attention_heads")
         if is_int(hidden) and is_int(heads) and heads > 0:
             head_size = hf_config.get("head_dim") or hidden // heads
-            return {} if found["attention.scale"] == head_size**-0.5 else found
-        return found
+            return {} if settings["attention.scale"] == head_size**-0.5 else settings
+        return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the factor."""
@@ -295,14 +295,14 @@ class HunyuanSharedExpert:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the width; reject folders with experts of other widths or with several shared experts."""
-        found = Renamed("intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
-        width = found.get("ffn.moe.shared.intermediate_size", 0)
+        settings = Renamed("intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
+        width = settings.get("ffn.moe.shared.intermediate_size", 0)
         for key, legal in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
             value = hf_config.get(key, legal)
             values = value if isinstance(value, list) else [value]
             if any(other != legal for other in values):
                 raise ConfigError(f"config.json has {key}={value!r}, which moefold does not compute; only {legal}")
-        return found
+        return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return no keys; the width reads back as the width of a routed expert."""
@@ -315,14 +315,14 @@ class GatedSharedExpert:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the width. For width 0, transformers creates empty tensors, which moefold does not read."""
-        found = Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
-        width = found.get("ffn.moe.shared.intermediate_size", 0)
+        settings = Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
+        width = settings.get("ffn.moe.shared.intermediate_size", 0)
         if width < 1:
             raise ConfigError(
                 f"config.json has shared_expert_intermediate_size={width}, whose empty tensors moefold does not read; "
                 "it reads folders with a shared expert of width 1 or more"
             )
-        return found | {"ffn.moe.shared.gate": True}
+        return settings | {"ffn.moe.shared.gate": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the width; a model without a gate reads back with a gate."""

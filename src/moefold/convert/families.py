@@ -339,7 +339,7 @@ DECODER_FAMILIES = {
 
 FILED_FAMILIES: dict[str, Family] = {
     name: import_module(f"{family_files.__name__}.{name}").FAMILY
-    for name in sorted(found.name for found in pkgutil.iter_modules(family_files.__path__))
+    for name in sorted(module.name for module in pkgutil.iter_modules(family_files.__path__))
 }
 """Family of each file of `family_files`."""
 

@@ -82,10 +82,10 @@ class MultimodalFolder:
         """
         around = keys = hf_config
         for key in self.config_path:
-            found = keys.get(key)
-            if not isinstance(found, Mapping):
-                raise ConfigError(f"config.json of model_type={self.model_type!r} has {key}={found!r}, no object")
-            around, keys = keys, found
+            config = keys.get(key)
+            if not isinstance(config, Mapping):
+                raise ConfigError(f"config.json of model_type={self.model_type!r} has {key}={config!r}, no object")
+            around, keys = keys, config
         values = {key: around[key] for key in ("tie_word_embeddings",) if key in around}
         for key in self.pairs:
             if isinstance(pair := keys.get(key), list):

@@ -118,8 +118,8 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
 
 def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> MultimodalFolder | None:
     """Return the description of a multimodal folder whose text model has the family; None for other folders."""
-    found = family.multimodal
-    return found if found is not None and hf_config.get("model_type") == found.model_type else None
+    folder = family.multimodal
+    return folder if folder is not None and hf_config.get("model_type") == folder.model_type else None
 
 
 def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
@@ -227,9 +227,9 @@ def _sort_config(
     paths = () if multimodal is None else tuple(accumulate(multimodal.config_path, "{}.{}".format))
     known = {QUANTIZATION_KEY: QUANTIZATION_KEYS} | dict.fromkeys(paths, top)
     known |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": QUANTIZATION_KEYS} if paths else {}
-    found = [sort_keys(CONFIG_FILE, given, top, ignored_keys)]
-    found += nested_reports(CONFIG_FILE, given, known, ignored_keys)
-    report = join_reports(CONFIG_FILE, found)
+    reports = [sort_keys(CONFIG_FILE, given, top, ignored_keys)]
+    reports += nested_reports(CONFIG_FILE, given, known, ignored_keys)
+    report = join_reports(CONFIG_FILE, reports)
     classes = hf_config.get("architectures")
     if multimodal is None and isinstance(classes, list) and classes and family.architecture not in classes:
         report = replace(report, ignored=(*report.ignored, f"architectures={classes!r}"))

@@ -316,7 +316,7 @@ def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manif
         for name, stored in ((name, folder.tensors[name]) for name in in_order)
     }
     files = sorted({stored.file for stored in folder.tensors.values()})
-    metadata = {file.name: found for file in files if (found := read_metadata(file)) != DEFAULT_METADATA}
+    metadata = {file.name: meta for file in files if (meta := read_metadata(file)) != DEFAULT_METADATA}
     return Manifest(folder.family.name, source.layout, entries, metadata)
 
 
@@ -334,4 +334,4 @@ def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:
     """Hash tensors, each in one process."""
     mine = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
-    return {name: digest for found in world.all_gather_object(mine) for name, digest in found.items()}
+    return {name: digest for digests in world.all_gather_object(mine) for name, digest in digests.items()}

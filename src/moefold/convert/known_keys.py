@@ -329,9 +329,9 @@ def nested_reports(
 _PLAIN = KnownKeys({}, void=_VENDORS)
 
 
-def join_reports(file: str, found: Collection[tuple[KeyReport, list[str]]]) -> KeyReport:
+def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) -> KeyReport:
     """Return the kinds of all keys of a file; raise ConfigError if some are refused."""
-    refused = [reason for _, reasons in found for reason in reasons]
+    refused = [reason for _, reasons in reports for reason in reasons]
     if refused:
         names = [reason.partition("=")[0] for reason in refused]
         options = " ".join(f"--ignore-key {name}" for name in names)
@@ -339,7 +339,7 @@ def join_reports(file: str, found: Collection[tuple[KeyReport, list[str]]]) -> K
             f"{file} has {'; '.join(refused)}; if the model computes the same without, add {options} "
             f"(checkpoint.ignore_keys of a recipe)"
         )
-    parts = [report for report, _ in found]
+    parts = [report for report, _ in reports]
     return KeyReport(
         file,
         tuple(key for part in parts for key in part.read),

@@ -85,14 +85,14 @@ class ExpertLayerRange:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read which layers have experts."""
         count = num_layers_of(hf_config)
-        found = {}
+        bounds = {}
         for name, default in (("start_index", 1), ("end_index", -1), ("interval", 1)):
             value = hf_config.get(f"moe_layer_{name}", default)
             if not is_int(value) or value < (1 if name == "interval" else -1):
                 raise ConfigError(f"config.json has moe_layer_{name}={value!r}, which should be a whole number")
-            found[name] = value
-        last = count - 1 if found["end_index"] == -1 else found["end_index"]
-        layers = [i for i in range(found["start_index"], last + 1) if (i + 1) % found["interval"] == 0]
+            bounds[name] = value
+        last = count - 1 if bounds["end_index"] == -1 else bounds["end_index"]
+        layers = [i for i in range(bounds["start_index"], last + 1) if (i + 1) % bounds["interval"] == 0]
         return {"layers.ffn": ["moe" if i in layers else "dense" for i in range(count)]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -204,12 +204,12 @@ class SlidingWindowLayers:
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
         words = words_of(overlay(hf_config, {"layer_types": types}), "layer_types", self.words)
-        found: dict[str, Any] = {"layers.attention": words, "sliding_window": 0}
+        settings: dict[str, Any] = {"layers.attention": words, "sliding_window": 0}
         if "window" in words:
-            found |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
+            settings |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
         if self.full_layers == "nope" or (self.full_layers == "nope with a window" and window is not None):
-            found["layers.position"] = ["nope" if word == "full" else "rope" for word in words]
-        return found
+            settings["layers.position"] = ["nope" if word == "full" else "rope" for word in words]
+        return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
@@ -314,7 +314,7 @@ def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: settings of [model]; a column is a word of all layers, or a list with a word for each.
     """
-    found = {key: value for key, value in settings.items() if not key.startswith("layers")}
+    merged = {key: value for key, value in settings.items() if not key.startswith("layers")}
     columns = [settings.get(f"layers.{column}", word) for column, word in LayerWords()._asdict().items()]
     columns = [[words] * settings["layers"] if isinstance(words, str) else words for words in columns]
-    return found | {"layers": spell_layers([LayerWords(*words) for words in zip(*columns, strict=True)])}
+    return merged | {"layers": spell_layers([LayerWords(*words) for words in zip(*columns, strict=True)])}

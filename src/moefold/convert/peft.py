@@ -146,13 +146,13 @@ def _parameters_to_stack(
     has_halves = len(matrices & {"w_gate", "w_up"}) != 1
     if not matrices or (has_halves and family.name in declared_keys().stacked_by_peft):
         return {}
-    found = stacked_parameters(model, family, adapted_weights(model, LoraConfig(rank=1)))
-    if not found:
+    stacked = stacked_parameters(model, family, adapted_weights(model, LoraConfig(rank=1)))
+    if not stacked:
         raise ConfigError(
             f"PEFT has no place for adapters of {format_list(sorted(matrices))} of the experts of {family.name}: "
             "export with --merge"
         )
-    return found
+    return stacked
 
 
 def _read_pair(source: CheckpointSource, name: str) -> tuple[Tensor, Tensor]:

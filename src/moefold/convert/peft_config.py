@@ -129,9 +129,9 @@ def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Pa
         ConfigError: the weights do not exist.
     """
     named = keys.get("base_model_name_or_path") if base is None else str(base)
-    found = [] if not isinstance(named, str) or not named else [Path(named)]
-    found += [folder / path for path in found if base is None and not path.is_absolute()]
-    for path in found:
+    paths = [] if not isinstance(named, str) or not named else [Path(named)]
+    paths += [folder / path for path in paths if base is None and not path.is_absolute()]
+    for path in paths:
         if path.is_dir():
             return resolve_weights_folder(path)
     key = "--base" if base is not None else "base_model_name_or_path"

@@ -75,24 +75,24 @@ def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, Param
     Raises:
         ConfigError: the family has no separate module for a matrix, in any layout of its tensors.
     """
-    found = find_modules(model, family, weights)
-    if fused := sorted(weights.keys() - {module.name for module in found}):
+    modules = find_modules(model, family, weights)
+    if fused := sorted(weights.keys() - {module.name for module in modules}):
         raise ConfigError(
             f"PEFT adapts modules, and models of the family {family.name} have none of their own for "
             f"{format_list(fused)}; moefold export --merge writes the merged weights instead"
         )
-    return found
+    return modules
 
 
 def find_modules(model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]) -> list[PeftModule]:
     """Return the modules like `peft_modules`, for all matrices with a module in some layout of the family's tensors."""
-    found: list[PeftModule] = []
+    matches: list[PeftModule] = []
     for rules in family.layouts:
         mapping = family_mapping(model, rules, family)
         modules = [module for name, weight in weights.items() for module in _modules_of(mapping, name, weight)]
-        if len({module.name for module in modules}) > len({module.name for module in found}):
-            found = modules
-    return found
+        if len({module.name for module in modules}) > len({module.name for module in matches}):
+            matches = modules
+    return matches
 
 
 def other_modules(model: ModelConfig, family: Family, adapted: Collection[PeftModule]) -> set[str]:
@@ -190,7 +190,7 @@ class StackedParameter:
         a_ERI, b_ERO = (by_rank, by_expert) if self.is_swapped else (by_expert, by_rank)
         width = a_ERI.shape[1]
         is_diagonal = width == rank * len(self.pieces) > rank
-        found = {}
+        pairs = {}
         for number, piece in enumerate(self.pieces):
             columns_ERO = b_ERO[:, :, self._outputs_of(piece)]
             own = slice(number * rank, (number + 1) * rank) if is_diagonal else slice(None)
@@ -201,11 +201,11 @@ class StackedParameter:
                     f"the adapter of {self.module} has rank {width}, and r={rank} in adapter_config.json; moefold "
                     "reads one rank for all modules"
                 )
-            found[piece.name] = (
+            pairs[piece.name] = (
                 a_ERI[:, own].transpose(1, 2).contiguous(),
                 columns_ERO[:, own].contiguous(),
             )
-        return found
+        return pairs
 
     def _outputs_of(self, piece: SliceMapping) -> slice:
         """Return the outputs of one of our matrices."""
@@ -223,7 +223,7 @@ def stacked_parameters(
         family: the model's family; its last layout with stacked experts is the layout of transformers' model.
         weights: the matrices that may have adapters, by name.
     """
-    found: dict[str, list[StackedParameter]] = {}
+    stacked: dict[str, list[StackedParameter]] = {}
     for rules in family.layouts:
         mapping = family_mapping(model, rules, family)
         by_tensor: dict[str, list[SliceMapping]] = {}
@@ -233,10 +233,10 @@ def stacked_parameters(
         parameters = [_parameter(family, name, mapping.hf_shapes[name], parts) for name, parts in by_tensor.items()]
         if None in parameters:
             continue
-        found = {}
+        stacked = {}
         for parameter in sorted(filter(None, parameters), key=lambda parameter: -len(parameter.pieces)):
-            found.setdefault(parameter.module, []).append(parameter)
-    return found
+            stacked.setdefault(parameter.module, []).append(parameter)
+    return stacked
 
 
 def _parameter(family: Family, hf_name: str, shape: Shape, pieces: list[SliceMapping]) -> StackedParameter | None:
@@ -256,14 +256,14 @@ def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[St
         adapters: adapters of our matrices, A [E, in, r] and B [E, r, out], by name.
         parameters: result of `stacked_parameters`; parameters without an adapter are ignored.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for module, candidates in parameters.items():
         adapted = [parameter for parameter in candidates if any(piece.name in adapters for piece in parameter.pieces)]
         # PEFT wraps the parameters one after the other.
         names = reversed(_pair_names(module)[: len(adapted)])
         for parameter, pair_names in zip(adapted, names, strict=True):
-            found |= dict(zip(pair_names, parameter.stack(adapters), strict=True))
-    return found
+            tensors |= dict(zip(pair_names, parameter.stack(adapters), strict=True))
+    return tensors
 
 
 def read_stacked(
@@ -278,7 +278,7 @@ def read_stacked(
     Raises:
         ConfigError: an adapter has another rank, or shapes that fit no parameter.
     """
-    found: dict[str, Pair] = {}
+    pairs: dict[str, Pair] = {}
     for module, candidates in parameters.items():
         for name_a, name_b in _pair_names(module):
             if name_a not in tensors or name_b not in tensors:
@@ -290,15 +290,15 @@ def read_stacked(
                 raise ConfigError(
                     f"{name_a} is {list(a.shape)} and its B {list(b.shape)}, sizes of no parameter of {module}"
                 )
-            found |= fitting[0].unstack(a, b, rank)
-    untrained = _untrained_halves(found, parameters)
-    kept = {name: pair for name, pair in found.items() if leaf(name) not in untrained}
+            pairs |= fitting[0].unstack(a, b, rank)
+    untrained = _untrained_halves(pairs, parameters)
+    kept = {name: pair for name, pair in pairs.items() if leaf(name) not in untrained}
     return {part: values for name, pair in kept.items() for part, values in zip(adapter_names(name), pair, strict=True)}
 
 
-def _untrained_halves(found: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
+def _untrained_halves(pairs: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
     """Return the matrices, such as w_up, with a zero adapter in all layers where the other adapter is not zero."""
-    trained = {leaf(name) for name, (_, b) in found.items() if b.any()}
+    trained = {leaf(name) for name, (_, b) in pairs.items() if b.any()}
     halves = [{leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
     return set().union(*(half - trained for half in halves if half & trained))
 

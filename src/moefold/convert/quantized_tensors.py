@@ -49,31 +49,31 @@ def dequantize_tensors(
         ConfigError: a part is missing, or its shape or dtype contradicts the other parts.
     """
     is_fp8 = quantization["quant_method"] == "fp8"
-    found = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
+    pairs = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
     wrong = [
         f"tensor {name} of type {stored.dtype} lacks its other part"
-        for name, stored in found.items()
+        for name, stored in pairs.items()
         if stored.dtype in QUANTIZED_DTYPES
     ]
     wrong += [
         f"tensor {name} does not fit the shape {list(t.values.shape)} of its values"
-        for name, t in found.items()
+        for name, t in pairs.items()
         if isinstance(t, DequantizedTensor) and not t.has_matching_parts()
     ]
     if wrong:
         raise ConfigError(f"{str(folder)!r}: {format_list(sorted(wrong))}")
-    return found
+    return pairs
 
 
 def _pair_fp8(tensors: Mapping[str, TensorLocation], block: Sequence[int]) -> dict[str, TensorLocation]:
-    found: dict[str, TensorLocation] = {}
+    pairs: dict[str, TensorLocation] = {}
     for name, stored in tensors.items():
         original = tensors.get(name.removesuffix(FP8_SCALES)) if name.endswith(FP8_SCALES) else None
         if original is not None and original.dtype == "F8_E4M3":
             continue
         scales = tensors.get(name + FP8_SCALES)
         if stored.dtype == "F8_E4M3" and scales is not None:
-            found[name] = BlockFp8Tensor(
+            pairs[name] = BlockFp8Tensor(
                 stored.file,
                 DEQUANTIZED_DTYPE,
                 stored.shape,
@@ -83,23 +83,23 @@ def _pair_fp8(tensors: Mapping[str, TensorLocation], block: Sequence[int]) -> di
                 block=(block[0], block[1]),
             )
         else:
-            found[name] = stored
-    return found
+            pairs[name] = stored
+    return pairs
 
 
 def _pair_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, TensorLocation]:
-    found: dict[str, TensorLocation] = {}
+    pairs: dict[str, TensorLocation] = {}
     for name, stored in tensors.items():
         stem = re.sub(f"({MXFP4_BLOCKS}|{MXFP4_SCALES})$", "", name)
         blocks = tensors.get(stem + MXFP4_BLOCKS)
         scales = tensors.get(stem + MXFP4_SCALES)
         if stem == name or blocks is None or scales is None or len(blocks.shape) != 4:
-            found[name] = stored
+            pairs[name] = stored
         elif name.endswith(MXFP4_BLOCKS):
             experts, rows, groups, _ = blocks.shape
             shape = (experts, groups * MXFP4_GROUP, rows)
-            found[stem] = Mxfp4Tensor(blocks.file, DEQUANTIZED_DTYPE, shape, blocks.start, values=blocks, scales=scales)
-    return found
+            pairs[stem] = Mxfp4Tensor(blocks.file, DEQUANTIZED_DTYPE, shape, blocks.start, values=blocks, scales=scales)
+    return pairs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,7 +122,7 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError:
         raise ConfigError(f"{str(file)!r} is not a safetensors file: its header is not JSON") from None
-    found = {}
+    locations = {}
     end = 0
     legal = _STORED_DTYPES if allows_quantized else DTYPES
     entries = [item for item in header.items() if item[0] != "__metadata__"] if isinstance(header, dict) else []
@@ -135,8 +135,8 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
                 raise ConfigError(
                     f"{str(file)!r}: tensor {name} has type {entry['dtype']}; moefold reads {', '.join(legal)} here"
                 )
-            found[name] = TensorLocation(file, entry["dtype"], _parse_sizes(entry["shape"]), 8 + length + first)
-            if first != end or last - first != found[name].num_bytes:
+            locations[name] = TensorLocation(file, entry["dtype"], _parse_sizes(entry["shape"]), 8 + length + first)
+            if first != end or last - first != locations[name].num_bytes:
                 raise ConfigError(f"{str(file)!r}: tensor {name} does not fill the bytes that the header gives it")
             end = last
     except ConfigError:
@@ -147,15 +147,15 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
         lacking = 8 + length + end - size
         has, which = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")
         raise ConfigError(f"{str(file)!r} {has} {abs(lacking)} bytes at its end that {which}")
-    return found
+    return locations
 
 
 def read_metadata(file: Path) -> dict[str, str]:
     """Return the metadata of a file that `read_header` accepts."""
     with open_regular(file) as opened:
         header = parse_json(opened.read(int.from_bytes(opened.read(8), "little")))
-    found = header.get("__metadata__", {})
-    return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
+    table = header.get("__metadata__", {})
+    return {key: value for key, value in table.items() if isinstance(value, str)} if isinstance(table, dict) else {}
 
 
 def _parse_sizes(numbers: Any) -> tuple[int, ...]:

@@ -124,8 +124,8 @@ def _choose_copy(
     """Choose the tokenizer that was copied next to a checkpoint, unless the imported tokenizer has the same ids."""
     file = tokenizer_file(run_tokenizer)
     files = {
-        name: found
-        for name, found in declaring_files(run_tokenizer).items()
+        name: path
+        for name, path in declaring_files(run_tokenizer).items()
         if name not in (TOKENIZER_FILE, *SLOW_FILES, CONFIG_FILE, GENERATION_FILE)
     }
     if sidecar_dir is not None and have_same_ids(tokenizer_file(sidecar_dir), file):
@@ -235,8 +235,8 @@ def _trained_tokenizer(weights_folder: Path) -> str:
             return "bytes"
         choice = choose_tokenizer(meta, folder, find_run_tokenizer(weights_folder))
         if choice.file is not None:
-            found = trained_tokenizer(weights_folder, meta)
-            return tokenizer_name(meta.order) if found and not found.startswith(str(weights_folder.parent)) else found
+            name = trained_tokenizer(weights_folder, meta)
+            return tokenizer_name(meta.order) if name and not name.startswith(str(weights_folder.parent)) else name
         folder = None if choice.excluded else folder
     return str(tokenizer_file(folder)) if folder is not None and tokenizer_file(folder).is_file() else ""
 

@@ -221,7 +221,7 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
 
 def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tuple[StateDictMapping, int]:
     """Return the mapping of the folder's layout and its index; reject a folder that matches no layout."""
-    found = {name: stored for name, stored in folder.tensors.items() if name not in ignored}
+    tensors = {name: stored for name, stored in folder.tensors.items() if name not in ignored}
     _check_counts(folder, model)
     try:
         mappings = [family_mapping(model, table, folder.family) for table in folder.family.layouts]
@@ -229,15 +229,15 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
         # torch rejects sizes whose product overflows.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
-    mapping = min(mappings, key=lambda mapping: _distance(mapping.hf_shapes, found))
+    mapping = min(mappings, key=lambda mapping: _distance(mapping.hf_shapes, tensors))
     layout = mappings.index(mapping)
-    reasons = [f"tensor {name} is missing" for name in sorted(mapping.hf_shapes.keys() - found.keys())]
-    reasons += [_unmapped_reason(name, folder, model) for name in sorted(found.keys() - mapping.hf_shapes.keys())]
+    reasons = [f"tensor {name} is missing" for name in sorted(mapping.hf_shapes.keys() - tensors.keys())]
+    reasons += [_unmapped_reason(name, folder, model) for name in sorted(tensors.keys() - mapping.hf_shapes.keys())]
     for name, shape in mapping.hf_shapes.items():
-        if name in found and found[name].shape != shape:
-            reasons.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
+        if name in tensors and tensors[name].shape != shape:
+            reasons.append(f"tensor {name} has shape {list(tensors[name].shape)}, config.json means {list(shape)}")
     for name, parts in mapping.by_name.items():
-        kinds = {found[piece.hf_name].dtype for piece in parts if piece.hf_name in found}
+        kinds = {tensors[piece.hf_name].dtype for piece in parts if piece.hf_name in tensors}
         if len(kinds) > 1:
             reasons.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
     if reasons:
@@ -245,10 +245,10 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
     return mapping, layout
 
 
-def _distance(shapes: Mapping[str, Shape], found: Mapping[str, TensorLocation]) -> tuple[int, int]:
+def _distance(shapes: Mapping[str, Shape], tensors: Mapping[str, TensorLocation]) -> tuple[int, int]:
     """Return the number of different tensor names, and of different shapes under the same name."""
-    both = shapes.keys() & found.keys()
-    return len(shapes.keys() ^ found.keys()), sum(shapes[name] != found[name].shape for name in both)
+    both = shapes.keys() & tensors.keys()
+    return len(shapes.keys() ^ tensors.keys()), sum(shapes[name] != tensors[name].shape for name in both)
 
 
 def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
@@ -307,8 +307,8 @@ def assemble_rows(
 
 def rows_equal(location: TensorLocation, rows: TensorChunk, values: Tensor) -> bool:
     """Return whether some rows of a tensor in a file equal `values`, byte by byte."""
-    found = location.read_rows(rows.start, rows.stop)
-    return found.dtype == values.dtype and torch.equal(_as_bytes(found), _as_bytes(values))
+    stored = location.read_rows(rows.start, rows.stop)
+    return stored.dtype == values.dtype and torch.equal(_as_bytes(stored), _as_bytes(values))
 
 
 def _as_bytes(values: Tensor) -> Tensor:

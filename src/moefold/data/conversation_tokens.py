@@ -56,9 +56,9 @@ class RowReport:
 
     def notes(self) -> list[str]:
         """Return the notes, one line for each kind."""
-        found = [note] if (note := self.skipped.note()) else []
+        notes = [note] if (note := self.skipped.note()) else []
         if self.mismatched:
-            found.append(
+            notes.append(
                 f"the chat template of {self._template}: in {len(self.mismatched)} rows, the prompt at inference has "
                 f"other tokens than the conversation in training (first: {next(iter(self.mismatched))}): a token "
                 "spans the end of the prompt, or the prompt does not begin a turn as the conversation does. All tokens "
@@ -66,18 +66,18 @@ class RowReport:
                 "a finished turn begins (data.chat_template)"
             )
         if self.altered:
-            found.append(
+            notes.append(
                 f"the chat template of {self._template}: in {len(self.altered)} turns, it leaves out a part of the "
                 f"answer, such as its reasoning, since other turns follow (first: {next(iter(self.altered))}); this "
                 "part is not trained. To train it, give such a turn as the last of a row"
             )
         for what, rows in self.unwritten.items():
-            found.append(
+            notes.append(
                 f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {what} (first: "
                 f"{next(iter(rows))}), so that the model does not see them. Set a template that does "
                 "(data.chat_template), or remove them from the rows"
             )
-        return found
+        return notes
 
 
 def stored_notes(cached: Path, report: RowReport) -> list[str]:
@@ -195,17 +195,17 @@ def _checked(
 
 def _unwritten(one: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
     """Return the parts of a conversation that are not in its text: tools, and reasoning of answers to train on."""
-    found = []
+    parts = []
     if one.tools and ("tools" not in source or not all(_is_written(_tool_name(tool), chat.text) for tool in one.tools)):
-        found.append(TOOLS)
+        parts.append(TOOLS)
     answers = [i for i, message in enumerate(one.messages) if message["role"] == "assistant"]
     targets = answers if one.targets is None else list(one.targets)
     # A turn that changes because others follow has its own note.
     checked = targets[-1:] if chat.altered_turn else targets
     reasoning = [one.messages[i].get("reasoning_content") for i in checked]
     if not all(_is_written(text, chat.text) for text in reasoning if isinstance(text, str)):
-        found.append(REASONING)
-    return found
+        parts.append(REASONING)
+    return parts
 
 
 def _tool_name(tool: object) -> str:

@@ -44,18 +44,18 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
     sources = named_sources(data)
     skipped = _skipped(data, cache_dir)
     num_middle = _MIDDLE_BLOCKS if len(sources) <= _MAX_FILES_WITH_MIDDLE_BLOCKS else 0
-    found = {}
+    digests = {}
     for name, file in sources:
         try:
-            found[name] = SKIPPED if file in skipped else _fingerprint_file(name, file, num_middle)
+            digests[name] = SKIPPED if file in skipped else _fingerprint_file(name, file, num_middle)
         except ConfigError:
             if not data.drops_files:
                 raise
-            found[name] = SKIPPED
+            digests[name] = SKIPPED
     if data.kind == "python-docs":
-        text = "\n".join(f"{name} {seen}" for name, seen in found.items())
-        found = {"python-docs": f"{len(found)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
-    return found | settings_fingerprints(data)
+        text = "\n".join(f"{name} {seen}" for name, seen in digests.items())
+        digests = {"python-docs": f"{len(digests)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
+    return digests | settings_fingerprints(data)
 
 
 def settings_fingerprints(data: DataConfig) -> dict[str, str]:
@@ -175,12 +175,12 @@ def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
     sources: list[list[str]] = [[] for _ in paths]
     current = 0
     for name in names:
-        found = next((i for i in range(current, len(paths)) if is_below(Path(name), Path(paths[i]))), None)
-        if name in roles and (found is None or not settings.keys() & {roles[name]}):
+        index = next((i for i in range(current, len(paths)) if is_below(Path(name), Path(paths[i]))), None)
+        if name in roles and (index is None or not settings.keys() & {roles[name]}):
             settings[roles[name]] = name
-        elif found is not None:
-            current = found
-            sources[found].append(name)
+        elif index is not None:
+            current = index
+            sources[index].append(name)
     return DataFiles(paths, tuple(map(tuple, sources)), settings, order.get("kind") == "huggingface")
 
 
@@ -203,17 +203,17 @@ def names_now(
     Args:
         saved: their fingerprints.
     """
-    found = {name: now.settings.get(role, name) for role, name in then.settings.items()}
+    renamed = {name: now.settings.get(role, name) for role, name in then.settings.items()}
     if len(then.paths) == len(now.paths):
         for i, (before, after) in enumerate(zip(then.sources, now.sources, strict=True)):
-            found |= _matched(then, before, saved, now, after, fingerprints) or {
+            renamed |= _matched(then, before, saved, now, after, fingerprints) or {
                 name: _place_now(name, then, i, now.paths[i]) for name in before
             }
     elif all(then.sources) and all(now.sources):
         before = tuple(name for names in then.sources for name in names)
         after = tuple(name for names in now.sources for name in names)
-        found |= _matched(then, before, saved, now, after, fingerprints)
-    return found
+        renamed |= _matched(then, before, saved, now, after, fingerprints)
+    return renamed
 
 
 def _matched(

@@ -48,13 +48,13 @@ class TextTable:
         Paths, sizes and times of local files; name and revision of a data set on the hub: without a revision, later
         changes on the hub are not noticed.
         """
-        found: list[str | int] = [self.split, self.column, self.subset]
+        fields: list[str | int] = [self.split, self.column, self.subset]
         if self.path is None:
-            return [*found, self.name, self.revision]
+            return [*fields, self.name, self.revision]
         for file in files_below(self.path):
             status = file.stat()
-            found += [str(file), status.st_size, status.st_mtime_ns]
-        return found
+            fields += [str(file), status.st_size, status.st_mtime_ns]
+        return fields
 
     def files(self) -> list[Path]:
         """Return the files of the split, in order.
@@ -85,9 +85,9 @@ class TextTable:
             first, start = map(int, place)
         elif place is not None:
             # A state of the package from an earlier version: the rows have the same order.
-            for text, row, found in self._file_documents(0, None):
+            for text, row, position in self._file_documents(0, None):
                 if row >= number:
-                    yield text, row, found
+                    yield text, row, position
             return
         for index in range(first, len(files)):
             for row, text in text_rows(files[index], self.column, start):
@@ -179,9 +179,9 @@ class TextTables:
         """
         first, number, place = (0, 0, None) if state is None else state
         for which in range(first, len(self.tables)):
-            for text, row, found in self.tables[which].documents(number, place):
+            for text, row, position in self.tables[which].documents(number, place):
                 if text:
-                    yield text, (which, row, found)
+                    yield text, (which, row, position)
             number = 0
             place = None
 

@@ -166,23 +166,23 @@ ENDS_SUFFIXES = (ENDS_SUFFIX, ".idx")
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
     """Return descriptions of the changed files by name; a fingerprint is "SIZE HASH [HASH]", or "skipped"."""
-    found = {}
+    differences = {}
     for name in [*saved, *(name for name in current if name not in saved)]:
         before = saved.get(name)
         after = current.get(name)
         if before == after or (before is not None and after is not None and has_same_content(before, after)):
             continue
         if after is None:
-            found[name] = f"data file {name} is gone"
+            differences[name] = f"data file {name} is gone"
         elif before is None:
-            found[name] = f"data file {name} is new"
+            differences[name] = f"data file {name} is new"
         elif after == SKIPPED:
-            found[name] = f"data file {name} is left out as corrupt, and was not then"
+            differences[name] = f"data file {name} is left out as corrupt, and was not then"
         elif before == SKIPPED:
-            found[name] = f"data file {name} was left out as corrupt then, and is not now"
+            differences[name] = f"data file {name} was left out as corrupt then, and is not now"
         else:
-            found[name] = f"data file {name} has other content than then"
-    return found
+            differences[name] = f"data file {name} has other content than then"
+    return differences
 
 
 def has_same_content(saved: str, current: str) -> bool:

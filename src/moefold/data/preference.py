@@ -89,14 +89,14 @@ class PackedPairs(PackedMembers):
         """Return one sample."""
         size = self.seq_len + 1
         packed = self._bins[number]
-        found = [
+        sides = [
             self._conversations.read(2 * pair + i, length)
             for pair in packed.tolist()
             for i, length in enumerate(self._length_of_pair[pair])
         ]
-        ids = [np.where(targets, sequence, -1) for sequence, (_, targets) in enumerate(found)]
+        ids = [np.where(targets, sequence, -1) for sequence, (_, targets) in enumerate(sides)]
         weights = [
-            targets / targets.sum() if i % 2 == 0 else np.zeros(len(targets)) for i, (_, targets) in enumerate(found)
+            targets / targets.sum() if i % 2 == 0 else np.zeros(len(targets)) for i, (_, targets) in enumerate(sides)
         ]
         slots = self._max_pairs - len(packed)
         sample_columns: dict[str, NDArray[Any]] = {"pair_ids": np.pad(packed, (0, slots), constant_values=-1)}
@@ -106,7 +106,7 @@ class PackedPairs(PackedMembers):
         if chosen_in(self._align, AlignmentPart).has_reference:
             sample_columns["reference_log_probs"] = np.pad(self.reference.values[packed].ravel(), (0, 2 * slots))
         return packed_sample(
-            [tokens for tokens, _ in found],
+            [tokens for tokens, _ in sides],
             size,
             self._pad_id,
             weights=fill_up(weights, size, 0)[1:],
@@ -324,10 +324,10 @@ def _as_messages(record: JsonlRecord, column: str, role: str) -> Messages:
     value = record.fields[column]
     place = f'{record.location}: "{column}"'
     if isinstance(value, list):
-        found = parse_messages(value, place)
-        if found.untrained and column != "prompt":
+        parsed = parse_messages(value, place)
+        if parsed.untrained and column != "prompt":
             raise ConfigError(f"{place} has a message of weight 0, which no preference can train; remove the weight")
-        return list(found.messages)
+        return list(parsed.messages)
     text = column_text(record.fields, column, record.location)
     # A completion may be empty, if the model ended immediately.
     if not text and column == "prompt":

@@ -187,14 +187,14 @@ class PackedSamples(SampleSource):
     @property
     def dropped_samples(self) -> list[range]:
         """Ranges of the numbers of the dropped samples, ascending and disjoint."""
-        found: list[range] = []
+        dropped: list[range] = []
         for tokens in self.stream.dropped_tokens:
             # Sample i has the tokens i * S to i * S + S, both included.
-            first = max(-(-(tokens.start - self.seq_len) // self.seq_len), found[-1].stop if found else 0)
+            first = max(-(-(tokens.start - self.seq_len) // self.seq_len), dropped[-1].stop if dropped else 0)
             end = min((tokens.stop - 1) // self.seq_len + 1, len(self))
             if first < end:
-                found.append(range(first, end))
-        return found
+                dropped.append(range(first, end))
+        return dropped
 
 
 class IndexAnnotatedSamples(PackedSamples):

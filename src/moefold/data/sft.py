@@ -208,16 +208,16 @@ class PackedConversations(PackedMembers):
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample; its weights are 1 for targets that the assistant wrote, else 0."""
         size = self.seq_len + 1
-        found = [self._conversations.read(int(one), size) for one in self._bins[number]]
+        conversations = [self._conversations.read(int(one), size) for one in self._bins[number]]
         scale = None
         if self._scales is not None:
-            lengths = [len(ids) for ids, _ in found]
+            lengths = [len(ids) for ids, _ in conversations]
             scale = fill_up([np.repeat(self._scales[self._bins[number]], lengths)], size, 1)[1:]
         return packed_sample(
-            [ids for ids, _ in found],
+            [ids for ids, _ in conversations],
             size,
             self._pad_id,
-            weights=fill_up([targets for _, targets in found], size, False)[1:],
+            weights=fill_up([targets for _, targets in conversations], size, False)[1:],
             weight_scale=scale,
         )
 
@@ -350,8 +350,8 @@ def conversation_files(data: DataConfig) -> tuple[Path, ...]:
 def read_conversations(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
     """Yield each record as one conversation."""
     for record in records:
-        found = parse_conversation(record)
-        yield ConversationToRender(found.messages, found.tools, record.location, record.size_bytes, found.untrained)
+        parsed = parse_conversation(record)
+        yield ConversationToRender(parsed.messages, parsed.tools, record.location, record.size_bytes, parsed.untrained)
 
 
 def _readable(
@@ -411,9 +411,9 @@ def _write_conversations(
     rows = (list(of_row) for _, of_row in groupby(conversations, key=lambda one: one.location))
     while batch := list(islice(rows, _BATCH_ROWS)):
         flat = [one for row in batch for one in row]
-        for one, found in zip(flat, job.tokenize(flat), strict=True):
-            if found is not None:
-                flagged = _flag(found, has_label=one.has_label)
+        for one, encoded in zip(flat, job.tokenize(flat), strict=True):
+            if encoded is not None:
+                flagged = _flag(encoded, has_label=one.has_label)
                 file.write(flagged.astype(dtype).tobytes())
                 num_tokens += len(flagged)
         progress.advance(sum(one.size_bytes for one in flat))

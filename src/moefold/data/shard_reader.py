@@ -119,13 +119,13 @@ class ShardReader:
         ids = self._ids
         size_bytes = (stop - start) * ids.dtype.itemsize
         try:
-            found = os.pread(self._handle, size_bytes, ids.offset_bytes + start * ids.dtype.itemsize)
-            if len(found) < size_bytes:
+            content = os.pread(self._handle, size_bytes, ids.offset_bytes + start * ids.dtype.itemsize)
+            if len(content) < size_bytes:
                 self._check_length(os.fstat(self._handle).st_size)
-                raise ids.broken_error(f"{len(found)} of {size_bytes} bytes at {start} were read")
+                raise ids.broken_error(f"{len(content)} of {size_bytes} bytes at {start} were read")
         except OSError as error:
             raise ids.broken_error(f"it cannot be read ({error.strerror})") from error
-        numbers: NDArray[np.integer] = np.frombuffer(found, dtype=ids.dtype)
+        numbers: NDArray[np.integer] = np.frombuffer(content, dtype=ids.dtype)
         return numbers
 
     def _check_length(self, size_bytes: int) -> None:

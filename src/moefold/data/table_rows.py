@@ -319,8 +319,8 @@ def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
     formats = Counter(table_suffix(Path(name)) for name in names)
     tables = [(count, suffix) for suffix, count in formats.items() if suffix in FOLDER_SUFFIXES]
     if not tables:
-        found = ", ".join(sorted(suffix or "no suffix" for suffix in formats)) or "none"
-        raise ConfigError(f"{folder} has no file in {', '.join(FOLDER_SUFFIXES)} for this split (found: {found})")
+        suffixes = ", ".join(sorted(suffix or "no suffix" for suffix in formats)) or "none"
+        raise ConfigError(f"{folder} has no file in {', '.join(FOLDER_SUFFIXES)} for this split (found: {suffixes})")
     most = max(tables)[0]
     best = [suffix for count, suffix in tables if count == most]
     # A description such as stats.json may be next to the only file with text.
@@ -347,7 +347,7 @@ def _named_splits(names: Sequence[str]) -> dict[str, list[str]]:
         return by_split
     for patterns in data_files.ALL_DEFAULT_PATTERNS:
         by_split = {str(split): _matching(names, wanted) for split, wanted in patterns.items()}
-        if by_split := {split: found for split, found in by_split.items() if found}:
+        if by_split := {split: files for split, files in by_split.items() if files}:
             return by_split
     return {}
 
@@ -356,12 +356,12 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match some patterns, in the order of the patterns."""
     from fsspec.utils import glob_translate
 
-    found: dict[str, None] = {}
+    matched: dict[str, None] = {}
     for pattern in patterns:
         # A file with exactly this name takes precedence over a pattern.
         matches = re.compile(glob_translate(pattern)).match
-        found |= dict.fromkeys([pattern] if pattern in names else [name for name in names if matches(name)])
-    return list(found)
+        matched |= dict.fromkeys([pattern] if pattern in names else [name for name in names if matches(name)])
+    return list(matched)
 
 
 def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[str, list[str]] | None:
@@ -389,7 +389,7 @@ def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[s
     by_split = (
         _files_of_patterns(config["data_files"], inner, folder) if "data_files" in config else _named_splits(inner)
     )
-    return {split: [prefix + name for name in found] for split, found in by_split.items()}
+    return {split: [prefix + name for name in files] for split, files in by_split.items()}
 
 
 def _files_of_patterns(patterns: Any, names: Sequence[str], folder: Path) -> dict[str, list[str]]:

@@ -50,9 +50,9 @@ class TemplateWorker:
         if request["prompts"] is not None:
             text, _ = conversation.write(len(messages), prompts=request["prompts"])
             return {"text": text, "spans": [], "prompts": [], "is_marked": has_marks, "altered": 0}, b""
-        found = conversation.marked_turns if has_marks else conversation.unmarked_turns
+        render_turns = conversation.marked_turns if has_marks else conversation.unmarked_turns
         try:
-            return {**found(request["targets"]), "is_marked": has_marks}, b""
+            return {**render_turns(request["targets"]), "is_marked": has_marks}, b""
         except TurnMovedError as error:
             return {"moved": error.turn}, b""
 
@@ -103,13 +103,13 @@ class _Conversation:
         text, spans = self.write(len(self._messages), prompts=False)
         assistant = [i for i, message in enumerate(self._messages) if message["role"] == "assistant"]
         if list(targets) != assistant:
-            found = []
+            turns = []
             for i in targets:
                 counts = [len(self.write(i + more, prompts=False)[1]) if i + more else 0 for more in (0, 1)]
                 if not counts[0] < counts[1] <= len(spans):
                     raise TurnMovedError(i + 1)
-                found += spans[counts[0] : counts[1]]
-            spans = found
+                turns += spans[counts[0] : counts[1]]
+            spans = turns
         prompts: list[int | str] = []
         for i in targets:
             # Some templates refuse a conversation that ends before an answer; the marks are correct anyway.
@@ -150,11 +150,11 @@ class _Conversation:
             raise TurnMovedError(i + 1)
         probed = [*self._messages]
         probed[i] = {**probed[i], "content": _PROBE}
-        whole, found, tail = self.write(len(probed), prompts=False, messages=probed)[0].partition(_PROBE)
+        whole, probe, tail = self.write(len(probed), prompts=False, messages=probed)[0].partition(_PROBE)
         end = self.write(i + 1, prompts=False, messages=probed)[0].rstrip().partition(_PROBE)[2]
         start = _common_length(text, whole)
         stop = len(text) - len(tail)
-        if not found or not text.endswith(tail) or not start <= stop:
+        if not probe or not text.endswith(tail) or not start <= stop:
             raise TurnMovedError(i + 1)
         is_whole = content.strip() in text[start:stop]
         return (start, stop + _common_length(tail, end)), is_whole
@@ -176,8 +176,8 @@ def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[
     spans: list[tuple[int, int]] = []
     length = 0
     for part in marked.split(begin):
-        inside, found, rest = part.partition(end)
-        if found:
+        inside, mark, rest = part.partition(end)
+        if mark:
             spans.append((length, length + len(inside)))
         parts += [inside, rest]
         length += len(inside) + len(rest)

@@ -81,8 +81,8 @@ class MegatronIndex:
         ends = np.full(stop - start, self.num_tokens, dtype=np.int64)
         if len(inner):
             first = int(inner.min())
-            found = offsets.read(first, int(inner.max()) + 1)
-            ends[firsts < self.num_sequences] = found[inner - first] // self.dtype.itemsize
+            bounds = offsets.read(first, int(inner.max()) + 1)
+            ends[firsts < self.num_sequences] = bounds[inner - first] // self.dtype.itemsize
         return ends
 
     def _open(self, offset_bytes: int, count: int) -> ShardReader:
@@ -167,13 +167,13 @@ def read_megatron_index(path: Path) -> MegatronIndex | None:
     needed_bytes = _MEGATRON_HEADER.size + 12 * num_sequences + 8 * num_ends
     if index_bytes < needed_bytes or not num_ends:
         raise ConfigError(f"{index} has {index_bytes} of {needed_bytes} bytes; copy it again")
-    found = MegatronIndex(index, dtype, num_sequences, num_ends - 1, size_bytes // dtype.itemsize)
-    end_bytes = _end_of_last_sequence(found)
+    megatron = MegatronIndex(index, dtype, num_sequences, num_ends - 1, size_bytes // dtype.itemsize)
+    end_bytes = _end_of_last_sequence(megatron)
     if end_bytes != size_bytes:
         raise ConfigError(
             f"{path} has {size_bytes} bytes, and {index.name} is the index of a file with {end_bytes}; copy both again"
         )
-    return found
+    return megatron
 
 
 def _end_of_last_sequence(index: MegatronIndex) -> int:
@@ -333,19 +333,19 @@ class TokenFileStream(TokenStream):
         Returns:
             The errors by file name; reading of a bad file stops at its first error.
         """
-        found: dict[str, BrokenShardError | OutOfVocabError] = {}
+        faults: dict[str, BrokenShardError | OutOfVocabError] = {}
         num_probes = min(_MAX_PROBED_TOKENS // _PROBE_TOKENS, -(-len(self) // _PROBE_TOKENS))
         for i in range(num_probes):
             start = i * len(self) // num_probes
             for which, offset, length in self._file_segments(start, min(start + _PROBE_TOKENS, len(self))):
                 name = self._files[which].display_name
-                if which in self._dropped or name in found:
+                if which in self._dropped or name in faults:
                     continue
                 try:
                     self._read_segment(which, offset, length)
                 except (BrokenShardError, OutOfVocabError) as error:
-                    found[name] = error
-        return found
+                    faults[name] = error
+        return faults
 
     def probe(self) -> None:
         """Raise the first error that `find_bad_files` finds.

@@ -392,14 +392,14 @@ def _skipped_path(path: Path) -> Path:
 def _read_skipped(path: Path) -> tuple[int, str]:
     """Return the number of skipped rows of a token file, and the first error."""
     try:
-        found = read_json(_skipped_path(path), MAX_LINE_BYTES)
+        skipped = read_json(_skipped_path(path), MAX_LINE_BYTES)
     except FileNotFoundError:
         return 0, ""
     except (OSError, ValueError) as error:
         raise ConfigError(f"{_skipped_path(path)} cannot be read ({error}); remove it with {path.name}") from None
-    if not (isinstance(found, list) and [type(one) for one in found] == [int, str]):
+    if not (isinstance(skipped, list) and [type(one) for one in skipped] == [int, str]):
         raise ConfigError(f"{_skipped_path(path)} is broken; remove it with {path.name}")
-    return found[0], found[1]
+    return skipped[0], skipped[1]
 
 
 FORMAT_VERSION = 2
@@ -498,8 +498,8 @@ def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int)
     total_bytes = sum(shard.size_bytes for shard in shards)
     try:
         with ReadProgress("Tokenising", total_bytes) as progress:
-            found = run_tasks(writer.write, shards, num_processes, progress.advance)
-            return [(shards[i].number, size) for i, size in found]
+            sizes = run_tasks(writer.write, shards, num_processes, progress.advance)
+            return [(shards[i].number, size) for i, size in sizes]
     finally:
         # Processes that are terminated when one fails leave temporary files.
         _remove_tmp_files(writer.out)
@@ -570,21 +570,21 @@ def _remove_without_shards(out: Path) -> None:
 
 def _check_same_job(out: Path, info: dict[str, Any]) -> None:
     try:
-        found = read_json(out / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
+        stored = read_json(out / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
     except FileNotFoundError:
         if any(path.name != ".lock" for path in out.iterdir()):
             raise ConfigError(f"--out {out} is not empty and holds no tokens of this program; choose another") from None
         return
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        stored = None
+    if not isinstance(stored, dict):
         raise ConfigError(
             f"{out / TOKENIZE_INFO_FILE} is broken, so the input of its tokens is unknown; remove --out {out}"
         )
-    if found.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
+    if stored.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
         # A call that failed before its first shard does not restrict the input of this call.
         return
-    wrong = [key for key, value in info.items() if found.get(key) != value]
+    wrong = [key for key, value in info.items() if stored.get(key) != value]
     if wrong:
         raise ConfigError(
             f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[wrong[0]]}); choose another "

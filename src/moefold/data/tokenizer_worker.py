@@ -54,18 +54,18 @@ class TokenizerWorker:
     def declare(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Apply the declarations of the files next to the tokenizer, and return facts of its vocabulary."""
         del request
-        found: dict[str, Any] = json.loads(payload)
-        names = _apply_declarations(self._tokenizer, found)
+        spec: dict[str, Any] = json.loads(payload)
+        names = _apply_declarations(self._tokenizer, spec)
         self._post_processor = self._tokenizer.post_processor
-        self._cleans_up = _cleans_up(found["settings"], is_bpe=isinstance(self._tokenizer.model, tokenizers.models.BPE))
+        self._cleans_up = _cleans_up(spec["settings"], is_bpe=isinstance(self._tokenizer.model, tokenizers.models.BPE))
         # Without special tokens, a post-processor would only trim the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
         ids = set(entries.values())
         answer = {
             "special_tokens": names,
-            "ids": {text: entries[text] for text in (*names.values(), *found["asked_tokens"]) if text in entries},
-            "known_ids": [number for number in found["asked_ids"] if number in ids],
+            "ids": {text: entries[text] for text in (*names.values(), *spec["asked_tokens"]) if text in entries},
+            "known_ids": [number for number in spec["asked_ids"] if number in ids],
             "vocab_size": max(ids, default=-1) + 1,
             "added_ids": sorted(self._tokenizer.get_added_tokens_decoder()),
         }
@@ -97,21 +97,21 @@ class TokenizerWorker:
         added = self._tokenizer.get_added_tokens_decoder()
         decoders = {step["type"] for step in _steps(json.loads(self._tokenizer.to_str())["decoder"])}
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        found = []
+        pieces = []
         for number in range(size):
             piece = self._tokenizer.id_to_token(number)
             if number in added or piece is None:
-                found.append((added[number].content if number in added else "").encode())
+                pieces.append((added[number].content if number in added else "").encode())
             elif "ByteLevel" in decoders:
-                found.append(_unmapped(piece))
+                pieces.append(_unmapped(piece))
             elif not decoders & {"Metaspace", "ByteFallback"}:
-                found.append(self._tokenizer.decode([number], skip_special_tokens=False).encode())
+                pieces.append(self._tokenizer.decode([number], skip_special_tokens=False).encode())
             elif "ByteFallback" in decoders and (match := _BYTE_PIECE.fullmatch(piece)):
-                found.append(bytes([int(match[1], 16)]))
+                pieces.append(bytes([int(match[1], 16)]))
             else:
-                found.append(piece.replace("\u2581", " ").encode())
+                pieces.append(piece.replace("\u2581", " ").encode())
         special = sorted(number for number, token in added.items() if token.special)
-        return {"sizes": [len(piece) for piece in found], "special": special}, b"".join(found)
+        return {"sizes": [len(piece) for piece in pieces], "special": special}, b"".join(pieces)
 
     def serialize(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Return a tokenizer.json with the declarations."""
@@ -139,17 +139,17 @@ class TokenizerWorker:
 class _Tokens:
     """Special and added tokens of a folder, from its files and the class."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, found: Mapping[str, Any]) -> None:
-        settings = found["settings"]
-        defaults = dict(found["class"]["special_tokens"]) if found["class"] else {}
+    def __init__(self, backend: tokenizers.Tokenizer, declarations: Mapping[str, Any]) -> None:
+        settings = declarations["settings"]
+        defaults = dict(declarations["class"]["special_tokens"]) if declarations["class"] else {}
         declared = dict(settings)
         by_id: dict[int, tokenizers.AddedToken] = {}
         if "added_tokens_decoder" in settings:
             by_id = {int(number): _added_token(entry) for number, entry in settings["added_tokens_decoder"].items()}
         else:
-            declared |= found["tokens_map"]
+            declared |= declarations["tokens_map"]
             special = {*_named({**defaults, **declared}).values(), *_texts(_extra(declared))}
-            for text, number in found["added_tokens"].items():
+            for text, number in declarations["added_tokens"].items():
                 is_special = text in special
                 by_id[int(number)] = tokenizers.AddedToken(text, normalized=not is_special, special=is_special)
         # Like transformers: a token of another file is replaced by its id.
@@ -169,10 +169,10 @@ class _Tokens:
     def special(self) -> list[tokenizers.AddedToken]:
         """Return the named special tokens with their flags."""
         known = {token.content: token for token in self.by_id.values()}
-        found = []
+        tokens = []
         for name, text in self.names.items():
-            found.append(known.get(text, _special_token(self._declared[name])))
-        return found
+            tokens.append(known.get(text, _special_token(self._declared[name])))
+        return tokens
 
 
 def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
@@ -189,12 +189,12 @@ def _special_token(declared: Any) -> tokenizers.AddedToken:
 
 def _named(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens among settings, by name."""
-    found = {}
+    names = {}
     for name, value in values.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return {name: found[name] for name in (*_STANDARD_TOKENS, *found) if name in found}
+            names[name] = text
+    return {name: names[name] for name in (*_STANDARD_TOKENS, *names) if name in names}
 
 
 def _extra(settings: Mapping[str, Any]) -> Any:
@@ -207,14 +207,14 @@ def _texts(extra: Any) -> set[str]:
     return {str(one.get("content")) if isinstance(one, dict) else str(one) for one in values}
 
 
-def _apply_declarations(backend: tokenizers.Tokenizer, found: Mapping[str, Any]) -> dict[str, str]:
+def _apply_declarations(backend: tokenizers.Tokenizer, declarations: Mapping[str, Any]) -> dict[str, str]:
     """Give a tokenizer the parts of its class, the declared tokens and the declared post-processor.
 
     Returns:
         The special tokens by name.
     """
-    tokens = _Tokens(backend, found)
-    settings, rebuilt = found["settings"], found["class"]
+    tokens = _Tokens(backend, declarations)
+    settings, rebuilt = declarations["settings"], declarations["class"]
     if rebuilt:
         _replace_parts(backend, rebuilt, tokens.names)
     # Adding a token again gives it the last declared flags.
@@ -226,7 +226,7 @@ def _apply_declarations(backend: tokenizers.Tokenizer, found: Mapping[str, Any])
     # A file may enable both (sentence embedding models do), which would truncate and pad documents.
     backend.no_truncation()
     backend.no_padding()
-    if found["is_slow"]:
+    if declarations["is_slow"]:
         backend.post_processor = _start_and_end(backend, settings, tokens.names)
     elif rebuilt and rebuilt["replaces_post_processor"]:
         backend.post_processor = _start_and_end(backend, {}, {})

@@ -53,11 +53,11 @@ class Owner:
         """Parse the text of a lock file; None if it names no process."""
         try:
             fields = json.loads(text)
-            found = cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
+            owner = cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
         except (ValueError, TypeError, RecursionError):
             return None
-        texts = (found.host, found.since, found.machine, found.started)
-        return found if type(found.process) is int and all(isinstance(text, str) for text in texts) else None
+        texts = (owner.host, owner.since, owner.machine, owner.started)
+        return owner if type(owner.process) is int and all(isinstance(text, str) for text in texts) else None
 
     def to_json(self) -> str:
         """Return the text of a lock file."""

@@ -143,10 +143,10 @@ def open_rollout_prompts(
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
         check = check_columns(data, reward)
-        found: list[Prompt] = read_prompts(
+        prompts: list[Prompt] = read_prompts(
             data, tokenizer, source.want, check=check, report=_log_note if reports else None
         )
-    return FilePrompts(found, None)
+    return FilePrompts(prompts, None)
 
 
 def _log_note(note: str) -> None:

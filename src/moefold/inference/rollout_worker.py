@@ -49,10 +49,10 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
             at_once = max(shards, ROUNDS_OF_SLOTS * job.settings.slots * shards // request.samples)
             for first in range(0, job.num_prompts, at_once):
                 indices = range(first, min(first + at_once, job.num_prompts))
-                found = collector.collect(indices, prompts.prompt, request.samples, request.sampling)
-                summary.add(found.groups, found.rollout_s)
+                collected = collector.collect(indices, prompts.prompt, request.samples, request.sampling)
+                summary.add(collected.groups, collected.rollout_s)
                 if file is not None:
-                    _write(file, found.groups, collector)
+                    _write(file, collected.groups, collector)
         if is_first:
             print(json.dumps(summary.record()))
     return 0

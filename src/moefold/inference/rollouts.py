@@ -131,7 +131,7 @@ class RolloutCollector:
         rollout_s = max(seconds for _, _, seconds in of_ranks)
         reward_s = max(0.0, time.perf_counter() - started_s - rollout_s)
         by_shard: dict[int, tuple[list[RolloutGroup], list[FailedReward]]] = {
-            shard: found for shard, found, _ in of_ranks if found is not None
+            shard: groups for shard, groups, _ in of_ranks if groups is not None
         }
         found_groups: list[RolloutGroup] = []
         failures: list[FailedReward] = []

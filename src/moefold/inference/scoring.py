@@ -150,8 +150,8 @@ class ServedModel:
         dp = self.loaded.groups.attn.dp
         settings = EngineSettings(slots=request.batch_size, cache_gib=0)
         engine = RolloutEngine(self.loaded.model, settings, request.sampling)
-        found = engine.generate(requests[dp.rank :: dp.size], is_complete=is_complete if request.stops else None)
-        shares = all_gather_objects(found, dp)
+        completions = engine.generate(requests[dp.rank :: dp.size], is_complete=is_complete if request.stops else None)
+        shares = all_gather_objects(completions, dp)
         return [shares[i % dp.size][i // dp.size] for i in range(len(requests))]
 
 

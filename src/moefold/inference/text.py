@@ -168,9 +168,9 @@ def open_chat_template(source: ModelSource, tokenizer_override: str, template_ov
     """
     tokenizer = tokenizer_override or source.data.tokenizer
     template = template_override or source.data.chat_template
-    found = load_chat_template(replace(source.data, tokenizer=tokenizer, chat_template=template))
-    found.reward_prompt = source.want
-    return found
+    template_of_source = load_chat_template(replace(source.data, tokenizer=tokenizer, chat_template=template))
+    template_of_source.reward_prompt = source.want
+    return template_of_source
 
 
 def encode_messages(
@@ -220,9 +220,9 @@ class StopStringFilter:
         if self.is_stopped or not self._stop_strings:
             return "" if self.is_stopped else text
         pending = self._pending_text + text
-        found = [start for stop in self._stop_strings if (start := pending.find(stop)) >= 0]
-        self.is_stopped = bool(found)
-        emitted = min(found) if found else len(pending) - self._partial_match_length(pending)
+        starts = [start for stop in self._stop_strings if (start := pending.find(stop)) >= 0]
+        self.is_stopped = bool(starts)
+        emitted = min(starts) if starts else len(pending) - self._partial_match_length(pending)
         self._pending_text = pending[emitted:]
         return pending[:emitted]
 

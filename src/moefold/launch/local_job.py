@@ -203,8 +203,8 @@ def remove_stale_folders(parent: Path | None = None) -> None:
 
 
 def _is_unlocked(lock: Path) -> bool:
-    with FileLock(os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as found:
-        return found.try_acquire()
+    with FileLock(os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as file_lock:
+        return file_lock.try_acquire()
 
 
 @contextmanager

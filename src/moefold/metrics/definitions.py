@@ -418,12 +418,12 @@ ELSEWHERE = _metrics(
 
 def number_of(values: Mapping[str, Any], path: str) -> float | None:
     """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None: no number."""
-    found: Any = values
+    value: Any = values
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    if isinstance(found, list | tuple):
-        return max(found, key=lambda value: (math.isnan(value), value), default=None)
-    return None if found is None else float(found)
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, list | tuple):
+        return max(value, key=lambda value: (math.isnan(value), value), default=None)
+    return None if value is None else float(value)
 
 
 def _loss(loss: float) -> str:
@@ -713,8 +713,8 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
     """
     values: dict[str, float | None] = {}
     for metric in metrics:
-        found = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
-        values[metric.name] = REDUCTIONS[metric.reduce](found) if found else None
+        rank_values = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
+        values[metric.name] = REDUCTIONS[metric.reduce](rank_values) if rank_values else None
     return values
 
 

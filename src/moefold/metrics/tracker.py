@@ -145,10 +145,10 @@ def _scalars(values: Mapping[str, Any], *, per_layer: bool) -> dict[str, float]:
 
 def _tree(start: str, values: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the numbers of a record and of its nested records."""
-    found: dict[str, float | None] = {}
+    flat: dict[str, float | None] = {}
     for name, value in values.items():
-        found |= _tree(f"{start}/{name}", value) if isinstance(value, Mapping) else {f"{start}/{name}": value}
-    return found
+        flat |= _tree(f"{start}/{name}", value) if isinstance(value, Mapping) else {f"{start}/{name}": value}
+    return flat
 
 
 def _over_layers(curve: str, values: list[float]) -> dict[str, float]:

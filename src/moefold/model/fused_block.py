@@ -121,9 +121,9 @@ class FusedBlock:
             return self._run(x, rope)
 
         def run_modules() -> Tensor:
-            found = self._block.run_modules(x, rope, columns)
-            assert isinstance(found, Tensor), "no shortcut"
-            return found
+            output = self._block.run_modules(x, rope, columns)
+            assert isinstance(output, Tensor), "no shortcut"
+            return output
 
         kind = type(self._ffn).__name__
         if self._choice.picks_whole(kind, len(x), self._trial(lambda: self._run(x, rope)), self._trial(run_modules)):

@@ -210,11 +210,11 @@ class LinearAttention(TokenMixer):
             preceding = PrecedingTokens(
                 samples.previous_KnC, samples.num_previous_n + distance, partial(function, state=samples.state)
             )
-            found, state = self.compute(parts, weights, preceding)
+            output, state = self.compute(parts, weights, preceding)
             convolved = self.convolved(parts)
             last = samples.previous_KnC if convolved is None else torch.cat((samples.previous_KnC, convolved))[length:]
             cache.write(samples, last, samples.state if state is None else state)
-            out[samples.rows_R] = found.transpose(0, 1).flatten(0, 1)
+            out[samples.rows_R] = output.transpose(0, 1).flatten(0, 1)
         return out.unsqueeze(1)
 
 

@@ -75,8 +75,8 @@ def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
                 f"{spec.name}; give one for each, or one for all"
             )
     listed = {spec.name.removeprefix("."): tuple(spec.shape) for spec in specs}
-    found = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    if faults := "; ".join(_differences(listed, found)):
+    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    if faults := "; ".join(_differences(listed, shapes)):
         raise ConfigError(
             f"{describe_part(part)} lists other parameters than {type(module).__qualname__} has: {faults}"
         )
@@ -89,20 +89,20 @@ def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output:
     Raises:
         RunError: the shape is wrong.
     """
-    found = output[0] if isinstance(output, tuple) else output
-    if getattr(found, "shape", None) != inputs[0].shape:
-        what = f"the shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"the type {type(found).__name__}"
+    tensor = output[0] if isinstance(output, tuple) else output
+    if getattr(tensor, "shape", None) != inputs[0].shape:
+        what = f"the shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"the type {type(tensor).__name__}"
         where = f"{name} returns {what} from {type(module).__qualname__}.forward()"
         raise RunError(f"{where}, which must have the shape of its input, {tuple(inputs[0].shape)}")
 
 
-def _differences(listed: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    for name in dict.fromkeys((*listed, *found)):
-        if name not in found:
+def _differences(listed: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    for name in dict.fromkeys((*listed, *shapes)):
+        if name not in shapes:
             yield f"{name} is only in params()"
         elif name not in listed:
             yield f"{name} is only in the module"
-        elif listed[name] != found[name]:
-            yield f"{name} has the shape {listed[name]} in params() and {found[name]} in the module"
-    if listed == found and list(listed) != list(found):
-        yield f"params() has the order {', '.join(listed)}, and the module {', '.join(found)}"
+        elif listed[name] != shapes[name]:
+            yield f"{name} has the shape {listed[name]} in params() and {shapes[name]} in the module"
+    if listed == shapes and list(listed) != list(shapes):
+        yield f"params() has the order {', '.join(listed)}, and the module {', '.join(shapes)}"

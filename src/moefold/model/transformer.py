@@ -558,8 +558,8 @@ class Transformer(nn.Module):
 
     def indexers(self) -> "dict[int, LightningIndexer]":
         """Return the indexers of the sparse attention of this stage by the number of their layer in the whole model."""
-        found = {int(i): getattr(block.attention, "indexer", None) for i, block in self.layers.items()}
-        return {i: indexer for i, indexer in found.items() if indexer is not None}
+        by_layer = {int(i): getattr(block.attention, "indexer", None) for i, block in self.layers.items()}
+        return {i: indexer for i, indexer in by_layer.items() if indexer is not None}
 
 
 def _run_module(block: Block, *args: Any) -> Resumable[Any]:

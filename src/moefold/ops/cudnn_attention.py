@@ -55,10 +55,10 @@ def probe_cudnn_attention(device: torch.device) -> str:
         given = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
         exact = _passes(MathBlockAttention(), [x.double() for x in given], block_mask)
         try:
-            found = _passes(CudnnAttention(), given, block_mask)
+            results = _passes(CudnnAttention(), given, block_mask)
         except RuntimeError as error:
             return f"cuDNN attention raises {str(error).splitlines()[0]!r}"
-        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
+        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(results, exact, strict=True)]
         limits = [PROBE_TOLERANCE, PROBE_LSE_TOLERANCE, *[PROBE_TOLERANCE] * 3]
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
             return f"cuDNN attention ({block_mask}) differs from the definition by {max(errors):.2g}"

@@ -89,10 +89,10 @@ def flash_disagreement(device: torch.device, dtype: torch.dtype) -> str:
     for case in _cases(device):
         exact = _passes(MathBlockAttention(), [x.double() for x in given], case.mask)
         try:
-            found = _passes(CudaFlash(), given, case.flash_mask)
+            results = _passes(CudaFlash(), given, case.flash_mask)
         except RuntimeError as error:
             return f"it raises {str(error).splitlines()[0]!r} ({case.name})"
-        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
+        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(results, exact, strict=True)]
         limits = [PROBE_TOLERANCE, PROBE_LSE_TOLERANCE, *[PROBE_TOLERANCE] * 3]
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
             return f"it differs from the definition by {max(errors):.2g} ({case.name})"

@@ -72,8 +72,8 @@ def build_optimizer(
     return optimizer
 
 
-def _check_states(part: OptimizerPart, weight: ParamSpec, found: Collection[str]) -> None:
+def _check_states(part: OptimizerPart, weight: ParamSpec, names: Collection[str]) -> None:
     listed = {state.name for state in part.states(weight)}
-    if listed != set(found):
-        what = f"the states {sorted(found)} of {weight.name}, and states() lists {sorted(listed)}"
+    if listed != set(names):
+        what = f"the states {sorted(names)} of {weight.name}, and states() lists {sorted(listed)}"
         raise ConfigError(f"{describe_part(part)} has {what}")

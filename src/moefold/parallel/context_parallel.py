@@ -155,8 +155,8 @@ class ContextSegments:
         by_segment = x_SBC[len(x_SBC) - num_tokens :].unflatten(1, (self.num_segments, -1)).transpose(0, 1).contiguous()
         gathered = all_gather(by_segment, self._cp)
         zeros = _connected_zeros(gathered[0])
-        found = [gathered[self._places[number - 1]] if number else zeros for number in self._own]
-        return torch.stack(found, 1).flatten(1, 2)
+        pieces = [gathered[self._places[number - 1]] if number else zeros for number in self._own]
+        return torch.stack(pieces, 1).flatten(1, 2)
 
     def _compose(self, transition: Tensor, update: Tensor) -> Tensor:
         """Return the states before this rank's segments; an all-gather over cp; see `InitialState`."""

@@ -110,13 +110,13 @@ class CapturedPasses:
                 recorder.run(warm_up)
             outputs, self._replay_forward = recorder.record(lambda: function(*inputs))
             grads = [torch.zeros_like(tensor) for tensor in _with_grad(outputs)]
-            found, self._replay_backward = recorder.record(lambda: gradients(outputs, grads))
+            grads_in, self._replay_backward = recorder.record(lambda: gradients(outputs, grads))
         self.has_grad = tuple(tensor.requires_grad for tensor in outputs)
         """For each output, whether it is differentiable."""
         self._outputs = [tensor.detach() for tensor in outputs]
         self._grads = grads
         self._is_zero = [True for _ in grads]
-        remaining = iter(found)
+        remaining = iter(grads_in)
         self._gradients = [next(remaining) if tensor.requires_grad else None for tensor in inputs]
 
     def static_tensors(self) -> list[Tensor]:

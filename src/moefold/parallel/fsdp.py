@@ -438,8 +438,8 @@ class FSDPCommHooks:
 
     def are_local_grads_finite(self, device: torch.device) -> bool:
         """Return whether this rank's gradients were finite before reduction; collective."""
-        found = [dots.is_local_grad_finite(device) for dots in (self.dense, self.experts)]
-        return all(found)
+        flags = [dots.is_local_grad_finite(device) for dots in (self.dense, self.experts)]
+        return all(flags)
 
 
 def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero: int) -> FSDPCommHooks:

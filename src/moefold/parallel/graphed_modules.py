@@ -124,10 +124,10 @@ class GraphedModule:
         """Return the tensors at fixed addresses of the graphs that no micro-batch uses, and the copied weights."""
         own = [parameter for parameter in self._module.parameters() if not isinstance(parameter, DTensor)]
         is_copied = len(own) < len(self._weights)
-        found = list(self._weights.values()) if is_copied else []
+        tensors = list(self._weights.values()) if is_copied else []
         for graphs in self._idle:
-            found += [*graphs.inputs, *graphs.passes.static_tensors()]
-        return found
+            tensors += [*graphs.inputs, *graphs.passes.static_tensors()]
+        return tensors
 
     def _static_weights(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return weights at fixed addresses: copies of the weights that FSDP gathers in each step."""

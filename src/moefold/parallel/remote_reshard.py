@@ -67,8 +67,8 @@ class _TransferParts:
             for transfer in transfers:
                 by_pair[transfer.source, transfer.target].append(transfer)
             yield [
-                _Part(source, target, tuple(found), sum(one.box.numel * self._itemsize[one.name] for one in found))
-                for (source, target), found in sorted(by_pair.items())
+                _Part(source, target, tuple(pieces), sum(one.box.numel * self._itemsize[one.name] for one in pieces))
+                for (source, target), pieces in sorted(by_pair.items())
             ]
 
     def views(self, part: _Part, buffer: Tensor) -> Iterator[tuple[BoxTransfer, Tensor]]:

@@ -153,8 +153,8 @@ class ReplicaCheck:
         by_axis = {axis: [d for d in digests if axis in d.axes] for axis in self._groups}
         if self._all_match(by_axis):
             return ()
-        found = [d for axis, group_digests in by_axis.items() for d in self._compare(axis, group_digests)]
-        return tuple(dict.fromkeys(d for rank_found in current_world().all_gather_object(found) for d in rank_found))
+        divergences = [d for axis, group_digests in by_axis.items() for d in self._compare(axis, group_digests)]
+        return tuple(dict.fromkeys(d for listed in current_world().all_gather_object(divergences) for d in listed))
 
     def _all_match(self, digests_by_axis: Mapping[str, list[_TensorDigest]]) -> bool:
         """Return whether the members of every group have equal digests; every rank checks all groups."""
@@ -188,13 +188,13 @@ class ReplicaCheck:
             return []
         own_digests = torch.stack([digest.digest for digest in digests])
         member_digests = all_gather(own_digests, group).view(group.size, len(digests), 2).tolist()
-        found = []
+        divergences = []
         for i, digest in enumerate(digests):
             members = {rank: tuple(rows[i]) for rank, rows in zip(group.ranks, member_digests, strict=True)}
             holders = {rank: values for rank, values in members.items() if digest.is_on_every_rank or any(values)}
             if minority := _minority_ranks(holders):
-                found.append(Divergence(digest.name, axis, minority, tuple(holders)))
-        return found
+                divergences.append(Divergence(digest.name, axis, minority, tuple(holders)))
+        return divergences
 
     def _digests(self, batch: Batch, host_facts: Sequence[HostFact]) -> Iterator[_TensorDigest]:
         """Yield the digests of all replicated values; the same names in the same order on all members of a group."""

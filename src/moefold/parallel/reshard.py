@@ -169,10 +169,10 @@ def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
 
 def gather_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of every rank; collective."""
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for of_rank in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
-        found |= of_rank
-    return found
+        dtypes |= of_rank
+    return dtypes
 
 
 def check_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:

@@ -176,8 +176,8 @@ class RolloutReplay:
         """Return the mask of a rank's tokens that a data-parallel rank of sampling routed, bool [N, S/(cp*tp)]."""
         rollout = self._of_receiver(tokens.rollout_NS, receiver)
         is_routed = (rollout >= 0) & (self._of_receiver(tokens.offset_NS, receiver) < tokens.last_R[rollout])
-        found: NDArray[np.bool_] = is_routed & (tokens.shard_R[rollout] == shard)
-        return found
+        is_from: NDArray[np.bool_] = is_routed & (tokens.shard_R[rollout] == shard)
+        return is_from
 
 
 def _concatenate(

@@ -157,9 +157,9 @@ class RouterReplayBuffer:
         if numbers is None or parts is None:
             return None
         shape = self._shape
-        found = recorded.new_empty((shape.global_batch_size * shape.seq_len, parts.shape[-1]), dtype=torch.uint8)
-        found[numbers.flatten()] = parts.flatten(0, 2)
-        return found.unflatten(0, (-1, shape.seq_len))
+        all_slots = recorded.new_empty((shape.global_batch_size * shape.seq_len, parts.shape[-1]), dtype=torch.uint8)
+        all_slots[numbers.flatten()] = parts.flatten(0, 2)
+        return all_slots.unflatten(0, (-1, shape.seq_len))
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

@@ -117,15 +117,15 @@ def weigh_rollouts(groups: Sequence[RolloutGroup], rl: RLConfig, max_tokens: int
     ]
     num_rollouts = max(1, sum(counts))
     num_tokens = max(1, sum(len(rollout.tokens) for rollout, counted in zip(rollouts, counts, strict=True) if counted))
-    found = []
+    weighed = []
     for rollout, advantage, counted in zip(rollouts, advantages.tolist(), counts, strict=True):
         share = {
             "token": 1.0 / num_tokens,
             "rollout": 1.0 / (num_rollouts * len(rollout.tokens)),
             "constant": 1.0 / (num_rollouts * max_tokens),
         }[rl.loss_mean]
-        found.append(TrainingRollout(rollout, advantage if counted else 0.0, share if counted else 0.0))
-    return found
+        weighed.append(TrainingRollout(rollout, advantage if counted else 0.0, share if counted else 0.0))
+    return weighed
 
 
 WEIGHTS = "weights"

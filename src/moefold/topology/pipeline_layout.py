@@ -189,13 +189,13 @@ class _LayoutParser:
 def _validate_ends(parts: list[LayoutSymbol]) -> Iterator[str]:
     """Check that E occurs once, as the first symbol, and L once, as the last."""
     for kind, index, word in (("E", 0, "first"), ("L", -1, "last")):
-        found = [part for part in parts if part.kind == kind]
-        if not found:
+        matching = [part for part in parts if part.kind == kind]
+        if not matching:
             yield f"{kind}, {LETTER_MEANINGS[kind]}, is missing; write it at the {'start' if kind == 'E' else 'end'}"
-        elif len(found) > 1:
-            yield f"a second {kind} at character {found[1].position}; the model has {LETTER_MEANINGS[kind]} once"
+        elif len(matching) > 1:
+            yield f"a second {kind} at character {matching[1].position}; the model has {LETTER_MEANINGS[kind]} once"
         elif parts[index].kind != kind:
-            yield f"{kind} at character {found[0].position} must be the {word} letter"
+            yield f"{kind} at character {matching[0].position} must be the {word} letter"
 
 
 def _validate_count(parts: list[LayoutSymbol], kind: str, expected: int, name: str) -> Iterator[str]:

@@ -279,21 +279,21 @@ class _Packer:
     def _lightest_with_room(self, length: int) -> int | None:
         """Return the rank with the fewest pairs among the first with room for a document; None without room."""
         passed: list[tuple[int, int]] = []
-        found = None
+        lightest = None
         while self._by_pairs and len(passed) < MAX_FITTING_RANKS:
             pairs, rank = heapq.heappop(self._by_pairs)
             if not self._room[rank] or pairs != self._pairs[rank]:
                 continue
             if self._room[rank] >= length:
-                found = rank
+                lightest = rank
                 break
             passed.append((pairs, rank))
         for entry in passed:
             heapq.heappush(self._by_pairs, entry)
-        if found is None and length <= self._capacity:
-            (found,) = self._roomiest(1)
-            return found if self._room[found] >= length else None
-        return found
+        if lightest is None and length <= self._capacity:
+            (lightest,) = self._roomiest(1)
+            return lightest if self._room[lightest] >= length else None
+        return lightest
 
     def _roomiest(self, length: int) -> list[int]:
         """Return the fewest ranks with the most room that together have room for a document."""

@@ -40,10 +40,10 @@ class AdapterWeights:
         Raises:
             ConfigError: the base weights are gone or have changed; raised on every rank.
         """
-        found: tuple[Path | None, str, str] = (None, "", "")
+        source: tuple[Path | None, str, str] = (None, "", "")
         if groups.rank == 0:
-            found = _find_base(checkpoint, resumed)
-        base, digest, reason = current_world().all_gather_object(found)[0]
+            source = _find_base(checkpoint, resumed)
+        base, digest, reason = current_world().all_gather_object(source)[0]
         if reason:
             raise ConfigError(reason)
         return AdapterWeights(base, adapter_settings(lora, "" if base is None else str(base), digest))

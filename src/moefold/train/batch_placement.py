@@ -71,13 +71,13 @@ class RoundPlacer:
         slots = exchange.send(tokens.astype(np.float64), self._groups.device)
         widths = [int(np.prod(shape)) for shape in shapes]
         parts = np.split(slots, np.cumsum(widths)[:-1], axis=1)
-        found = {
+        placed_columns = {
             name: part.astype(columns[name].dtype).reshape(len(slots), *shape)
             for name, part, shape in zip(names, parts, shapes, strict=True)
         }
-        found |= {"token_samples": exchange.samples, "positions": exchange.positions}
+        placed_columns |= {"token_samples": exchange.samples, "positions": exchange.positions}
         num_samples = len(columns[names[0]])
-        return {name: _as_rows(values, num_samples) for name, values in found.items()}, placed
+        return {name: _as_rows(values, num_samples) for name, values in placed_columns.items()}, placed
 
     def _place_rounds(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
         """Return the bounds with the placement of each round; collective over dp.

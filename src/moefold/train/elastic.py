@@ -139,8 +139,8 @@ def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history
     """
     world = current_world()
     looks = world.is_rank0 and checkpoint.saves
-    found = looks and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
-    known = world.all_gather_object((found, history.saved_step))
+    has_checkpoint = looks and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
+    known = world.all_gather_object((has_checkpoint, history.saved_step))
     history.saved_step = max((step for _, step in known if step is not None), default=None)
     if not known[0][0] or history.saved_step is None:
         return checkpoint

@@ -137,13 +137,13 @@ def _with_number(run_dir: Path, number: int) -> Path:
 
 def _numbered_folders(run_dir: Path) -> list[Path]:
     """Return the numbered siblings of a run folder, in order of their numbers."""
-    found = {}
+    folders = {}
     stem = _with_number(run_dir, 0).name.removesuffix("0")
     for path in _with_number(run_dir, 0).parent.glob("*"):
         match = re.fullmatch(rf"{re.escape(stem)}([1-9]\d*)", path.name)
         if match and int(match[1]) > 1 and path.is_dir():
-            found[int(match[1])] = path
-    return [found[number] for number in sorted(found)]
+            folders[int(match[1])] = path
+    return [folders[number] for number in sorted(folders)]
 
 
 def is_free(folder: Path, locked_folder: Path | None) -> bool:
@@ -282,16 +282,16 @@ def _settings(cfg: Config) -> Settings:
 
 def _flatten(tree: Mapping[str, Any]) -> Settings:
     """Return values by name; layers in the shortest form, files of external parts by their content only."""
-    found = flat_settings(
+    settings = flat_settings(
         {
             f"{section}.{key}": without_source(value, "file")
             for section, keys in tree.items()
             for key, value in keys.items()
         }
     )
-    if layers := found.get(LAYERS):
-        found[LAYERS] = spell_layers(parse_layers(layers))
-    return found
+    if layers := settings.get(LAYERS):
+        settings[LAYERS] = spell_layers(parse_layers(layers))
+    return settings
 
 
 def _changed_keys(settings: Settings, now: Settings) -> list[str]:

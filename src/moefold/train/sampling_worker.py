@@ -91,11 +91,11 @@ class SamplingWorker:
         start = self._link.receive_object(0, ORDERS_TAG)
         assert isinstance(start, SamplingStart)
         differences = size_differences_by_file(start.fingerprints, file_sizes(self._cfg.data))
-        for rank, found in enumerate(current_world().all_gather_object(differences)):
-            if found:
+        for rank, difference in enumerate(current_world().all_gather_object(differences)):
+            if difference:
                 raise ConfigError(
                     f"rank {self._link.split.sampling_ranks[rank]}, which samples, sees other data than rank 0: "
-                    f"{format_list(list(found.values()))}; give all machines the same files"
+                    f"{format_list(list(difference.values()))}; give all machines the same files"
                 )
 
     def _next_order(self) -> RoundOrder | None:

@@ -101,7 +101,7 @@ def check_resume(checkpoint: CheckpointConfig) -> None:
         return
     if path.exists():
         raise ConfigError(f"{name} is a file; a checkpoint is a folder, such as RUN_DIR/checkpoints/step-000100")
-    siblings = [str(found) for found in _list_checkpoints(path.parent)[-5:]]
+    siblings = [str(sibling) for sibling in _list_checkpoints(path.parent)[-5:]]
     hint = f"the checkpoints there are {', '.join(siblings)}" if siblings else "set 'auto' for the newest one, if any"
     raise ConfigError(f"{name} does not exist; {hint}")
 
@@ -523,10 +523,10 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
         tree = config_to_dict(planned)
         return {"parallel": tree["parallel"], "train": tree["train"], "words": report}
 
-    found, store = compute_on_rank0(rank_env, cfg.faults.timeout_s, asdict(machine), answer)
+    decision, store = compute_on_rank0(rank_env, cfg.faults.timeout_s, asdict(machine), answer)
     if rank_env.rank == 0:
-        print_escaped(found["words"])
-    sections = {section: found[section] for section in ("parallel", "train")}
+        print_escaped(decision["words"])
+    sections = {section: decision[section] for section in ("parallel", "train")}
     return config_from_dict({**config_to_dict(cfg), **sections}), store
 
 

@@ -310,11 +310,11 @@ class Trainer:
 
             advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
             raise step_fault.stop_error(advice)
-        found = self._checkpointing.roll_back(context, step_fault)
+        resume = self._checkpointing.roll_back(context, step_fault)
         for callback in self._each_callback():
             callback.on_rollback(context)
         if context.log is not None:
-            context.log.rewind(found, self._position.step)
+            context.log.rewind(resume, self._position.step)
         return False
 
     def _startup_messages(self) -> tuple[str, ...]:

@@ -159,24 +159,24 @@ def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ..
 
 def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
     """Return the weight bytes of the reference model and of a second model for sampling, for each pipeline stage."""
-    found = [BytesByPart() for _ in range(cfg.parallel.pp)]
+    by_stage = [BytesByPart() for _ in range(cfg.parallel.pp)]
     if not cfg.is_rl:
-        return tuple(found)
+        return tuple(by_stage)
     from moefold.cost.rollout_memory import reference_weight_bytes, rollout_weight_bytes
 
     if cfg.rl.kl:
         # The reference model has the weights of training, under its mapping, and no gradients.
-        for parts, size in zip(found, reference_weight_bytes(cfg), strict=True):
+        for parts, size in zip(by_stage, reference_weight_bytes(cfg), strict=True):
             parts["reference weights"] = size
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) and not cfg.rollout.ranks:
         view = WeightSharding.from_config(cfg, for_training=True).layout.attention
-        sizes: list[list[int]] = [[] for _ in found]
+        sizes: list[list[int]] = [[] for _ in by_stage]
         for rank, size in enumerate(rollout_weight_bytes(cfg)):
             sizes[view.coordinate(rank, "pp")].append(size)
         # The ranks of a stage differ under the other mapping; their mean is a lower bound for the fullest rank.
-        for parts, of_stage in zip(found, sizes, strict=True):
+        for parts, of_stage in zip(by_stage, sizes, strict=True):
             parts["rollout weights"] = sum(of_stage) // len(of_stage)
-    return tuple(found)
+    return tuple(by_stage)
 
 
 def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:

@@ -151,7 +151,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     if p.pp == 1 or (batch % step and not p.may_pad_batch):
         return
     count = cfg.num_micro_batches
-    found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
+    reason = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
     spec = chosen(cfg, SchedulePart)
     rounds = max(1, count // p.pp)
     if spec.runs_equal_rounds and count % rounds:
@@ -160,7 +160,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         legal = [other for other in near if other % max(1, other // p.pp) == 0]
         batches = nearest_numbers(batch, [other * step for other in legal], count=2)
         yield (
-            f"parallel.schedule={spec.kind!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
+            f"parallel.schedule={spec.kind!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {reason}; "
             f"choose train.global_batch_size={batches}"
         )
     factor = spec.min_micro_batches_per_rank
@@ -170,7 +170,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * minimum))}" if batch % (p.dp * minimum) == 0 else ""
         yield (
             f"parallel.schedule={spec.kind!r} needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} "
-            f"micro-batches, {found}; choose train.global_batch_size={step * minimum}{smaller}, or "
+            f"micro-batches, {reason}; choose train.global_batch_size={step * minimum}{smaller}, or "
             f"schedule={spec.with_fewer_micro_batches!r}"
         )
 
@@ -572,9 +572,9 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
             yield from validate_collective_order(replace(placed, train=replace(train, recompute=parts)))
         return
     rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
-    if found := find_deadlock(rows):
+    if cycle := find_deadlock(rows):
         yield (
-            f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"
+            f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {cycle[0]} would deadlock before {cycle[1][0]}; set it to false"
         )
     layout = fold_mapping(p)
     plan = plan_stages(cfg)

@@ -248,23 +248,23 @@ def idle_keys(cfg: Config, given: Sequence[str] | None = None) -> dict[str, tupl
         cfg: the recipe.
         given: keys whose conditions are checked; None: all keys.
     """
-    found: dict[str, tuple[str, str]] = {}
+    idle: dict[str, tuple[str, str]] = {}
     # Rules come first, because their reasons are better than the conditions of single keys.
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
-            found.setdefault(name, (rule.reason, rule.remedy))
+            idle.setdefault(name, (rule.reason, rule.remedy))
     owners = tuple((path, type(value)) for path, value in tables_in(cfg) if isinstance(value, Part | Table))
     for name, conditions in read_conditions(owners).items():
         if given is not None and not any(is_within(one, name) for one in given):
             continue
         if reason := why_unread(cfg, conditions):
-            found.setdefault(name, reason)
+            idle.setdefault(name, reason)
     of_layers = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
     for part in dict.fromkeys((*chosen_parts(cfg), *of_layers)):
         for unused in ask(part.unused_keys, cfg):
             for name in unused.names.split():
-                found.setdefault(name, (unused.reason, unused.remedy))
-    return found
+                idle.setdefault(name, (unused.reason, unused.remedy))
+    return idle
 
 
 def _has_layers(model: ModelConfig) -> bool:

@@ -168,8 +168,8 @@ def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[
         differences: differences from `compare_records`.
         weights: names of parameters and buffers in the order of the model.
     """
-    found = list(differences)
-    step_one = [error.name for error in found if error.name.startswith("step 1 ")]
+    errors = list(differences)
+    step_one = [error.name for error in errors if error.name.startswith("step 1 ")]
     direction = 1 if any(not name.startswith("step 1 grad_norm") for name in step_one) else -1
     places = {name: number for number, name in enumerate(weights)}
 
@@ -181,7 +181,7 @@ def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[
             return len(TENSOR_PARTS) + 1, 0, 0
         return len(TENSOR_PARTS), int(name), int(words[1]) if words[0] == "layer" else -1
 
-    return sorted(found, key=place)
+    return sorted(errors, key=place)
 
 
 def zero_gradients(gradients: Weights) -> list[str]:

@@ -33,15 +33,15 @@ def formula_of(part: Part) -> Any:
     Raises:
         NoFormulaError: the part has no formula, or the formula is a method of the part that the trainer also calls.
     """
-    found = part.formula() or _no_formula_of(part)
-    for one in found if isinstance(found, tuple) else (found,):
+    formula = part.formula() or _no_formula_of(part)
+    for one in formula if isinstance(formula, tuple) else (formula,):
         method: Any = getattr(one, "func", one)
         if getattr(method, "__self__", None) is part:
             raise NoFormulaError(
                 f"formula() of {describe_part(part)} returns its method {method.__name__}, so that the code would be "
                 "compared with itself; write the maths a second time (docs/extending.md#the-oracle)"
             )
-    return found
+    return formula
 
 
 def no_formula_of_weights(what: str, names: Sequence[str], model: ModelConfig) -> NoReturn:

@@ -187,11 +187,11 @@ class RolloutEngine:
 
     def _with_merged_routing(self, completions: list[Completion]) -> list[Completion]:
         """Merge the recorded experts of all tensor-parallel ranks; collective over tp."""
-        found = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
-        if not found:
+        routed = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
+        if not routed:
             return completions
         groups = self._model.groups
-        merged = merge_over_tp(found, groups.attn.tp, groups.device)
+        merged = merge_over_tp(routed, groups.attn.tp, groups.device)
         return [replace(one, expert_ids=ids) for one, ids in zip(completions, merged, strict=True)]
 
 
@@ -284,7 +284,7 @@ class OpenGeneration:
 
     def _scored(self, segments: Sequence[PassSegment]) -> list["_Scored"]:
         """Return the rows of a pass whose next token belongs to a scored prompt."""
-        found = []
+        scored = []
         end = 0
         for segment in segments:
             start, end = end, end + len(segment.tokens)
@@ -292,11 +292,11 @@ class OpenGeneration:
                 continue
             prompt = self._open[segment.scored_number].request.prompt
             positions = range(segment.first, min(segment.first + len(segment.tokens), len(prompt) - 1))
-            found += [
+            scored += [
                 _Scored(start + position - segment.first, segment.scored_number, position + 1, prompt[position + 1])
                 for position in positions
             ]
-        return found
+        return scored
 
     def _score(self, logits_MV: Tensor | None, scored: Sequence["_Scored"]) -> None:
         """Record the log-probabilities of tokens of prompts; collective over the ranks of these requests."""
@@ -311,8 +311,8 @@ class OpenGeneration:
                 stage = self._chain.last_stage
                 assert stage is not None
                 found_DM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
-        found = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
-        for one, most, (log_prob, *best) in zip(scored, wanted, found, strict=True):
+        rows = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
+        for one, most, (log_prob, *best) in zip(scored, wanted, rows, strict=True):
             score = PromptScore(log_prob, _alternatives(one.token, log_prob, best, most))
             self._open[one.number].prompt_scores[one.position] = score
 
@@ -363,9 +363,9 @@ class OpenGeneration:
             if count:
                 found_DN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
         # The only time that a pass waits for the device.
-        found = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
-        check_drawn([token for token, *_ in found])
-        return [self._new_token(number, *of_sample) for number, of_sample in zip(numbers, found, strict=True)]
+        rows = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
+        check_drawn([token for token, *_ in rows])
+        return [self._new_token(number, *of_sample) for number, of_sample in zip(numbers, rows, strict=True)]
 
     def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
         """Return the drawn token of a sample with the requested number of alternatives."""
@@ -385,7 +385,7 @@ class OpenGeneration:
 
     def _advance(self, drawn: Sequence[NewToken], is_complete: StopCondition | None) -> list[NewToken]:
         """Append the drawn tokens to their samples, and finish complete ones."""
-        found = []
+        finished = []
         for new in drawn:
             number = new.number
             token = new.token
@@ -405,8 +405,8 @@ class OpenGeneration:
                 if self._records_routing:
                     sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(number))
                 self._scheduler.finish(number)
-            found.append(new if reason is None else new._replace(finish_reason=reason))
-        return found
+            finished.append(new if reason is None else new._replace(finish_reason=reason))
+        return finished
 
 
 class _Scored(NamedTuple):
@@ -498,8 +498,8 @@ def change_logits(
         logits_V[list(ids)] += torch.tensor(values, dtype=logits_V.dtype, device=device)
     if rules.repetition_penalty != 1:
         seen = sorted({*request.prompt, *tokens})
-        found = logits_V[seen]
-        logits_V[seen] = torch.where(found > 0, found / rules.repetition_penalty, found * rules.repetition_penalty)
+        logits = logits_V[seen]
+        logits_V[seen] = torch.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
     counts = Counter(tokens)
     if counts and (rules.frequency_penalty or rules.presence_penalty):
         penalties = [count * rules.frequency_penalty + rules.presence_penalty for count in counts.values()]

@@ -44,8 +44,8 @@ class ToolUse:
 
     def parameters_of(self, name: str) -> Mapping[str, Any]:
         """Return the JSON schema of a tool's arguments."""
-        found = next(tool["function"] for tool in self.tools if tool["function"]["name"] == name)
-        parameters: Mapping[str, Any] = found.get("parameters") or {"type": "object"}
+        function = next(tool["function"] for tool in self.tools if tool["function"]["name"] == name)
+        parameters: Mapping[str, Any] = function.get("parameters") or {"type": "object"}
         return parameters
 
 
@@ -225,7 +225,7 @@ def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
 
 
 def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    found = []
+    pairs = []
     for name, value in given.items():
         if not name.isdecimal() or not name.isascii() or len(name) > 12:
             raise ApiError(f"logit_bias has the key {name!r}; the keys are token ids", param="logit_bias")
@@ -234,8 +234,8 @@ def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
                 f"logit_bias of token {name} is {value:g}; it must be between -{MAX_BIAS} and {MAX_BIAS}",
                 param="logit_bias",
             )
-        found.append((int(name), value))
-    return tuple(found)
+        pairs.append((int(name), value))
+    return tuple(pairs)
 
 
 def _schema(fields: SharedFields) -> str:
@@ -336,12 +336,12 @@ def _arguments(given: str | Mapping[str, Any], place: str) -> Mapping[str, Any]:
     if not isinstance(given, str):
         return given
     try:
-        found = from_json(given) if given.strip() else {}
+        arguments = from_json(given) if given.strip() else {}
     except ValueError as error:
         raise ApiError(f"{place}.function.arguments is not JSON: {error}", param="messages") from None
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise ApiError(f"{place}.function.arguments must be a JSON object", param="messages")
-    return found
+    return arguments
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:

@@ -85,12 +85,12 @@ def _call_of(value: Any) -> Call:
 
 def _object_of(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text) if text.strip() else {}
+        value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         raise NoCallError from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise NoCallError
-    return found
+    return value
 
 
 def _skip(text: str, start: int, more: str = "") -> int:
@@ -353,12 +353,12 @@ class CallReader:
 
     def _split(self, *, is_end: bool) -> tuple[str, list[Call]]:
         assert self._format is not None
-        found = ""
+        text = ""
         calls: list[Call] = []
         self._is_in_call = False
         while self._pending and not self.is_done:
             begin = self._begin(self._pending, is_end=is_end)
-            found += self._text(self._pending[:begin])
+            text += self._text(self._pending[:begin])
             self._pending = self._pending[begin:]
             if not self._pending or not self._is_call(self._pending):
                 break
@@ -367,7 +367,7 @@ class CallReader:
                 if taken is not None and any(call.name not in _names(self._use) for call in taken.calls):
                     raise NoCallError
             except NoCallError:
-                found += self._text(self._pending[0])
+                text += self._text(self._pending[0])
                 self._pending = self._pending[1:]
                 continue
             if taken is None:
@@ -378,7 +378,7 @@ class CallReader:
             self._pending = self._pending[taken.length :]
         if self.is_done:
             self._pending = ""
-        return found, calls
+        return text, calls
 
     def _counted(self, calls: Sequence[Call]) -> list[Call]:
         kept = list(calls) if self._use.allows_many else list(calls[:1])

@@ -75,8 +75,8 @@ class Experts(nn.Module):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The parameters in the order of `ExpertWeights`: three matrices, and three biases if there are any."""
-        found = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
-        return [weight for weight in found if weight is not None]
+        weights = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
+        return [weight for weight in weights if weight is not None]
 
     @property
     def computed_weights(self) -> Sequence[Tensor]:

@@ -80,11 +80,11 @@ def _describe(autotuner: Autotuner) -> str:
 
 def _skipped(measured: Times) -> str:
     """Return the candidates that raised on a rank."""
-    found = {
+    reasons = {
         f"{operation.partition(':')[0]} by {name}"
         for operation, by_octave in measured.items()
         for times in by_octave.values()
         for name, ms in times.items()
         if math.isinf(ms)
     }
-    return ", ".join(sorted(found))
+    return ", ".join(sorted(reasons))

@@ -64,7 +64,7 @@ class ReferencePass(Callback):
 
         It is in the run folder, or next to the checkpoint that checkpoint.resume names.
         """
-        found: NDArray[np.float64] | None = None
+        log_probs: NDArray[np.float64] | None = None
         folders = [context.folder]
         if self._checkpoint.resume not in ("auto", "never"):
             folders.append(Path(self._checkpoint.resume).resolve().parent.parent)
@@ -73,12 +73,12 @@ class ReferencePass(Callback):
             path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
             if path is not None:
                 try:
-                    found = np.load(path, allow_pickle=False)
+                    log_probs = np.load(path, allow_pickle=False)
                 except (OSError, ValueError):
-                    found = None
-                if found is not None and (found.shape != shape or found.dtype != np.float64):
-                    found = None
-        on_rank0: NDArray[np.float64] | None = current_world().all_gather_object(found)[0]
+                    log_probs = None
+                if log_probs is not None and (log_probs.shape != shape or log_probs.dtype != np.float64):
+                    log_probs = None
+        on_rank0: NDArray[np.float64] | None = current_world().all_gather_object(log_probs)[0]
         if on_rank0 is None:
             raise ConfigError(
                 f"run.dir={str(context.folder)!r} has no readable {name}, the log-probabilities of this data under the "
@@ -146,8 +146,8 @@ def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.
             rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
             totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
     totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
-    found: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
-    return found
+    means: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
+    return means
 
 
 def _epoch(sampler: Sampler, context: TrainingContext) -> Iterator[Batch]:

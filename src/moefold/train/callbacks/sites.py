@@ -104,12 +104,12 @@ class SiteRounds(Callback):
         digest = self._digest(context, list(outer.weights.values()))
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
-        found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
-        if found == "stopped":
+        answer = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
+        if answer == "stopped":
             return
         # The round after the present step will still follow.
         self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
-        if found == "missed":
+        if answer == "missed":
             self._join(context)
             self._begin_joined(context)
 

@@ -30,11 +30,11 @@ def update(
     momentum = state.setdefault("momentum", torch.zeros_like(weight))
     momentum.mul_(part.momentum).add_(gradient)
     nesterov = gradient + part.momentum * momentum
-    found = part.weight_decay * weight
+    change = part.weight_decay * weight
     for index in matrix_indices(spec):
         orthogonal = newton_schulz(nesterov[index], part.ns_steps)
-        found[index] += 0.2 * max(nesterov[index].shape) ** 0.5 * orthogonal
-    return found
+        change[index] += 0.2 * max(nesterov[index].shape) ** 0.5 * orthogonal
+    return change
 
 
 def matrix_indices(spec: ParamSpec) -> Iterator[int | Tensor]:
