@@ -287,7 +287,7 @@ def cross_validate(
     weights = np.array([s.weight for s in samples])
     residuals = np.empty(len(samples))
     for fold in dict.fromkeys(folds):
-        held_out = np.array([one == fold for one in folds])
+        held_out = np.array([number == fold for number in folds])
         refitted = solve(jacobian, errors, x, np.where(held_out, 0.0, weights))
         residuals[held_out] = (errors + jacobian @ (refitted - x))[held_out]
     return residuals
@@ -312,10 +312,10 @@ def print_pairs(samples: list[Sample], errors: FloatArray) -> None:
         case = (s.table, s.source, s.case.model, s.case.gpu, p.mapping.world_size, p.precision, s.case.row["seq_len"])
         cases.setdefault(case, []).append((p.mapping, float(e)))
     percents = [
-        100 * abs(np.expm1(one[1] - other[1]))
+        100 * abs(np.expm1(first[1] - other[1]))
         for (table, *_), rows in cases.items()
-        for one, other in combinations(rows, 2)
-        if table < 2 and one[0] != other[0]
+        for first, other in combinations(rows, 2)
+        if table < 2 and first[0] != other[0]
     ]
     print(
         f"two mappings of a case: {len(percents)} pairs, median {np.median(percents):.1f} %, 8 of 10 within "

@@ -188,10 +188,10 @@ def check_grouped_gemms(contact: Contact, case: ExpertCase) -> None:
             contact.close("y", y[target_R.long()][: case.used], case.product(case.inner_RF, down))
 
         def gradient(options: dict = options) -> None:
-            given = (case.inner_RF, case.grad_RH, case.offsets_E)
-            gradient = kernels.grouped_gemm_weight_grad(*given, out=case.nan(experts, inner, hidden), **options)
+            inputs = (case.inner_RF, case.grad_RH, case.offsets_E)
+            gradient = kernels.grouped_gemm_weight_grad(*inputs, out=case.nan(experts, inner, hidden), **options)
             contact.close("weights", gradient, case.weight_gradient(case.inner_RF, case.grad_RH))
-            contact.time("time", lambda: kernels.grouped_gemm_weight_grad(*given, **options))
+            contact.time("time", lambda: kernels.grouped_gemm_weight_grad(*inputs, **options))
 
         size = f"{tile.block_m}x{tile.block_n}"
         contact.check(f"grouped GEMM {size}, gathers", gathered)
@@ -215,10 +215,10 @@ def check_fc1(contact: Contact, case: ExpertCase) -> None:
 
         def run(tile: object = tile) -> None:
             out = kernels.Fc1Output(**{name: case.nan(*case.inner_RF.shape) for name in FC1_RESULTS})
-            given = (case.x_TH, case.weights, case.offsets_E, out)
+            inputs = (case.x_TH, case.weights, case.offsets_E, out)
 
             def call() -> None:
-                kernels.fc1(*given, source_R=case.source_R, probs_R=case.probs_R, tile_config=tile)
+                kernels.fc1(*inputs, source_R=case.source_R, probs_R=case.probs_R, tile_config=tile)
 
             call()
             weights = (case.weights.gate_EHF, case.weights.up_EHF)
@@ -437,8 +437,8 @@ def check_top_k(contact: Contact, case: ExpertCase) -> None:
         rows, keys, top_k = (2, 60, 8) if case.stage.is_tiny else (64, 8192, 512)
         scores = torch.randn(rows, keys, device=case.stage.device)
         guess = torch.randint(keys, (rows, top_k), device=case.stage.device, dtype=torch.int32)
-        for name, given in (("no guess", None), ("guess", guess)):
-            selected = triton_exact_topk(scores, top_k, None, None, given)[0]
+        for name, hint in (("no guess", None), ("guess", guess)):
+            selected = triton_exact_topk(scores, top_k, None, None, hint)[0]
             contact.below(f"wrong keys, {name}", _share_of_others(selected, sorted_topk(scores, top_k)), 0.0)
 
     contact.check("exact top-k", run)
@@ -517,9 +517,9 @@ def check_pages(contact: Contact, case: ExpertCase) -> None:
         if reason := device_refusal(case.stage.device):
             case.stage.add(contact.name, f"pages are gathered, as {reason}")
             return
-        given = probe_case(sizes, case.stage.device, (32, 4, 128))
-        out, lse = FlashPages().with_log_sum(*given, window)
-        exact, exact_lse = (torch.cat(parts) for parts in zip(*exact_segments(*given, window), strict=True))
+        inputs = probe_case(sizes, case.stage.device, (32, 4, 128))
+        out, lse = FlashPages().with_log_sum(*inputs, window)
+        exact, exact_lse = (torch.cat(parts) for parts in zip(*exact_segments(*inputs, window), strict=True))
         contact.close("y", out, exact, ROUNDED_TWICE_LIMIT)
         contact.below("log-sum-exp", float((lse.double() - exact_lse).abs().max()), LOG_SUM_LIMIT)
 

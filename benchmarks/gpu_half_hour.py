@@ -125,12 +125,12 @@ def chosen_stages(stages: Sequence[Stage], names: str) -> list[Stage]:
     Raises:
         UnusableError: a name is unknown.
     """
-    known = {stage.name: stage for stage in stages}
-    wanted = names.split(",") if names else list(known)
-    unknown = [name for name in wanted if name not in known]
+    by_name = {stage.name: stage for stage in stages}
+    wanted = names.split(",") if names else list(by_name)
+    unknown = [name for name in wanted if name not in by_name]
     if unknown:
-        raise UnusableError(f"--stages has no {', '.join(unknown)}; the stages are {', '.join(known)}")
-    return [known[name] for name in wanted]
+        raise UnusableError(f"--stages has no {', '.join(unknown)}; the stages are {', '.join(by_name)}")
+    return [by_name[name] for name in wanted]
 
 
 def unpack_cache(archive: Path, device: str, results: Results) -> None:

@@ -367,9 +367,9 @@ def _report_rows(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if "kind" in row:
         yield from _bench_rows(row)
     elif "predictions" in row:
-        for one in row["predictions"]:
-            yield {"name": one["name"], "value": one["measured_s"] * 1e3, "unit": "ms"}
-            yield {"name": f"{one['name']}, fitted", "value": one["predicted_s"] * 1e3, "unit": "ms"}
+        for entry in row["predictions"]:
+            yield {"name": entry["name"], "value": entry["measured_s"] * 1e3, "unit": "ms"}
+            yield {"name": f"{entry['name']}, fitted", "value": entry["predicted_s"] * 1e3, "unit": "ms"}
     else:
         yield row
 

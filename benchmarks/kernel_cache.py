@@ -140,8 +140,8 @@ def _other_compiler(manifest: dict[str, Any]) -> Iterator[str]:
         yield f"compiled by another build of Triton {manifest['triton']}"
     if there["ptxas"] != here["ptxas"]:
         yield f"assembled by ptxas {there['ptxas']}, and {here['ptxas']} is here"
-    variables = [dict(map(tuple, one["environment"])) for one in (there, here)]
+    variables = [dict(map(tuple, content["environment"])) for content in (there, here)]
     for name in sorted(variables[0].keys() | variables[1].keys()):
-        given, current = (one.get(name, "unset") for one in variables)
-        if given != current:
-            yield f"compiled with {name}={given}, and it is {current} here"
+        packed, current = (values.get(name, "unset") for values in variables)
+        if packed != current:
+            yield f"compiled with {name}={packed}, and it is {current} here"

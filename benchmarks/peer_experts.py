@@ -93,7 +93,7 @@ def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
     passes = empty_passes = 0
     finished_s = 0.0
     tokens: dict[int, list[int]] = {i: [] for i in range(len(requests))}
-    num_pages = sum(-(-(len(one.prompt) + one.max_tokens) // 64) for one in requests)
+    num_pages = sum(-(-(len(request.prompt) + request.max_tokens) // 64) for request in requests)
     with engine.open(num_pages) as generation:
         decoder: Any = generation._decoder
         forward = decoder.forward

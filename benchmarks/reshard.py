@@ -92,8 +92,8 @@ def main() -> None:
         for mapping in (args.train, args.sample)
     )
     with tempfile.TemporaryDirectory() as folder:
-        given = (train, sample, args.rounds, args.scratch_mib << 20, folder)
-        results = WorkerPool().run(train.parallel.world_size, _measure, *given, timeout_s=600)
+        arguments = (train, sample, args.rounds, args.scratch_mib << 20, folder)
+        results = WorkerPool().run(train.parallel.world_size, _measure, *arguments, timeout_s=600)
     seconds, plan_s, stats, parameters = results[0]
     print(f"{parameters / 1e6:.1f} M parameters, {train.run.dtype}; plan {plan_s * 1e3:.0f} ms, {stats.rounds} rounds")
     for rank, (_, _, of_rank, _) in enumerate(results):

@@ -359,7 +359,7 @@ def run_trial(main: Callable[[Trial], Outcome]) -> tuple[str, float, int, float]
         match = re.search(outcome.message, trial.text())
         if match is None:
             raise RuntimeError(f"no message {outcome.message}\n{trial.text()}")
-        skipped = sum(bool(one["sites"] and one["sites"]["skipped"]) for one in records(trial.run_dir(0)))
+        skipped = sum(bool(record["sites"] and record["sites"]["skipped"]) for record in records(trial.run_dir(0)))
         expected = PlannedSites(load_config(trial.recipe, ["sites.number=0"]), read_plan(trial)).run(STEPS)[-1].losses
         losses = {number: records(trial.run_dir(number))[-1] for number in range(COUNT)}
         differences = [

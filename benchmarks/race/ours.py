@@ -101,7 +101,7 @@ def generate(shares_prompts: bool, turns: Turns, seat: Seat) -> None:
                 for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
             ]
             done = RolloutEngine(loaded.model, settings, SamplingParams(temperature=0.0)).generate(requests)
-            return {"tokens": [list(one.tokens) for one in done]}
+            return {"tokens": [list(completion.tokens) for completion in done]}
 
         turns.take(run)
 

@@ -124,7 +124,7 @@ def batch_continuously(turns: Turns, seat: Seat) -> None:
                     raise RuntimeError("the thread of continuous batching ended")
                 if result is not None and result.is_finished():
                     completions[result.request_id] = result.generated_tokens
-        return {"tokens": [completions[one] for one in ids]}
+        return {"tokens": [completions[request_id] for request_id in ids]}
 
     turns.take(run)
 
@@ -162,7 +162,7 @@ def serve_vllm(turns: Turns, seat: Seat) -> None:
             for n in lengths
         ]
         done = llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
-        return {"tokens": [list(one.outputs[0].token_ids) for one in done]}
+        return {"tokens": [list(output.outputs[0].token_ids) for output in done]}
 
     turns.take(run)
 

@@ -227,14 +227,14 @@ class LongLineError(ValueError):
         super().__init__(f"line {number:,} is longer than {limit:,} bytes")
 
 
-def have_same_content(one: Path, other: Path) -> bool:
+def have_same_content(first: Path, other: Path) -> bool:
     """Return whether two regular files have equal content, reading one block of each at a time.
 
     Raises:
         OSError: a file cannot be read or is not regular.
     """
-    with open_regular(one) as one_file, open_regular(other) as other_file:
-        if one.stat().st_size != other.stat().st_size:
+    with open_regular(first) as one_file, open_regular(other) as other_file:
+        if first.stat().st_size != other.stat().st_size:
             return False
         while True:
             block = one_file.read(_BLOCK_BYTES)

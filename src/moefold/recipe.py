@@ -103,16 +103,16 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
         # Values that are not counts are refused by name later.
         return []
     overridden = {override.partition("=")[0].strip() for override in overrides}
-    given = [key for key in ("epochs", "steps") if f"run.{key}" in overridden]
+    lengths = [key for key in ("epochs", "steps") if f"run.{key}" in overridden]
     if "steps" not in run:
         run["steps"] = MAX_STEPS
         return []
-    if len(given) != 1 or {"epochs", "steps"} <= recipe.get("run", {}).keys():
+    if len(lengths) != 1 or {"epochs", "steps"} <= recipe.get("run", {}).keys():
         raise ConfigError(
             f"run.steps={run['steps']} and run.epochs={run['epochs']} both give the length of the run; leave one out"
         )
-    other = "steps" if given[0] == "epochs" else "epochs"
-    message = f"run.{given[0]}={run[given[0]]} replaces run.{other}={run[other]} of the recipe"
+    other = "steps" if lengths[0] == "epochs" else "epochs"
+    message = f"run.{lengths[0]}={run[lengths[0]]} replaces run.{other}={run[other]} of the recipe"
     run[other] = MAX_STEPS if other == "steps" else 0
     return [message]
 

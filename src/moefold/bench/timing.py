@@ -91,9 +91,9 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count the new storages of its results."""
         result = func(*args, **(kwargs or {}))
-        known = {self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        inputs = {self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and self._key(leaf) not in known:
+            if isinstance(leaf, torch.Tensor) and self._key(leaf) not in inputs:
                 self._add(leaf.untyped_storage())
         return result
 

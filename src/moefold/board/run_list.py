@@ -78,7 +78,7 @@ class RunList:
             if reader.run.key not in opened or reader.run.key in waiting:
                 reader.peek()
         summaries = [self.summary(reader) for reader in self.readers]
-        return [one | {"has_more": True} if one["key"] in waiting else one for one in summaries]
+        return [summary | {"has_more": True} if summary["key"] in waiting else summary for summary in summaries]
 
     def _add_new(self) -> None:
         for run in find_runs(self.folders):

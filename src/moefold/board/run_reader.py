@@ -212,9 +212,9 @@ class RunReader:
             steps = ranks = np.array([], dtype=np.int64)
             if SLOWEST_RANK in self._table.names:
                 steps, values = self._table.column(SLOWEST_RANK)
-                known = np.abs(values) <= MAX_RANK
-                steps = steps[known]
-                ranks = values[known].astype(np.int64)
+                is_rank = np.abs(values) <= MAX_RANK
+                steps = steps[is_rank]
+                ranks = values[is_rank].astype(np.int64)
             recent = Counter(ranks[-RECENT_STEPS:].tolist())
             return {
                 "times": None if self._rank_times is None else _newest_times(*self._rank_times),
@@ -404,10 +404,10 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
 
 def _version_problem(settings: Mapping[str, Any]) -> str:
     """Return the differences of a run's keys from the keys of this version of moefold; empty if there are none."""
-    known = {f"{section}.{key}" for section in sections() for key in key_types(section)}
+    all_keys = {f"{section}.{key}" for section in sections() for key in key_types(section)}
     parts = [
         f"{words} {format_list(sorted(keys))}"
-        for words, keys in (("it has no", known - set(settings)), ("it has", set(settings) - known))
+        for words, keys in (("it has no", all_keys - set(settings)), ("it has", set(settings) - all_keys))
         if keys
     ]
     return f"{SETTINGS_FILE} is of another version of moefold: {'; '.join(parts)}" if parts else ""

@@ -153,14 +153,14 @@ def newest_checkpoint(path: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def skipped_checkpoints(given: Path, opened: Path) -> list[str]:
+def skipped_checkpoints(requested: Path, opened: Path) -> list[str]:
     """Return the later checkpoints without a description that `newest_checkpoint` skipped, each with the reason.
 
     Args:
-        given: the path that the user named.
+        requested: the path that the user named.
         opened: the checkpoint that `newest_checkpoint` returned for it.
     """
-    if (given / META_FILE).is_file() or step_of(opened) < 0 or names_best(given):
+    if (requested / META_FILE).is_file() or step_of(opened) < 0 or names_best(requested):
         return []
     later = [path for path in named_checkpoints(opened.parent) if step_of(path) > step_of(opened)]
     return [

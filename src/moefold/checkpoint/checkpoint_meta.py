@@ -245,5 +245,5 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     # A training process does not import the loader of recipes.
     from moefold.config.load import config_from_dict
 
-    known = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
-    return config_from_dict({"model": known_parts("model", known) | {"preset": "", "mtp_layers": 0}}).model
+    fields = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
+    return config_from_dict({"model": known_parts("model", fields) | {"preset": "", "mtp_layers": 0}}).model

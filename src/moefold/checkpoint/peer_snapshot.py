@@ -306,9 +306,9 @@ class PeerSnapshots:
             world: all ranks of the new mapping.
         """
         has_step = any(slot.step == step for slot in self._slots)
-        known = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
+        states = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
         if not has_step:
-            self._slots[0] = Snapshot(step, next(progress for progress in known if progress is not None))
+            self._slots[0] = Snapshot(step, next(progress for progress in states if progress is not None))
 
     def snapshot(self, step: int) -> Snapshot:
         """Return the snapshot of a step, which must be in `held`."""
@@ -331,12 +331,12 @@ class PeerSnapshots:
         self.restored_parts, self._restored = (), None
         if self._plan is not None and self._plan.groups is groups:
             shards = {(name, box): local_tensor(state[name]) for name, box in self._plan.boxes}
-            slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
+            slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
         # The last snapshot of the previous generation is complete on every rank; the older would be a third one.
-        last = max(self._slots, key=lambda one: -1 if one.step is None else one.step)
+        last = max(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
         self._slots = [last, Snapshot()]
         shards = local_boxes(state)
         plan = self._make_plan(shards, groups)

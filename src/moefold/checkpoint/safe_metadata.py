@@ -97,7 +97,7 @@ class SafeReader(dcp.FileSystemReader):
 
         with ThreadPoolExecutor(REMOTE_READERS) as readers:
             fetch_all = readers.map if isinstance(folder, RemotePath) else map
-            for batch in batch_by_size(items, lambda one: self._parts[one].storage_info.length, REMOTE_BATCH_BYTES):
+            for batch in batch_by_size(items, lambda item: self._parts[item].storage_info.length, REMOTE_BATCH_BYTES):
                 for index, shard in zip(batch, fetch_all(fetch, batch), strict=True):
                     _copy_shard(shard, items[index], planner)
         done: Future[None] = Future()

@@ -138,10 +138,10 @@ def shape_from_args(args: argparse.Namespace) -> BenchShape:
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
-    known = bench_shapes()
-    if args.shape not in known:
-        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
-    return known[args.shape]
+    shapes = bench_shapes()
+    if args.shape not in shapes:
+        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(shapes)}")
+    return shapes[args.shape]
 
 
 def device_type_from_args(args: argparse.Namespace) -> str:

@@ -191,8 +191,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     paths = locate_checkpoint(arguments.checkpoint), locate_checkpoint(arguments.other)
-    for given, opened in zip((arguments.checkpoint, arguments.other), paths, strict=True):
-        report_skipped_for(given, opened)
+    for requested, opened in zip((arguments.checkpoint, arguments.other), paths, strict=True):
+        report_skipped_for(requested, opened)
     metas = read_meta(paths[0]), read_meta(paths[1])
     from moefold.checkpoint.inspect import differing_tensors
 

@@ -328,7 +328,7 @@ def _draw_stages(
     units = [list(_units(stage, model)) for stage in plan.stages]
     left = STAGES_MARGIN
     for kind, (fill, meaning) in UNIT_COLORS.items():
-        if any(kind == one for own in units for one, _ in own):
+        if any(kind == unit for own in units for unit, _ in own):
             canvas.box((left, 0.99, 0.18, 0.18), fill)
             canvas.text(left + 0.26, 1.08, meaning, 9.5, FAINT)
             left += 0.5 + 0.082 * len(meaning)
@@ -364,8 +364,8 @@ def _draw_stage(canvas: _Canvas, stage: Stage, units: Sequence[tuple[str, str]],
 
 def _draw_bars(canvas: _Canvas, costs: Sequence[StageCost], stage: int, left: float, top: float) -> None:
     cost = costs[stage]
-    flops = cost.flops / max(1, *(one.flops for one in costs))
-    weights = cost.num_parameters / max(1, *(one.num_parameters for one in costs))
+    flops = cost.flops / max(1, *(entry.flops for entry in costs))
+    weights = cost.num_parameters / max(1, *(entry.num_parameters for entry in costs))
     bars = ((flops, f"{flops:.0%}", FLOPS_BAR_COLOR), (weights, compact_count(cost.num_parameters), WEIGHT_BAR_COLOR))
     for i, (share, label, fill) in enumerate(bars):
         start = left + i * BARS_WIDTH + BAR_TEXT_WIDTH

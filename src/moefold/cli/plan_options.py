@@ -20,9 +20,9 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
     """
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top {args.top} must be at least 1")
-    given = {field.name: getattr(args, field.name) for field in fields(PlanOptions)}
+    options = {field.name: getattr(args, field.name) for field in fields(PlanOptions)}
     fixed = parse_axes(args.fix, "--fix") if args.fix else {}
-    return plan_request(args.model, args.gpu, PlanOptions(**given | {"fix": fixed}))
+    return plan_request(args.model, args.gpu, PlanOptions(**options | {"fix": fixed}))
 
 
 def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") -> None:
@@ -56,15 +56,15 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
     from moefold.topology.layout import fold_mapping
 
     layout = fold_mapping(parallel)
-    given = parse_straggler_factors(options, layout.world_size)
+    ranks = parse_straggler_factors(options, layout.world_size)
     factors = dict[int, float]()
-    for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in given):
+    for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in ranks):
         stage = [rank for rank in range(layout.world_size) if layout.attention.coordinate(rank, "pp") == pp_rank]
-        factors[pp_rank] = max(given.get(rank, 1.0) for rank in stage)
-        fast = next((rank for rank in stage if given.get(rank, 1.0) < 1), None)
+        factors[pp_rank] = max(ranks.get(rank, 1.0) for rank in stage)
+        fast = next((rank for rank in stage if ranks.get(rank, 1.0) < 1), None)
         if fast is not None and factors[pp_rank] == 1:
             raise ConfigError(
-                f"--straggler {fast}={given[fast]:g}: its stage has {len(stage)} ranks and waits for the slowest one, "
+                f"--straggler {fast}={ranks[fast]:g}: its stage has {len(stage)} ranks and waits for the slowest one, "
                 "so a single faster rank changes nothing; name all of them, or choose a factor of at least 1"
             )
     return factors

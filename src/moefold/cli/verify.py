@@ -134,18 +134,18 @@ def verify(
     from moefold.data.dataset import prepare
     from moefold.verify.compare import by_cause, compare_records, one_rank_record, run_oracle, zero_gradients
 
-    one = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
-    if one is not None:
+    base = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
+    if base is not None:
         with reworded_errors((r"^", "--against one-rank: ")):
-            check_config(one)
+            check_config(base)
     parts = (part for section in fields(cfg) for part in parts_in(getattr(cfg, section.name)))
     outside = {describe_part(part): None for part in parts if not type(part).formula.__module__.startswith("moefold.")}
-    notes = (*notes, ONE_RANK_NOTE if one else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if one or outside else notes
+    notes = (*notes, ONE_RANK_NOTE if base else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if base or outside else notes
     print_escaped(_header(cfg.model, cfg.parallel, cfg.moe, cfg.train, message, notes), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     with WorkProgress("verify") as progress:
-        if one is not None:
-            [alone] = run_distributed(one, steps, progress.report)
+        if base is not None:
+            [alone] = run_distributed(base, steps, progress.report)
             oracle = one_rank_record(cfg.train, alone)
         else:
             oracle = run_oracle(cfg, steps, progress.report)
@@ -153,7 +153,7 @@ def verify(
         ranks = run_distributed(cfg, steps, progress.report)
         progress.report("comparing")
         errors = compare_records(oracle, ranks)
-    print_escaped(_format_steps(oracle, ranks, "one rank" if one else "oracle"))
+    print_escaped(_format_steps(oracle, ranks, "one rank" if base else "oracle"))
     print_escaped(_format_worst(errors, steps))
     if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))

@@ -43,11 +43,11 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
             value = counted_layers(before, value) if key == "layers" and type(value) is int else value
             value = _whole(name, value, before)
             trees.setdefault(section, {})[key] = list(value) if isinstance(value, tuple) else value
-    given = config_from_dict(trees)
+    edited = config_from_dict(trees)
     for name, value in sorted(settings.items(), key=lambda item: item[0].count(".")):
         section, *names = name.split(".")
         if len(names) == 1 and name in plain:
-            value = getattr(getattr(given, section), names[0])
+            value = getattr(getattr(edited, section), names[0])
         cfg = replace(cfg, **{section: _edited(getattr(cfg, section), section, names, value)})
     return cfg
 

@@ -94,10 +94,10 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """
     if FORMAT_KEY in tree:
         tree = check_format(tree, "the recipe")
-    given = nested(tree)
-    names = {f"{section}.{key}" for section, keys in given.items() if isinstance(keys, dict) for key in keys}
-    moved = {name: moved_key_refusal(given, name) for name in MOVED if name in names}
-    tree, wrong_preset = _with_preset(given)
+    tables = nested(tree)
+    names = {f"{section}.{key}" for section, keys in tables.items() if isinstance(keys, dict) for key in keys}
+    moved = {name: moved_key_refusal(tables, name) for name in MOVED if name in names}
+    tree, wrong_preset = _with_preset(tables)
     tree, parts, wrong_parts = _take_tables(tree)
     problems: Problems = {**_structure_problems(tree), **wrong_preset, **wrong_parts, **moved}
     filled = _known_keys(tree, problems, parts.get(SiteMethodPart.key))
@@ -287,7 +287,7 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodP
         method: the part of sites.method, if it is from outside.
     """
     # A key with an error is omitted, because other checks might fail on it.
-    known = {
+    filled = {
         section: {
             key: value
             for key, value in keys.items()
@@ -296,9 +296,9 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodP
         for section, keys in tree.items()
         if section in sections() and isinstance(keys, dict)
     }
-    if "sites" in known:
-        known["sites"] = {**_method_values(known["sites"], method), **known["sites"]}
-    return known
+    if "sites" in filled:
+        filled["sites"] = {**_method_values(filled["sites"], method), **filled["sites"]}
+    return filled
 
 
 def _method_values(keys: Mapping[str, Any], method: SiteMethodPart | None) -> Mapping[str, Any]:

@@ -32,33 +32,33 @@ def guard_methods(part: Any) -> None:
         # A part that this one inherits from was guarded when it was made.
         if _is_of_package(owner.__module__) or (owner is not part and issubclass(owner, ours[-1])):
             continue
-        asked = next(vars(base)[name] for base in ours if name in vars(base))
+        declared = next(vars(base)[name] for base in ours if name in vars(base))
         match vars(owner)[name]:
             case property() as method:
-                guarded: Any = property(_guarded(part, name, method.fget, asked))
+                guarded: Any = property(_guarded(part, name, method.fget, declared))
             case cached_property() as method:
-                guarded = cached_property(_guarded(part, name, method.func, asked))
+                guarded = cached_property(_guarded(part, name, method.func, declared))
                 guarded.__set_name__(part, name)
             case classmethod() | staticmethod() as method:
-                guarded = type(method)(_guarded(part, name, method.__func__, asked))
+                guarded = type(method)(_guarded(part, name, method.__func__, declared))
             case method if isfunction(method):
-                guarded = _guarded(part, name, method, asked)
+                guarded = _guarded(part, name, method, declared)
             case _:
                 continue
         setattr(part, name, guarded)
 
 
-def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., Any]:
+def _guarded(part: Any, name: str, function: Any, method: Any) -> Callable[..., Any]:
     """Return a wrapper whose errors name the part, and that checks the type of the result.
 
     Args:
         part: the class that defines it, or inherits it.
         name: name of the method.
         function: the method in the class.
-        asked: the method in the base class of the group.
+        method: the method in the base class of the group.
     """
     code = getattr(function, "__code__", None)
-    hint_with = cache(lambda has_torch: _returns(asked, has_torch))
+    hint_with = cache(lambda has_torch: _returns(method, has_torch))
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def failure_of_part(error: BaseException) -> RunError | None:
 def _count_shared(module: str, other: str) -> int:
     """Return the number of leading names that the paths of two modules have in common."""
     pairs = list(zip(module.split("."), other.split("."), strict=False))
-    return next((i for i, (one, two) in enumerate(pairs) if one != two), len(pairs))
+    return next((i for i, (first, two) in enumerate(pairs) if first != two), len(pairs))
 
 
 def _subclasses(base: Any) -> Iterator[Any]:
@@ -160,9 +160,9 @@ def _is_of_package(module: str) -> bool:
     return module.startswith("moefold.")
 
 
-def _returns(asked: Any, has_torch: bool) -> Any:
+def _returns(method: Any, has_torch: bool) -> Any:
     """Return the annotated result type of a method or property of a base class; Any if it cannot be read."""
-    function = getattr(asked, "fget", None) or getattr(asked, "func", None) or getattr(asked, "__func__", asked)
+    function = getattr(method, "fget", None) or getattr(method, "func", None) or getattr(method, "__func__", method)
     names = {"Tensor": modules["torch"].Tensor} if has_torch else {}
     try:
         hint = get_type_hints(function, localns=names, include_extras=True)["return"]

@@ -213,20 +213,20 @@ def settings_of_other_kind(
         part = find_part(mark.group, kind)
     else:
         return {}, {}
-    known = settings_of(part)
-    kept = {key: value for key, value in settings.items() if key in known}
-    return kept, {key: value for key, value in settings.items() if key not in known}
+    own_settings = settings_of(part)
+    kept = {key: value for key, value in settings.items() if key in own_settings}
+    return kept, {key: value for key, value in settings.items() if key not in own_settings}
 
 
 def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table, given its path, without the parts from outside of this package."""
-    known = {}
+    filtered = {}
     for key, value in table.items():
         group = group_at(f"{path}.{key}")
         kind = value.get("kind") if isinstance(value, dict) else value
         if group is None or not isinstance(kind, str) or kind in (*built_in_kinds(group), NONE):
-            known[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
-    return known
+            filtered[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
+    return filtered
 
 
 def toml_value(value: Any) -> str:
@@ -394,9 +394,9 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
                 problems[key] = error
         elif reason := value_unsupported_reason(hints[key], MAX_NUMBER, value):
             problems[key] = Problem(f"{name}.{key}", value, reason)
-    known = {key: value for key, value in table.items() if key not in problems and key not in values}
+    legal = {key: value for key, value in table.items() if key not in problems and key not in values}
     try:
-        model = _model(part).model_validate_json(json.dumps(known, default=lambda value: {"no setting": str(value)}))
+        model = _model(part).model_validate_json(json.dumps(legal, default=lambda value: {"no setting": str(value)}))
         values |= {name.removeprefix(_PREFIX): getattr(model, name) for name in model.model_fields_set}
     except ValidationError as error:
         for item in error.errors(include_url=False):

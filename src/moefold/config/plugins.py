@@ -132,13 +132,13 @@ def imported_class(kind: str, origin: Origin) -> tuple[Any, Origin]:
     modules = [module for key, module in sys.modules.items() if key.startswith(_FILE_MODULE)]
     candidates = [(_origin_of_module(module), module) for module in modules if hasattr(module, name)]
     ranked = sorted(
-        (one for one in candidates if Path(one[0].file).name == Path(file).name),
-        key=lambda one: (one[0] == origin, one[0].sha256 == origin.sha256),
+        (candidate for candidate in candidates if Path(candidate[0].file).name == Path(file).name),
+        key=lambda candidate: (candidate[0] == origin, candidate[0].sha256 == origin.sha256),
     )
     if not ranked:
-        known = f"{origin.file}:{name}" if Path(origin.file).is_file() else kind
+        part = f"{origin.file}:{name}" if Path(origin.file).is_file() else kind
         where = f", which was {origin.file}" if origin.file else ""
-        raise MissingPartError(f"was trained with {kind}{where}; name it: --part {shlex.quote(known)}")
+        raise MissingPartError(f"was trained with {kind}{where}; name it: --part {shlex.quote(part)}")
     return getattr(ranked[-1][1], name), ranked[-1][0]
 
 
@@ -165,7 +165,7 @@ def entry_point_of(group: str, kind: str) -> EntryPoint:
     """Return the entry point of a kind; raise ConfigError if two distributions have it."""
     points = entry_points_of(group)[kind]
     if len(points) > 1:
-        names = " and ".join(str(origin_of_entry(one)) for one in points)
+        names = " and ".join(str(origin_of_entry(point)) for point in points)
         raise ConfigError(f"{names} both bring the {group} {kind!r}; uninstall one of them")
     return points[0]
 

@@ -144,7 +144,7 @@ def _mark_in(owner: Any, name: str) -> KindOf | type[Table] | None:
     if isinstance(owner, KindOf):
         base = find_group(owner.group)
         owners = [base] if name in settings_of(base) else owners_of(owner)
-    return next((tables_of(one)[name] for one in owners if name in tables_of(one)), None)
+    return next((tables_of(table)[name] for table in owners if name in tables_of(table)), None)
 
 
 def group_at(path: str) -> str | None:

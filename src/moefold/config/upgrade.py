@@ -164,7 +164,7 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         path, owner = str(place), place.key
         kind = _kind_at(owner, sections, base)
         if place.setting == KIND:
-            other = next((one for one in place.kinds if one.endswith(f"_{kind}")), "")
+            other = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
             if value and other:
                 put(sections, owner.split("."), other)
             elif not value or kind not in place.kinds:
@@ -198,8 +198,8 @@ def _preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _put_site_method(sites: dict[str, Any]) -> bool:
     """Set the method that flat keys of [sites] need, and the keys that it would change; return whether it was set."""
-    given = sites.get("method", "mean")
-    before = given.get(KIND) if isinstance(given, dict) else given
+    method = sites.get("method", "mean")
+    before = method.get(KIND) if isinstance(method, dict) else method
     method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
     # Absent keys have the defaults of the given method, which enable it; for another method they count as off.
     silent = {key: None if method_of[key] == before else off for key, off in SITES_OFF.items()}
@@ -222,19 +222,19 @@ def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
     """Replace the number of layers and their patterns by words; unknown patterns stay, to be refused later."""
     # Checkpoints have the pattern repeated to the length of the model.
     model.pop("layer_kinds", None)
-    given = {key: model[key] for key in ("num_layers", *PATTERNS) if key in model}
-    if not given:
+    former = {key: model[key] for key in ("num_layers", *PATTERNS) if key in model}
+    if not former:
         return
     try:
         rows = parse_layers(model.get("layers", preset.get("layers", 4)))
-        rows = repeat_layers(rows, len(parse_layers(given.get("num_layers", len(rows)))))
+        rows = repeat_layers(rows, len(parse_layers(former.get("num_layers", len(rows)))))
         for key, (column, words) in PATTERNS.items():
-            if key in given:
-                cells = _expanded(given[key], words, len(rows))
+            if key in former:
+                cells = _expanded(former[key], words, len(rows))
                 rows = tuple(row._replace(**{column: cells[i % len(cells)]}) for i, row in enumerate(rows))
     except (KeyError, TypeError, ValueError):
         return
-    for key in given:
+    for key in former:
         del model[key]
     model["layers"] = spell_layers(rows)
 

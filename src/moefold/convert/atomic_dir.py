@@ -69,7 +69,7 @@ def raise_on_all_ranks(world: World, reason: str) -> None:
     Raises:
         ConfigError: a process passed a non-empty reason.
     """
-    reasons = [given for given in world.all_gather_object(reason) if given]
+    reasons = [text for text in world.all_gather_object(reason) if text]
     if reasons:
         raise ConfigError(reasons[0])
 

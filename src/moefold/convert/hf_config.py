@@ -216,19 +216,19 @@ def _sort_config(
     """Sort the keys of a config.json whose fields have been read."""
     for alias, name in declared_keys().aliases.get(family.name, {}).items():
         whole.asked |= {alias} if name in whole.asked else set()
-    given = KeyReader(hf_config)
-    given.asked = whole.asked
-    given.nested = {key: inner for key, inner in whole.nested.items() if key in hf_config}
+    reader = KeyReader(hf_config)
+    reader.asked = whole.asked
+    reader.nested = {key: inner for key, inner in whole.nested.items() if key in hf_config}
     multimodal = multimodal_folder(hf_config, family)
     text_keys = config_known_keys(family.name)
     if quantization := hf_config.get(QUANTIZATION_KEY):
-        given.nested[QUANTIZATION_KEY] = KeyReader(quantization)
+        reader.nested[QUANTIZATION_KEY] = KeyReader(quantization)
     top = text_keys if multimodal is None else multimodal_known_keys(multimodal.model_type)
     paths = () if multimodal is None else tuple(accumulate(multimodal.config_path, "{}.{}".format))
-    known = {QUANTIZATION_KEY: QUANTIZATION_KEYS} | dict.fromkeys(paths, top)
-    known |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": QUANTIZATION_KEYS} if paths else {}
-    reports = [sort_keys(CONFIG_FILE, given, top, ignored_keys)]
-    reports += nested_reports(CONFIG_FILE, given, known, ignored_keys)
+    key_sets = {QUANTIZATION_KEY: QUANTIZATION_KEYS} | dict.fromkeys(paths, top)
+    key_sets |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": QUANTIZATION_KEYS} if paths else {}
+    reports = [sort_keys(CONFIG_FILE, reader, top, ignored_keys)]
+    reports += nested_reports(CONFIG_FILE, reader, key_sets, ignored_keys)
     report = join_reports(CONFIG_FILE, reports)
     classes = hf_config.get("architectures")
     if multimodal is None and isinstance(classes, list) and classes and family.architecture not in classes:

@@ -123,10 +123,10 @@ def _is_inside(folder: Path, file: str) -> bool:
 
 def _read_index(path: Path, index: Path, *, allows_quantized: bool) -> dict[str, TensorLocation]:
     try:
-        given = read_json(index, MAX_INDEX_BYTES)["weight_map"]
-        bad = sorted({file for file in given.values() if not _is_inside(path, file)})
+        file_of = read_json(index, MAX_INDEX_BYTES)["weight_map"]
+        bad = sorted({file for file in file_of.values() if not _is_inside(path, file)})
         # "./FILE" is equal to FILE, as in transformers.
-        weight_map = {name: str(PurePosixPath(file)) for name, file in given.items()}
+        weight_map = {name: str(PurePosixPath(file)) for name, file in file_of.items()}
         files = sorted(set(weight_map.values()))
     except OSError as error:
         raise ConfigError(f"{str(index)!r} cannot be read: {error.strerror}") from None

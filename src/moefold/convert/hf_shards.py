@@ -110,8 +110,8 @@ def hash_tensor(location: TensorLocation) -> str:
 
 def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
     """Return the tensors whose hashes differ from the manifest."""
-    known = manifest.tensors
-    return [name for name, digest in hashes.items() if name in known and known[name].sha256 != digest]
+    entries = manifest.tensors
+    return [name for name, digest in hashes.items() if name in entries and entries[name].sha256 != digest]
 
 
 def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] = ()) -> list[str]:
@@ -182,10 +182,10 @@ def assign_shards(
         separates_mtp: put MTP layers into separate new files, which no index lists.
     """
     tensors = {name: (dtypes[name], shape) for name, shape in mapping.hf_shapes.items()}
-    known = {} if imported is None else {name: entry for name, entry in imported.tensors.items() if name in tensors}
-    if known.keys() == tensors.keys():
+    entries = {} if imported is None else {name: entry for name, entry in imported.tensors.items() if name in tensors}
+    if entries.keys() == tensors.keys():
         shards: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        for name, entry in known.items():
+        for name, entry in entries.items():
             shards.setdefault(entry.file, {})[name] = tensors[name]
         return dict(shards)
     names = [name for group in group_by_parameters(mapping) for name in group]

@@ -296,14 +296,14 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
     return share_of_rank(chunks, [row_bytes[chunk.name] * (chunk.stop - chunk.start) for chunk in chunks], world)
 
 
-def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manifest:
+def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:
     """Hash the tensors of a folder, each in one process; reject tensors that differ from the folder's own manifest.
 
     Args:
-        known: hashes that this process has computed already.
+        digests: hashes that this process has computed already.
     """
     folder: HfFolder = source.folder
-    hashes = {name: digest for part in world.all_gather_object(dict(known)) for name, digest in part.items()}
+    hashes = {name: digest for part in world.all_gather_object(dict(digests)) for name, digest in part.items()}
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)
     own = read_manifest(folder.path)
     if own is not None and (changed := changed_tensors(own, hashes | _hashes_of_parts(folder, world))):

@@ -67,12 +67,12 @@ def load_initial_weights(
     Raises:
         ConfigError: the weights cannot be read, or belong to another model; raised on every rank.
     """
-    given = checkpoint.start
+    start = checkpoint.start
     upcycle = checkpoint.upcycle
-    if not given:
+    if not start:
         return ""
     world = current_world()
-    named = weights_path(given)
+    named = weights_path(start)
     path: Path = folder or world.all_gather_object(resolve_weights_folder(named))[0]
     skipped = skipped_checkpoints(named, path) if is_first_rank else []
     if not is_hf_folder(path):
@@ -105,7 +105,7 @@ def load_initial_weights(
     elif is_first_rank and (left_out := read_model(path, ALL_KEYS).mtp_layers - sizes.mtp_layers):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
     # A copy on this machine is described by its source.
-    origin = given if is_remote(given) and is_hf_folder(path) else path
+    origin = start if is_remote(start) and is_hf_folder(path) else path
     summary = f"{'upcycled from' if upcycle else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
 

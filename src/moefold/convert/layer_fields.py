@@ -22,8 +22,8 @@ class SparseLayers:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read which layers have experts."""
         count = num_layers_of(hf_config)
-        given = hf_config.get("decoder_sparse_step") is not None
-        step = interval_of(hf_config, "decoder_sparse_step", 1) if given else 1
+        has_step = hf_config.get("decoder_sparse_step") is not None
+        step = interval_of(hf_config, "decoder_sparse_step", 1) if has_step else 1
         dense = hf_config.get("mlp_only_layers")
         dense = list(self.default_dense) if dense is None else dense
         if not isinstance(dense, list) or not all(map(is_int, dense)):

@@ -63,11 +63,11 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
                 f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
             )
     _check_scale(path, keys)
-    known = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
+    table = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
     reader = KeyReader(keys)
     reader.asked |= {"peft_type", *_READ_KEYS}
     try:
-        report = join_reports(CONFIG_FILE, [sort_keys(CONFIG_FILE, reader, known, ignored_keys)])
+        report = join_reports(CONFIG_FILE, [sort_keys(CONFIG_FILE, reader, table, ignored_keys)])
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r}: {error}") from None
     _check_weights_file(folder)

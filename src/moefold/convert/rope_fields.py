@@ -34,30 +34,30 @@ class RopeParameters:
         """Read theta and the RoPE scaling."""
         # As in transformers, the older key takes precedence.
         mark_read(hf_config, *_OUTER_KEYS)
-        given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+        scaling = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         if hf_config.get("rope_scaling"):
             mark_read(hf_config, "rope_parameters")
-        if not given and self.is_required:
+        if not scaling and self.is_required:
             raise ConfigError("config.json lacks rope_parameters")
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"config.json has rope_parameters={given!r}, which should be an object")
+        if not isinstance(scaling, Mapping):
+            raise ConfigError(f"config.json has rope_parameters={scaling!r}, which should be an object")
         rope: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
         rope |= {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
-        rope |= {"rope_type": given["type"]} if "type" in given else {}
-        rope |= {key: given[key] for key in _ROPE_KEYS if key in given}
+        rope |= {"rope_type": scaling["type"]} if "type" in scaling else {}
+        rope |= {key: scaling[key] for key in _ROPE_KEYS if key in scaling}
         if rope["rope_type"] == "deepseek_yarn":
             rope["rope_type"] = "yarn"
-        if "mrope_section" in given:
-            mark_read(given, "interleaved")
+        if "mrope_section" in scaling:
+            mark_read(scaling, "interleaved")
         kind = rope["rope_type"]
         keys = Renamed("rope_theta", "rope.theta").read(rope) | self._read_fraction(rope, hf_config)
         if kind == "default":
             return keys
-        if kind == "dynamic" and given.get("alpha"):
+        if kind == "dynamic" and scaling.get("alpha"):
             # Hunyuan's folders: a fixed factor of theta, not a dynamic one.
-            rope["alpha"] = given["alpha"]
+            rope["alpha"] = scaling["alpha"]
             return {**keys, **_read(kind, rope)}
-        kinds = ("default", LONGROPE) if self.has_mscale else tuple(one for one in sorted(_kinds()) if one != "dynamic")
+        kinds = ("default", LONGROPE) if self.has_mscale else tuple(k for k in sorted(_kinds()) if k != "dynamic")
         if not isinstance(kind, str) or kind not in kinds:
             legal = ", ".join(map(repr, kinds))
             raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")

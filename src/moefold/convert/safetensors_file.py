@@ -165,11 +165,11 @@ def _parse_sizes(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def bytes_equal(one: TensorLocation, other: TensorLocation) -> bool:
+def bytes_equal(first: TensorLocation, other: TensorLocation) -> bool:
     """Return whether two tensors have the same dtype, shape and bytes."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (first.dtype, first.shape) != (other.dtype, other.shape):
         return False
-    return all(a == b for a, b in zip(one.blocks(), other.blocks(), strict=True))
+    return all(a == b for a, b in zip(first.blocks(), other.blocks(), strict=True))
 
 
 def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -375,8 +375,8 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
     target = target.squeeze()
     source = source.squeeze().to(target.dtype)
     if target.dim() > 2 and source.stride(-1) != 1 and source.stride(-2) == 1:
-        for one, other in zip(target, source, strict=True):
-            copy_permuted(one, other)
+        for inner, other in zip(target, source, strict=True):
+            copy_permuted(inner, other)
         return
     if source.dim() == 2 and source.stride(0) == 1 and not target.is_contiguous():
         source = source.contiguous()

@@ -116,31 +116,31 @@ def tokenize_conversations(
     """
     chats: list[RenderedChat | None] = []
     refused: set[str] = set()
-    for one, rendered in zip(conversations, template.render_all(conversations), strict=True):
+    for req, rendered in zip(conversations, template.render_all(conversations), strict=True):
         try:
-            chats.append(_checked(rendered, one, tokenizer, template))
+            chats.append(_checked(rendered, req, tokenizer, template))
         except ConfigError as error:
             chats.append(None)
-            if one.location not in refused:
+            if req.location not in refused:
                 report.skipped.refuse(error)
-            refused.add(one.location)
-    used = [None if one.location in refused else chat for one, chat in zip(conversations, chats, strict=True)]
+            refused.add(req.location)
+    used = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
     kept = [chat for chat in used if chat is not None]
     encoded = tokenizer.encode_with_offsets([chat.text for chat in kept])
     prompts_of = iter(_encode_prompts(kept, encoded, tokenizer))
     tokens_of = iter(encoded)
-    for one, chat in zip(conversations, used, strict=True):
+    for req, chat in zip(conversations, used, strict=True):
         if chat is None:
             yield None
             continue
         ids, places = next(tokens_of)
         prompts = next(prompts_of)
         if chat.altered_turn:
-            report.altered[f"{one.location}, turn {chat.altered_turn}"] = None
-        for what in _unwritten(one, chat, template.source_for(one.tools)):
-            report.unwritten[what][one.location] = None
+            report.altered[f"{req.location}, turn {chat.altered_turn}"] = None
+        for what in _unwritten(req, chat, template.source_for(req.tools)):
+            report.unwritten[what][req.location] = None
         if any(_common_length(ids, prompt) < len(prompt) for prompt in prompts):
-            report.mismatched[one.location] = None
+            report.mismatched[req.location] = None
         yield TokenizedConversation(ids, _targets(chat, ids, places, prompts))
 
 
@@ -169,40 +169,40 @@ def _encode_prompts(
 
 
 def _checked(
-    chat: RenderedChat | ConfigError, one: ChatRequest, tokenizer: OffsetTokenizer, template: ChatTemplate
+    chat: RenderedChat | ConfigError, req: ChatRequest, tokenizer: OffsetTokenizer, template: ChatTemplate
 ) -> RenderedChat:
     """Return a rendered conversation.
 
     Raises:
         ConfigError: the conversation could not be rendered, or its text cannot be tokenised.
     """
-    template.check_roles(one)
+    template.check_roles(req)
     if isinstance(chat, ConfigError):
         raise chat
-    calls = [number for number, message in enumerate(one.messages, 1) if message.get("tool_calls")]
-    if calls and "tool_call" not in template.source_for(one.tools):
+    calls = [number for number, message in enumerate(req.messages, 1) if message.get("tool_calls")]
+    if calls and "tool_call" not in template.source_for(req.tools):
         raise ConfigError(
-            f"{one.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
+            f"{req.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
             "write; set a template that does (data.chat_template), or remove the row"
         )
     # The text may also contain other fields than the content, such as names and tool calls.
-    reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
+    reject_surrogates(chat.text, f"{req.location}: the rendered conversation")
     if not chat.text:
-        raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
-    reject_nul(tokenizer, [*one.messages, one.tools], f"{one.location}: the conversation")
+        raise ConfigError(f"{req.location}: the chat template renders the conversation as no text; remove it")
+    reject_nul(tokenizer, [*req.messages, req.tools], f"{req.location}: the conversation")
     return chat
 
 
-def _unwritten(one: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
+def _unwritten(req: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
     """Return the parts of a conversation that are not in its text: tools, and reasoning of answers to train on."""
     parts = []
-    if one.tools and ("tools" not in source or not all(_is_written(_tool_name(tool), chat.text) for tool in one.tools)):
+    if req.tools and ("tools" not in source or not all(_is_written(_tool_name(tool), chat.text) for tool in req.tools)):
         parts.append(TOOLS)
-    answers = [i for i, message in enumerate(one.messages) if message["role"] == "assistant"]
-    targets = answers if one.targets is None else list(one.targets)
+    answers = [i for i, message in enumerate(req.messages) if message["role"] == "assistant"]
+    targets = answers if req.targets is None else list(req.targets)
     # A turn that changes because others follow has its own note.
     checked = targets[-1:] if chat.altered_turn else targets
-    reasoning = [one.messages[i].get("reasoning_content") for i in checked]
+    reasoning = [req.messages[i].get("reasoning_content") for i in checked]
     if not all(_is_written(text, chat.text) for text in reasoning if isinstance(text, str)):
         parts.append(REASONING)
     return parts

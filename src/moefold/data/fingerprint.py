@@ -227,9 +227,9 @@ def _matched(
     """Return the new names by the old names if all files have the same content in the same order; else {}."""
     if len(before) != len(after):
         return {}
-    for one, other in zip(before, after, strict=True):
-        same = has_same_content(saved[one], fingerprints[other]) and saved[one] != SKIPPED
-        if not same or (then.by_folder and _meaning(then, one) != _meaning(now, other)):
+    for name, other in zip(before, after, strict=True):
+        same = has_same_content(saved[name], fingerprints[other]) and saved[name] != SKIPPED
+        if not same or (then.by_folder and _meaning(then, name) != _meaning(now, other)):
             return {}
     return dict(zip(before, after, strict=True))
 

@@ -187,10 +187,10 @@ def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> di
 
 def has_same_content(saved: str, current: str) -> bool:
     """Return whether two fingerprints have the same content; old versions wrote no hash of all bytes."""
-    one = saved.split()
+    first = saved.split()
     other = current.split()
-    length = min(len(one), len(other))
-    return saved == current or (length > 1 and one[:length] == other[:length])
+    length = min(len(first), len(other))
+    return saved == current or (length > 1 and first[:length] == other[:length])
 
 
 def separate_dropped_files(
@@ -232,15 +232,15 @@ def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[s
         path: data.path of the run.
         tokens: names of its token files, in the order of `files`; empty if unknown.
     """
-    known = list(files)
+    listed = list(files)
     tokens = list(tokens)
-    if odd := [name for name in known if not Path(name).name]:
+    if odd := [name for name in listed if not Path(name).name]:
         raise TypeError(f"data_files names no file: {odd[0]!r}")
     for key, names in (("data_tokens", tokens), ("data_lost", list(dropped))):
-        if odd := [name for name in names if name not in known]:
+        if odd := [name for name in names if name not in listed]:
             raise TypeError(f"{key} names {odd[0]!r}, which is not among data_files")
     wanted = frozenset(tokens)
-    if tokens != [name for name in known if name in wanted]:
+    if tokens != [name for name in listed if name in wanted]:
         raise TypeError("data_tokens has another order than data_files")
     paths = path if isinstance(path, list) else [path]
     roots = [Path(root) for root in paths if isinstance(root, str)]

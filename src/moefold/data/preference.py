@@ -278,7 +278,7 @@ def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messa
     if isinstance(record.fields["chosen"], list):
         parts = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
         pairs = zip(*parts, strict=False)
-        shared = next((i for i, (one, other) in enumerate(pairs) if one != other), min(map(len, parts)))
+        shared = next((i for i, (first, other) in enumerate(pairs) if first != other), min(map(len, parts)))
         prompt, ends = parts[0][:shared], [part[shared:] for part in parts]
     else:
         texts = [column_text(record.fields, column, record.location) for column in ("chosen", "rejected")]

@@ -181,7 +181,7 @@ class PackedMembers(SampleSource):
 
     def origin(self, number: int) -> str:
         """Return the members of a sample, by their numbers in the order of the files."""
-        return f"{self.noun} {', '.join(str(int(one)) for one in self._bins[number])}"
+        return f"{self.noun} {', '.join(str(int(member)) for member in self._bins[number])}"
 
 
 class PackedConversations(PackedMembers):
@@ -208,7 +208,7 @@ class PackedConversations(PackedMembers):
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample; its weights are 1 for targets that the assistant wrote, else 0."""
         size = self.seq_len + 1
-        conversations = [self._conversations.read(int(one), size) for one in self._bins[number]]
+        conversations = [self._conversations.read(int(member), size) for member in self._bins[number]]
         scale = None
         if self._scales is not None:
             lengths = [len(ids) for ids, _ in conversations]
@@ -377,7 +377,7 @@ class Tokenization:
 
     def tokenize(self, conversations: Sequence[ConversationToRender]) -> Iterator[TokenizedConversation | None]:
         """Tokenise conversations, grouped by their rows; see `tokenize_conversations`."""
-        requests = [one.request() for one in conversations]
+        requests = [conversation.request() for conversation in conversations]
         return tokenize_conversations(requests, self.tokenizer, self.template, self.report)
 
 
@@ -393,7 +393,7 @@ def usable_records(files: Sequence[Path], reader: ConversationReader, job: Token
     records = (record for path in files for record in jsonl_records(path, skipped.refuse))
     readable = _readable(records, reader, skipped)
     while batch := list(islice(readable, _BATCH_ROWS)):
-        tokenized = job.tokenize([one for _, conversations in batch for one in conversations])
+        tokenized = job.tokenize([conversation for _, conversations in batch for conversation in conversations])
         for record, conversations in batch:
             is_used = [next(tokenized) is not None for _ in conversations]
             if all(is_used):
@@ -408,15 +408,15 @@ def _write_conversations(
     file.write(npy_header(dtype, 0))
     num_tokens = 0
     # The conversations of one row stay together, because a row is skipped as a whole.
-    rows = (list(of_row) for _, of_row in groupby(conversations, key=lambda one: one.location))
+    rows = (list(of_row) for _, of_row in groupby(conversations, key=lambda conversation: conversation.location))
     while batch := list(islice(rows, _BATCH_ROWS)):
-        flat = [one for row in batch for one in row]
-        for one, encoded in zip(flat, job.tokenize(flat), strict=True):
+        flat = [conversation for row in batch for conversation in row]
+        for conversation, encoded in zip(flat, job.tokenize(flat), strict=True):
             if encoded is not None:
-                flagged = _flag(encoded, has_label=one.has_label)
+                flagged = _flag(encoded, has_label=conversation.has_label)
                 file.write(flagged.astype(dtype).tobytes())
                 num_tokens += len(flagged)
-        progress.advance(sum(one.size_bytes for one in flat))
+        progress.advance(sum(conversation.size_bytes for conversation in flat))
     file.seek(0)
     file.write(npy_header(dtype, num_tokens))
     return num_tokens

@@ -375,8 +375,8 @@ def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[s
         defaults = list(by_name)
     wanted = subset or next(iter(defaults), "")
     if wanted not in by_name:
-        given = f"data.subset={subset!r} is none of" if subset else "data.subset is empty, and must be one of"
-        raise ConfigError(f"{given} the configurations of {folder}: {', '.join(by_name)}")
+        fault = f"data.subset={subset!r} is none of" if subset else "data.subset is empty, and must be one of"
+        raise ConfigError(f"{fault} the configurations of {folder}: {', '.join(by_name)}")
     config = by_name[wanted]
     if others := sorted(map(str, config.keys() - _CONFIG_KEYS)):
         raise ConfigError(
@@ -399,7 +399,7 @@ def _files_of_patterns(patterns: Any, names: Sequence[str], folder: Path) -> dic
         wanted = data_files.sanitize_patterns(patterns)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the {_CARD} of {folder} has data_files that are not understood ({error})") from error
-    return {str(split): _matching(names, [str(one).removeprefix("./") for one in few]) for split, few in wanted.items()}
+    return {str(split): _matching(names, [str(p).removeprefix("./") for p in few]) for split, few in wanted.items()}
 
 
 def _configurations(folder: Path) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ class TemplateWorker:
         del payload
         self._settings = request
         date = datetime.fromisoformat(request["date"])
-        self._programs = [(_compile(one, request["marks"], date), has_marks) for one, has_marks in request["sources"]]
+        self._programs = [(_compile(text, request["marks"], date), has_marks) for text, has_marks in request["sources"]]
         return {}, b""
 
     def render(self, request: Mapping[str, Any], payload: bytes) -> tuple[Answer, bytes]:

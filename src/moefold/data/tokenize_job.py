@@ -397,7 +397,7 @@ def _read_skipped(path: Path) -> tuple[int, str]:
         return 0, ""
     except (OSError, ValueError) as error:
         raise ConfigError(f"{_skipped_path(path)} cannot be read ({error}); remove it with {path.name}") from None
-    if not (isinstance(skipped, list) and [type(one) for one in skipped] == [int, str]):
+    if not (isinstance(skipped, list) and [type(value) for value in skipped] == [int, str]):
         raise ConfigError(f"{_skipped_path(path)} is broken; remove it with {path.name}")
     return skipped[0], skipped[1]
 

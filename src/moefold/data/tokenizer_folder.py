@@ -100,9 +100,9 @@ class ClassTable:
         entry = self.classes.get(name)
         if entry is None:
             return None
-        given = {name: settings[name] for name in entry["switches"] if name in settings}
-        known = {name: value for name, value in given.items() if value in (True, False)}
-        number = entry["forms"].get(form_key(given), entry["forms"][form_key(known)])
+        switches = {name: settings[name] for name in entry["switches"] if name in settings}
+        booleans = {name: value for name, value in switches.items() if value in (True, False)}
+        number = entry["forms"].get(form_key(switches), entry["forms"][form_key(booleans)])
         fields = ("special_tokens", "takes_unk_token", "replaces_post_processor", "reads_merges")
         return TokenizerClass(entry["parts"][number], **{name: entry[name] for name in fields})
 
@@ -236,7 +236,7 @@ def declaring_files(path: Path) -> dict[str, Path]:
     """
     file = tokenizer_file(path)
     names = [SETTINGS_FILE, TOKENS_MAP_FILE, ADDED_TOKENS_FILE, TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE]
-    names += [f"{TEMPLATE_DIR}/{one.name}" for one in sorted((file.parent / TEMPLATE_DIR).glob("*.jinja"))]
+    names += [f"{TEMPLATE_DIR}/{template.name}" for template in sorted((file.parent / TEMPLATE_DIR).glob("*.jinja"))]
     is_slow = file.name == SLOW_FILES[0]
     own = {name: file.with_name(name) for name in SLOW_FILES} if is_slow else {TOKENIZER_FILE: file}
     return own | {name: file.parent / name for name in names if (file.parent / name).is_file()}
@@ -333,14 +333,14 @@ def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any
         ConfigError: a file has an unknown form.
     """
     # A template may be long, and declares no token.
-    given = {key: value for key, value in settings.items() if key != "chat_template"}
-    if "added_tokens_decoder" not in given:
+    declared = {key: value for key, value in settings.items() if key != "chat_template"}
+    if "added_tokens_decoder" not in declared:
         others = {"tokens_map": TOKENS_MAP_FILE, "added_tokens": ADDED_TOKENS_FILE}
-        return {"settings": given, **{key: _read_object(folder / name) for key, name in others.items()}}
-    entries = given["added_tokens_decoder"]
+        return {"settings": declared, **{key: _read_object(folder / name) for key, name in others.items()}}
+    entries = declared["added_tokens_decoder"]
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ConfigError(f"{folder / SETTINGS_FILE}: added_tokens_decoder must be an object of objects; mend it")
-    return {"settings": given, "tokens_map": {}, "added_tokens": {}}
+    return {"settings": declared, "tokens_map": {}, "added_tokens": {}}
 
 
 def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: str) -> list[str]:
@@ -370,7 +370,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str
         return templates, file
     declared = settings.get("chat_template")
     if isinstance(declared, list):
-        declared = {str(one.get("name")): one.get("template") for one in declared if isinstance(one, dict)}
+        declared = {str(entry.get("name")): entry.get("template") for entry in declared if isinstance(entry, dict)}
     if not isinstance(declared, dict):
         declared = {DEFAULT_TEMPLATE: declared}
     named = {name: source for name, source in declared.items() if isinstance(source, str)}

@@ -114,8 +114,8 @@ class TokenizerProcess:
 
     def decode(self, ids: NDArray[np.int64]) -> str:
         """Return the text of ids; ids that are not tokens are ignored."""
-        known = np.where((ids < 0) | (ids > _MAX_ID), _MAX_ID, ids).astype(np.uint32)
-        return self._ask({"do": "decode"}, known.tobytes())[1].decode()
+        clipped = np.where((ids < 0) | (ids > _MAX_ID), _MAX_ID, ids).astype(np.uint32)
+        return self._ask({"do": "decode"}, clipped.tobytes())[1].decode()
 
     def serialize(self) -> bytes:
         """Return a tokenizer.json with the declarations."""

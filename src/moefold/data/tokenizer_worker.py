@@ -162,16 +162,16 @@ class _Tokens:
         if isinstance(extra, dict):
             self._declared |= extra
             extra = []
-        self.extra = [_special_token(one) for one in extra]
+        self.extra = [_special_token(token) for token in extra]
         self.names = _named(self._declared)
         """The special tokens by name."""
 
     def special(self) -> list[tokenizers.AddedToken]:
         """Return the named special tokens with their flags."""
-        known = {token.content: token for token in self.by_id.values()}
+        by_text = {token.content: token for token in self.by_id.values()}
         tokens = []
         for name, text in self.names.items():
-            tokens.append(known.get(text, _special_token(self._declared[name])))
+            tokens.append(by_text.get(text, _special_token(self._declared[name])))
         return tokens
 
 
@@ -204,7 +204,7 @@ def _extra(settings: Mapping[str, Any]) -> Any:
 
 def _texts(extra: Any) -> set[str]:
     values = extra.values() if isinstance(extra, dict) else extra
-    return {str(one.get("content")) if isinstance(one, dict) else str(one) for one in values}
+    return {str(value.get("content")) if isinstance(value, dict) else str(value) for value in values}
 
 
 def _apply_declarations(backend: tokenizers.Tokenizer, declarations: Mapping[str, Any]) -> dict[str, str]:
@@ -219,8 +219,8 @@ def _apply_declarations(backend: tokenizers.Tokenizer, declarations: Mapping[str
         _replace_parts(backend, rebuilt, tokens.names)
     # Adding a token again gives it the last declared flags.
     backend.add_tokens([token for _, token in sorted(tokens.by_id.items())])
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_tokens([token for token in [*tokens.special(), *tokens.extra] if token.content not in known])
+    special = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in [*tokens.special(), *tokens.extra] if token.content not in special])
     if settings.get("split_special_tokens") is True:
         backend.encode_special_tokens = True
     # A file may enable both (sentence embedding models do), which would truncate and pad documents.
@@ -288,8 +288,8 @@ def _read_merges(content: bytes) -> list[tuple[str, str]]:
 def _without_defaults(value: Any) -> Any:
     """Return a tree without the entries that are null, false or empty: newer versions of the package write more."""
     if isinstance(value, dict):
-        return {name: _without_defaults(one) for name, one in value.items() if one or one == 0 and one is not False}
-    return [_without_defaults(one) for one in value] if isinstance(value, list) else value
+        return {name: _without_defaults(v) for name, v in value.items() if v or v == 0 and v is not False}
+    return [_without_defaults(v) for v in value] if isinstance(value, list) else value
 
 
 def _split(payload: bytes, sizes: Sequence[int]) -> list[bytes]:
@@ -321,7 +321,7 @@ _BYTES = _byte_of_character()
 
 def _unmapped(piece: str) -> bytes:
     """Return the bytes of an entry of a byte-level vocabulary."""
-    return bytes(_BYTES[one] for one in piece) if all(one in _BYTES for one in piece) else piece.encode()
+    return bytes(_BYTES[c] for c in piece) if all(c in _BYTES for c in piece) else piece.encode()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         # A name may have several addresses; IPv4 is preferred, as clients of "localhost" try both.
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = min(addresses, key=lambda one: one[0] != socket.AF_INET)
+        family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
         # The address :: stands for all addresses, IPv4 addresses included.
         is_dual = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)

@@ -115,12 +115,12 @@ def prepare_rollouts(
     settings = EngineSettings(
         slots=request.slots, pass_tokens=max(EngineSettings.pass_tokens, request.slots), cache_gib=request.cache_gib
     )
-    one = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
+    largest = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
 
     def cache_bytes(device_type: str) -> dict[str, int]:
         with reworded_errors(*ENGINE_OPTIONS):
             settings.check()
-            at_once = [one] * min(request.slots, num_prompts * request.samples)
+            at_once = [largest] * min(request.slots, num_prompts * request.samples)
             num_bytes = cache_of_requests(cfg, device_type, [at_once], settings)
         return {f"the cache of {request.slots} rollouts": num_bytes}
 

@@ -100,7 +100,7 @@ class VllmEngine:
                 results = self._send(requests)
             except VllmError as error:
                 reason = str(error)
-        if reasons := [given for given in current_world().all_gather_object(reason) if given]:
+        if reasons := [text for text in current_world().all_gather_object(reason) if text]:
             raise RunError(reasons[0])
         if pp.rank == 0:
             results = broadcast_object(results, tp, 0)

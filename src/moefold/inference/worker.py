@@ -206,9 +206,9 @@ def _finished_texts(job: GenerateJob, completions: Sequence[Completion], tokeniz
 
 
 def _print_generations(generations: Sequence[Generation], *, as_json: bool, echoes: bool) -> None:
-    for number, one in enumerate(generations, 1):
+    for number, reply in enumerate(generations, 1):
         if as_json:
-            record = {"prompt": one.prompt, "text": one.text, "tokens": one.tokens, "end": one.finish_reason}
+            record = {"prompt": reply.prompt, "text": reply.text, "tokens": reply.tokens, "end": reply.finish_reason}
             print(json.dumps(record))
         else:
-            print(_terminal_text(f"--- {number}{f': {one.prompt}' if echoes else ''}\n{one.text}"))
+            print(_terminal_text(f"--- {number}{f': {reply.prompt}' if echoes else ''}\n{reply.text}"))

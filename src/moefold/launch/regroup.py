@@ -238,8 +238,8 @@ class Regroup:
         proposal = json.loads(self._store.get(key))
         if "refused" in proposal:
             raise RunError(proposal["refused"])
-        given: dict[str, Any] = {key: tuple(part) if isinstance(part, list) else part for key, part in proposal.items()}
-        self.current = RankGeneration(**given)
+        args: dict[str, Any] = {key: tuple(part) if isinstance(part, list) else part for key, part in proposal.items()}
+        self.current = RankGeneration(**args)
         if self._rank not in self.current.ranks:
             raise RunError(
                 f"rank {self._rank} did not arrive in time when the ranks regrouped, and the others went on without it"

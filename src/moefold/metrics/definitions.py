@@ -765,7 +765,7 @@ GROUPS = (
         "The log",
         "The line of a step, and lines at the start and the end.",
         "log.",
-        (*(Metric(one.name, one.unit, one.counts) for one in LINE), *CONSOLE),
+        (*(Metric(metric.name, metric.unit, metric.counts) for metric in LINE), *CONSOLE),
     ),
     MetricGroup(
         "inspect --json", "`moefold inspect RUN --json`; its tables have the same numbers.", "inspect.", INSPECT
@@ -779,9 +779,9 @@ def definitions_text() -> str:
     lines = ["Often misread:", "", *(f"  {text}" for text in MISREAD), ""]
     for group in GROUPS:
         lines += [group.title, ""]
-        for one in group.metrics:
-            unit = f"  ({one.unit})" if one.unit else ""
-            other = f"; elsewhere: {one.elsewhere}" if one.elsewhere else ""
-            lines += [f"  {one.name}{unit}", f"      {one.counts}{other}"]
+        for metric in group.metrics:
+            unit = f"  ({metric.unit})" if metric.unit else ""
+            other = f"; elsewhere: {metric.elsewhere}" if metric.elsewhere else ""
+            lines += [f"  {metric.name}{unit}", f"      {metric.counts}{other}"]
         lines.append("")
     return "\n".join(lines)

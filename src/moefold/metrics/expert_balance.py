@@ -410,5 +410,5 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
 
 
 def _mean(values: Array) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
+    finite = values[~np.isnan(values)]
+    return float(finite.mean()) if len(finite) else None

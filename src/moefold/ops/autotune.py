@@ -184,11 +184,11 @@ def merge_times(of_ranks: Iterable[Times]) -> Times:
     merged: Times = {}
     for times in of_ranks:
         for operation, by_octave in times.items():
-            known = merged.setdefault(operation, {})
+            kept = merged.setdefault(operation, {})
             for octave, times_of_octave in by_octave.items():
-                other = known.get(octave, times_of_octave)
+                other = kept.get(octave, times_of_octave)
                 has_same = times_of_octave.keys() == other.keys()
-                known[octave] = {name: max(ms, other[name]) for name, ms in times_of_octave.items()} if has_same else {}
+                kept[octave] = {name: max(ms, other[name]) for name, ms in times_of_octave.items()} if has_same else {}
     return {
         operation: usable
         for operation, by_octave in merged.items()

@@ -74,12 +74,12 @@ def add_times(environment: Environment, times: Times, cache_dir: Path | None = N
     Returns:
         The file; None if no folder can be written, after a warning.
     """
-    known = read_times(environment, cache_dir)
+    stored = read_times(environment, cache_dir)
     for operation, by_octave in times.items():
         complete = {o: times for o, times in by_octave.items() if all(map(math.isfinite, times.values()))}
         if complete:
-            known[operation] = known.get(operation, {}) | complete
-    entry = {"environment": environment, "ms": known}
+            stored[operation] = stored.get(operation, {}) | complete
+    entry = {"environment": environment, "ms": stored}
     return write_json_entry(cache_folders(cache_dir), _name(environment), entry)
 
 

@@ -137,12 +137,12 @@ class CapturedPasses:
         Returns:
             The gradients of the inputs, the same tensors each time; None for an input that has none.
         """
-        given = [grad for grad, has_grad in zip(grads, self.has_grad, strict=True) if has_grad]
-        for i, grad in enumerate(given):
+        present = [grad for grad, has_grad in zip(grads, self.has_grad, strict=True) if has_grad]
+        for i, grad in enumerate(present):
             if grad is None and not self._is_zero[i]:
                 self._grads[i].zero_()
             self._is_zero[i] = grad is None
-        pairs = [(static, grad) for static, grad in zip(self._grads, given, strict=True) if grad is not None]
+        pairs = [(static, grad) for static, grad in zip(self._grads, present, strict=True) if grad is not None]
         foreach_copy_([static for static, _ in pairs], [grad for _, grad in pairs])
         self._replay_backward()
         return self._gradients

@@ -237,8 +237,8 @@ def _static(tensor: Tensor) -> Tensor:
 
 def _clone(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Copy tensors, in one launch."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    copies = [torch.empty_like(tensor) for tensor in given]
-    foreach_copy_(copies, given)
+    present = [tensor for tensor in tensors if tensor is not None]
+    copies = [torch.empty_like(tensor) for tensor in present]
+    foreach_copy_(copies, present)
     remaining = iter(copies)
     return [None if tensor is None else next(remaining) for tensor in tensors]

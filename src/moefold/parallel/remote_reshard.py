@@ -67,7 +67,7 @@ class _TransferParts:
             for transfer in transfers:
                 by_pair[transfer.source, transfer.target].append(transfer)
             yield [
-                _Part(source, target, tuple(pieces), sum(one.box.numel * self._itemsize[one.name] for one in pieces))
+                _Part(source, target, tuple(pieces), sum(item.box.numel * self._itemsize[item.name] for item in pieces))
                 for (source, target), pieces in sorted(by_pair.items())
             ]
 

@@ -60,7 +60,7 @@ def reward_names(data: DataConfig, reward: RewardConfig) -> tuple[str, ...]:
 def short_names(names: Sequence[str]) -> list[str]:
     """Return the names of reward functions in metrics, without their file unless two files have the same name."""
     short = [name.rpartition(":")[2] for name in names]
-    return [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
+    return [short_name if short.count(short_name) == 1 else name for short_name, name in zip(short, names, strict=True)]
 
 
 def weighted_sum(parts: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
@@ -287,8 +287,8 @@ def check_columns(data: DataConfig, reward: RewardConfig) -> Callable[[Prompt], 
 def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> None:
     """Check one function of reward.use."""
     if name in VERIFIERS:
-        for one in prompts:
-            _check_columns(name, one)
+        for prompt in prompts:
+            _check_columns(name, prompt)
         return
     reference = split_reference(name)
     if reference is None:

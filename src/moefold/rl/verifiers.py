@@ -76,9 +76,9 @@ def countdown(
 ) -> list[float]:
     """Return 1.0 if the completion is an expression of exactly the column `numbers` with the value `target`."""
     rewards = []
-    for completion, given, wanted in zip(completions, numbers, target, strict=True):
+    for completion, allowed, wanted in zip(completions, numbers, target, strict=True):
         parsed = evaluate(text_of(completion))
-        is_right = parsed is not None and parsed[0] == wanted and Counter(parsed[1]) == Counter(given)
+        is_right = parsed is not None and parsed[0] == wanted and Counter(parsed[1]) == Counter(allowed)
         rewards.append(float(is_right))
     return rewards
 
@@ -131,7 +131,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     """
     if len(text) > MAX_EXPRESSION_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return None
-    if max(accumulate((one == "(") - (one == ")") for one in text)) > _MAX_DEPTH:
+    if max(accumulate((character == "(") - (character == ")") for character in text)) > _MAX_DEPTH:
         return None
     # Python's own numbers have no leading zeros.
     plain = re.sub(r"\d+", lambda match: str(int(match[0])), " ".join(text.split()))

@@ -60,14 +60,14 @@ def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model:
     Raises:
         ConfigError: they belong to other matrices, or the checkpoint is damaged.
     """
-    given = lora.init_from
-    if not given:
+    init_from = lora.init_from
+    if not init_from:
         return ""
     from moefold.convert.preflight import resolve_weights_folder, weights_path
     from moefold.convert.weights import load_shards
 
     world = current_world()
-    path: Path = world.all_gather_object(resolve_weights_folder(weights_path(given)))[0]
+    path: Path = world.all_gather_object(resolve_weights_folder(weights_path(init_from)))[0]
     check_integrity(path, world, checks_hashes=checkpoint.verify)
     adapters = {name: p for name, p in model.named_parameters.items() if is_adapter(name)}
     load_shards(CheckpointSource(path), adapters, str(path))

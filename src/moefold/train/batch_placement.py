@@ -62,7 +62,7 @@ class RoundPlacer:
             "token_samples" and "positions", which give the sample and position of the token in each slot.
         """
         placed = self._place_rounds(bounds)
-        placements = [one.placement for one in placed if one.placement is not None]
+        placements = [micro_batch.placement for micro_batch in placed if micro_batch.placement is not None]
         exchange = SlotExchange(placements, self._groups.attn.dp, self._groups.attn.cp.rank)
         names = list(columns)
         rows = [np.moveaxis(columns[name], -1, 1) for name in names]
@@ -84,11 +84,11 @@ class RoundPlacer:
 
         The ranks exchange the bounds of their documents: a few integers for each sample.
         """
-        of_rank = [one.of_samples for one in bounds]
+        of_rank = [micro_batch.of_samples for micro_batch in bounds]
         rounds = zip(*all_gather_objects(of_rank, self._groups.attn.dp), strict=True)
         return tuple(
-            replace(one, placement=self._place([sample for samples in round_ for sample in samples]))
-            for one, round_ in zip(bounds, rounds, strict=True)
+            replace(micro_batch, placement=self._place([sample for samples in round_ for sample in samples]))
+            for micro_batch, round_ in zip(bounds, rounds, strict=True)
         )
 
     def _place(self, of_samples: Sequence[tuple[int, ...]]) -> Placement:
@@ -111,7 +111,7 @@ class SlotExchange:
         self._dp = dp
         shape = placements[0].shape
         round_tokens = shape.micro_batch_size * shape.seq_len
-        numbers = np.concatenate([one.slots(dp.rank * shape.cp + cp_rank) for one in placements])
+        numbers = np.concatenate([placement.slots(dp.rank * shape.cp + cp_rank) for placement in placements])
         round_ = np.repeat(np.arange(len(placements)), shape.tokens_per_rank)
         sample = numbers // shape.seq_len
         source = sample // shape.micro_batch_size
@@ -119,8 +119,8 @@ class SlotExchange:
         self._output_splits = np.bincount(source, minlength=dp.size).tolist()
         sent = [
             [
-                number * round_tokens + _tokens_between(one, rank, dp.rank * round_tokens, round_tokens)
-                for number, one in enumerate(placements)
+                number * round_tokens + _tokens_between(placement, rank, dp.rank * round_tokens, round_tokens)
+                for number, placement in enumerate(placements)
             ]
             for rank in range(cp_rank, shape.num_ranks, shape.cp)
         ]

@@ -140,9 +140,9 @@ def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history
     world = current_world()
     looks = world.is_rank0 and checkpoint.saves
     has_checkpoint = looks and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
-    known = world.all_gather_object((has_checkpoint, history.saved_step))
-    history.saved_step = max((step for _, step in known if step is not None), default=None)
-    if not known[0][0] or history.saved_step is None:
+    gathered = world.all_gather_object((has_checkpoint, history.saved_step))
+    history.saved_step = max((step for _, step in gathered if step is not None), default=None)
+    if not gathered[0][0] or history.saved_step is None:
         return checkpoint
     return replace(checkpoint, resume="auto")
 
@@ -155,7 +155,7 @@ def newest_complete_step(run: RunConfig, checkpoint: CheckpointConfig, facts: Ma
     Args:
         facts: `saved_step` of the `SaveHistory` of each survivor.
     """
-    last = max((known["saved_step"] for known in facts.values() if known["saved_step"] is not None), default=-1)
+    last = max((fact["saved_step"] for fact in facts.values() if fact["saved_step"] is not None), default=-1)
     if last < 0 or not checkpoint.saves:
         return -1
     steps = map(step_of, complete_checkpoints(checkpoint_folder(run, checkpoint)))
@@ -298,7 +298,7 @@ class GenerationLoop:
                 f"lost {'; '.join(texts)}. {len(survivors)} ranks are left, and the recipe fits no number of ranks "
                 f"from faults.min_ranks={self._cfg.faults.min_ranks} to {len(survivors)}; the same command resumes"
             )
-        held = {rank: known["snapshots"] for rank, known in facts.items()}
+        held = {rank: fact["snapshots"] for rank, fact in facts.items()}
         choice = choose(held, sizes[-1], self._history.snapshots)
         step = choice.step
         if step is not None and newest_complete_step(self._cfg.run, self._cfg.checkpoint, facts) > step:

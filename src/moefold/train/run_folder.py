@@ -81,15 +81,15 @@ def choose_run_folder(
         left_out: keys that the recipe leaves out, which keep the values of a continued run.
     """
     run_dir = Path(cfg.run.dir)
-    given = cfg
+    configured = cfg
 
     def resolved(folder: Path) -> Config:
-        return keep_resolved(given, _read_settings(folder) or {}, left_out)
+        return keep_resolved(configured, _read_settings(folder) or {}, left_out)
 
     cfg = resolved(run_dir)
     is_busy = run_dir != locked_folder and _is_busy_with_other_run(run_dir, _settings(cfg))
     if not is_busy and not _contains_run(run_dir, cfg.checkpoint):
-        return RunFolder(given)
+        return RunFolder(configured)
     candidates = [run_dir, *_numbered_folders(run_dir)]
     if cfg.checkpoint.dir:
         # All these folders share one checkpoint folder, which belongs to the run that was started last.
@@ -114,7 +114,7 @@ def choose_run_folder(
     message = (
         f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free)!r}"
     )
-    return RunFolder(_in_folder(given, free), message)
+    return RunFolder(_in_folder(configured, free), message)
 
 
 def _in_folder(cfg: Config, folder: Path) -> Config:
@@ -221,9 +221,9 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
         return "checkpoint.resume='never'"
     checkpoints = named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     if resume != "auto":
-        given = to_path(resume)
+        source = to_path(resume)
         # Checkpoints of later steps are rejected by name at the start.
-        is_same_run = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in checkpoints)
+        is_same_run = any(path.resolve() == source.resolve() or step_of(path) > step_of(source) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
     newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
     if newest is None:

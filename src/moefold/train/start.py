@@ -501,7 +501,7 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
             check_requests([longest], num_pages, sizes.page_positions)
 
 
-def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
+def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
     """Plan the parallel mapping; return the new config and the rendezvous store, which must outlive the rendezvous.
 
     With several ranks, rank 0 plans for the slowest machine and broadcasts its answer.
@@ -513,13 +513,13 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
 
     machine = detect_machine(cfg.run.device, rank_env)
     if rank_env is None or rank_env.world_size == 1:
-        planned, report = plan_mapping(cfg, given, machine)
+        planned, report = plan_mapping(cfg, keys, machine)
         print_escaped(report)
         return planned, None
     from moefold.launch.rank0 import JsonDict, compute_on_rank0
 
     def answer(machines: list[JsonDict]) -> JsonDict:
-        planned, report = plan_mapping(cfg, given, slowest_machine([DetectedMachine(**facts) for facts in machines]))
+        planned, report = plan_mapping(cfg, keys, slowest_machine([DetectedMachine(**facts) for facts in machines]))
         tree = config_to_dict(planned)
         return {"parallel": tree["parallel"], "train": tree["train"], "words": report}
 

@@ -34,8 +34,8 @@ def formula_of(part: Part) -> Any:
         NoFormulaError: the part has no formula, or the formula is a method of the part that the trainer also calls.
     """
     formula = part.formula() or _no_formula_of(part)
-    for one in formula if isinstance(formula, tuple) else (formula,):
-        method: Any = getattr(one, "func", one)
+    for part_formula in formula if isinstance(formula, tuple) else (formula,):
+        method: Any = getattr(part_formula, "func", part_formula)
         if getattr(method, "__self__", None) is part:
             raise NoFormulaError(
                 f"formula() of {describe_part(part)} returns its method {method.__name__}, so that the code would be "
@@ -55,7 +55,7 @@ def no_formula_of_weights(what: str, names: Sequence[str], model: ModelConfig) -
 
 def _no_formula_of(part: Part, what: str = "") -> NoReturn:
     inner = (getattr(part, field.name) for field in fields(part))
-    part = next((one for one in inner if isinstance(one, Part) and one.formula() is None), part)
+    part = next((entry for entry in inner if isinstance(entry, Part) and entry.formula() is None), part)
     raise NoFormulaError(
         f"the oracle has no formula for {what}{describe_part(part)}, so this recipe cannot be judged; leave it "
         f"out, write formula() of {type(part).__qualname__} (docs/extending.md#the-oracle), or compare this mapping "

@@ -192,7 +192,7 @@ class RolloutEngine:
             return completions
         groups = self._model.groups
         merged = merge_over_tp(routed, groups.attn.tp, groups.device)
-        return [replace(one, expert_ids=ids) for one, ids in zip(completions, merged, strict=True)]
+        return [replace(completion, expert_ids=ids) for completion, ids in zip(completions, merged, strict=True)]
 
 
 class OpenGeneration:
@@ -272,7 +272,7 @@ class OpenGeneration:
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
         scored = [] if all(segment.scored_number < 0 for segment in work.segments) else self._scored(work.segments)
         if scored:
-            scored_rows = copy_to_device(torch.tensor([one.row for one in scored]), picked_N.device)
+            scored_rows = copy_to_device(torch.tensor([token.row for token in scored]), picked_N.device)
             picked_N = torch.cat([picked_N, scored_rows])
         logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
         if scored:
@@ -301,20 +301,20 @@ class OpenGeneration:
     def _score(self, logits_MV: Tensor | None, scored: Sequence["_Scored"]) -> None:
         """Record the log-probabilities of tokens of prompts; collective over the ranks of these requests."""
         groups = self._chain.groups
-        wanted = [self._open[one.number].request.prompt_alternatives or 0 for one in scored]
+        wanted = [self._open[token.number].request.prompt_alternatives or 0 for token in scored]
         count = max(wanted)
         found_DM = torch.zeros(1 + 2 * count, len(scored), dtype=torch.float64, device=groups.device)
         if logits_MV is not None:
-            tokens_M = copy_to_device(torch.tensor([one.token for one in scored]), groups.device)
+            tokens_M = copy_to_device(torch.tensor([token.token for token in scored]), groups.device)
             found_DM[0] = self._log_probs(logits_MV, tokens_M)
             if count:
                 stage = self._chain.last_stage
                 assert stage is not None
                 found_DM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
         rows = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
-        for one, most, (log_prob, *best) in zip(scored, wanted, rows, strict=True):
-            score = PromptScore(log_prob, _alternatives(one.token, log_prob, best, most))
-            self._open[one.number].prompt_scores[one.position] = score
+        for token, most, (log_prob, *best) in zip(scored, wanted, rows, strict=True):
+            score = PromptScore(log_prob, _alternatives(token.token, log_prob, best, most))
+            self._open[token.number].prompt_scores[token.position] = score
 
     def _log_probs(self, logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
         """Return the log-probabilities of tokens, [N], from logits of this rank's vocabulary shard."""

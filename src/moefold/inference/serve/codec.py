@@ -183,13 +183,13 @@ class PromptEncoder:
             raise ApiError(f"{param}: id {wrong[0]} is outside the vocabulary of {self._vocab_size}", param=param)
 
 
-def _known_variables(given: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
+def _known_variables(variables: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
     """Return the variables of a request for its template; false and null are equal to absent variables.
 
     Raises:
         ApiError: the template does not read a variable.
     """
-    for name, value in given.items():
+    for name, value in variables.items():
         param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
         if name in _RESERVED_VARIABLES:
             raise ApiError(f"chat_template_kwargs.{name} is a field of the request itself; set that", param=param)
@@ -197,7 +197,7 @@ def _known_variables(given: Mapping[str, Any], source: str, location: str) -> Ma
             raise ApiError(
                 f"{param}: the chat template of {location} does not read {name!r}; leave it out", param=param
             )
-    return given
+    return variables
 
 
 class SampleText:

@@ -224,9 +224,9 @@ def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
     }
 
 
-def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+def _bias(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     pairs = []
-    for name, value in given.items():
+    for name, value in biases.items():
         if not name.isdecimal() or not name.isascii() or len(name) > 12:
             raise ApiError(f"logit_bias has the key {name!r}; the keys are token ids", param="logit_bias")
         if not -MAX_BIAS <= value <= MAX_BIAS:
@@ -291,8 +291,8 @@ def _tool_use(fields: ChatFields) -> ToolUse | None:
 
 def _description(tool: Tool) -> dict[str, Any]:
     """Return a tool in the form of templates, without absent fields."""
-    given = tool.function.model_dump()
-    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+    fields = tool.function.model_dump()
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
 def _turn(message: Message, index: int) -> dict[str, Any]:
@@ -332,11 +332,11 @@ def _turn(message: Message, index: int) -> dict[str, Any]:
     return turn
 
 
-def _arguments(given: str | Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    if not isinstance(given, str):
-        return given
+def _arguments(value: str | Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    if not isinstance(value, str):
+        return value
     try:
-        arguments = from_json(given) if given.strip() else {}
+        arguments = from_json(value) if value.strip() else {}
     except ValueError as error:
         raise ApiError(f"{place}.function.arguments is not JSON: {error}", param="messages") from None
     if not isinstance(arguments, dict):

@@ -170,7 +170,7 @@ def _take_array(begin: str, end: str = "") -> Take:
             if decoded is None:
                 return None
             value, stop = decoded
-            calls = [_call_of(one) for one in (value if isinstance(value, list) else [value])]
+            calls = [_call_of(entry) for entry in (value if isinstance(value, list) else [value])]
             return Taken(calls, _skip_mark(text, stop, end))
         named = _MISTRAL_NAME.match(text, start)
         if named is None:
@@ -263,15 +263,15 @@ def find_format(template: str, location: str) -> ToolFormat:
         ApiError: the template does not support tools, or has a format of calls without a reader.
     """
     check_takes_tools(template, location)
-    for one in FORMATS:
-        if any(begin in template for begin in one.begins):
-            return one
+    for tool_format in FORMATS:
+        if any(begin in template for begin in tool_format.begins):
+            return tool_format
     if "ipython" in template and '"parameters"' in template:
         return FORMATS[-1]
-    known = ", ".join(one.name for one in FORMATS)
+    names = ", ".join(tool_format.name for tool_format in FORMATS)
     raise ApiError(
         f"the chat template of {location} writes tool calls in a format that this server does not read (it reads "
-        f"{known}); force a call by tool_choice='required' or a function's name, or leave tools out",
+        f"{names}); force a call by tool_choice='required' or a function's name, or leave tools out",
         param="tools",
     )
 

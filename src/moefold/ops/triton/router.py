@@ -249,14 +249,14 @@ def route_backward(logits_TE: Tensor, ids_TK: Tensor, grads: Sequence[Tensor | N
     num_tokens, num_experts = logits_TE.shape
     grad_TE = torch.empty_like(logits_TE)
     names = ("HAS_GRAD_PROBS", "HAS_GRAD_SCORES", "HAS_GRAD_SUMS", "HAS_GRAD_Z")
-    given = {name: grad is not None for name, grad in zip(names, grads, strict=True)}
+    has_grad = {name: grad is not None for name, grad in zip(names, grads, strict=True)}
     if num_tokens:
         _backward_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
             logits_TE, ids_TK, *(logits_TE if grad is None else grad.contiguous() for grad in grads), grad_TE,
             num_tokens, num_experts,
             options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
             IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
-            NORMALIZES=options.normalizes_probs, **given,
+            NORMALIZES=options.normalizes_probs, **has_grad,
             BLOCK_E=triton.next_power_of_2(num_experts), ROWS=TOKENS_PER_PROGRAM,
         )  # fmt: skip
     return grad_TE

@@ -51,7 +51,7 @@ class MetricsLogging(Callback):
         values = self._values(context, step)
         further = [metric for callback in self._measuring for metric in callback.metrics]
         if self._measuring:
-            parts = [measured(one.metrics, one.measure(context, step), type(one).__name__) for one in self._measuring]
+            parts = [measured(cb.metrics, cb.measure(context, step), type(cb).__name__) for cb in self._measuring]
             own = {name: value for part in parts for name, value in part.items()}
             values |= reduced(further, current_world().all_gather_object(own))
         context.metrics = step_values(values, further)
