@@ -71,10 +71,10 @@ def main() -> None:
     for name in histogram_names():
         for seq_len in (4096, 32768):
             print(_compare_packings(name, seq_len))
-    whole = _step_seconds(0.0)
+    full_s = _step_seconds(0.0)
     print("padding %   CPU time over that without padding")
     for share in (0.25, 0.5, 0.75):
-        print(f"{100 * share:>9.0f} {_step_seconds(share) / whole:>10.2f}")
+        print(f"{100 * share:>9.0f} {_step_seconds(share) / full_s:>10.2f}")
 
 
 if __name__ == "__main__":

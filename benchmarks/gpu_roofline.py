@@ -258,18 +258,18 @@ def operations_table(events: Sequence[Event]) -> str:
         rows.setdefault((event.name, event.source, event.contraction, event.width), []).append(event)
     total = sum(map(event_seconds, events))
     lines = ["| operation | line | times | GB | TFLOP | TFLOP/s | ms |", "| --- | --- | --- | --- | --- | --- | --- |"]
-    rest = 0.0
+    other_s = 0.0
     for (name, source, contraction, width), group in rows.items():
         seconds = sum(map(event_seconds, group))
         if seconds < SHORTEST_LISTED * total:
-            rest += seconds
+            other_s += seconds
             continue
         flops = sum(event.flops for event in group)
         rate = f"{flops_rate(group[0]) / 1e12:.0f}" if flops else ""
         shape = f" K {contraction:,} N {width:,}" if flops else ""
         moved = f"{sum(event.moved_bytes for event in group) / 1e9:.3f} | {flops / 1e12:.3f}"
         lines.append(f"| {name}{shape} | {source} | {len(group)} | {moved} | {rate} | {seconds * 1e3:.3f} |")
-    return "\n".join([*lines, f"| others | | | | | | {rest * 1e3:.3f} |", f"| sum | | | | | | {total * 1e3:.3f} |"])
+    return "\n".join([*lines, f"| others | | | | | | {other_s * 1e3:.3f} |", f"| sum | | | | | | {total * 1e3:.3f} |"])
 
 
 def table(estimates: dict[Layer, Estimate]) -> str:
@@ -292,8 +292,8 @@ def table(estimates: dict[Layer, Estimate]) -> str:
 def write_page(text: str) -> None:
     """Replace the text between the two marks of docs/kernels.md."""
     page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, tail = page.partition(BEGIN)
+    _, _, after = tail.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 

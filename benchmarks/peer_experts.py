@@ -98,9 +98,9 @@ def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
         decoder: Any = generation._decoder
         forward = decoder.forward
 
-        def forward_and_pause(tokens_R: torch.Tensor, *rest: Any) -> Any:
+        def forward_and_pause(tokens_R: torch.Tensor, *arguments: Any) -> Any:
             nonlocal passes, empty_passes
-            result = forward(tokens_R, *rest)
+            result = forward(tokens_R, *arguments)
             passes += len(tokens_R) > 0
             empty_passes += len(tokens_R) == 0
             if len(tokens_R):
@@ -123,8 +123,8 @@ def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
         cpu_s = time.process_time() - started_cpu_s
         dist.barrier()
         makespan_s = time.perf_counter() - started_s
-    own = [local_tensor(weight) for layer in model.stage.moe_layers().values() for weight in layer.experts.weights]
-    expert_bytes = sum(weight.nbytes for weight in own)
+    weights = [local_tensor(weight) for layer in model.stage.moe_layers().values() for weight in layer.experts.weights]
+    expert_bytes = sum(weight.nbytes for weight in weights)
     texts = tuple(tuple(tokens[i]) for i in range(len(requests)))
     return RankResult(finished_s, makespan_s, cpu_s, passes, empty_passes, expert_bytes, texts)
 

@@ -165,8 +165,8 @@ def table() -> str:
 
 def page_with_table(page: str) -> str:
     """Return a page with the table between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, tail = page.partition(BEGIN)
+    _, _, after = tail.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 
 
@@ -181,8 +181,8 @@ def main(words: Sequence[str]) -> None:
             if not is_same or REASONS not in before:
                 (ROOT / recipe.path).write_text(text, encoding="utf-8")
                 line = reasons(read_head(recipe.path))
-                first, second, third, rest = text.split("\n", 3)
-                (ROOT / recipe.path).write_text("\n".join((first, second, third, line + rest)), encoding="utf-8")
+                first, second, third, tail = text.split("\n", 3)
+                (ROOT / recipe.path).write_text("\n".join((first, second, third, line + tail)), encoding="utf-8")
             print(f"{'unchanged' if is_same else 'changed'}: {recipe.path}", flush=True)
     PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 

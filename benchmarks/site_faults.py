@@ -307,8 +307,8 @@ def _newcomer(trial: Trial) -> Outcome:
     trial.wait(lambda: trial.sites[LOST].poll() is not None)
     shutil.rmtree(trial.folder / f"site-{LOST}")
     trial.start(None, LOST)
-    here = re.compile(rf"site {LOST} on \S+ is here, at step 0 after 0 rounds")
-    trial.wait(lambda: len(here.findall((trial.folder / "meet.log").read_text())) == 2)
+    arrival = re.compile(rf"site {LOST} on \S+ is here, at step 0 after 0 rounds")
+    trial.wait(lambda: len(arrival.findall((trial.folder / "meet.log").read_text())) == 2)
     trial.wait_for_step(4 * EVERY + 1)
     fault_s = time.time()
     for number in (0, 1):

@@ -233,11 +233,11 @@ def have_same_content(first: Path, other: Path) -> bool:
     Raises:
         OSError: a file cannot be read or is not regular.
     """
-    with open_regular(first) as one_file, open_regular(other) as other_file:
+    with open_regular(first) as first_file, open_regular(other) as other_file:
         if first.stat().st_size != other.stat().st_size:
             return False
         while True:
-            block = one_file.read(_BLOCK_BYTES)
+            block = first_file.read(_BLOCK_BYTES)
             if block != other_file.read(_BLOCK_BYTES):
                 return False
             if not block:

@@ -237,10 +237,10 @@ class DeviceProbe:
     def _collective_times(self) -> Iterator[CollectiveTime]:
         for size, stride, group in self._rank_groups():
             for num_bytes in self._sizes.collective_bytes:
-                own = torch.zeros(ceil(num_bytes / size), dtype=torch.uint8, device=self._device)
-                sent = torch.zeros(len(own) * size, dtype=torch.uint8, device=self._device)
-                splits = [len(own)] * size
-                gather_s = self._seconds(partial(all_gather, own, group), is_collective=True)
+                shard = torch.zeros(ceil(num_bytes / size), dtype=torch.uint8, device=self._device)
+                sent = torch.zeros(len(shard) * size, dtype=torch.uint8, device=self._device)
+                splits = [len(shard)] * size
+                gather_s = self._seconds(partial(all_gather, shard, group), is_collective=True)
                 yield CollectiveTime("all-gather", size, stride, len(sent), gather_s)
                 exchange_s = self._seconds(partial(all_to_all, sent, group, splits, splits), is_collective=True)
                 yield CollectiveTime("all-to-all", size, stride, len(sent), exchange_s)

@@ -50,12 +50,12 @@ class SnapshotLayout:
         Args:
             holders: for each process, its rank and the ranks whose state it has, including itself.
         """
-        own = set()
+        replicas = set()
         copied = set()
         for rank, ranks in holders:
-            own |= {rank} & set(ranks)
+            replicas |= {rank} & set(ranks)
             copied |= set(ranks) - {rank}
-        return all(not own.isdisjoint(owners) or sender in copied for owners, sender in self.shards)
+        return all(not replicas.isdisjoint(owners) or sender in copied for owners, sender in self.shards)
 
 
 HeldSteps = Mapping[int, frozenset[int]]
@@ -390,7 +390,7 @@ class PeerSnapshots:
         """Return the hashes of the boxes that this rank sent and received, computed by the sender; collective."""
         groups = plan.groups
         rows = torch.stack([plan.hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
-        own = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
+        local_rows = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
         rank = groups.rank
         counts = [0] * groups.world.size
         for source, _ in plan.copied:
@@ -400,7 +400,7 @@ class PeerSnapshots:
         buffer = torch.zeros(0, 2, dtype=torch.int64, device=groups.device) if rows is None else rows
         got = all_to_all(buffer, groups.world, send_counts, counts).cpu().tolist()
         digests: dict[tuple[int, BoxKey], Digest] = {
-            (rank, key): (row[0], row[1]) for key, row in zip(plan.sent, own, strict=True)
+            (rank, key): (row[0], row[1]) for key, row in zip(plan.sent, local_rows, strict=True)
         }
         # Rows arrive in the order of their senders, like `copied`.
         digests |= {key: (row[0], row[1]) for key, row in zip(plan.copied, got, strict=True)}
@@ -408,8 +408,8 @@ class PeerSnapshots:
 
     def _make_plan(self, shards: Mapping[BoxKey, Tensor], groups: ParallelGroups) -> _Plan:
         """Exchange the boxes of all ranks, and plan the copies; collective."""
-        own = [(name, box, values.dtype) for (name, box), values in shards.items()]
-        gathered = all_gather_objects((own, self._node), groups.world)
+        local = [(name, box, values.dtype) for (name, box), values in shards.items()]
+        gathered = all_gather_objects((local, self._node), groups.world)
         nodes = [node for _, node in gathered]
         dtypes = {name: dtype for entries, _ in gathered for name, _, dtype in entries}
         boxes = [{name: box for name, box, _ in entries} for entries, _ in gathered]

@@ -238,16 +238,16 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
         model: the model for comparison.
         reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
     """
-    there = model_of(stored)
+    saved = model_of(stored)
     theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
     # Keys missing in a checkpoint of an older version had their defaults, except in a part of another package.
-    defaults = _settings_of_layers(model_sizes(there))
+    defaults = _settings_of_layers(model_sizes(saved))
     outside = tuple(f"{key}." for key, kind in theirs.items() if key in defaults and _is_outside(key, kind))
     defaults = {key: value for key, value in defaults.items() if not key.startswith(outside)}
     theirs = defaults | {key: value for key, value in theirs.items() if value != GIVEN}
-    unread = _unread_tables(there) & _unread_tables(reader or model)
+    unread = _unread_tables(saved) & _unread_tables(reader or model)
     free = keys_with("model", SAME_TENSORS)
-    for sizes, layers in ((theirs, there.decoder_layers), (ours, model.decoder_layers)):
+    for sizes, layers in ((theirs, saved.decoder_layers), (ours, model.decoder_layers)):
         heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
         if "attention.head_dim" in sizes and heads and not (sizes is theirs and "attention." in outside):
             sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
@@ -346,4 +346,4 @@ def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
             wrong.pop(key, None)
     # A different table is reported without its settings.
     wrong = {key: pair for key, pair in wrong.items() if not any(key.startswith(f"{table}.") for table in wrong)}
-    return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
+    return "; ".join(f"{key} {theirs!r} there, {ours!r} here" for key, (theirs, ours) in wrong.items())

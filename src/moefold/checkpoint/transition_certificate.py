@@ -116,8 +116,8 @@ def _differing_parts(
     buffer = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device=groups.device)
     to = Counter(t.target for t in sent)
     of = Counter(t.source for t in got)
-    every = range(world.size)
-    expected = all_to_all(buffer, world, [to[rank] for rank in every], [of[rank] for rank in every]).tolist()
+    ranks = range(world.size)
+    expected = all_to_all(buffer, world, [to[rank] for rank in ranks], [of[rank] for rank in ranks]).tolist()
     faults = []
     for transfer, digest in zip(got, expected, strict=True):
         box, values = targets[transfer.name]
@@ -168,8 +168,8 @@ def _without_owner(
     for digests in of_ranks:
         for name, box in digests:
             boxes[name].add(box)
-    whole = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
-    for name, shape in whole.items():
+    full_shapes = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
+    for name, shape in full_shapes.items():
         owned = sum(box.numel for box in boxes[name])
         if owned != torch.Size(shape).numel():
             yield f"{owned} of the {torch.Size(shape).numel()} elements of {name} have an owner"

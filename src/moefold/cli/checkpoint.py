@@ -201,8 +201,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"description": described, "tensors": [asdict(difference) for difference in tensors]}))
         return int(bool(described or tensors))
-    for key, (here, there) in described.items():
-        print(printable(f"{key}: {_shorten(here)} | {_shorten(there)}"))
+    for key, (left, right) in described.items():
+        print(printable(f"{key}: {_shorten(left)} | {_shorten(right)}"))
     for difference in tensors[:MAX_SHOWN_DIFFERENCES]:
         print(printable(f"{difference.name}: {difference.what}"))
     if len(tensors) > MAX_SHOWN_DIFFERENCES:
@@ -224,8 +224,8 @@ def _rm(arguments: argparse.Namespace) -> int:
     to_remove = {path.resolve() for path in arguments.checkpoints}
     for folder in sorted({path.parent for path in to_remove}):
         # Newest first: runs resume from it, and the check stops at the first intact checkpoint.
-        rest = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
-        if not arguments.force and all(map(_validate_checkpoint, rest)):
+        kept = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
+        if not arguments.force and all(map(_validate_checkpoint, kept)):
             raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")
     for path in sorted(to_remove):
         remove_checkpoint(path)

@@ -245,8 +245,8 @@ def _heat_row(
 
 def _legend(edges: Sequence[tuple[int, int]], blocks: str, low: str, high: str) -> Text:
     width = max(b - a for a, b in edges)
-    every = f"each {width} recorded step{'s' if width > 1 else ''}"
-    return Text(f"{blocks[0]} {low}, {blocks[-1]} {high}; {every}", style="dim")
+    unit = f"each {width} recorded step{'s' if width > 1 else ''}"
+    return Text(f"{blocks[0]} {low}, {blocks[-1]} {high}; {unit}", style="dim")
 
 
 def _load_color(load: float) -> str:

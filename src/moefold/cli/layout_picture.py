@@ -328,7 +328,7 @@ def _draw_stages(
     units = [list(_units(stage, model)) for stage in plan.stages]
     left = STAGES_MARGIN
     for kind, (fill, meaning) in UNIT_COLORS.items():
-        if any(kind == unit for own in units for unit, _ in own):
+        if any(kind == unit for stage_units in units for unit, _ in stage_units):
             canvas.box((left, 0.99, 0.18, 0.18), fill)
             canvas.text(left + 0.26, 1.08, meaning, 9.5, FAINT)
             left += 0.5 + 0.082 * len(meaning)
@@ -336,11 +336,11 @@ def _draw_stages(
     if costs is not None:
         canvas.text(left, STAGES_HEAD_HEIGHT - 0.14, "FLOPs, of the busiest", 8.5, FAINT)
         canvas.text(left + BARS_WIDTH, STAGES_HEAD_HEIGHT - 0.14, "weights per rank", 8.5, FAINT)
-    for i, (stage, own) in enumerate(zip(plan.stages, units, strict=True)):
+    for i, (stage, stage_units) in enumerate(zip(plan.stages, units, strict=True)):
         top = STAGES_HEAD_HEIGHT + i * STAGE_ROW_HEIGHT
         box = (STAGES_MARGIN - 0.08, top + 0.03, _stage_width(costs) - 0.1, STAGE_ROW_HEIGHT - 0.06)
         canvas.box(box, TRAY if stage.pp_rank % 2 == 0 else "#f8f9fb")
-        _draw_stage(canvas, stage, own, top)
+        _draw_stage(canvas, stage, stage_units, top)
         if costs is not None:
             _draw_bars(canvas, costs, i, left, top)
 

@@ -81,9 +81,9 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
         factors = " x ".join(f"{axis} {degree}" for axis, degree in zip(view.axes, view.degrees, strict=True))
         console.print(f"  {name:9}  {factors}  (slowest to fastest)", highlight=False)
     console.print("  g:m is member m of group g along that axis; - is a group of one", style="dim", highlight=False)
-    whole = num_nodes <= MAX_NODES
-    for node in range(num_nodes) if whole else (*range(EDGE_NODES), num_nodes - 1):
-        if not whole and node == num_nodes - 1:
+    shows_all = num_nodes <= MAX_NODES
+    for node in range(num_nodes) if shows_all else (*range(EDGE_NODES), num_nodes - 1):
+        if not shows_all and node == num_nodes - 1:
             listed = "; --json lists every group" if layout.world_size <= MAX_LISTED_RANKS else ""
             console.print(f"\n... {num_nodes - EDGE_NODES - 1} nodes left out{listed} ...")
         first = node * gpus_per_node

@@ -121,7 +121,7 @@ class SiteLinks:
     def begin(
         self,
         round_: SiteRound,
-        own: Tensor,
+        delta: Tensor,
         num_coded: int,
         code: WireCode,
         num_gathered: int = 0,
@@ -133,7 +133,7 @@ class SiteLinks:
 
         Args:
             round_: members and weights.
-            own: the vector of this site, on the host, of the same size and type on all members; it must not change
+            delta: the vector of this site, on the host, of the same size and type on all members; it must not change
                 before the exchange is done.
             num_coded: elements at the start of the vector that are sent as a code; all others are sent unchanged.
             code: the code.
@@ -141,16 +141,16 @@ class SiteLinks:
                 member, and its mean is not defined there.
             probe: exchanged too; all members have a probe, or no member has.
         """
-        return self._thread.submit(self._exchange, round_, own, num_coded, code, num_gathered, probe)
+        return self._thread.submit(self._exchange, round_, delta, num_coded, code, num_gathered, probe)
 
-    def send_state(self, gift: str, tensors: Sequence[Tensor]) -> int:
+    def send_state(self, transfer: str, tensors: Sequence[Tensor]) -> int:
         """Send the tensors of this rank to the equal rank of a site that joins; block, and return the bytes.
 
         Args:
-            gift: name of the transfer.
+            transfer: name of the transfer.
             tensors: local tensors, in the order of the receiver's.
         """
-        group = self._connect_pair(gift, 0)
+        group = self._connect_pair(transfer, 0)
         sent_bytes = 0
         for tensor in tensors:
             if tensor.numel():
@@ -161,14 +161,14 @@ class SiteLinks:
         return sent_bytes
 
     @torch.no_grad()
-    def receive_state(self, gift: str, tensors: Sequence[Tensor]) -> None:
+    def receive_state(self, transfer: str, tensors: Sequence[Tensor]) -> None:
         """Receive the tensors that `send_state` of another site sends, and write them to `tensors`; blocks.
 
         Args:
-            gift: name of the transfer.
+            transfer: name of the transfer.
             tensors: local tensors of the sizes and types of the sender's.
         """
-        group = self._connect_pair(gift, 1)
+        group = self._connect_pair(transfer, 1)
         for tensor in tensors:
             if tensor.numel():
                 content = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
@@ -176,8 +176,8 @@ class SiteLinks:
                     group.recv([content[first : first + PART_ELEMENTS]], 0, 0).wait()
                 tensor.copy_(content.view(tensor.dtype).view(tensor.shape))
 
-    def _connect_pair(self, gift: str, member: int) -> Any:
-        store = dist.PrefixStore(f"{gift}/{self._rank}", self._store)
+    def _connect_pair(self, transfer: str, member: int) -> Any:
+        store = dist.PrefixStore(f"{transfer}/{self._rank}", self._store)
         return gloo_group(store, member, 2, self._host, self._timeout)
 
     def drop(self) -> None:
@@ -194,7 +194,7 @@ class SiteLinks:
     def _exchange(
         self,
         round_: SiteRound,
-        own: Tensor,
+        delta: Tensor,
         num_coded: int,
         code: WireCode,
         num_gathered: int,
@@ -204,17 +204,17 @@ class SiteLinks:
         # A meeting point that was started again counts epochs from 1.
         if (round_.epoch, round_.members) != (self._epoch, self._members):
             self._connect(round_.epoch, round_.members)
-        mean = torch.empty_like(own)
-        is_lossy = num_coded > 0 and not (isinstance(code, PlainCode) and code.dtype == own.dtype)
-        decoded = own.clone() if is_lossy else own
+        mean = torch.empty_like(delta)
+        is_lossy = num_coded > 0 and not (isinstance(code, PlainCode) and code.dtype == delta.dtype)
+        decoded = delta.clone() if is_lossy else delta
         sent_bytes = 0
         num_averaged = num_coded - num_gathered
-        of_members = own.new_zeros(len(round_.members), num_gathered) if num_gathered else None
+        of_members = delta.new_zeros(len(round_.members), num_gathered) if num_gathered else None
         parts = [(part, code) for part in _slices(0, num_averaged)]
         parts += [(part, code) for part in _slices(num_averaged, num_coded)]
-        parts += [(part, PlainCode(own.dtype)) for part in _slices(num_coded, len(own))]
+        parts += [(part, PlainCode(delta.dtype)) for part in _slices(num_coded, len(delta))]
         for part, part_code in parts:
-            payload = part_code.encode(own[part])
+            payload = part_code.encode(delta[part])
             received = self._all_gather(payload)
             sent_bytes += payload.nbytes * (len(round_.members) - 1)
             total = mean[part].zero_()
@@ -226,7 +226,7 @@ class SiteLinks:
                     of_members[member, place] = part_code.decode(values, total)
                 elif weight:
                     total.add_(part_code.decode(values, total), alpha=weight)
-            if decoded is not own:
+            if decoded is not delta:
                 decoded[part] = part_code.decode(payload, total)
         probes = None if probe is None else self._exchange_probe(probe)
         if probes is not None:

@@ -96,9 +96,9 @@ def own_maxima() -> dict[str, int]:
 
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
     """Return the keys of a section whose annotation has a trait, and the settings of its tables by their paths."""
-    own = {key for key, metadata in marks_of(sections()[section]).items() if trait in metadata}
+    names = {key for key, metadata in marks_of(sections()[section]).items() if trait in metadata}
     paths = (path.partition(".") for path in kind_settings() if trait in marks_of(owner_of(path))[last_name(path)])
-    return frozenset(own | {key for owner, _, key in paths if owner == section})
+    return frozenset(names | {key for owner, _, key in paths if owner == section})
 
 
 @cache

@@ -71,8 +71,8 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
         return replace(owner, **{name: value})
     kind = owner.kind if isinstance(owner, Part) else ""
     part: Any = type(owner)
-    whole = {key: getattr(owner, key) for key in settings_of(part)}
-    return replace(owner, **checked_settings(path, kind, part, {**whole, name: value}))
+    table = {key: getattr(owner, key) for key in settings_of(part)}
+    return replace(owner, **checked_settings(path, kind, part, {**table, name: value}))
 
 
 def _whole(path: str, value: Any, before: Any) -> Any:

@@ -95,8 +95,8 @@ def spell_layers(rows: Sequence[LayerWords]) -> int | str:
             while unit and names[start + count * size : start + (count + 1) * size] == unit:
                 count += 1
             if count > 1:
-                rest = names[start + count * size :]
-                text = ", ".join([*_runs(names[:start]), f"{count} x ({', '.join(_runs(unit))})", *_runs(rest)])
+                tail = names[start + count * size :]
+                text = ", ".join([*_runs(names[:start]), f"{count} x ({', '.join(_runs(unit))})", *_runs(tail)])
                 spelled = min(spelled, text, key=len)
     return spelled
 

@@ -160,9 +160,9 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
     """
     taken: dict[str, Any] = {}
     problems: Problems = {}
-    rest = dict(tree)
+    remaining = dict(tree)
     for section, owner in sections().items():
-        keys = rest.get(section)
+        keys = remaining.get(section)
         for key in tables_of(owner):
             if not isinstance(keys, dict) or key not in keys:
                 continue
@@ -173,9 +173,9 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
                 taken[name] = build_table(name, keys[key], default_of(section, key))
             except ConfigError as error:
                 problems[name] = error
-            rest[section] = {other: value for other, value in rest[section].items() if other != key}
+            remaining[section] = {other: value for other, value in remaining[section].items() if other != key}
     raise_missing(problems.values())
-    return rest, taken, problems
+    return remaining, taken, problems
 
 
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:

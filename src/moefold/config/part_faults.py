@@ -107,7 +107,7 @@ def failure_of_part(error: BaseException) -> RunError | None:
 def _count_shared(module: str, other: str) -> int:
     """Return the number of leading names that the paths of two modules have in common."""
     pairs = list(zip(module.split("."), other.split("."), strict=False))
-    return next((i for i, (first, two) in enumerate(pairs) if first != two), len(pairs))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def _subclasses(base: Any) -> Iterator[Any]:

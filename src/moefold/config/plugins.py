@@ -241,9 +241,9 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
     for name in dir(base):
         if isfunction(getattr_static(base, name)) and not callable(getattr(part, name)):
             yield f"has {name}={getattr(part, name)!r}, which must be a method"
-    own = sorted(_RESERVED & {field.name for field in fields(part)})
-    if own:
-        yield f"has a field {own[0]}, a word that recipes and parts use themselves"
+    reserved = sorted(_RESERVED & {field.name for field in fields(part)})
+    if reserved:
+        yield f"has a field {reserved[0]}, a word that recipes and parts use themselves"
 
 
 def _is_left_open(method: Any) -> bool:

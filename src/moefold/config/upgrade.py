@@ -209,8 +209,8 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
         return False
     if after == before:
         return True
-    every = sites.get("every", default_of("sites", "every"))
-    old, new = (find_part("site_method", kind)().values(every) for kind in (before, after))
+    period = sites.get("every", default_of("sites", "every"))
+    old, new = (find_part("site_method", kind)().values(period) for kind in (before, after))
     defaults = {key: default_of("sites", key) for key in {**old, **new}}
     kept = {key: off for key, off in {**SITES_OFF, **SITES_MORE}.items() if method_of[key] == after}
     kept |= {key: old.get(key, off) for key, off in defaults.items() if new.get(key, off) != old.get(key, off)}

@@ -124,8 +124,8 @@ def _block(path: str, table: Mapping[str, Any], spelled: Mapping[str, str]) -> l
     """Return the lines of a table under its own headers."""
     entries = {key: _entry(f"{path}.{key}", value, spelled) for key, value in _in_order(path, table)}
     apart = [key for key in entries if isinstance(table[key], dict) and (not _fits(entries[key]) or key in APART)]
-    own = [entry for key, entry in entries.items() if key not in apart]
-    lines = ["", f"[{path}]", *own] if own else []
+    keys = [entry for key, entry in entries.items() if key not in apart]
+    lines = ["", f"[{path}]", *keys] if keys else []
     return lines + [line for key in apart for line in _block(f"{path}.{key}", table[key], spelled)]
 
 

@@ -452,7 +452,7 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 def interval_of(hf_config: Json, key: str, default: int) -> int:
     """Return the n of a key for every n-th layer; raise ConfigError if it is not a whole number of at least 1."""
-    every = hf_config.get(key, default)
-    if not is_int(every) or every < 1:
-        raise ConfigError(f"config.json has {key}={every!r}, which should be a whole number from 1 on")
-    return every
+    interval = hf_config.get(key, default)
+    if not is_int(interval) or interval < 1:
+        raise ConfigError(f"config.json has {key}={interval!r}, which should be a whole number from 1 on")
+    return interval

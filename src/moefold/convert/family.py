@@ -212,21 +212,21 @@ def untransposed_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
 
 
 def expert_layouts(
-    each: str, names: Sequence[str] = PROJECTIONS, stacked: str = "", layer: str = LAYER
+    path: str, names: Sequence[str] = PROJECTIONS, stacked: str = "", layer: str = LAYER
 ) -> tuple[TensorRules, TensorRules]:
     """Return the layouts of experts: a tensor for each expert, and stacked as in the memory of transformers 5.
 
     Args:
-        each: module of the layer that holds the experts.
+        path: module of the layer that holds the experts.
         names: names of the matrices of one expert.
-        stacked: module that holds the stacked tensors; empty: `each`.
+        stacked: module that holds the stacked tensors; empty: `path`.
         layer: module of the layer.
     """
     pairs = zip(("gate", "up", "down"), names, strict=True)
     single = {
-        f"layers.{{l}}.ffn.experts.w_{x}": PerExpertTensors(f"{layer}.{each}.{{e}}.{name}.weight") for x, name in pairs
+        f"layers.{{l}}.ffn.experts.w_{x}": PerExpertTensors(f"{layer}.{path}.{{e}}.{name}.weight") for x, name in pairs
     }
-    return single, stacked_experts(f"{stacked or each}.gate_up_proj", f"{stacked or each}.down_proj")
+    return single, stacked_experts(f"{stacked or path}.gate_up_proj", f"{stacked or path}.down_proj")
 
 
 def mla_rules(module: str = "self_attn", layer: str = LAYER) -> dict[str, TensorRule]:

@@ -438,8 +438,8 @@ def _layers_with_rope(hf_config: Json) -> list[bool]:
     count = num_layers_of(hf_config)
     values = hf_config.get("no_rope_layers") or []
     if not values:
-        every = interval_of(hf_config, "no_rope_layer_interval", 4)
-        return [(i + 1) % every != 0 for i in range(count)]
+        interval = interval_of(hf_config, "no_rope_layer_interval", 4)
+        return [(i + 1) % interval != 0 for i in range(count)]
     if not isinstance(values, list) or len(values) < count or any(value not in (0, 1) for value in values):
         raise ConfigError(
             f"config.json has no_rope_layers={values!r}, which should be 0 or 1 for each of {count} layers"

@@ -175,15 +175,15 @@ def inspect_config(
     model: dict[str, Any] = {}
     try:
         spelled = _spell_both_ways(hf_config, family)
-        whole = KeyReader(spelled)
-        text = text_config(whole, family)
+        root = KeyReader(spelled)
+        text = text_config(root, family)
         if reason := quantization_unsupported_reason(plain(text.get(QUANTIZATION_KEY))):
             raise ConfigError(reason)
         defaults = {key: value for key, value in family.default_keys.items() if key not in text}
         text = overlay(text, defaults)
         for entry in family.config_fields:
             model |= entry.read(text)
-        report = _sort_config(hf_config, whole, family, ignored_keys)
+        report = _sort_config(hf_config, root, family, ignored_keys)
         cfg = config_from_dict({"model": joined_layers(model)})
         check_config(cfg, is_training=False)
     except ConfigError as error:
@@ -211,14 +211,14 @@ def _spell_both_ways(hf_config: Mapping[str, Any], family: Family) -> dict[str, 
 
 
 def _sort_config(
-    hf_config: Mapping[str, Any], whole: KeyReader, family: Family, ignored_keys: Collection[str]
+    hf_config: Mapping[str, Any], root: KeyReader, family: Family, ignored_keys: Collection[str]
 ) -> KeyReport:
     """Sort the keys of a config.json whose fields have been read."""
     for alias, name in declared_keys().aliases.get(family.name, {}).items():
-        whole.asked |= {alias} if name in whole.asked else set()
+        root.asked |= {alias} if name in root.asked else set()
     reader = KeyReader(hf_config)
-    reader.asked = whole.asked
-    reader.nested = {key: inner for key, inner in whole.nested.items() if key in hf_config}
+    reader.asked = root.asked
+    reader.nested = {key: inner for key, inner in root.nested.items() if key in hf_config}
     multimodal = multimodal_folder(hf_config, family)
     text_keys = config_known_keys(family.name)
     if quantization := hf_config.get(QUANTIZATION_KEY):

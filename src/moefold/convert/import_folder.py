@@ -305,8 +305,8 @@ def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Man
     folder: HfFolder = source.folder
     hashes = {name: digest for part in world.all_gather_object(dict(digests)) for name, digest in part.items()}
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)
-    own = read_manifest(folder.path)
-    if own is not None and (changed := changed_tensors(own, hashes | _hashes_of_parts(folder, world))):
+    written = read_manifest(folder.path)
+    if written is not None and (changed := changed_tensors(written, hashes | _hashes_of_parts(folder, world))):
         raise ConfigError(
             f"{str(folder.path)!r}: changed since its manifest was written: {format_list(sorted(changed))}"
         )

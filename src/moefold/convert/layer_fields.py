@@ -149,9 +149,9 @@ class EveryNthFull:
         return types_by_interval(count, interval_of(hf_config, self.hf_key, self.default), self.others)
 
 
-def types_by_interval(count: int, every: int, others: str) -> list[str]:
+def types_by_interval(count: int, interval: int, others: str) -> list[str]:
     """Return full attention for every n-th layer, another type for other layers."""
-    return [others if (i + 1) % every else "full_attention" for i in range(count)]
+    return [others if (i + 1) % interval else "full_attention" for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -298,14 +298,14 @@ class IndexerTypes:
             return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
         if pattern is not None:
             return list(pattern) if isinstance(pattern, list) else [pattern]
-        every = hf_config.get("index_topk_freq", 1)
+        interval = hf_config.get("index_topk_freq", 1)
         offset = hf_config.get("index_skip_topk_offset", 2)
-        if not is_int(every) or not is_int(offset):
+        if not is_int(interval) or not is_int(offset):
             raise ConfigError(
-                f"config.json has index_topk_freq={every!r} and index_skip_topk_offset={offset!r}, which should be "
+                f"config.json has index_topk_freq={interval!r} and index_skip_topk_offset={offset!r}, which should be "
                 "whole numbers"
             )
-        return ["full" if max(i - offset + 1, 0) % max(every, 1) == 0 else "shared" for i in range(count)]
+        return ["full" if max(i - offset + 1, 0) % max(interval, 1) == 0 else "shared" for i in range(count)]
 
 
 def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:

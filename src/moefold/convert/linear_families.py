@@ -294,10 +294,10 @@ class LingLayers:
             "linear_conv_kernel_dim": ("short_conv_kernel_size", 4),
         }
         sizes = {key: hf_config.get(key, hf_config.get(name, default)) for key, (name, default) in names.items()}
-        every = hf_config.get("layer_group_size", 6)
+        interval = hf_config.get("layer_group_size", 6)
         types = hf_config.get("layer_types")
-        if types is None and is_int(every) and every > 0:
-            types = types_by_interval(num_layers_of(hf_config), every, "linear_attention")
+        if types is None and is_int(interval) and interval > 0:
+            types = types_by_interval(num_layers_of(hf_config), interval, "linear_attention")
         return KimiLinearSizes().read(overlay(hf_config, {**sizes, "layer_types": types or []}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

@@ -223,12 +223,12 @@ def _shapes(source: CheckpointSource) -> dict[str, Shape]:
 
 
 def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
-    here = _shapes(first)
-    there = _shapes(other)
+    ours = _shapes(first)
+    theirs = _shapes(other)
     wrong = [
-        f"{name} of shape {list(here.get(name, ()))} and {list(there.get(name, ()))}"
-        for name in sorted(here.keys() | there.keys())
-        if here.get(name) != there.get(name)
+        f"{name} of shape {list(ours.get(name, ()))} and {list(theirs.get(name, ()))}"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
     ]
     if wrong:
         raise ConfigError(

@@ -199,9 +199,9 @@ def _add_stacked(keys: dict[str, Any], parameters: Mapping[str, list[StackedPara
     If gate and up projections both have adapters, the rank is doubled with the same scale.
     """
     targets = {
-        each.target: sum(piece.name in stacked for piece in each.pieces)
+        parameter.target: sum(piece.name in stacked for piece in parameter.pieces)
         for several in parameters.values()
-        for each in several
+        for parameter in several
     }
     adapted = {target: count for target, count in targets.items() if count}
     if not adapted:
@@ -382,5 +382,5 @@ def split_targets(
     for name in modules:
         if name not in weights:
             names = (name, family.name_in_transformers(name))
-            named |= {*names} if leaf(name) in ambiguous else {leaf(each) for each in names}
+            named |= {*names} if leaf(name) in ambiguous else {leaf(target) for target in names}
     return sorted(named), sorted(f"{name}.weight" for name in weights)

@@ -193,17 +193,17 @@ class StackedParameter:
         pairs = {}
         for number, piece in enumerate(self.pieces):
             columns_ERO = b_ERO[:, :, self._outputs_of(piece)]
-            own = slice(number * rank, (number + 1) * rank) if is_diagonal else slice(None)
+            columns = slice(number * rank, (number + 1) * rank) if is_diagonal else slice(None)
             others = columns_ERO.clone()
-            others[:, own] = 0
+            others[:, columns] = 0
             if (width != rank and not is_diagonal) or others.any():
                 raise ConfigError(
                     f"the adapter of {self.module} has rank {width}, and r={rank} in adapter_config.json; moefold "
                     "reads one rank for all modules"
                 )
             pairs[piece.name] = (
-                a_ERI[:, own].transpose(1, 2).contiguous(),
-                columns_ERO[:, own].contiguous(),
+                a_ERI[:, columns].transpose(1, 2).contiguous(),
+                columns_ERO[:, columns].contiguous(),
             )
         return pairs
 
@@ -299,7 +299,7 @@ def read_stacked(
 def _untrained_halves(pairs: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
     """Return the matrices, such as w_up, with a zero adapter in all layers where the other adapter is not zero."""
     trained = {leaf(name) for name, (_, b) in pairs.items() if b.any()}
-    halves = [{leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
+    halves = [{leaf(piece.name) for piece in group.pieces} for several in parameters.values() for group in several]
     return set().union(*(half - trained for half in halves if half & trained))
 
 

@@ -300,8 +300,8 @@ def quantize_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = padded.view(height, FP8_BLOCK, width, FP8_BLOCK).abs().amax((1, 3))
     maximum = torch.finfo(torch.float8_e4m3fn).max
     scales = torch.where(largest > 0, largest / maximum, 1.0)
-    each = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)[:rows, :columns]
-    return (values / each).clamp(-maximum, maximum).to(torch.float8_e4m3fn), scales
+    expanded = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)[:rows, :columns]
+    return (values / expanded).clamp(-maximum, maximum).to(torch.float8_e4m3fn), scales
 
 
 def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,8 +78,8 @@ class SliceMapping:
 
     def permutation(self) -> tuple[int, ...]:
         """Return the HF dims in the order of our dims, after the HF dims without a counterpart."""
-        own = tuple(dim for dim in self.dims if dim is not None)
-        return (*(dim for dim in range(len(self.hf_start)) if dim not in own), *own)
+        mapped = tuple(dim for dim in self.dims if dim is not None)
+        return (*(dim for dim in range(len(self.hf_start)) if dim not in mapped), *mapped)
 
     def inverse_permutation(self) -> tuple[int, ...]:
         """Return the inverse of `permutation`."""
@@ -209,12 +209,12 @@ class GroupedRows:
         size = widths[self.part]
         offset = sum(widths[: self.part])
         hf_name = fill_in_layer(self.hf_name, layer)
-        rest = (0,) * (self.num_dims - 1)
+        zeros = (0,) * (self.num_dims - 1)
         step = (1,) * self.num_dims
         columns = shape[1:]
         dims = (0, *(self.num_dims - 1 for _ in columns))
         for group in range(count):
-            start = (group * sum(widths) + offset, *rest)
+            start = (group * sum(widths) + offset, *zeros)
             ours = (group * size, *(0 for _ in columns))
             yield SliceMapping(param_name, ours, (size, *columns), hf_name, start, step, dims)
 

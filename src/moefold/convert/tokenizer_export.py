@@ -129,8 +129,8 @@ def _choose_copy(
         if name not in (TOKENIZER_FILE, *SLOW_FILES, CONFIG_FILE, GENERATION_FILE)
     }
     if sidecar_dir is not None and have_same_ids(tokenizer_file(sidecar_dir), file):
-        own = str(meta.order.get("chat_template", ""))
-        return TokenizerChoice(sidecar_files={CHAT_TEMPLATE_FILE: files[CHAT_TEMPLATE_FILE]} if own else {})
+        path = str(meta.order.get("chat_template", ""))
+        return TokenizerChoice(sidecar_files={CHAT_TEMPLATE_FILE: files[CHAT_TEMPLATE_FILE]} if path else {})
     separator = JsonTokenizer(run_tokenizer).separator_id
     ignored = (f"ignored, as they belong to another tokenizer: {format_list(list(imported))}",) if imported else ()
     return TokenizerChoice(file, files, imported, _token_ids(separator), ignored)
@@ -282,8 +282,8 @@ def _sidecar_files(file: Path, meta: CheckpointMeta) -> tuple[dict[str, Path], t
 def _own_template(meta: CheckpointMeta) -> dict[str, tuple[str, Path]]:
     """Return data.chat_template of a run, by its name in an exported folder: its recorded name, and its path."""
     # Untrusted metadata may name any file: without a fingerprint from the training, no file is copied.
-    own = str(meta.order.get("chat_template", ""))
-    return {CHAT_TEMPLATE_FILE: (own, _expand_user(own))} if own and meta.data_files.get(own) else {}
+    path = str(meta.order.get("chat_template", ""))
+    return {CHAT_TEMPLATE_FILE: (path, _expand_user(path))} if path and meta.data_files.get(path) else {}
 
 
 def _usable_files(

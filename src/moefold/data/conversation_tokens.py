@@ -164,8 +164,8 @@ def _encode_prompts(
             starts.append(ids[:first])
             texts.append(prompt[int(places[first, 0]) if first else 0 :])
     pairs = zip(starts, (ids for ids, _ in tokenizer.encode_with_offsets(texts)), strict=True)
-    whole = iter([np.concatenate([start, rest]) for start, rest in pairs])
-    return [[next(whole) for _ in chat.prompts] for chat in chats]
+    joined = iter([np.concatenate([start, tail]) for start, tail in pairs])
+    return [[next(joined) for _ in chat.prompts] for chat in chats]
 
 
 def _checked(

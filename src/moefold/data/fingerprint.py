@@ -101,10 +101,10 @@ def size_differences_by_file(first: Mapping[str, str], local: Mapping[str, str])
 def matches_fingerprint(file: Path, recorded: str) -> bool:
     """Return whether a file still has a recorded fingerprint; raise ConfigError if the file cannot be read."""
     blocks = recorded.split()[:2]
-    whole = recorded.split()[2:]
+    hashes = recorded.split()[2:]
     if not any(blocks == _fingerprint_file(file.name, file, num_middle).split() for num_middle in (_MIDDLE_BLOCKS, 0)):
         return False
-    return not whole or whole == [_whole_hash(file.name, file)]
+    return not hashes or hashes == [_whole_hash(file.name, file)]
 
 
 def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
@@ -268,13 +268,15 @@ def comparable(then: DataFiles, now: DataFiles, fingerprints: Mapping[str, str])
     return {name: seen for name, seen in fingerprints.items() if name not in unknown}
 
 
-def unmatched_locations(then: DataFiles, now: DataFiles, order: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def unmatched_locations(
+    then: DataFiles, now: DataFiles, order: Mapping[str, Any], mine: Mapping[str, Any]
+) -> list[str]:
     """Return the keys of `LOCATION_KEYS` with different values and without files to compare.
 
     Args:
         then: the files of the checkpoint.
         order: settings of the checkpoint.
-        own: settings of the recipe.
+        mine: settings of the recipe.
     """
     wrong = []
     hub_then = [path for path, names in zip(then.paths, then.sources, strict=True) if not names]
@@ -284,10 +286,10 @@ def unmatched_locations(then: DataFiles, now: DataFiles, order: Mapping[str, Any
     has_other_hub = hub_then != hub_now or (
         bool(hub_now) and (places_then != places_now or len(then.paths) != len(now.paths))
     )
-    if order.get("path") != own.get("path") and has_other_hub:
+    if order.get("path") != mine.get("path") and has_other_hub:
         wrong.append("path")
     for key, role in (("tokenizer", TOKENIZER_FILE), ("chat_template", "data.chat_template")):
         is_compared = role in then.settings and role in now.settings
-        if not is_compared and order.get(key) != own.get(key):
+        if not is_compared and order.get(key) != mine.get(key):
             wrong.append(key)
     return wrong

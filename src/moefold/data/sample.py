@@ -240,8 +240,8 @@ def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
 
 def fill_up(parts: Sequence[NDArray[Any]], size: int, value: float) -> NDArray[Any]:
     """Return concatenated arrays, filled to a size with a value."""
-    whole = np.concatenate(parts)
-    return np.concatenate((whole, np.full(size - len(whole), value, whole.dtype)))
+    joined = np.concatenate(parts)
+    return np.concatenate((joined, np.full(size - len(joined), value, joined.dtype)))
 
 
 def packed_sample(parts: Sequence[NDArray[np.int64]], size: int, pad_id: int, **annotations: Any) -> Sample:

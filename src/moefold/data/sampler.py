@@ -467,8 +467,8 @@ def _count_below(end: int, num_samples: int) -> int:
     if end == 0:
         return 0
     # floor(y) - floor(y - t) is 1 where frac(y) < t, for 0 < t <= 1.
-    whole = floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET)
-    return whole - floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET - end + _MODULUS) + num_samples
+    total = floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET)
+    return total - floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET - end + _MODULUS) + num_samples
 
 
 def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:

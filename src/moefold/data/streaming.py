@@ -147,9 +147,9 @@ class StreamingSampler(Sampler):
                 break
         separator = [] if self._tokenizer.separator_id is None else [self._tokenizer.separator_id]
         for ids, state in zip(encode_documents(self._tokenizer, texts), states, strict=True):
-            whole = np.concatenate([ids, separator]).astype(np.int64)
-            if len(whole) > self._num_used:
-                self._queue.append(_TokenizedDocument(whole, self._epoch, state, self._num_used))
+            document = np.concatenate([ids, separator]).astype(np.int64)
+            if len(document) > self._num_used:
+                self._queue.append(_TokenizedDocument(document, self._epoch, state, self._num_used))
             self._num_used = 0
         if size < _BATCH_CHARACTERS:
             self._epoch += 1

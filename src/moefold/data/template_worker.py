@@ -150,9 +150,9 @@ class _Conversation:
             raise TurnMovedError(i + 1)
         probed = [*self._messages]
         probed[i] = {**probed[i], "content": _PROBE}
-        whole, probe, tail = self.write(len(probed), prompts=False, messages=probed)[0].partition(_PROBE)
+        rendered, probe, tail = self.write(len(probed), prompts=False, messages=probed)[0].partition(_PROBE)
         end = self.write(i + 1, prompts=False, messages=probed)[0].rstrip().partition(_PROBE)[2]
-        start = _common_length(text, whole)
+        start = _common_length(text, rendered)
         stop = len(text) - len(tail)
         if not probe or not text.endswith(tail) or not start <= stop:
             raise TurnMovedError(i + 1)
@@ -176,11 +176,11 @@ def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[
     spans: list[tuple[int, int]] = []
     length = 0
     for part in marked.split(begin):
-        inside, mark, rest = part.partition(end)
+        inside, mark, tail = part.partition(end)
         if mark:
             spans.append((length, length + len(inside)))
-        parts += [inside, rest]
-        length += len(inside) + len(rest)
+        parts += [inside, tail]
+        length += len(inside) + len(tail)
     return "".join(parts), spans
 
 

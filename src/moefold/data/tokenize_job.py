@@ -87,10 +87,10 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
         ConfigError: a name does not exist, is given twice or is part of the output, or all files are empty.
     """
     roots = [existing_path("INPUT", name) for name in names]
-    own = out.resolve()
-    if inside := [root for root in roots if root.is_relative_to(own)]:
+    target = out.resolve()
+    if inside := [root for root in roots if root.is_relative_to(target)]:
         raise ConfigError(f"INPUT {inside[0]} lies in --out {out}, where the tokens go; choose another folder for them")
-    paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(own)]
+    paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(target)]
     check_no_duplicates(tuple(path.resolve() for path in paths))
     for root in roots:
         if not root.is_dir():

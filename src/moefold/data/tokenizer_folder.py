@@ -238,8 +238,8 @@ def declaring_files(path: Path) -> dict[str, Path]:
     names = [SETTINGS_FILE, TOKENS_MAP_FILE, ADDED_TOKENS_FILE, TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE]
     names += [f"{TEMPLATE_DIR}/{template.name}" for template in sorted((file.parent / TEMPLATE_DIR).glob("*.jinja"))]
     is_slow = file.name == SLOW_FILES[0]
-    own = {name: file.with_name(name) for name in SLOW_FILES} if is_slow else {TOKENIZER_FILE: file}
-    return own | {name: file.parent / name for name in names if (file.parent / name).is_file()}
+    files = {name: file.with_name(name) for name in SLOW_FILES} if is_slow else {TOKENIZER_FILE: file}
+    return files | {name: file.parent / name for name in names if (file.parent / name).is_file()}
 
 
 def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> TokenizerFolder:

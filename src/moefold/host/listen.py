@@ -112,7 +112,7 @@ class ConnectionGuard:
     def make_room(self) -> bool:
         """Return whether one more connection is allowed; if not, close the oldest silent connection."""
         if self._num_sockets >= self.most:
-            self._num_sockets = sum(each.fileno() >= 0 for each in self._sockets)
+            self._num_sockets = sum(sock.fileno() >= 0 for sock in self._sockets)
         if self._num_sockets < self.most:
             return True
         self.log_once("full", f"{self.most} connections are open, the most that this server takes")

@@ -124,10 +124,10 @@ class RolloutCollector:
         rollouts = [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
         own_s = time.perf_counter() - started_s
         recorder.set_phase("computing rewards")
-        own = None
+        scored = None
         if self._is_scoring:
-            own = self._score(prompts, rollouts, group_size, adjust), self._reward.take_failures()
-        of_ranks = current_world().all_gather_object((self._shard.rank, own, own_s))
+            scored = self._score(prompts, rollouts, group_size, adjust), self._reward.take_failures()
+        of_ranks = current_world().all_gather_object((self._shard.rank, scored, own_s))
         rollout_s = max(seconds for _, _, seconds in of_ranks)
         reward_s = max(0.0, time.perf_counter() - started_s - rollout_s)
         by_shard: dict[int, tuple[list[RolloutGroup], list[FailedReward]]] = {

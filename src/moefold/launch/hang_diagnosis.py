@@ -113,9 +113,9 @@ def _headline(diagnosis: Diagnosis, reports: Mapping[int, RankReport]) -> str:
 
 
 def _plural(symptom: str) -> str:
-    first, _, rest = symptom.partition(" ")
+    first, _, tail = symptom.partition(" ")
     many = {"is": "are", "hangs": "hang"}.get(first, first)
-    return f"{many} {rest}".replace("its process ended", "their processes ended").replace("its host", "their hosts")
+    return f"{many} {tail}".replace("its process ended", "their processes ended").replace("its host", "their hosts")
 
 
 def _group_by_activity(reports: Mapping[int, RankReport], ranks: Sequence[int], *, is_blamed: bool) -> Iterator[str]:

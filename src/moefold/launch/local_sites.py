@@ -217,15 +217,15 @@ async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
     )
     try:
-        rest = b""
+        tail = b""
         while block := await reader.read(MAX_LINE_BYTES):
-            *lines, rest = (rest + block).split(b"\n")
-            if len(rest) >= MAX_LINE_BYTES:
-                lines.append(rest)
-                rest = b""
+            *lines, tail = (tail + block).split(b"\n")
+            if len(tail) >= MAX_LINE_BYTES:
+                lines.append(tail)
+                tail = b""
             for line in lines:
                 print_escaped(prefix + line.decode(errors="replace"), file=to, flush=True)
-        if rest:
-            print_escaped(prefix + rest.decode(errors="replace"), file=to, flush=True)
+        if tail:
+            print_escaped(prefix + tail.decode(errors="replace"), file=to, flush=True)
     finally:
         transport.close()

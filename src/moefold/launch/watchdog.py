@@ -359,11 +359,11 @@ class _StoreReporter(threading.Thread):
         )
         self._base_store = store
         self._store = dist.PrefixStore(f"moefold/{self._session}", store)
-        own = self.own_process
-        number = self._store.add(f"machine/{own.machine}", 1)
-        entry: dict[str, Any] = {"rank": env.rank, "host": own.host, "number": own.number, "started": own.started}
+        this = self.own_process
+        number = self._store.add(f"machine/{this.machine}", 1)
+        entry: dict[str, Any] = {"rank": env.rank, "host": this.host, "number": this.number, "started": this.started}
         entry |= {"file": str(self._file or ""), "report_file": self._reporter.shared_path}
-        self._store.set(f"member/{own.machine}/{number}", json.dumps(entry))
+        self._store.set(f"member/{this.machine}/{number}", json.dumps(entry))
         self._store.add("members", 1)
 
     def _poll_store(self) -> None:

@@ -173,12 +173,12 @@ def rank_time_metrics(times: NDArray[np.float64]) -> dict[str, float] | None:
     """Compute `metrics.definitions.RANK_TIMES` from times, [ranks, (own, data, wait)]; None if all are 0."""
     if not times.any():
         return None
-    own = times[:, COMPUTE]
+    compute = times[:, COMPUTE]
     return {
-        "own_min_s": float(own.min()),
-        "own_median_s": float(np.median(own)),
-        "own_max_s": float(own.max()),
-        "slowest_rank": int(own.argmax()),
+        "own_min_s": float(compute.min()),
+        "own_median_s": float(np.median(compute)),
+        "own_max_s": float(compute.max()),
+        "slowest_rank": int(compute.argmax()),
         "data_max_s": float(times[:, DATA].max()),
         "wait_min_s": float(times[:, COMM].min()),
         "wait_median_s": float(np.median(times[:, COMM])),
@@ -251,14 +251,14 @@ class Stragglers:
         """Add the times of one step, [ranks, (own, data, wait)]; return a record for each newly detected rank."""
         if not times.any():
             return []
-        own = times[:, COMPUTE]
+        compute = times[:, COMPUTE]
         data = times[:, DATA]
-        median = np.zeros(len(own))
+        median = np.zeros(len(compute))
         for stage in self._stages:
-            median[stage] = np.sort(own[stage])[(len(stage) - 1) // 2]
-        has_impact = own - median > MIN_IMPACT * (own + times[:, COMM])
-        self._slow.append((own > self._factor * median) & has_impact)
-        self._window_times.append(np.stack([own, data, median], axis=1))
+            median[stage] = np.sort(compute[stage])[(len(stage) - 1) // 2]
+        has_impact = compute - median > MIN_IMPACT * (compute + times[:, COMM])
+        self._slow.append((compute > self._factor * median) & has_impact)
+        self._window_times.append(np.stack([compute, data, median], axis=1))
         counts = np.sum(self._slow, axis=0)
         self._reported -= set(np.flatnonzero(counts <= RECOVERED_SLOW_STEPS).tolist())
         new = [rank for rank in np.flatnonzero(counts >= REPORT_SLOW_STEPS).tolist() if rank not in self._reported]

@@ -155,8 +155,8 @@ class AttentionChunks:
             return documents
         if documents is None:
             # Kept for the next micro-batch, which has samples of the same length.
-            whole = self._whole
-            if whole is None or whole.starts_SB.shape != (seq_len, batch) or whole.starts_SB.device != device:
+            cached = self._whole
+            if cached is None or cached.starts_SB.shape != (seq_len, batch) or cached.starts_SB.device != device:
                 self._whole = PackedDocuments.whole_samples(seq_len, batch, device)
             documents = self._whole
             assert documents is not None

@@ -206,11 +206,11 @@ class Chunks:
         repeats = v.shape[2] // k.shape[2]
         since_start = total.exp()
         to_end = (total[..., -1:, :] - total).exp()
-        whole = total[..., -1, :].exp().unsqueeze(-1)
+        decay = total[..., -1, :].exp().unsqueeze(-1)
         if documents is not None:
             since_start = since_start * documents.is_first
             to_end = to_end * documents.is_last
-            whole = whole * documents.is_first[..., -1:, :]
+            decay = decay * documents.is_first[..., -1:, :]
         is_same = None if documents is None else documents.is_same
         decays = _HeadDecays(total, is_same) if total.shape[-1] == 1 else _ChannelDecays(total, is_same)
         scores = decays.products(q, k, repeats)
@@ -223,7 +223,7 @@ class Chunks:
             # Entries on and above the diagonal are not read: the diagonal is 1.
             solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
             v, erase_keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-        return Chunks(q * since_start, scores, k_ * to_end, v, erase_keys, whole, length)
+        return Chunks(q * since_start, scores, k_ * to_end, v, erase_keys, decay, length)
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the states before the chunks [N, .., D, Dv], the written values [N, .., C, Dv], and the last state."""

@@ -94,14 +94,14 @@ class TaskAttention:
             return out.squeeze(1), lse.squeeze(1)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
-        for own, past in self._task_blocks:
-            own_out, own_lse = _attend(q, k, v, own)
+        for own_block, past in self._task_blocks:
+            own_out, own_lse = _attend(q, k, v, own_block)
             if past is not None:
                 own_out = own_out.to(lse.dtype)
                 num_rows = past.rows.stop - past.rows.start
                 merge_lse_(own_out[:num_rows], own_lse[:num_rows], *_attend(q, k, v, past))
-            out[own.rows] = own_out.squeeze(1)
-            lse[own.rows] = own_lse.squeeze(1)
+            out[own_block.rows] = own_out.squeeze(1)
+            lse[own_block.rows] = own_lse.squeeze(1)
         return out, lse
 
     def backward(
@@ -122,10 +122,10 @@ class TaskAttention:
         dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.zeros_like(v, dtype=dtype, memory_format=torch.contiguous_format)
         dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        for own, past in self._task_blocks:
-            for block in (own,) if past is None else (own, past):
+        for own_block, past in self._task_blocks:
+            for block in (own_block,) if past is None else (own_block, past):
                 block_dq, block_dk, block_dv = (x.squeeze(1) for x in _differentiate(of_queries, k, v, block))
-                if block is own:
+                if block is own_block:
                     dq[block.rows] = block_dq.to(dtype)
                 else:
                     dq[block.rows] += block_dq
@@ -140,7 +140,7 @@ class TaskAttention:
         longest = int(np.diff(self._keys).max())
         query, key, value = (x.unsqueeze(1) for x in (q, k, v))
         candidates = (kernel, CudaFlash()) if kernel is not None else (CudaFlash(),)
-        return next((each for each in candidates if each.supports_tasks(query, key, value, longest)), None)
+        return next((kernel for kernel in candidates if kernel.supports_tasks(query, key, value, longest)), None)
 
     def _backward_of_kernel(
         self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel
@@ -219,10 +219,10 @@ class TaskAttention:
         for (first_row, stop_row), (first_key, stop_key) in ranges:
             num_rows = stop_row - first_row
             own_keys = slice(stop_key - num_rows, stop_key)
-            own = _Block(slice(first_row, stop_row), own_keys, self._own_mask(num_rows))
+            own_block = _Block(slice(first_row, stop_row), own_keys, self._own_mask(num_rows))
             num_past = own_keys.start - first_key
             if not num_past:
-                yield own, None
+                yield own_block, None
                 continue
             # Rows whose windows begin after the earlier keys do not attend to them.
             seeing = min(num_rows, window - 1) if window else num_rows
@@ -230,7 +230,7 @@ class TaskAttention:
             if window and num_past + seeing > window:
                 distance = torch.arange(num_past, num_past + seeing)[:, None] - torch.arange(num_past)
                 mask = (distance < window)[None].to(self._device)
-            yield own, _Block(slice(first_row, first_row + seeing), slice(first_key, own_keys.start), mask)
+            yield own_block, _Block(slice(first_row, first_row + seeing), slice(first_key, own_keys.start), mask)
 
     def _own_mask(self, num_rows: int) -> BlockMask:
         window = self._window

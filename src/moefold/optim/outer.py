@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 class OuterOptimizer(OuterWeights):
     """Outer weights, momentum and residual, and their updates in a round; for the arguments see the base class."""
 
-    def send(self, fragments: Sequence[int], own: Tensor, *, is_last: bool) -> Sent:
+    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> Sent:
         """Return the vector that this site sends in a round.
 
         Args:
             fragments: the fragments of the round.
-            own: result of `difference`.
+            delta: result of `difference`.
             is_last: the round follows the last step.
         """
-        return Sent(own, self.num_coded(fragments))
+        return Sent(delta, self.num_coded(fragments))
 
     def receive(self, round_: PendingRound, sent: Sent, exchanged: "Exchanged", members: Sequence[int]) -> PendingRound:
         """Return a certain round with the values that its members have exchanged; changes nothing.
@@ -59,12 +59,12 @@ class OuterOptimizer(OuterWeights):
     def begin_next(self) -> None:
         """Begin the training of the next round, while the exchange of this round runs; local."""
 
-    def cancel(self, fragments: Sequence[int], own: Tensor) -> None:
+    def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
         """Undo `begin_next` after a failed exchange, whose round is not applied; local.
 
         Args:
             fragments: the fragments of the round.
-            own: result of `difference`; the residual has not changed since.
+            delta: result of `difference`; the residual has not changed since.
         """
 
     def apply(
@@ -137,7 +137,7 @@ class OuterOptimizer(OuterWeights):
     @torch.no_grad()
     def step(
         self,
-        own: Tensor,
+        delta: Tensor,
         mean: Tensor,
         fragments: Sequence[int] = (0,),
         *,
@@ -146,16 +146,16 @@ class OuterOptimizer(OuterWeights):
         """Take the outer step of a round; local.
 
         Args:
-            own: result of `difference` for the round.
-            mean: the mean of a round; `own` itself in a round of one site.
+            delta: result of `difference` for the round.
+            mean: the mean of a round; `delta` itself in a round of one site.
             fragments: the fragments of the round.
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
         """
-        is_own = mean is own and not keep_local and not self._settings.residual
+        is_own = mean is delta and not keep_local and not self._settings.residual
         sums = [0.0] * 5
         names = self.names(fragments)
         visits = self.visit(names, ["weights", "momentum"])
-        parts = (self.parts(names, own), self.parts(names, mean, is_mean=True))
+        parts = (self.parts(names, delta), self.parts(names, mean, is_mean=True))
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
             theta = local_tensor(self._parameters[name].data)
             self.add_norms(sums, name, weights, own_d, mean_g)
@@ -204,11 +204,11 @@ class OuterOptimizer(OuterWeights):
         for (name, (weights,)), own_d, mean_g in zip(visits, *parts, strict=True):
             yield name, own_d, self.select(name, mean_g), self.select(name, weights), self._replicas.get(name, 1)
 
-    def add_norms(self, sums: list[float], name: str, weights: Tensor, own: Tensor, mean: Tensor) -> None:
+    def add_norms(self, sums: list[float], name: str, weights: Tensor, delta: Tensor, mean: Tensor) -> None:
         """Add the part of a parameter to the sums of `OuterNorms`."""
         if share := self._replicas.get(name, 1):
-            d, g = (own, mean) if self.is_averaged(name) else (own.new_zeros(1),) * 2
-            for index, (x, y) in enumerate(((own, own), (g, g), (d, g), (self.select(name, weights),) * 2, (d, d))):
+            d, g = (delta, mean) if self.is_averaged(name) else (delta.new_zeros(1),) * 2
+            for index, (x, y) in enumerate(((delta, delta), (g, g), (d, g), (self.select(name, weights),) * 2, (d, d))):
                 sums[index] += dot(x, y) / share
 
     def is_averaged(self, name: str) -> bool:

@@ -211,8 +211,8 @@ class OuterWeights:
             entries = self._pending_entries(fragments)
             load(entries)
             mean = self.pending_mean(entries)
-            own = self.own_part(fragments, mean)
-            self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, own, mean)
+            delta = self.own_part(fragments, mean)
+            self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, delta, mean)
 
     @torch.no_grad()
     def adopt(self, num_rounds: int, tokens: int) -> None:

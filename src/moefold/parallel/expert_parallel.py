@@ -101,9 +101,9 @@ def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor
     has_buffer = chosen_in(parallel, DispatcherPart).room(1) is not None
     loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=model.groups.device)
     dispatchers = (layer.dispatcher for layer in model.moe_layers().values())
-    own = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
-    if own:
-        loads[world.rank] = torch.stack(own).max()
+    local_loads = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
+    if local_loads:
+        loads[world.rank] = torch.stack(local_loads).max()
     return loads
 
 

@@ -26,9 +26,9 @@ class GatheredWeights:
         self._world = model.groups.world
         sharding = weight_sharding(model)
         self.shapes = dict(sharding.shapes)
-        own = sharding.boxes(self._world.rank)
-        check_boxes(weight_tensors(model), own)
-        self._own_boxes = own
+        boxes = sharding.boxes(self._world.rank)
+        check_boxes(weight_tensors(model), boxes)
+        self._own_boxes = boxes
         self._owners = _owners([sharding.boxes(rank) for rank in range(self._world.size)])
         self._dtypes = gather_dtypes(weight_tensors(model), World(self._world.rank, self._world.size))
         self._local: dict[str, Tensor] = {}

@@ -122,8 +122,8 @@ class GraphedModule:
 
     def static_tensors(self) -> list[Tensor]:
         """Return the tensors at fixed addresses of the graphs that no micro-batch uses, and the copied weights."""
-        own = [parameter for parameter in self._module.parameters() if not isinstance(parameter, DTensor)]
-        is_copied = len(own) < len(self._weights)
+        local = [parameter for parameter in self._module.parameters() if not isinstance(parameter, DTensor)]
+        is_copied = len(local) < len(self._weights)
         tensors = list(self._weights.values()) if is_copied else []
         for graphs in self._idle:
             tensors += [*graphs.inputs, *graphs.passes.static_tensors()]

@@ -74,10 +74,10 @@ class PeerExperts:
             num_experts = len(values) * self._ep.size
             shape = (num_experts, *values.shape[1:])
             num_bytes = values.nbytes * self._ep.size
-            whole = next(parts)[:num_bytes].view(values.dtype).view(shape)
-            own = whole[first : first + len(values)]
-            experts.register_parameter(leaf_of[id(weight)], parameter_over(weight, own))
-            peer_weights.append(whole)
+            full = next(parts)[:num_bytes].view(values.dtype).view(shape)
+            local = full[first : first + len(values)]
+            experts.register_parameter(leaf_of[id(weight)], parameter_over(weight, local))
+            peer_weights.append(full)
         experts.peer_weights = peer_weights
         dispatcher = LocalDispatcher(len(peer_weights[0]))
         dispatcher.use_permute_ops(layer.dispatcher.permute_ops)

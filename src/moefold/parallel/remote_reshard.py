@@ -168,7 +168,7 @@ class WeightReceiver:
         self._boxes = self._parts.target.boxes(link.rank - link.split.num_training)
         check_boxes(weight_tensors(model), self._boxes)
         self._rounds = [
-            own for parts in self._parts.rounds() if (own := [part for part in parts if part.target == link.rank])
+            mine for parts in self._parts.rounds() if (mine := [part for part in parts if part.target == link.rank])
         ]
 
     @torch.no_grad()

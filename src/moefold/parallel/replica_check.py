@@ -169,8 +169,8 @@ class ReplicaCheck:
         gathered = all_gather(torch.stack(sums)[None], world).view(world.size, len(digests_by_axis), 2, 2).tolist()
         for i, axis in enumerate(digests_by_axis):
             for ranks in self._axis_groups(axis):
-                some, everywhere = ({tuple(gathered[rank][i][kind]) for rank in ranks} for kind in (0, 1))
-                if len(some - {(0, 0)}) > 1 or len(everywhere) > 1:
+                on_some, everywhere = ({tuple(gathered[rank][i][kind]) for rank in ranks} for kind in (0, 1))
+                if len(on_some - {(0, 0)}) > 1 or len(everywhere) > 1:
                     return False
         return True
 
@@ -238,8 +238,8 @@ class ReplicaCheck:
 def samples_by_replica(parallel: ParallelConfig, train: TrainConfig) -> tuple[int, ...]:
     """Return the samples of each data-parallel replica in a step, without padding."""
     count = train.num_micro_batches(parallel.dp) * train.micro_batch_size
-    rest = (train.global_batch_size - number * count for number in range(parallel.dp))
-    return tuple(min(max(samples, 0), count) for samples in rest)
+    counts = (train.global_batch_size - number * count for number in range(parallel.dp))
+    return tuple(min(max(samples, 0), count) for samples in counts)
 
 
 def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

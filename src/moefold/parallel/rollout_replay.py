@@ -89,7 +89,7 @@ class RolloutReplay:
         self._top_k = sizes.experts.top_k
         self._dtype = expert_index_dtype(sizes.experts.num_choices)
         tp = sampling.attn.tp
-        own = _Member(
+        member = _Member(
             dp_rank=self._groups.attn.dp.rank,
             positions=local_positions(model.positions, self._groups.attn.tp).cpu().numpy(),
             layers=tuple(model.moe_layers()),
@@ -98,8 +98,8 @@ class RolloutReplay:
             tp_size=tp.size,
             sampled_layers=tuple(sampled_layers),
         )
-        self._members: list[_Member] = current_world().all_gather_object(own)
-        self._own = own
+        self._members: list[_Member] = current_world().all_gather_object(member)
+        self._own = member
         self._layer_routing = {number: ReplayedRouting(0) for number in model.moe_layers()}
         for number, layer in model.moe_layers().items():
             layer.router.override = self._layer_routing[number]

@@ -79,14 +79,14 @@ class RouterReplayBuffer:
             if self.is_due(step):
                 choices.recorded_NSK = torch.zeros(size, dtype=torch_dtype(shape.dtype), device=device)
             if replayed is not None:
-                own = self._own_choices(replayed, shape.layers.index(number), choices.first_sample)
-                choices.replayed_NSK = torch.from_numpy(shape.check_expert_indices(own, step)).to(device)
+                local = self._own_choices(replayed, shape.layers.index(number), choices.first_sample)
+                choices.replayed_NSK = torch.from_numpy(shape.check_expert_indices(local, step)).to(device)
 
     def _own_choices(self, step: TracedStep, layer: int, first_sample: int) -> Array:
         """Return the choices of this rank's tokens in a traced layer, [N, S/(cp*tp), K]."""
         if self._slots is None:
-            own: Array = step.samples(layer, first_sample, self._num_samples)[:, self._positions]
-            return own
+            local: Array = step.samples(layer, first_sample, self._num_samples)[:, self._positions]
+            return local
         samples, positions = np.divmod(self._slots.cpu().numpy(), self._shape.seq_len)
         chosen: Array = step.samples(layer, 0, self._shape.global_batch_size)[samples, positions]
         return chosen

@@ -112,5 +112,5 @@ def _place(param: Any, memory: Any, offset: int, members: Group) -> _Gathered:
     dtype = _gathered_dtype(param)
     numel = param.padded_sharded_param_size.numel()
     values = torch.frombuffer(memory, dtype=dtype, count=numel * members.size, offset=offset)
-    own = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset + members.rank * numel * dtype.itemsize)
-    return _Gathered(partial(fsdp_shard, param), values, own)
+    shard = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset + members.rank * numel * dtype.itemsize)
+    return _Gathered(partial(fsdp_shard, param), values, shard)

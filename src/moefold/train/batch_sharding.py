@@ -143,8 +143,8 @@ class BatchSharder:
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:
         """Read this rank's samples of one global batch. Samples after the first `num_taken` of the batch weigh 0."""
-        own = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
-        samples_of_rank = self._sampler.batch_at(own + [samples[-1]] * (self._samples_per_rank - len(own)))
+        local = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
+        samples_of_rank = self._sampler.batch_at(local + [samples[-1]] * (self._samples_per_rank - len(local)))
         self._check_ids(samples_of_rank.tokens)
         is_taken = self._first_in_batch + np.arange(self._samples_per_rank) < min(num_taken, self.global_batch_size)
         if num_taken < self._padded_batch_size:

@@ -123,13 +123,13 @@ class LossLog(Callback):
 def _drop_frames(error: Exception) -> None:
     """Drop the stack frames of an exception and of its causes, which hold the model; their text becomes a note."""
     chain: list[BaseException] = [error]
-    for each in chain:
-        chain += [other for other in (each.__cause__, each.__context__) if other is not None and other not in chain]
+    for cause in chain:
+        chain += [other for other in (cause.__cause__, cause.__context__) if other is not None and other not in chain]
     error.add_note("".join(traceback.format_exception(error)).rstrip())
-    for each in chain:
+    for cause in chain:
         # A cleared frame would still hold the closure of its function.
-        traceback.clear_frames(each.__traceback__)
-        each.__traceback__ = None
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
 
 
 def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history: SaveHistory) -> CheckpointConfig:

@@ -71,8 +71,8 @@ class NonFiniteReport:
             # The backward pass runs from the last parameter to the first and spreads non-finite values on its way.
             first = names[-1]
             holders = tuple(f.rank for f in self.findings if first in f.bad_parameters)
-            rest = f", and of {len(names) - 1} more up to {names[0]}" if len(names) > 1 else ""
-            places.append(f"the reduced gradient of {first} on {self._format_ranks(holders)}{rest}")
+            others = f", and of {len(names) - 1} more up to {names[0]}" if len(names) > 1 else ""
+            places.append(f"the reduced gradient of {first} on {self._format_ranks(holders)}{others}")
         rerun = (
             "not finite in a rerun of the step either"
             if self.is_reproducible

@@ -354,7 +354,7 @@ def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
     """
     was_enabled = gc.isenabled()
     # A caller that froze objects froze this module too. `gc.get_freeze_count` walks through all of them (45 ms).
-    freezes = any(generation is gc for generation in gc.get_objects())
+    freezes = any(obj is gc for obj in gc.get_objects())
     gc.collect()
     if freezes:
         gc.freeze()

@@ -91,10 +91,10 @@ class ProgramParts:
                     f"`metrics` of the callback {type(callback).__name__} is {callback.metrics!r:.60}, and must be a "
                     "list of moefold.Metric"
                 )
-            own = type(callback)
-            if (own.state_dict is Callback.state_dict) != (own.load_state_dict is Callback.load_state_dict):
+            cls = type(callback)
+            if (cls.state_dict is Callback.state_dict) != (cls.load_state_dict is Callback.load_state_dict):
                 raise ConfigError(
-                    f"the callback {own.__name__} overrides one of state_dict and load_state_dict; override both, so "
+                    f"the callback {cls.__name__} overrides one of state_dict and load_state_dict; override both, so "
                     "that a resumed run goes on with its state, or neither"
                 )
         names = [callback.saved_as for callback in self.callbacks if callback.saved_as]

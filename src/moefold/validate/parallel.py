@@ -473,8 +473,8 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
 
 
 def _padding_hint(parallel: ParallelConfig, train: TrainConfig) -> str:
-    count, rest = divmod(train.global_batch_size, train.micro_batch_size)
-    fits = rest == 0 and parallel.dp <= count and not parallel.may_pad_batch
+    count, remainder = divmod(train.global_batch_size, train.micro_batch_size)
+    fits = remainder == 0 and parallel.dp <= count and not parallel.may_pad_batch
     return ", or set parallel.elastic=true, which fills the last ranks up with padding" if fits else ""
 
 

@@ -191,7 +191,7 @@ def zero_gradients(gradients: Weights) -> list[str]:
     of a query changes no probability. Or no loss of the step depends on the parameter.
     """
     of_layers = _layer_scales(gradients)
-    return [name for name, own in _own_scales(gradients).items() if own <= ROUNDING_SHARE * of_layers[_layer_of(name)]]
+    return [name for name, x in _own_scales(gradients).items() if x <= ROUNDING_SHARE * of_layers[_layer_of(name)]]
 
 
 def token_chunks(parallel: ParallelConfig, train: TrainConfig) -> list[list[int]]:
@@ -287,13 +287,11 @@ def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
     of_weights = _layer_scales({name: oracle.weights[name] for name in oracle.gradients})
     initial = {
         name: _Yardstick(0.0, of_initial.get(_layer_of(name), 0.0))
-        for name, own in _own_scales(oracle.initial).items()
-        if own == 0
+        for name, x in _own_scales(oracle.initial).items()
+        if x == 0
     }
     gradients = {}
-    weights = {
-        name: _Yardstick(0.0, of_weights.get(_layer_of(name), 0.0)) for name, own in own_weights.items() if own == 0
-    }
+    weights = {name: _Yardstick(0.0, of_weights.get(_layer_of(name), 0.0)) for name, x in own_weights.items() if x == 0}
     for name in zero_gradients(oracle.gradients):
         layer = _layer_of(name)
         gradients[name] = _Yardstick(0.0, of_gradients[layer])

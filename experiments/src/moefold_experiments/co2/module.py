@@ -57,10 +57,10 @@ class OuterOfWholeRounds(OuterOptimizer):
         self.take_weights(list(self.weights))
 
     @torch.no_grad()
-    def cancel(self, fragments: Sequence[int], own: Tensor) -> None:
+    def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
         """Move the weights by their difference again; local."""
         names = self.names(fragments)
-        for (name, residual), part in zip(self.visit(names, ["residual"]), self.parts(names, own), strict=True):
+        for (name, residual), part in zip(self.visit(names, ["residual"]), self.parts(names, delta), strict=True):
             own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
             local_tensor(self._parameters[name].data).sub_(own_d)
 

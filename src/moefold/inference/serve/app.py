@@ -217,12 +217,12 @@ class CompletionServer:
     @asynccontextmanager
     async def _running(self, samples: Sequence[Request]) -> AsyncIterator[asyncio.Queue[tuple[int, NewToken]]]:
         """Run samples inside this context; yield a queue of (index of the sample, new token)."""
-        here = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[int, NewToken]] = asyncio.Queue()
         index_of: dict[int, int] = {}
 
         def deliver(new: NewToken) -> None:
-            here.call_soon_threadsafe(lambda: arrived.put_nowait((index_of[new.number], new)))
+            loop.call_soon_threadsafe(lambda: arrived.put_nowait((index_of[new.number], new)))
 
         numbers = self._loop.submit(samples, deliver)
         # This precedes the look-up of a delivered token, which happens on this thread after the next await.
@@ -290,14 +290,14 @@ class CompletionServer:
         choices = []
         for index, sample in enumerate(run.chosen_samples()):
             parts = collected[sample]
-            whole = ChoiceText(
+            choice_text = ChoiceText(
                 text="".join(part.text for part in parts),
                 reasoning="".join(part.reasoning for part in parts),
                 tokens=[token for part in parts for token in part.tokens],
                 calls=[call for part in parts for call in part.calls],
                 finish_reason=parts[-1].finish_reason,
             )
-            choices.append(builder.choice(index, whole, is_delta=False))
+            choices.append(builder.choice(index, choice_text, is_delta=False))
         return builder.whole(choices, usage_of(run.num_prompt_tokens, run.num_new_tokens))
 
 
@@ -334,11 +334,11 @@ class _Run:
 
     def chosen_samples(self) -> list[int]:
         """Return the samples of the answer, grouped by prompt; the likeliest samples first if some are dropped."""
-        each = self.request.num_samples
+        num_samples = self.request.num_samples
         chosen: list[int] = []
-        for first in range(0, len(self.texts), each):
-            group = list(range(first, first + each))
-            if self.request.num_choices < each:
+        for first in range(0, len(self.texts), num_samples):
+            group = list(range(first, first + num_samples))
+            if self.request.num_choices < num_samples:
                 group.sort(key=lambda index: -self.texts[index].mean_log_prob)
             chosen += group[: self.request.num_choices]
         return chosen

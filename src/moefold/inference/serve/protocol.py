@@ -422,9 +422,9 @@ class ResponseBuilder:
 
     def choice(self, index: int, part: ChoiceText, *, is_delta: bool) -> dict[str, Any]:
         """Return a choice with a text or a part of a text."""
-        rest = {"index": index, "logprobs": self._log_probs(index, part), "finish_reason": part.finish_reason}
+        fields = {"index": index, "logprobs": self._log_probs(index, part), "finish_reason": part.finish_reason}
         if not self._is_chat:
-            return {"text": part.text} | rest
+            return {"text": part.text} | fields
         calls = list(part.calls)
         if is_delta:
             first = self._num_calls.get(index, 0)
@@ -434,13 +434,13 @@ class ResponseBuilder:
                 delta["content"] = part.text
             if calls:
                 delta["tool_calls"] = [{"index": first + i} | dict(call) for i, call in enumerate(calls)]
-            return {"delta": delta} | rest
+            return {"delta": delta} | fields
         message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
         if part.reasoning:
             message["reasoning_content"] = part.reasoning
         if calls:
             message |= {"content": part.text if part.text.strip() else None, "tool_calls": calls}
-        return {"message": message} | rest
+        return {"message": message} | fields
 
     def _log_probs(self, index: int, part: ChoiceText) -> dict[str, Any] | None:
         if not self._request.has_log_probs:

@@ -212,11 +212,11 @@ def _take_llama(text: str, is_end: bool, use: ToolUse) -> Taken | None:
     calls = [_call_of(decoded[0])]
     stop = decoded[1]
     if text[_skip(text, stop) :].startswith(";"):
-        rest = text[_skip(text, stop, ";") :]
-        more = _take_llama(rest, is_end, use)
+        tail = text[_skip(text, stop, ";") :]
+        more = _take_llama(tail, is_end, use)
         if more is None:
             return None
-        return Taken([*calls, *more.calls], len(text) - len(rest) + more.length)
+        return Taken([*calls, *more.calls], len(text) - len(tail) + more.length)
     # Another call may follow.
     return Taken(calls, stop) if is_end or text[_skip(text, stop) :] else None
 
@@ -233,9 +233,9 @@ def _take_deepseek(text: str, is_end: bool, use: ToolUse) -> Taken | None:
     body = text[: len(text) if end < 0 else end]
     calls = []
     for part in body.split(_DEEPSEEK["call▁begin"])[1:]:
-        kind, _, rest = part.partition(_DEEPSEEK["call▁end"])[0].partition(_DEEPSEEK["sep"])
-        fenced = _DEEPSEEK_FENCED.fullmatch(rest)
-        name, arguments = (fenced[1], fenced[2]) if fenced else (kind, rest)
+        kind, _, tail = part.partition(_DEEPSEEK["call▁end"])[0].partition(_DEEPSEEK["sep"])
+        fenced = _DEEPSEEK_FENCED.fullmatch(tail)
+        name, arguments = (fenced[1], fenced[2]) if fenced else (kind, tail)
         calls.append(Call(name.strip(), json.dumps(_object_of(arguments), ensure_ascii=False)))
     if not calls:
         raise NoCallError
@@ -395,8 +395,8 @@ class CallReader:
         assert self._format is not None
         if not self._has_text and self._is_call(text.lstrip()):
             return len(text) - len(text.lstrip())
-        whole = StopStringFilter(*self._format.begins)
-        return len(whole.push(text) + (whole.finish() if is_end else ""))
+        prefix_filter = StopStringFilter(*self._format.begins)
+        return len(prefix_filter.push(text) + (prefix_filter.finish() if is_end else ""))
 
     def _text(self, text: str) -> str:
         """Return text outside of calls, without spaces after calls."""

@@ -45,7 +45,7 @@ def settle_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
         return ""
     environment = kernel_environment(device)
     environments = all_gather_objects(environment, world)
-    measured = autotuner.settle(lambda own: all_gather_objects(own, world))
+    measured = autotuner.settle(lambda times: all_gather_objects(times, world))
     if world.rank != 0:
         return ""
     message = f"kernels by measured time: {_describe(autotuner)}"

@@ -182,8 +182,8 @@ class Checkpointing(Callback):
         """
         resume = Resume(self._history.resumed_from)
         if self._history.saved_step is not None:
-            own = replace(self._cfg.checkpoint, resume="auto")
-            resume = resolve_resume(replace(self._cfg, checkpoint=own), context.data.fingerprints)
+            section = replace(self._cfg.checkpoint, resume="auto")
+            resume = resolve_resume(replace(self._cfg, checkpoint=section), context.data.fingerprints)
         if resume.path is None:
             raise RunError(
                 f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "

@@ -52,8 +52,8 @@ class MetricsLogging(Callback):
         further = [metric for callback in self._measuring for metric in callback.metrics]
         if self._measuring:
             parts = [measured(cb.metrics, cb.measure(context, step), type(cb).__name__) for cb in self._measuring]
-            own = {name: value for part in parts for name, value in part.items()}
-            values |= reduced(further, current_world().all_gather_object(own))
+            local = {name: value for part in parts for name, value in part.items()}
+            values |= reduced(further, current_world().all_gather_object(local))
         context.metrics = step_values(values, further)
         if context.log is not None:
             context.log.write(context.metrics, step.result.expert_counts)
