@@ -247,10 +247,10 @@ def solve(jacobian: FloatArray, errors: FloatArray, x: FloatArray, weights: Floa
     """Return the minimum of the robust cost with errors that are linear around x, by reweighted least squares."""
     solution = x.copy()
     for _ in range(30):
-        now = errors + jacobian @ (solution - x)
-        w = weights / SPREAD**2 * np.minimum(1.0, HUBER * SPREAD / np.maximum(np.abs(now), 1e-9))
+        residuals = errors + jacobian @ (solution - x)
+        w = weights / SPREAD**2 * np.minimum(1.0, HUBER * SPREAD / np.maximum(np.abs(residuals), 1e-9))
         normal = jacobian.T @ (w[:, None] * jacobian) + np.diag(1 / SIGMA**2)
-        solution = solution - np.linalg.solve(normal, jacobian.T @ (w * now) + (solution - START) / SIGMA**2)
+        solution = solution - np.linalg.solve(normal, jacobian.T @ (w * residuals) + (solution - START) / SIGMA**2)
     return solution
 
 

@@ -84,22 +84,22 @@ class Contact:
             if any(sign in text for sign in LOST_CONTEXT):
                 raise LostContextError(name) from error
 
-    def close(self, what: str, actual: Tensor, expected: Tensor, limit: float = BF16_LIMIT) -> None:
+    def close(self, quantity: str, actual: Tensor, expected: Tensor, limit: float = BF16_LIMIT) -> None:
         """Compare two tensors by the relative norm of their difference."""
-        self.below(what, relative_error(actual, expected), limit)
+        self.below(quantity, relative_error(actual, expected), limit)
 
-    def below(self, what: str, error: float, limit: float) -> None:
+    def below(self, quantity: str, error: float, limit: float) -> None:
         """Add an error, and a fault if it exceeds its limit."""
-        title = f"{self.name}, {what}"
+        title = f"{self.name}, {quantity}"
         self.stage.add(title, error, limit=limit)
         # `not <=`: NaN counts as wrong.
         if not error <= limit:
             self.stage.faults.append(f"{title}: error {error:.1e}, at most {limit:g}")
 
-    def time(self, what: str, run: Callable[[], object]) -> None:
+    def time(self, quantity: str, run: Callable[[], object]) -> None:
         """Add the milliseconds of a call; a CPU adds no row."""
         if self.stage.is_cuda:
-            self.stage.add(f"{self.name}, {what}", self.stage.ms(run, 5), "ms")
+            self.stage.add(f"{self.name}, {quantity}", self.stage.ms(run, 5), "ms")
 
 
 def _lines(error: Exception) -> list[str]:
@@ -272,8 +272,8 @@ def check_activation_and_combine(contact: Contact, case: ExpertCase) -> None:
         y = F.silu(leaves[0]) * leaves[1] * leaves[2][:, None]
         y.backward(grad.double())
         expected = (y.detach(), *(x.grad for x in leaves))
-        for what, a, b in zip(("y", "gradient of gate", "of up", "of probs"), outputs, expected, strict=True):
-            contact.close(what, a, b)
+        for name, a, b in zip(("y", "gradient of gate", "of up", "of probs"), outputs, expected, strict=True):
+            contact.close(name, a, b)
         contact.time("time", lambda: kernels.activation_backward(grad, gate, up, case.probs_R, None))
 
     def combine() -> None:
@@ -500,8 +500,8 @@ def check_attention(contact: Contact, case: ExpertCase) -> None:
             contact.below(f"{name}, log-sum-exp", float((lse.double() - exact_lse).abs().max()), LOG_SUM_LIMIT)
             grads = kernel.backward(grad, q, k, v, out, lse, mask)
             expected = MathBlockAttention().backward(grad.double(), *exact, exact_out, exact_lse, exact_mask)
-            for what, a, b in zip("qkv", grads, expected, strict=True):
-                contact.close(f"{name}, gradient of {what}", a, b, ROUNDED_TWICE_LIMIT)
+            for letter, a, b in zip("qkv", grads, expected, strict=True):
+                contact.close(f"{name}, gradient of {letter}", a, b, ROUNDED_TWICE_LIMIT)
 
     contact.check("flash attention", lambda: run(CudaFlash(), masks))
     contact.check("cuDNN attention", lambda: run(CudnnAttention(), islice(masks, 2)))
@@ -571,9 +571,9 @@ def check_layers(contact: Contact, stage: Stage) -> None:
     def run(layer: tuple[str, int]) -> None:
         result = _layer_result(stage, layer, "auto")
         plain = _layer_result(stage, layer, "plain")
-        for what, tensors in result.tensors.items():
-            error = max(map(relative_error, tensors, plain.tensors[what]))
-            contact.below(what, error, LAYER_LIMIT)
+        for key, tensors in result.tensors.items():
+            error = max(map(relative_error, tensors, plain.tensors[key]))
+            contact.below(key, error, LAYER_LIMIT)
         if not stage.is_cuda:
             return
         ms = stage.ms(result.run, 7)

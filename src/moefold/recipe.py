@@ -203,10 +203,10 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)
     dense = p.tp * p.cp * p.pp
     multiple = lcm(dense, p.ep * p.etp * p.pp)
-    most = count * dense if largest is None else min(largest, count * dense)
+    limit = count * dense if largest is None else min(largest, count * dense)
     return [
         number
-        for number in range(multiple, most + 1, multiple)
+        for number in range(multiple, limit + 1, multiple)
         if (cfg.parallel.may_pad_batch or count % (number // dense) == 0)
         and _is_valid(_replace_world_size(cfg, number))
     ]
@@ -227,8 +227,8 @@ def after_loss(cfg: Config, world_size: int) -> Config:
 
 def fitting_after_loss(cfg: Config) -> list[int]:
     """Return the numbers of ranks that can continue a job after a loss, ascending; see faults.on_loss."""
-    most = cfg.parallel.world_size - 1
-    sizes = fitting_world_sizes(after_loss(cfg, cfg.parallel.world_size), largest=most)
+    limit = cfg.parallel.world_size - 1
+    sizes = fitting_world_sizes(after_loss(cfg, cfg.parallel.world_size), largest=limit)
     return [size for size in sizes if size >= cfg.faults.min_ranks]
 
 

@@ -90,9 +90,9 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
     if not experts:
         return cfg
     router, top_k = cfg.model.ffn.moe.router, cfg.model.ffn.moe.top_k
-    least = top_k * max(1, router.num_groups // router.top_groups)
-    if experts < least or experts % router.num_groups:
-        raise ConfigError(f"--experts {experts} must be at least {least}, and a multiple of the router's groups")
+    fewest = top_k * max(1, router.num_groups // router.top_groups)
+    if experts < fewest or experts % router.num_groups:
+        raise ConfigError(f"--experts {experts} must be at least {fewest}, and a multiple of the router's groups")
     return edit(cfg, {"model.ffn.moe.num_experts": experts})
 
 

@@ -91,8 +91,8 @@ def locate_folder(path: Path) -> Path:
         ConfigError: there is no such folder.
     """
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"{str(path)!r} {what}; name a run, or a folder of checkpoints")
+        fault = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{str(path)!r} {fault}; name a run, or a folder of checkpoints")
     inside = path / "checkpoints"
     if named_checkpoints(path) or named_checkpoints(inside):
         return inside if named_checkpoints(inside) else path

@@ -222,9 +222,9 @@ def _check_meta(meta: CheckpointMeta) -> None:
     optional = {"checked_step": "replica_check", "moment_updates": "weights", "tokens_consumed": "position"}
     counts |= {name: meta.state_of(owner).get(name, 0) for name, owner in optional.items()}
     degrees = {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}
-    for least, numbers in ((0, counts), (1, degrees | {"order.seq_len": meta.order.get("seq_len", 1)})):
+    for minimum, numbers in ((0, counts), (1, degrees | {"order.seq_len": meta.order.get("seq_len", 1)})):
         for name, value in numbers.items():
-            if type(value) is not int or not least <= value < 2**63:
+            if type(value) is not int or not minimum <= value < 2**63:
                 raise TypeError(f"{name} is {value!r}")
     if not all(type(count) is int and count > 0 for count in meta.data_tokens.values()):
         raise TypeError("data_tokens are not counts")

@@ -132,5 +132,5 @@ def _compare(name: str, first: Tensor, second: Tensor) -> StoredTensorDifference
     max_abs = apart.max().item()
     scale = max(first.double().abs().max().item(), second.double().abs().max().item())
     count = int((first != second).sum())
-    what = f"{count} of {first.numel()} values, by at most {max_abs:.3g} (largest value {scale:.3g})"
-    return StoredTensorDifference(name, what, max_abs)
+    summary = f"{count} of {first.numel()} values, by at most {max_abs:.3g} (largest value {scale:.3g})"
+    return StoredTensorDifference(name, summary, max_abs)

@@ -146,8 +146,8 @@ def plan_copies(
         nodes: node of each rank.
     """
     owners: defaultdict[BoxKey, list[int]] = defaultdict(list)
-    for rank, of_rank in enumerate(boxes):
-        for name, box in of_rank.items():
+    for rank, rank_boxes in enumerate(boxes):
+        for name, box in rank_boxes.items():
             owners[name, box].append(rank)
     is_one_node = len(set(nodes)) == 1
     shards: dict[tuple[tuple[int, ...], int | None], None] = {}
@@ -177,14 +177,14 @@ class Snapshot:
     def boxes(self) -> Iterator[tuple[BoxKey, Tensor]]:
         """Yield each own and copied box once."""
         yield from self.own.items()
-        for of_rank in self.copies.values():
-            yield from ((key, values) for key, values in of_rank.items() if key not in self.own)
+        for copy in self.copies.values():
+            yield from ((key, values) for key, values in copy.items() if key not in self.own)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all boxes in host memory."""
         return sum(values.nbytes for values in self.own.values()) + sum(
-            values.nbytes for of_rank in self.copies.values() for values in of_rank.values()
+            values.nbytes for copy in self.copies.values() for values in copy.values()
         )
 
 
@@ -362,8 +362,8 @@ class PeerSnapshots:
             slot.own = {key: _host_tensor(values.shape, values.dtype, device) for key, values in shards.items()}
             slot.copies = {}
             for rank, (name, box) in plan.copied:
-                of_rank = slot.copies.setdefault(rank, {})
-                of_rank[name, box] = _host_tensor(box.size, plan.dtypes[name], device)
+                copy = slot.copies.setdefault(rank, {})
+                copy[name, box] = _host_tensor(box.size, plan.dtypes[name], device)
         for key, values in shards.items():
             slot.own[key].copy_(values, non_blocking=device.type == "cuda")
         by_name = {key[0]: key for key in shards}

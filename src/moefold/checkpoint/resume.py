@@ -80,11 +80,11 @@ def data_order_change(
     if fingerprints is None:
         return ""
     moved = {key: theirs[key] for key in LOCATION_KEYS}
-    then = data_files(theirs, meta.data_files)
-    now = data_files(ours, fingerprints)
-    if wrong := unmatched_locations(then, now, theirs, ours):
+    old = data_files(theirs, meta.data_files)
+    new = data_files(ours, fingerprints)
+    if wrong := unmatched_locations(old, new, theirs, ours):
         return _differences({key: theirs[key] for key in wrong}, ours)
-    fingerprints = comparable(then, now, fingerprints)
+    fingerprints = comparable(old, new, fingerprints)
     meta = relocated(meta, order, fingerprints)
     lost, others = _classify_differences(meta, fingerprints)
     if theirs["path"] != ours["path"]:
@@ -105,9 +105,9 @@ def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[st
         order: `sample_order` of the recipe.
         fingerprints: current fingerprints of the data files.
     """
-    then = data_files(_recorded_order(meta), meta.data_files)
-    now = data_files(order, fingerprints)
-    names = names_now(then, meta.data_files, now, fingerprints)
+    old = data_files(_recorded_order(meta), meta.data_files)
+    new = data_files(order, fingerprints)
+    names = names_now(old, meta.data_files, new, fingerprints)
 
     data = {
         field: {names.get(name, name): value for name, value in getattr(meta, field).items()}

@@ -60,8 +60,8 @@ def certify(
     digests = {key: _digest(hasher, values) for key, values in slot.boxes()}
     copies = {
         (rank, key): digests[key] if key not in slot.own else _digest(hasher, values)
-        for rank, of_rank in slot.copies.items()
-        for key, values in of_rank.items()
+        for rank, copy in slot.copies.items()
+        for key, values in copy.items()
     }
     faults = list(_changed_snapshots(slot, snapshots.rank, digests, copies))
     shards = local_boxes(state)
@@ -71,11 +71,11 @@ def certify(
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     report = (faults, digests, new_boxes, shapes, restored.samples, groups.attn.dp.rank)
     gathered = all_gather_objects(report, groups.world)
-    all_faults = [fault for of_rank, *_ in gathered for fault in of_rank]
-    all_faults += _disagreements("the snapshots", [of_rank[1] for of_rank in gathered])
-    all_faults += _disagreements("the restored shards", [of_rank[2] for of_rank in gathered])
-    all_faults += _without_owner([of_rank[2] for of_rank in gathered], [of_rank[3] for of_rank in gathered])
-    all_faults += _sample_faults([(of_rank[5], of_rank[4]) for of_rank in gathered], restored.num_samples)
+    all_faults = [fault for report, *_ in gathered for fault in report]
+    all_faults += _disagreements("the snapshots", [report[1] for report in gathered])
+    all_faults += _disagreements("the restored shards", [report[2] for report in gathered])
+    all_faults += _without_owner([report[2] for report in gathered], [report[3] for report in gathered])
+    all_faults += _sample_faults([(report[5], report[4]) for report in gathered], restored.num_samples)
     if all_faults:
         raise RunError(
             f"the state that was restored from the snapshots of step {step} is not the state of that step: "
@@ -147,10 +147,10 @@ def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGrou
             )
 
 
-def _disagreements(what: str, of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterator[str]:
+def _disagreements(what: str, digests_of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterator[str]:
     """Yield the boxes whose bytes differ between ranks."""
     holders: defaultdict[BoxKey, dict[int, Digest]] = defaultdict(dict)
-    for rank, digests in enumerate(of_ranks):
+    for rank, digests in enumerate(digests_of_ranks):
         for key, digest in digests.items():
             holders[key][rank] = digest
     for key, by_rank in holders.items():
@@ -161,24 +161,24 @@ def _disagreements(what: str, of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterat
 
 
 def _without_owner(
-    of_ranks: list[Mapping[BoxKey, Digest]], shapes: list[Mapping[str, tuple[int, ...]]]
+    digests_of_ranks: list[Mapping[BoxKey, Digest]], shapes: list[Mapping[str, tuple[int, ...]]]
 ) -> Iterator[str]:
     """Yield the tensors with elements that have no owner, or owners of different boxes."""
     boxes: defaultdict[str, set[Any]] = defaultdict(set)
-    for digests in of_ranks:
+    for digests in digests_of_ranks:
         for name, box in digests:
             boxes[name].add(box)
-    full_shapes = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
+    full_shapes = {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
     for name, shape in full_shapes.items():
         owned = sum(box.numel for box in boxes[name])
         if owned != torch.Size(shape).numel():
             yield f"{owned} of the {torch.Size(shape).numel()} elements of {name} have an owner"
 
 
-def _sample_faults(of_ranks: list[tuple[int, range]], num_samples: int) -> Iterator[str]:
+def _sample_faults(samples_of_ranks: list[tuple[int, range]], num_samples: int) -> Iterator[str]:
     """Yield the samples of the next batch, which determine all random numbers, that do not have exactly one dp rank."""
     owners: defaultdict[int, set[int]] = defaultdict(set)
-    for dp_rank, samples in of_ranks:
+    for dp_rank, samples in samples_of_ranks:
         for sample in samples:
             owners[sample].add(dp_rank)
     for sample in range(num_samples):

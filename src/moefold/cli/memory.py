@@ -140,8 +140,8 @@ def _report_formulas(
         ]
         for record, parts in zip(ranks, sampling, strict=False):
             record["sampling"] = dict(parts)
-        of_sampling = {"sampling_ranks": [dict(parts) for parts in sampling_ranks]} if sampling_ranks else {}
-        print(json.dumps({"dry": True, "note": message, "ranks": ranks, **of_sampling, "faults": faults}))
+        extra = {"sampling_ranks": [dict(parts) for parts in sampling_ranks]} if sampling_ranks else {}
+        print(json.dumps({"dry": True, "note": message, "ranks": ranks, **extra, "faults": faults}))
         return bool(faults)
     print_parts(rows, "by formula, first rank of each pipeline stage")
     _print_snapshots(dict(zip(first, snapshots, strict=True)))
@@ -160,11 +160,11 @@ def _report_formulas(
     return bool(faults)
 
 
-def _print_snapshots(of_ranks: Mapping[int, int]) -> None:
+def _print_snapshots(num_snapshots: Mapping[int, int]) -> None:
     """Print the snapshots of ranks by formula, if there are any."""
-    if any(of_ranks.values()):
+    if any(num_snapshots.values()):
         print()
-        rows = {rank: {SNAPSHOT_PART: size} for rank, size in of_ranks.items()}
+        rows = {rank: {SNAPSHOT_PART: size} for rank, size in num_snapshots.items()}
         print_parts(rows, "and in host memory, by formula, for checkpoint.peer_every")
 
 

@@ -82,7 +82,7 @@ def _describe_distance(row: FamilyBest) -> str:
     near = row.nearest
     count = len(near.differences)
     axes = f"{count} {'axis' if count == 1 else 'axes'} from " if count else "measured: "
-    unmeasured = "".join(f"; unmeasured: {what}" for what in row.unmeasured)
+    unmeasured = "".join(f"; unmeasured: {constant}" for constant in row.unmeasured)
     strategy = describe_strategy(row.plan.mapping)
     changes = f": {', '.join(near.differences)}" if count else ""
     return f"{strategy + '; ' if strategy else ''}{axes}{near.case}{changes}{unmeasured}{_describe_faster(row)}"

@@ -250,12 +250,12 @@ def _format_steps(oracle: "OracleRecord", ranks: Sequence["DistributedRecord"], 
 
 def _format_worst(errors: Sequence["NamedError"], steps: int) -> str:
     rows = []
-    for kind, what in (("gradients", "worst gradient"), ("weights", f"worst weight after step {steps}")):
+    for kind, title in (("gradients", "worst gradient"), ("weights", f"worst weight after step {steps}")):
         worst = next((difference for difference in errors if difference.name.startswith(kind)), None)
         if worst is None:
             # An optimizer without gradients.
             continue
-        rows.append(f"{what:28}{worst.error:.1e}  {worst.name.removeprefix(kind + ' ')}")
+        rows.append(f"{title:28}{worst.error:.1e}  {worst.name.removeprefix(kind + ' ')}")
     return "\n".join(rows)
 
 

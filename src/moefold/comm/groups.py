@@ -137,14 +137,14 @@ class ParallelGroups:
         separates = is_cuda if separates_purposes is None else separates_purposes
         clock = CommTimer(is_cuda=is_cuda, host_clock=recorder.clock)
         backward_overlap = BackwardOverlap()
-        of_group = communicators(layout, rank, separates_purposes=separates)
+        by_name = communicators(layout, rank, separates_purposes=separates)
         created: dict[Communicator, Group] = {}
-        for communicator, name in communicator_names(layout, of_group).items():
+        for communicator, name in communicator_names(layout, by_name).items():
             ranks = communicator.ranks
             handle = _process_group(communicator, recorder.hang_timeout_s, is_cuda=is_cuda)
             number = recorder.add_group(name, ranks)
             created[communicator] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, backward_overlap)
-        groups = {name: created[communicator] for name, communicator in of_group.items()}
+        groups = {name: created[communicator] for name, communicator in by_name.items()}
         coordinates = [
             (layout.moe.coordinate(r, "ep"), layout.moe.coordinate(r, "etp")) for r in groups["experts"].ranks
         ]

@@ -270,7 +270,7 @@ class SharedExchange:
         """
         size = self.group.size
         parts = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
-        totals = _room_for([of_members[self.group.rank] for of_members in parts], dtype)
+        totals = _room_for([shares[self.group.rank] for shares in parts], dtype)
         self._sum(parts, totals, dtype)
         return [total.view(-1, *x.shape[1:]) for total, x in zip(totals, tensors, strict=True)]
 
@@ -278,7 +278,7 @@ class SharedExchange:
         """Return the sums of tensors over the members, added in their order: the same bits on all members."""
         totals = _room_for(tensors, dtype)
         sums = [self._even_parts(total) for total in totals]
-        self._sum([self._even_parts(x) for x in tensors], [of_members[self.group.rank] for of_members in sums], dtype)
+        self._sum([self._even_parts(x) for x in tensors], [shares[self.group.rank] for shares in sums], dtype)
         self._gather(sums)
         return [total.view_as(x) for total, x in zip(totals, tensors, strict=True)]
 
@@ -294,13 +294,13 @@ class SharedExchange:
         dtype = tensors[0][0].dtype
         for piece in _pieces(tensors, PIECE_BYTES // dtype.itemsize):
             slots = self._next_half(dtype)
-            of_members = [piece.of(tensors, member) for member in range(self.group.size)]
-            published = [piece.inside(slot, parts) for slot, parts in zip(slots, of_members, strict=True)]
-            foreach_copy_(published[self.group.rank], of_members[self.group.rank])
+            shares = [piece.of(tensors, member) for member in range(self.group.size)]
+            published = [piece.inside(slot, parts) for slot, parts in zip(slots, shares, strict=True)]
+            foreach_copy_(published[self.group.rank], shares[self.group.rank])
             self.barrier.wait()
             for member in range(self.group.size):
                 if member != self.group.rank:
-                    foreach_copy_(of_members[member], published[member])
+                    foreach_copy_(shares[member], published[member])
 
     def _sum(self, tensors: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Sum this rank's parts of tensors over the members.
@@ -316,9 +316,9 @@ class SharedExchange:
         for piece in _pieces(tensors, width):
             # slots[m, n]: the term that member m adds to the sum of the n-th of the other members.
             slots = self._next_half(dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
-            of_members = [piece.of(tensors, member) for member in range(size)]
-            mine = of_members.pop(rank)
-            for slot, parts in zip(slots[rank], of_members, strict=True):
+            shares = [piece.of(tensors, member) for member in range(size)]
+            mine = shares.pop(rank)
+            for slot, parts in zip(slots[rank], shares, strict=True):
                 foreach_copy_(piece.inside(slot, parts), parts)
             self.barrier.wait()
             terms = [
@@ -326,8 +326,8 @@ class SharedExchange:
             ]
             terms.insert(rank, mine)
             sums = [totals[index][start:stop] for index, start, stop in piece.ranges]
-            for total, of_total in zip(sums, zip(*terms, strict=True), strict=True):
-                sum_in_order(of_total, total)
+            for total, addends in zip(sums, zip(*terms, strict=True), strict=True):
+                sum_in_order(addends, total)
 
     def _next_half(self, dtype: torch.dtype) -> Tensor:
         """Return the half for the next piece, [group.size, elements]."""

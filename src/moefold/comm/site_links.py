@@ -209,7 +209,7 @@ class SiteLinks:
         decoded = delta.clone() if is_lossy else delta
         sent_bytes = 0
         num_averaged = num_coded - num_gathered
-        of_members = delta.new_zeros(len(round_.members), num_gathered) if num_gathered else None
+        gathered = delta.new_zeros(len(round_.members), num_gathered) if num_gathered else None
         parts = [(part, code) for part in _slices(0, num_averaged)]
         parts += [(part, code) for part in _slices(num_averaged, num_coded)]
         parts += [(part, PlainCode(delta.dtype)) for part in _slices(num_coded, len(delta))]
@@ -221,9 +221,9 @@ class SiteLinks:
             is_gathered = num_averaged <= part.start < num_coded
             for member, (weight, values) in enumerate(zip(round_.weights, received, strict=True)):
                 if weight and is_gathered:
-                    assert of_members is not None
+                    assert gathered is not None
                     place = slice(part.start - num_averaged, part.stop - num_averaged)
-                    of_members[member, place] = part_code.decode(values, total)
+                    gathered[member, place] = part_code.decode(values, total)
                 elif weight:
                     total.add_(part_code.decode(values, total), alpha=weight)
             if decoded is not delta:
@@ -231,7 +231,7 @@ class SiteLinks:
         probes = None if probe is None else self._exchange_probe(probe)
         if probes is not None:
             sent_bytes += probes[0].nbytes * (len(round_.members) - 1)
-        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s, of_members, probes)
+        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s, gathered, probes)
 
     def _exchange_probe(self, probe: Probe) -> Tensor | None:
         """Return the values of all members; None if their keys or sizes differ."""

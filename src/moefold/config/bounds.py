@@ -79,19 +79,19 @@ def _own_maximum(section: str, key: str) -> int | None:
 @cache
 def own_maxima() -> dict[str, int]:
     """Return the largest magnitude of each key, and of each setting of a built-in part, whose annotation sets one."""
-    of_keys = {
-        f"{section}.{key}": most
+    key_maxima = {
+        f"{section}.{key}": maximum
         for section in sections()
         for key in key_types(section)
-        if (most := _own_maximum(section, key)) is not None
+        if (maximum := _own_maximum(section, key)) is not None
     }
-    of_parts = {
+    part_maxima = {
         path: entry.value
         for path in kind_settings()
         for entry in marks_of(owner_of(path))[last_name(path)]
         if isinstance(entry, Most)
     }
-    return of_keys | of_parts
+    return key_maxima | part_maxima
 
 
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
@@ -125,10 +125,10 @@ def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[Read
     Args:
         tables: path and class of each table and part whose settings count (`chosen.tables_in`).
     """
-    of_tables = {f"{path}.{key}": marks for path, owner in tables for key, marks in marks_of(owner).items()}
+    table_marks = {f"{path}.{key}": marks for path, owner in tables for key, marks in marks_of(owner).items()}
     by_key = {
         name: tuple(mark for mark in marks if isinstance(mark, ReadIf) and mark.conditions != name)
-        for name, marks in (_marks_by_key() | of_tables).items()
+        for name, marks in (_marks_by_key() | table_marks).items()
     }
     return {name: conditions for name, conditions in by_key.items() if conditions}
 

@@ -221,8 +221,8 @@ def without_source(value: Any, *names: str) -> Any:
 @cache
 def settings_of(part: Any) -> tuple[str, ...]:
     """Return the fields of a class of parts that a recipe sets, in order: all except `of_layers`."""
-    of_layers = part.of_layers if issubclass(part, Part) else ()
-    return tuple(entry.name for entry in fields(part) if entry.init and entry.name not in of_layers)
+    layer_fields = part.of_layers if issubclass(part, Part) else ()
+    return tuple(entry.name for entry in fields(part) if entry.init and entry.name not in layer_fields)
 
 
 @cache

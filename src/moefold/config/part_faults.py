@@ -99,8 +99,8 @@ def failure_of_part(error: BaseException) -> RunError | None:
     parts = [part for group in all_groups() for part in _subclasses(group) if not _is_of_package(part.__module__)]
     for name in _modules_of(error):
         shared = {part: _count_shared(part.__module__, name) for part in parts if origin_of(part)[1].as_dict()}
-        if most := max(shared.values(), default=0):
-            return _failure([part for part, count in shared.items() if count == most], "", error)
+        if longest := max(shared.values(), default=0):
+            return _failure([part for part, count in shared.items() if count == longest], "", error)
     return None
 
 
@@ -143,8 +143,8 @@ def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType 
     ]
     where = where or f"{frames[0][0].co_qualname}()"
     named = describe_class(part) if len(parts) == 1 else str(origin_of(part)[1])
-    what = f"{named} fails in {where}: {type(error).__name__}: {printable(error)}"
-    return RunError(f"{what}; {_way_out(part, *frames[-1]) if frames else _way_out(part, code)}")
+    fault = f"{named} fails in {where}: {type(error).__name__}: {printable(error)}"
+    return RunError(f"{fault}; {_way_out(part, *frames[-1]) if frames else _way_out(part, code)}")
 
 
 def _way_out(part: Any, code: CodeType | None = None, line: int = 0) -> str:

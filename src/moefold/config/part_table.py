@@ -132,11 +132,11 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     mark = mark_at(name)
     assert mark is not None
     if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
-        what = "a table" if default is not None else 'a table, or "none"'
+        expected = "a table" if default is not None else 'a table, or "none"'
         keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
         needed = [key for owner in owners_of(mark) for key in required_settings(owner)]
         hint = f"; did you mean {name}.{needed[0]}={value}?" if isinstance(value, str) and len(needed) == 1 else ""
-        raise ConfigError(f"{name}={brief_value(value)} must be {what}; its keys are {', '.join(keys)}{hint}")
+        raise ConfigError(f"{name}={brief_value(value)} must be {expected}; its keys are {', '.join(keys)}{hint}")
     if isinstance(mark, KindOf):
         kind = default.kind if isinstance(default, Part) else default
         kind = kind or next(filter(mark.takes, built_in_kinds(mark.group)))
@@ -433,10 +433,10 @@ def _model(part: Any) -> type[BaseModel]:
     kind, origin = ("", None) if issubclass(part, Table) else origin_of(part)
     keys: dict[str, Any] = {}
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))
-    of_base = {field.name for base in bases for field in fields(base)}
+    base_fields = {field.name for base in bases for field in fields(base)}
     for key, hint in _hints(part).items():
         if key in tables_of(part):
-            if not (issubclass(part, Table) or is_built_in(part) or key in of_base):
+            if not (issubclass(part, Table) or is_built_in(part) or key in base_fields):
                 raise ConfigError(f"part {kind!r} of {origin}: KindOf is for built-in kinds; {key} has one")
             continue
         checked = Annotated[hint, AfterValidator(_bounds_of(hint))]  # type: ignore[valid-type]

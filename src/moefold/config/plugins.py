@@ -260,7 +260,7 @@ def _is_left_open(method: Any) -> bool:
 @cache
 def _entry_of(part: Any) -> tuple[str, Origin]:
     """Return kind and distribution of the entry point of a class; MODULE:CLASS for a class of a program."""
-    points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
+    points = [point for kind_points in entry_points_of(part.group).values() for point in kind_points]
     root = part.__module__.partition(".")[0]
     name = f"{part.__module__}:{part.__qualname__}"
     # Other entry points of the package may be broken; a recipe that names them is refused.

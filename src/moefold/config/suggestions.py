@@ -281,8 +281,8 @@ def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> 
 
 def paths_with(key: str) -> list[str]:
     """Return the paths "section.key" of all keys and settings of parts with a given name."""
-    of_sections = [f"{section}.{key}" for section in sections() if key in key_types(section)]
-    return [*of_sections, *(path for path in kind_settings() if path.endswith(f".{key}"))]
+    section_keys = [f"{section}.{key}" for section in sections() if key in key_types(section)]
+    return [*section_keys, *(path for path in kind_settings() if path.endswith(f".{key}"))]
 
 
 def explain_unknown_section(name: str) -> str:

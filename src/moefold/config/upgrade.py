@@ -239,7 +239,7 @@ def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
     model["layers"] = spell_layers(rows)
 
 
-def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
+def _expanded(pattern: str, words: Mapping[str, str], num_layers: int) -> list[str]:
     """Return the words of a pattern of letters with counts, such as "D3M2".
 
     Raises:
@@ -248,7 +248,7 @@ def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
     """
     runs = [(letter, int(count or 1)) for letter, count in re.findall(r"([A-Z])(\d{0,5})", pattern)]
     counts = [count for _, count in runs]
-    if not re.fullmatch(r"([A-Z]\d{0,5})+", pattern) or not all(counts) or sum(counts) > most:
+    if not re.fullmatch(r"([A-Z]\d{0,5})+", pattern) or not all(counts) or sum(counts) > num_layers:
         raise ValueError(f"unexpected pattern {pattern!r}")
     return [words[letter] for letter, count in runs for _ in range(count)]
 
@@ -349,8 +349,8 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
         return f"{name} is {place} now, {key_of}, and no installed method does all of [sites]; leave out a part"
     if name in unread:
         kind = _kind_at(place.key, sections, _preset_of(sections))
-        which = f"not of {kind!r}" if kind else "that is absent"
-        return f"{name} is {place} now, {key_of}, and {which}; leave it out"
+        owner_kind = f"not of {kind!r}" if kind else "that is absent"
+        return f"{name} is {place} now, {key_of}, and {owner_kind}; leave it out"
     path = place.key if name in OFF and not tree[section][key] else str(place)
     owner = path if path.startswith("model.") else ".".join(path.split(".")[:2])
     table = f"{owner} = {toml_value(value_at(owner, sections))}"
@@ -408,5 +408,5 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     if section != "sites" and place.setting != KIND:
         return _word(name, text)
     old, new = (flat_settings({f"{section}.{key}": keys[key] for key in keys}) for keys in (before, sections[section]))
-    words = [f"{at}={toml_value(now).strip(chr(34))}" for at, now in new.items() if old.get(at) != now]
+    words = [f"{at}={toml_value(value).strip(chr(34))}" for at, value in new.items() if old.get(at) != value]
     return " ".join(words) or f"{place.key}={kind}"

@@ -207,8 +207,8 @@ def _add_stacked(keys: dict[str, Any], parameters: Mapping[str, list[StackedPara
     if not adapted:
         return
     keys["target_parameters"] = sorted({*(keys["target_parameters"] or ()), *adapted})
-    for key, of_one in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        keys[key] = {target: count * keys[of_one] for target, count in adapted.items() if count > 1}
+    for key, key_of_one in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        keys[key] = {target: count * keys[key_of_one] for target, count in adapted.items() if count > 1}
 
 
 def _base_name(base: Path) -> tuple[str, str]:

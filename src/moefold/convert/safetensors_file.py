@@ -145,8 +145,8 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
         raise ConfigError(f"{str(file)!r} is not a safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
         lacking = 8 + length + end - size
-        has, which = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")
-        raise ConfigError(f"{str(file)!r} {has} {abs(lacking)} bytes at its end that {which}")
+        has, promise = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")
+        raise ConfigError(f"{str(file)!r} {has} {abs(lacking)} bytes at its end that {promise}")
     return locations
 
 

@@ -71,9 +71,9 @@ class RowReport:
                 f"answer, such as its reasoning, since other turns follow (first: {next(iter(self.altered))}); this "
                 "part is not trained. To train it, give such a turn as the last of a row"
             )
-        for what, rows in self.unwritten.items():
+        for field, rows in self.unwritten.items():
             notes.append(
-                f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {what} (first: "
+                f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {field} (first: "
                 f"{next(iter(rows))}), so that the model does not see them. Set a template that does "
                 "(data.chat_template), or remove them from the rows"
             )
@@ -137,8 +137,8 @@ def tokenize_conversations(
         prompts = next(prompts_of)
         if chat.altered_turn:
             report.altered[f"{req.location}, turn {chat.altered_turn}"] = None
-        for what in _unwritten(req, chat, template.source_for(req.tools)):
-            report.unwritten[what][req.location] = None
+        for field in _unwritten(req, chat, template.source_for(req.tools)):
+            report.unwritten[field][req.location] = None
         if any(_common_length(ids, prompt) < len(prompt) for prompt in prompts):
             report.mismatched[req.location] = None
         yield TokenizedConversation(ids, _targets(chat, ids, places, prompts))

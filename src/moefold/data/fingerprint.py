@@ -196,31 +196,31 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
 
 
 def names_now(
-    then: DataFiles, saved: Mapping[str, str], now: DataFiles, fingerprints: Mapping[str, str]
+    old: DataFiles, saved: Mapping[str, str], new: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the current names of the files of a checkpoint, by their names in the checkpoint; a file may be missing.
 
     Args:
         saved: their fingerprints.
     """
-    renamed = {name: now.settings.get(role, name) for role, name in then.settings.items()}
-    if len(then.paths) == len(now.paths):
-        for i, (before, after) in enumerate(zip(then.sources, now.sources, strict=True)):
-            renamed |= _matched(then, before, saved, now, after, fingerprints) or {
-                name: _place_now(name, then, i, now.paths[i]) for name in before
+    renamed = {name: new.settings.get(role, name) for role, name in old.settings.items()}
+    if len(old.paths) == len(new.paths):
+        for i, (before, after) in enumerate(zip(old.sources, new.sources, strict=True)):
+            renamed |= _matched(old, before, saved, new, after, fingerprints) or {
+                name: _place_now(name, old, i, new.paths[i]) for name in before
             }
-    elif all(then.sources) and all(now.sources):
-        before = tuple(name for names in then.sources for name in names)
-        after = tuple(name for names in now.sources for name in names)
-        renamed |= _matched(then, before, saved, now, after, fingerprints)
+    elif all(old.sources) and all(new.sources):
+        before = tuple(name for names in old.sources for name in names)
+        after = tuple(name for names in new.sources for name in names)
+        renamed |= _matched(old, before, saved, new, after, fingerprints)
     return renamed
 
 
 def _matched(
-    then: DataFiles,
+    old: DataFiles,
     before: Sequence[str],
     saved: Mapping[str, str],
-    now: DataFiles,
+    new: DataFiles,
     after: Sequence[str],
     fingerprints: Mapping[str, str],
 ) -> dict[str, str]:
@@ -229,15 +229,15 @@ def _matched(
         return {}
     for name, other in zip(before, after, strict=True):
         same = has_same_content(saved[name], fingerprints[other]) and saved[name] != SKIPPED
-        if not same or (then.by_folder and _meaning(then, name) != _meaning(now, other)):
+        if not same or (old.by_folder and _meaning(old, name) != _meaning(new, other)):
             return {}
     return dict(zip(before, after, strict=True))
 
 
-def _place_now(name: str, then: DataFiles, index: int, root: str) -> str:
+def _place_now(name: str, old: DataFiles, index: int, root: str) -> str:
     """Return the name below the recipe's path of a file below a path of the checkpoint."""
-    relative = _relative(name, then.paths[index])
-    if not relative and then.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
+    relative = _relative(name, old.paths[index])
+    if not relative and old.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
         return name
     return _joined(root, relative)
 
@@ -260,36 +260,34 @@ def _joined(root: str, relative: str) -> str:
     return f"{root.rstrip('/')}/{relative}" if is_remote(root) else str(Path(root) / relative)
 
 
-def comparable(then: DataFiles, now: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:
+def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Return the fingerprints, without the tokenizer's if the checkpoint is of an old version that lacks it."""
-    if TOKENIZER_FILE in then.settings:
+    if TOKENIZER_FILE in old.settings:
         return dict(fingerprints)
-    unknown = {name for role, name in now.settings.items() if role != "data.chat_template"}
+    unknown = {name for role, name in new.settings.items() if role != "data.chat_template"}
     return {name: seen for name, seen in fingerprints.items() if name not in unknown}
 
 
-def unmatched_locations(
-    then: DataFiles, now: DataFiles, order: Mapping[str, Any], mine: Mapping[str, Any]
-) -> list[str]:
+def unmatched_locations(old: DataFiles, new: DataFiles, order: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Return the keys of `LOCATION_KEYS` with different values and without files to compare.
 
     Args:
-        then: the files of the checkpoint.
+        old: the files of the checkpoint.
         order: settings of the checkpoint.
         mine: settings of the recipe.
     """
     wrong = []
-    hub_then = [path for path, names in zip(then.paths, then.sources, strict=True) if not names]
-    hub_now = [path for path, names in zip(now.paths, now.sources, strict=True) if not names]
-    places_then = [i for i, names in enumerate(then.sources) if not names]
-    places_now = [i for i, names in enumerate(now.sources) if not names]
+    hub_then = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
+    hub_now = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
+    places_then = [i for i, names in enumerate(old.sources) if not names]
+    places_now = [i for i, names in enumerate(new.sources) if not names]
     has_other_hub = hub_then != hub_now or (
-        bool(hub_now) and (places_then != places_now or len(then.paths) != len(now.paths))
+        bool(hub_now) and (places_then != places_now or len(old.paths) != len(new.paths))
     )
     if order.get("path") != mine.get("path") and has_other_hub:
         wrong.append("path")
     for key, role in (("tokenizer", TOKENIZER_FILE), ("chat_template", "data.chat_template")):
-        is_compared = role in then.settings and role in now.settings
+        is_compared = role in old.settings and role in new.settings
         if not is_compared and order.get(key) != mine.get(key):
             wrong.append(key)
     return wrong

@@ -138,9 +138,9 @@ class TextTable:
             )
         text = row[self.column]
         if not isinstance(text, str):
-            what = "nothing" if text is None else f"{type(text).__name__}"
+            kind = "nothing" if text is None else f"{type(text).__name__}"
             raise ConfigError(
-                f"data.column={self.column!r} of {self.name} holds {what}, not text, in row {number + 1}; "
+                f"data.column={self.column!r} of {self.name} holds {kind}, not text, in row {number + 1}; "
                 "name a column of text"
             )
         return text
@@ -178,10 +178,10 @@ class TextTables:
         A state is JSON-serialisable: the number of the source, of the row, and its place (`TextTable.documents`).
         """
         first, number, place = (0, 0, None) if state is None else state
-        for which in range(first, len(self.tables)):
-            for text, row, position in self.tables[which].documents(number, place):
+        for number_of_table in range(first, len(self.tables)):
+            for text, row, position in self.tables[number_of_table].documents(number, place):
                 if text:
-                    yield text, (which, row, position)
+                    yield text, (number_of_table, row, position)
             number = 0
             place = None
 

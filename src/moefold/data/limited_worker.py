@@ -57,8 +57,8 @@ def set_memory_limit(soft: int, hard: int = 0) -> None:
     """
     reserved = RESERVED_BYTES_PER_CORE * (os.cpu_count() or 1)
     for kind, more in ((resource.RLIMIT_DATA, 0), (resource.RLIMIT_AS, reserved)):
-        most = resource.getrlimit(kind)[1]
-        highest = [value for value in (most, hard + more if hard else most) if value != resource.RLIM_INFINITY]
+        limit = resource.getrlimit(kind)[1]
+        highest = [value for value in (limit, hard + more if hard else limit) if value != resource.RLIM_INFINITY]
         top = min(highest) if highest else resource.RLIM_INFINITY
         value = soft + more if top == resource.RLIM_INFINITY else min(soft + more, top)
         with contextlib.suppress(ValueError, OSError):

@@ -174,11 +174,11 @@ def pack_pairs(
     return training, validation
 
 
-def cut_lengths(lengths: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Cut pairs to `most` tokens: a sequence keeps half of them, or what the other does not need; [pairs, 2]."""
-    half = most // 2
+def cut_lengths(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Cut pairs to `size` tokens: a sequence keeps half of them, or what the other does not need; [pairs, 2]."""
+    half = size // 2
     other = lengths[:, ::-1]
-    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, most - np.minimum(other, most)))
+    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, size - np.minimum(other, size)))
     return cut
 
 

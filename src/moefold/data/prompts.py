@@ -45,9 +45,9 @@ CheckPrompt = Callable[[Prompt], None]
 class TaskPrompts:
     """Problems of a task as prompts; the reward function receives their columns."""
 
-    def __init__(self, problems: Problems, tokenizer: Tokenizer, want: RewardPrompt | None = None) -> None:
+    def __init__(self, problems: Problems, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None = None) -> None:
         self._problems = problems
-        self._want = want
+        self._want = reward_prompt
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ def open_prompts(
 def read_prompts(
     data: DataConfig,
     tokenizer: Tokenizer,
-    want: RewardPrompt | None = None,
+    reward_prompt: RewardPrompt | None = None,
     *,
     check: CheckPrompt | None = None,
     report: Callable[[str], None] | None = None,
@@ -152,14 +152,14 @@ def read_prompts(
     """Read and tokenise all prompts of the files that data.path names.
 
     Args:
-        want: wanted reward for the text of each prompt; None: no reward.
+        reward_prompt: wanted reward for the text of each prompt; None: no reward.
         report: called with a message on the rows that data.skip_bad_rows skips.
 
     Raises:
         ConfigError: see `open_prompts`.
     """
     skipped = SkippedRows(skips=data.skip_bad_rows)
-    prompts = list(_usable_prompts(_PromptReader(data, tokenizer, want), data, check, skipped))
+    prompts = list(_usable_prompts(_PromptReader(data, tokenizer, reward_prompt), data, check, skipped))
     if not prompts:
         raise ConfigError(
             f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
@@ -198,10 +198,10 @@ def _usable_prompts(
 class _PromptReader:
     """Reader of the prompt of a row."""
 
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer, want: RewardPrompt | None) -> None:
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None) -> None:
         self._data = data
         self._tokenizer = tokenizer
-        self._want = want
+        self._want = reward_prompt
         self._template: ChatTemplate | None = None
 
     def read(self, record: JsonlRecord) -> Prompt:

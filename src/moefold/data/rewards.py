@@ -69,8 +69,8 @@ class Rewards:
             is_best = np.concatenate(([True], prompts[1:] != prompts[:-1]))
             kept = np.sort(members[order[is_best]])
         else:
-            least = float(np.quantile(reward, number)) if kind == "quantile" else number
-            kept = members[reward >= least]
+            cutoff = float(np.quantile(reward, number)) if kind == "quantile" else number
+            kept = members[reward >= cutoff]
             if not len(kept):
                 raise ConfigError(
                     f"align.method.threshold={threshold!r} keeps none of {len(members)} conversations, whose "

@@ -185,9 +185,9 @@ class RoutingTrace:
         self.folder = folder / TRACE_FOLDER if (folder / TRACE_FOLDER / MANIFEST).is_file() else folder
         path = self.folder / MANIFEST
         if not path.is_file():
-            what = "holds no routing trace" if folder.is_dir() else "does not exist"
+            fault = "holds no routing trace" if folder.is_dir() else "does not exist"
             raise ConfigError(
-                f"{self._key} {what}: {MANIFEST} is missing; name the folder RUN_DIR/{TRACE_FOLDER} of a run with "
+                f"{self._key} {fault}: {MANIFEST} is missing; name the folder RUN_DIR/{TRACE_FOLDER} of a run with "
                 "moe.trace_every"
             )
         try:

@@ -47,8 +47,8 @@ class IndexRanges:
         """Return the sample number at a position of the concatenated list."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside [0, {len(self)})")
-        which = bisect_right(self._ends, index)
-        return self.ranges[which][index - (self._ends[which - 1] if which else 0)]
+        index_of_range = bisect_right(self._ends, index)
+        return self.ranges[index_of_range][index - (self._ends[index_of_range - 1] if index_of_range else 0)]
 
     def count_in(self, others: Sequence[range]) -> int:
         """Return the number of these sample numbers in other ranges, which are also ascending and disjoint."""
@@ -57,10 +57,10 @@ class IndexRanges:
         for mine in self.ranges:
             while first < len(others) and others[first].stop <= mine.start:
                 first += 1
-            which = first
-            while which < len(others) and others[which].start < mine.stop:
-                total += min(mine.stop, others[which].stop) - max(mine.start, others[which].start)
-                which += 1
+            position = first
+            while position < len(others) and others[position].start < mine.stop:
+                total += min(mine.stop, others[position].stop) - max(mine.start, others[position].start)
+                position += 1
         return total
 
 
@@ -403,7 +403,7 @@ class Mixture(Sampler):
             return 0
         first = int(min(len(part) / share for part, share in zip(self._parts, self._shares, strict=True)))
         # The exact counts differ from the shares by a few samples.
-        while any(self._count(which, first) > len(part) for which, part in enumerate(self._parts)):
+        while any(self._count(source, first) > len(part) for source, part in enumerate(self._parts)):
             first -= 1
         return first
 
@@ -411,18 +411,18 @@ class Mixture(Sampler):
         """Return the part that sample `index` comes from, and the sample's index there."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
-        which = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
-        return which, self._count(which, index)
+        source = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
+        return source, self._count(source, index)
 
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run."""
-        which, number = self.locate(index)
-        return self._parts[which].annotated_sample(number)
+        source, number = self.locate(index)
+        return self._parts[source].annotated_sample(number)
 
     def origin(self, index: int) -> str:
         """Return the sample's part, and its origin there."""
-        which, number = self.locate(index)
-        return f"part {which}, {self._parts[which].origin(number)}"
+        source, number = self.locate(index)
+        return f"part {source}, {self._parts[source].origin(number)}"
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files in all parts; each part ignores the names of other parts."""
@@ -432,8 +432,8 @@ class Mixture(Sampler):
 
     def is_dropped(self, index: int) -> bool:
         """Return whether the sample is dropped in its part."""
-        which, number = self.locate(index)
-        return self._parts[which].is_dropped(number)
+        source, number = self.locate(index)
+        return self._parts[source].is_dropped(number)
 
     @property
     def num_dropped(self) -> int:
@@ -448,7 +448,7 @@ class Mixture(Sampler):
 
     def state(self, index: int) -> Any:
         """Return the states of the parts; None if no part has a state."""
-        states = [part.state(self._count(which, index)) for which, part in enumerate(self._parts)]
+        states = [part.state(self._count(source, index)) for source, part in enumerate(self._parts)]
         return None if all(state is None for state in states) else states
 
     def restore(self, state: Any) -> None:
@@ -456,10 +456,10 @@ class Mixture(Sampler):
         for part, part_state in zip(self._parts, state or [], strict=False):
             part.restore(part_state)
 
-    def _count(self, which: int, num_samples: int) -> int:
+    def _count(self, source: int, num_samples: int) -> int:
         """Return the number of the first samples that come from a part."""
-        start = self._ends[which - 1] if which else 0
-        return _count_below(self._ends[which], num_samples) - _count_below(start, num_samples)
+        start = self._ends[source - 1] if source else 0
+        return _count_below(self._ends[source], num_samples) - _count_below(start, num_samples)
 
 
 def _count_below(end: int, num_samples: int) -> int:

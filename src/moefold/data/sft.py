@@ -408,7 +408,7 @@ def _write_conversations(
     file.write(npy_header(dtype, 0))
     num_tokens = 0
     # The conversations of one row stay together, because a row is skipped as a whole.
-    rows = (list(of_row) for _, of_row in groupby(conversations, key=lambda conversation: conversation.location))
+    rows = (list(group) for _, group in groupby(conversations, key=lambda conversation: conversation.location))
     while batch := list(islice(rows, _BATCH_ROWS)):
         flat = [conversation for row in batch for conversation in row]
         for conversation, encoded in zip(flat, job.tokenize(flat), strict=True):
@@ -504,15 +504,15 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         sufficient = spaces >> length
         if sufficient:
             space = length + (sufficient & -sufficient).bit_length() - 1
-            which = with_space[space].pop()
+            number_of_bin = with_space[space].pop()
             if not with_space[space]:
                 spaces &= ~(1 << space)
         else:
             space = capacity
-            which = len(bins)
+            number_of_bin = len(bins)
             bins.append([])
-        bins[which].append(i)
-        with_space[space - length].append(which)
+        bins[number_of_bin].append(i)
+        with_space[space - length].append(number_of_bin)
         if space > length:
             spaces |= 1 << (space - length)
     return sorted(sorted(members) for members in bins)

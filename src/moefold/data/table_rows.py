@@ -79,9 +79,9 @@ def text_rows(file: Path, column: str, start: int = 0) -> Iterator[tuple[int, st
 def _checked(values: Iterator[tuple[int, Any]], file: Path, column: str) -> Iterator[tuple[int, str]]:
     for row, value in values:
         if not isinstance(value, str):
-            what = "nothing" if value is None else type(value).__name__
+            kind = "nothing" if value is None else type(value).__name__
             raise ColumnError(
-                f"data.column={column!r} of {file} holds {what}, not text, in row {row + 1}; name a column of text, or "
+                f"data.column={column!r} of {file} holds {kind}, not text, in row {row + 1}; name a column of text, or "
                 "remove the row"
             )
         yield row, value
@@ -321,8 +321,8 @@ def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
     if not tables:
         suffixes = ", ".join(sorted(suffix or "no suffix" for suffix in formats)) or "none"
         raise ConfigError(f"{folder} has no file in {', '.join(FOLDER_SUFFIXES)} for this split (found: {suffixes})")
-    most = max(tables)[0]
-    best = [suffix for count, suffix in tables if count == most]
+    largest = max(tables)[0]
+    best = [suffix for count, suffix in tables if count == largest]
     # A description such as stats.json may be next to the only file with text.
     best = [suffix for suffix in best if suffix not in (".json", ".txt")] or best
     if len(best) > 1:

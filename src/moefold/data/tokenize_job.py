@@ -285,8 +285,8 @@ def _parquet_documents(input_slice: InputSlice, column: TextColumn, skipped: Ski
 
 def _row_text(value: Any, location: str, column: TextColumn) -> str:
     if not isinstance(value, str):
-        what = "nothing" if value is None else type(value).__name__
-        raise ConfigError(f"{location}: column {column.name!r} holds {what}, not text")
+        kind = "nothing" if value is None else type(value).__name__
+        raise ConfigError(f"{location}: column {column.name!r} holds {kind}, not text")
     return column.check(value, location)
 
 

@@ -81,14 +81,14 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class ConnectionGuard:
     """Limit of the connections of a listener: it closes the oldest silent connection if there are too many."""
 
-    def __init__(self, log: Callable[[str], None], most: int | None = None) -> None:
+    def __init__(self, log: Callable[[str], None], max_connections: int | None = None) -> None:
         """Raise the limit of descriptors of this process.
 
         Args:
             log: called with each line of the log, at most once in `LOG_INTERVAL_S` for a reason.
-            most: maximum number of connections; None for all that the descriptors allow.
+            max_connections: maximum number of connections; None for all that the descriptors allow.
         """
-        self.most = most_connections() if most is None else most
+        self.most = most_connections() if max_connections is None else max_connections
         self._log = log
         self._logged_s: dict[str, float] = {}
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -73,9 +73,9 @@ class LmSettings:
         for key, value in values.items():
             if types[key] is int:
                 text = str(value)
-                least = 0 if key in ("world_size", "max_length") else 1
-                if not text.isdecimal() or int(text) < least:
-                    raise ConfigError(f"--model_args {key}={value} must be a number, at least {least}")
+                minimum = 0 if key in ("world_size", "max_length") else 1
+                if not text.isdecimal() or int(text) < minimum:
+                    raise ConfigError(f"--model_args {key}={value} must be a number, at least {minimum}")
                 values[key] = int(text)
         if str(values.get("add_bos_token", "")).lower() not in ("", "true", "false"):
             raise ConfigError(f"--model_args add_bos_token={values['add_bos_token']} must be true or false")

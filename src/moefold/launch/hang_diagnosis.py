@@ -172,5 +172,5 @@ def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
 
 def _least_advanced(present: Mapping[int, RankReport]) -> set[int]:
     progress = {rank: (x.snapshot.step, x.snapshot.phase_number) for rank, x in present.items()}
-    least = min(progress.values(), default=None)
-    return {rank for rank, at in progress.items() if at == least}
+    earliest = min(progress.values(), default=None)
+    return {rank for rank, at in progress.items() if at == earliest}

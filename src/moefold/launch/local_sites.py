@@ -193,9 +193,9 @@ class _Sites:
         if site.status and not self._received:
             others = [other for other in self._sites if other.status is None]
             is_enough = len(others) >= self._min_members
-            then = "the others go on" if is_enough else "the others are too few for a round, and end"
+            outlook = "the others go on" if is_enough else "the others are too few for a round, and end"
             print_escaped(
-                f"moefold: site {site.number} ended with status {site.status}" + (f"; {then}" if others else ""),
+                f"moefold: site {site.number} ended with status {site.status}" + (f"; {outlook}" if others else ""),
                 file=sys.stderr,
                 flush=True,
             )

@@ -113,14 +113,14 @@ class ReplicaMetrics:
             samples: samples of each replica without padding, in any common unit, [dp].
             expert_samples: samples of each replica of the experts, in the same unit, [edp].
         """
-        norm, mean, least = _gradient_agreement(_per_sample(dense, samples))
+        norm, mean, minimum = _gradient_agreement(_per_sample(dense, samples))
         expert_norm, expert_mean, expert_least = _gradient_agreement(_per_sample(experts, expert_samples))
         has_samples = samples > 0
         return cls(
             loss_dispersion=_relative_deviation(losses[has_samples] / samples[has_samples]),
             grad_norm_dispersion=norm,
             grad_cosine=mean,
-            grad_cosine_min=least,
+            grad_cosine_min=minimum,
             expert_grad_norm_dispersion=expert_norm,
             expert_grad_cosine=expert_mean,
             expert_grad_cosine_min=expert_least,

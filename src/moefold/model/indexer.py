@@ -180,8 +180,8 @@ class LightningIndexer(nn.Module):
     def select(self, index: IndexTensors, visible: VisibleKeys) -> Tensor:
         """Select the keys of all queries of the context shard, int32 [S/cp, B, K]; an all-gather over tp."""
         own_rows = self.sequence_parallel.own_rows
-        of_own_rows = VisibleKeys(own_rows(visible.starts_SB), own_rows(visible.stops_SB))
-        return self.sequence_parallel.gather(select_keys(index, of_own_rows, self.top_k))
+        visible_rows = VisibleKeys(own_rows(visible.starts_SB), own_rows(visible.stops_SB))
+        return self.sequence_parallel.gather(select_keys(index, visible_rows, self.top_k))
 
     def attach_selected_loss(
         self,

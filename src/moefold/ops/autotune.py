@@ -176,13 +176,13 @@ class Autotuner:
         return dict(self._chosen)
 
 
-def merge_times(of_ranks: Iterable[Times]) -> Times:
+def merge_times(times_of_ranks: Iterable[Times]) -> Times:
     """Return the times of the slowest rank for each candidate: a candidate that raised on a rank is never chosen.
 
     Operations are left out if no candidate ran, or if two ranks had different candidates.
     """
     merged: Times = {}
-    for times in of_ranks:
+    for times in times_of_ranks:
         for operation, by_octave in times.items():
             kept = merged.setdefault(operation, {})
             for octave, times_of_octave in by_octave.items():

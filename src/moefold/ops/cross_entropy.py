@@ -82,11 +82,11 @@ class TorchCrossEntropyOps:
             is_wide = out.dtype == normalizer.dtype
             probs = torch.sub(logits, normalizer, out=out if is_wide else torch.empty_like(out, dtype=normalizer.dtype))
             label = row.clamp(min=0)
-            of_label = probs.exp_().gather(1, label)
-            of_label = (of_label - (row >= 0).to(of_label.dtype)) * grad + of_label * grad_normalizer
+            grad_label = probs.exp_().gather(1, label)
+            grad_label = (grad_label - (row >= 0).to(grad_label.dtype)) * grad + grad_label * grad_normalizer
             torch.mul(probs, grad + grad_normalizer, out=out)
             # 1 is subtracted before the product, which is rounded.
-            out.scatter_(1, label, of_label.to(out.dtype))
+            out.scatter_(1, label, grad_label.to(out.dtype))
 
 
 TORCH_CROSS_ENTROPY_OPS = TorchCrossEntropyOps()

@@ -363,18 +363,18 @@ class _StateScan(torch.autograd.Function):
         write_keys, erase_keys, decay, states, written = ctx.saved_tensors
         # Gradients of the state after each chunk, and of the values that its tokens write.
         after = torch.empty_like(states)
-        of_written = torch.empty_like(written)
+        grad_values = torch.empty_like(written)
         grad = grad_last
         for i in reversed(range(len(states))):
             after[i] = grad
-            torch.add(grad_written[i], write_keys[i] @ grad, out=of_written[i])
+            torch.add(grad_written[i], write_keys[i] @ grad, out=grad_values[i])
             grad = grad_states[i] + decay[i] * grad
             if erase_keys is not None:
-                grad = grad + erase_keys[i].mT @ of_written[i]
+                grad = grad + erase_keys[i].mT @ grad_values[i]
         grad_keys = written @ after.mT
-        grad_erase = None if erase_keys is None else of_written @ states.mT
+        grad_erase = None if erase_keys is None else grad_values @ states.mT
         grad_decay = (after * states).sum_to_size(decay.shape)
-        return grad_keys, of_written, grad_erase, grad_decay, grad
+        return grad_keys, grad_values, grad_erase, grad_decay, grad
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -148,8 +148,8 @@ def probe_case(
     key_pages, value_pages = pages.to(device, torch.bfloat16)
     bounds = (torch.cat((x.new_zeros(1), x.cumsum(0, dtype=torch.int32))) for x in (rows_N, keys_N))
     starts, key_starts = (x.to(device) for x in bounds)
-    most = int(rows_N.max()), int(keys_N.max())
-    segments = PageSegments(starts, key_starts, keys_N.to(device), tables_NP.to(device), *most)
+    longest = int(rows_N.max()), int(keys_N.max())
+    segments = PageSegments(starts, key_starts, keys_N.to(device), tables_NP.to(device), *longest)
     return q.to(device, torch.bfloat16), (key_pages, value_pages), segments
 
 

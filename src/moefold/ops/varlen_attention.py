@@ -105,26 +105,26 @@ class TaskAttention:
         return out, lse
 
     def backward(
-        self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel | None = None
+        self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq in the type of the queries, dk, dv in the type of sums).
 
         Args:
-            of_queries: gradient of the output, queries, output and finite log-sum-exp.
+            query_tensors: gradient of the output, queries, output and finite log-sum-exp.
             k: keys, [W, G, D].
             v: values, [W, G, D].
             kernel: as in the forward pass.
         """
-        q = of_queries[1]
+        q = query_tensors[1]
         dtype = accumulation_dtype(q.dtype)
         if kernel := self._kernel_for(q, k, v, kernel):
-            return self._backward_of_kernel(of_queries, k, v, kernel)
+            return self._backward_of_kernel(query_tensors, k, v, kernel)
         dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.zeros_like(v, dtype=dtype, memory_format=torch.contiguous_format)
         dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         for own_block, past in self._task_blocks:
             for block in (own_block,) if past is None else (own_block, past):
-                block_dq, block_dk, block_dv = (x.squeeze(1) for x in _differentiate(of_queries, k, v, block))
+                block_dq, block_dk, block_dv = (x.squeeze(1) for x in _differentiate(query_tensors, k, v, block))
                 if block is own_block:
                     dq[block.rows] = block_dq.to(dtype)
                 else:
@@ -143,19 +143,19 @@ class TaskAttention:
         return next((kernel for kernel in candidates if kernel.supports_tasks(query, key, value, longest)), None)
 
     def _backward_of_kernel(
-        self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel
+        self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); gradients of copies of a key are always added in the same order."""
-        grad_out, q, out, lse = (x.unsqueeze(1) for x in of_queries)
+        grad_out, q, out, lse = (x.unsqueeze(1) for x in query_tensors)
         key, value = (self._copy_keys(x).unsqueeze(1) for x in (k, v))
         gradients = kernel.backward(grad_out, q, key, value, out, lse, self._flash_mask)
-        dq, *of_copies = (x.squeeze(1) for x in gradients)
+        dq, *grads_kv = (x.squeeze(1) for x in gradients)
         dtype = accumulation_dtype(k.dtype)
         if self._copied_keys is None:
-            dk, dv = (gradient.to(dtype) for gradient in of_copies)
+            dk, dv = (gradient.to(dtype) for gradient in grads_kv)
             return dq, dk, dv
         totals = [x.new_zeros(x.shape, dtype=dtype) for x in (k, v)]
-        for total, gradient in zip(totals, of_copies, strict=True):
+        for total, gradient in zip(totals, grads_kv, strict=True):
             for places, keys in self._distinct_keys:
                 total[keys] += gradient[places]
         return dq, totals[0], totals[1]
@@ -251,8 +251,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Ten
     return attention_block(*tensors, block_mask=block.mask)
 
 
-def _differentiate(of_queries: QueryTensors, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(query_tensors: QueryTensors, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients through a block, [rows or keys, 1, heads, D]."""
-    grad_out, q, out, lse = (x[block.rows].unsqueeze(1) for x in of_queries)
+    grad_out, q, out, lse = (x[block.rows].unsqueeze(1) for x in query_tensors)
     keys = (k[block.keys].unsqueeze(1), v[block.keys].unsqueeze(1))
     return attention_block_backward(grad_out, q, *keys, out, lse, block_mask=block.mask)

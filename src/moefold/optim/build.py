@@ -75,5 +75,5 @@ def build_optimizer(
 def _check_states(part: OptimizerPart, weight: ParamSpec, names: Collection[str]) -> None:
     listed = {state.name for state in part.states(weight)}
     if listed != set(names):
-        what = f"the states {sorted(names)} of {weight.name}, and states() lists {sorted(listed)}"
-        raise ConfigError(f"{describe_part(part)} has {what}")
+        fault = f"the states {sorted(names)} of {weight.name}, and states() lists {sorted(listed)}"
+        raise ConfigError(f"{describe_part(part)} has {fault}")

@@ -98,4 +98,4 @@ def _owners(boxes_of_rank: list[dict[str, Box]]) -> dict[str, list[tuple[int, Bo
     for rank, boxes in enumerate(boxes_of_rank):
         for name, box in boxes.items():
             owners.setdefault(name, {}).setdefault(box, rank)
-    return {name: [(rank, box) for box, rank in of_box.items()] for name, of_box in owners.items()}
+    return {name: [(rank, box) for box, rank in rank_of_box.items()] for name, rank_of_box in owners.items()}

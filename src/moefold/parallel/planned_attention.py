@@ -335,10 +335,10 @@ class _PlannedFunction(torch.autograd.Function):
         q, k, v, sinks, out, lse_RA = ctx.saved_tensors
         tasks: RankTasks = ctx.tasks
         k_WGD, v_WGD = _gather_keys(k, v, tasks)
-        of_queries = torch.cat([_rows(x) for x in (grad_out, q, out)], 1)
+        query_tensors = torch.cat([_rows(x) for x in (grad_out, q, out)], 1)
         sizes = [x.shape[2] * x.shape[3] for x in (grad_out, q, out)]
         grad_RAD, q_RAD, out_RAD = (
-            x.unflatten(1, (q.shape[2], -1)) for x in tasks.queries.gather(of_queries).split(sizes, 1)
+            x.unflatten(1, (q.shape[2], -1)) for x in tasks.queries.gather(query_tensors).split(sizes, 1)
         )
         dq_RAD, dk_WGD, dv_WGD = tasks.tasks.backward((grad_RAD, q_RAD, out_RAD, lse_RA), k_WGD, v_WGD, ctx.kernel)
         dq = tasks.queries.scatter_sum(dq_RAD.flatten(1)).view(q.shape)

@@ -42,11 +42,11 @@ class Divergence:
 
     def describe(self) -> str:
         """Return a message about the divergence."""
-        which = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        holders = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         if len(self.ranks) == len(self.members):
-            return f"{self.what} differs between {which} ({self.axis}), and no majority shows which is right"
+            return f"{self.what} differs between {holders} ({self.axis}), and no majority shows which is right"
         others = len(self.members) - len(self.ranks)
-        return f"{self.what} on {which} differs from the {others} other ranks that hold it ({self.axis})"
+        return f"{self.what} on {holders} differs from the {others} other ranks that hold it ({self.axis})"
 
 
 @dataclass(frozen=True)
@@ -251,11 +251,11 @@ def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArra
         layout: the mapping.
         samples: samples of each data-parallel replica; empty: all have equal numbers.
     """
-    of_replicas = np.array(samples or [1] * layout.dp, dtype=np.float64)
-    of_experts = np.zeros(layout.edp)
+    replica_samples = np.array(samples or [1] * layout.dp, dtype=np.float64)
+    expert_samples = np.zeros(layout.edp)
     for rank in range(layout.world_size):
-        of_experts[layout.moe.coordinate(rank, "edp")] += of_replicas[layout.attention.coordinate(rank, "dp")]
-    return of_replicas, of_experts
+        expert_samples[layout.moe.coordinate(rank, "edp")] += replica_samples[layout.attention.coordinate(rank, "dp")]
+    return replica_samples, expert_samples
 
 
 def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:

@@ -170,8 +170,8 @@ def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
 def gather_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of every rank; collective."""
     dtypes: dict[str, torch.dtype] = {}
-    for of_rank in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
-        dtypes |= of_rank
+    for rank_dtypes in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
+        dtypes |= rank_dtypes
     return dtypes
 
 

@@ -134,15 +134,15 @@ class RolloutReplay:
         for part, layers, mask in zip(np.split(received, np.cumsum(counts)[:-1]), layers_from, masks, strict=True):
             shape = len(layers), int(mask.sum()), self._top_k
             values = np.ascontiguousarray(part).view(self._dtype).reshape(shape)
-            for layer, of_layer in zip(layers, values, strict=True):
-                ids[self._own.layers.index(layer)][mask] = of_layer
+            for layer, layer_ids in zip(layers, values, strict=True):
+                ids[self._own.layers.index(layer)][mask] = layer_ids
         is_replayed = np.logical_or.reduce(masks)
         device = self._groups.device
         return BatchRouting(
             first_sample=self._own.dp_rank * len(is_replayed),
             ids_of_layer={
-                layer: torch.from_numpy(of_layer).to(device)
-                for layer, of_layer in zip(self._own.layers, ids, strict=True)
+                layer: torch.from_numpy(layer_ids).to(device)
+                for layer, layer_ids in zip(self._own.layers, ids, strict=True)
             },
             is_replayed_NS=torch.from_numpy(is_replayed).to(device),
         )

@@ -130,8 +130,8 @@ class _GatherVocab(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tp: Group, vocab_size: int) -> Tensor:
         ctx.shard = shard_rows(vocab_size, tp.size, tp.rank)
         # Shards are gathered at the size of the largest; the padding of the last shard comes after the vocabulary.
-        _, most = shard_rows(vocab_size, tp.size, 0)
-        missing = most - logits.shape[-1]
+        _, max_rows = shard_rows(vocab_size, tp.size, 0)
+        missing = max_rows - logits.shape[-1]
         padded = F.pad(logits, (0, missing)) if missing else logits
         return all_gather(padded.movedim(-1, 0), tp)[:vocab_size].movedim(0, -1)
 

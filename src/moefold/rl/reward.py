@@ -97,9 +97,9 @@ def length_penalty(lengths: NDArray[np.int64], start: int, max_tokens: int) -> N
     return -np.clip((lengths - start) / (max_tokens - start), 0.0, 1.0)
 
 
-def split_reference(use: str) -> tuple[Path, str] | None:
+def split_reference(reference: str) -> tuple[Path, str] | None:
     """Split FILE.py:FUNCTION; return None for a name of another form."""
-    path, colon, function = use.rpartition(":")
+    path, colon, function = reference.rpartition(":")
     return (Path(path), function) if colon and path.endswith(".py") and function.isidentifier() else None
 
 
@@ -156,9 +156,9 @@ class Reward:
         scores: list[Scores] = []
         num_timeouts = 0
         try:
-            for prompt, texts, *of_prompt in zip(prompts, completions, *results, strict=True):
-                num_timeouts += any(isinstance(result, RewardTimeoutError) for result in of_prompt)
-                scores.append(self._checked(prompt, of_prompt, len(texts)))
+            for prompt, texts, *prompt_results in zip(prompts, completions, *results, strict=True):
+                num_timeouts += any(isinstance(result, RewardTimeoutError) for result in prompt_results)
+                scores.append(self._checked(prompt, prompt_results, len(texts)))
                 if on_scored is not None:
                     on_scored()
         except TimeoutError:
@@ -215,8 +215,8 @@ class Reward:
             self._failures.append(failed)
             parts = [np.full(count, math.nan)] * len(self._names)
             break
-        of_names = dict(zip(short_names(self._names), parts, strict=True)) if len(parts) > 1 else {}
-        return Scores(weighted_sum(parts, self._weights), of_names)
+        by_name = dict(zip(short_names(self._names), parts, strict=True)) if len(parts) > 1 else {}
+        return Scores(weighted_sum(parts, self._weights), by_name)
 
 
 def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> dict[str, Any]:

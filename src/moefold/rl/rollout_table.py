@@ -168,8 +168,8 @@ class RolloutTable:
         for number, round_ in enumerate(self._rounds):
             assert round_.groups is not None
             if round_.functions:
-                of_groups = [np.stack(list(group.parts.values()), axis=1) for group in round_.groups]
-                parts[f"{PARTS}{number}"] = np.concatenate(of_groups)
+                group_parts = [np.stack(list(group.parts.values()), axis=1) for group in round_.groups]
+                parts[f"{PARTS}{number}"] = np.concatenate(group_parts)
             for group in round_.groups:
                 scores.append(group.scores)
                 rewards.append(group.rewards)
@@ -245,12 +245,12 @@ def restore_table(
                         finish_reason=FINISH_REASONS[reason],
                     )
                 )
-            of_group = slice(row, row + group_size)
-            of_round = slice(row - first, of_group.stop - first)
-            parts = {name: arrays[f"{PARTS}{number}"][of_round, k] for k, name in enumerate(functions)}
-            scores = arrays["scores"][of_group]
-            groups.append(RolloutGroup(prompt, tuple(rollouts), scores, arrays["rewards"][of_group], parts))
-            row = of_group.stop
+            rows_of_table = slice(row, row + group_size)
+            rows_of_round = slice(row - first, rows_of_table.stop - first)
+            parts = {name: arrays[f"{PARTS}{number}"][rows_of_round, k] for k, name in enumerate(functions)}
+            scores = arrays["scores"][rows_of_table]
+            groups.append(RolloutGroup(prompt, tuple(rollouts), scores, arrays["rewards"][rows_of_table], parts))
+            row = rows_of_table.stop
         statistics = RoundStatistics(**{name: header[f"sampled_{name}"] for name in COUNTS})
         table.add(make_round(groups, version=header["version"], prompts=header["prompts"], statistics=statistics))
     return table

@@ -80,7 +80,7 @@ def mean_rewards(scores: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[st
     """
     # Rounds of a resumed run may be older than a function of the recipe.
     names = {name: None for parts in scores for name in parts}
-    of_names = {name: np.concatenate([parts[name] for parts in scores if name in parts]) for name in names}
+    by_name = {name: np.concatenate([parts[name] for parts in scores if name in parts]) for name in names}
     return {
-        name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in of_names.items()
+        name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in by_name.items()
     } or None

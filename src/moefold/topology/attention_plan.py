@@ -336,8 +336,8 @@ def _union(hosts: Integers, firsts: Integers, stops: Integers, num_tokens: int) 
     is_new[1:] = begins[1:] > reached[:-1]
     starts = np.flatnonzero(is_new)
     ends = np.append(starts[1:], len(order)) - 1
-    of_host = hosts[order][starts]
-    return of_host, begins[starts] - of_host * (num_tokens + 1), reached[ends] - of_host * (num_tokens + 1)
+    host = hosts[order][starts]
+    return host, begins[starts] - host * (num_tokens + 1), reached[ends] - host * (num_tokens + 1)
 
 
 class _Move(NamedTuple):

@@ -200,8 +200,8 @@ def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Place
     edges = np.unique(np.concatenate((cuts.ravel(), left_ends - left, left_ends[-1:])))
     begins = edges[:-1]
     owner = np.searchsorted(left_ends, begins, "right")
-    of_sample = samples[owner]
-    cp_ranks.append((begins - cuts[of_sample, 0]) // np.maximum(share[of_sample], 1))
+    sample = samples[owner]
+    cp_ranks.append((begins - cuts[sample, 0]) // np.maximum(share[sample], 1))
     firsts.append(bounds_N[owner + 1] - (left_ends[owner] - begins))
     counts.append(np.diff(edges))
     return _of_runs(shape, bounds_N, np.concatenate(cp_ranks), np.concatenate(firsts), np.concatenate(counts))

@@ -84,16 +84,16 @@ class RoundPlacer:
 
         The ranks exchange the bounds of their documents: a few integers for each sample.
         """
-        of_rank = [micro_batch.of_samples for micro_batch in bounds]
-        rounds = zip(*all_gather_objects(of_rank, self._groups.attn.dp), strict=True)
+        local = [micro_batch.of_samples for micro_batch in bounds]
+        rounds = zip(*all_gather_objects(local, self._groups.attn.dp), strict=True)
         return tuple(
             replace(micro_batch, placement=self._place([sample for samples in round_ for sample in samples]))
             for micro_batch, round_ in zip(bounds, rounds, strict=True)
         )
 
-    def _place(self, of_samples: Sequence[tuple[int, ...]]) -> Placement:
+    def _place(self, samples: Sequence[tuple[int, ...]]) -> Placement:
         """Place the tokens of a round, given the bounds of the documents of all its samples."""
-        return place(self.kind, self._shape, document_bounds(self._shape, of_samples), self._block)
+        return place(self.kind, self._shape, document_bounds(self._shape, samples), self._block)
 
 
 class SlotExchange:
@@ -124,8 +124,8 @@ class SlotExchange:
             ]
             for rank in range(cp_rank, shape.num_ranks, shape.cp)
         ]
-        self._sent = np.concatenate([tokens for of_rank in sent for tokens in of_rank])
-        self._input_splits = [sum(map(len, of_rank)) for of_rank in sent]
+        self._sent = np.concatenate([tokens for parts in sent for tokens in parts])
+        self._input_splits = [sum(map(len, parts)) for parts in sent]
         per_rank = len(placements) * shape.micro_batch_size
         self.samples: Integers = source * per_rank + round_ * shape.micro_batch_size + sample % shape.micro_batch_size
         """Index in the global batch of the sample of each slot, round by round, int64 [rounds * C]."""

@@ -182,12 +182,12 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     return not any(_invalidates_finished_run(key) and not key.startswith(ignored) for key in differing)
 
 
-def _is_busy_with_other_run(folder: Path, now: Settings) -> bool:
+def _is_busy_with_other_run(folder: Path, current: Settings) -> bool:
     """Return whether a job holds the lock of a folder that has the settings of another run."""
     if not is_in_use(folder):
         return False
     settings = _read_settings(folder)
-    return settings is not None and any(not _is_free_to_change(key) for key in _changed_keys(settings, now))
+    return settings is not None and any(not _is_free_to_change(key) for key in _changed_keys(settings, current))
 
 
 def _starts_over(folder: Path, cfg: Config) -> bool:

@@ -246,10 +246,10 @@ def next_commands(cfg: Config) -> list[str]:
     chat = " --chat" if cfg.data.has_conversations else ""
     if cfg.data.has_prompts:
         return [f"next: {_rollout_command(cfg)}{_part_options(cfg)}", train_on]
-    use = f"moefold checkpoint show {run_dir}"
+    command = f"moefold checkpoint show {run_dir}"
     if prompt:
-        use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}{_part_options(cfg)}"
-    return [f"next: {use}", train_on]
+        command = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}{_part_options(cfg)}"
+    return [f"next: {command}", train_on]
 
 
 def _part_options(cfg: Config) -> str:

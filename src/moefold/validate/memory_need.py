@@ -108,8 +108,8 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         # Every stage may have ranks that draw under the other mapping: only their mean is certain.
-        of_sampling = rollout_config(cfg).parallel
-        draws = [drawn // (of_sampling.tp * of_sampling.pp)] * p.pp
+        sampling = rollout_config(cfg).parallel
+        draws = [drawn // (sampling.tp * sampling.pp)] * p.pp
     else:
         draws = _draws_by_stage(drawn, p.pp, p.tp, device_type)
     return tuple(
@@ -120,10 +120,10 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
                 "buffers": states.buffers,
                 "gathered weights": gathered,
                 CACHE_PART: cache,
-                DRAWS_PART: of_draws,
+                DRAWS_PART: draw_bytes,
             }
         )
-        for states, moments, gathered, of_draws in zip(
+        for states, moments, gathered, draw_bytes in zip(
             memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), draws, strict=True
         )
     )
@@ -174,8 +174,8 @@ def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
         for rank, size in enumerate(rollout_weight_bytes(cfg)):
             sizes[view.coordinate(rank, "pp")].append(size)
         # The ranks of a stage differ under the other mapping; their mean is a lower bound for the fullest rank.
-        for parts, of_stage in zip(by_stage, sizes, strict=True):
-            parts["rollout weights"] = sum(of_stage) // len(of_stage)
+        for parts, stage_sizes in zip(by_stage, sizes, strict=True):
+            parts["rollout weights"] = sum(stage_sizes) // len(stage_sizes)
     return tuple(by_stage)
 
 
@@ -333,10 +333,10 @@ def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage, device_type: str) 
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
     sizes = cache_sizes(sampling, device_type)
     num_pages = -(-cfg.train.seq_len // sizes.page_positions) + 1
-    least = sizes.total_bytes(num_pages, cfg.rollout.slots, cfg.rollout.cache)
+    needed = sizes.total_bytes(num_pages, cfg.rollout.slots, cfg.rollout.cache)
     fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * left / share
     rounded = floor(fitting * 1000) / 1000
-    return rounded if rounded * GIB >= least else 0.0
+    return rounded if rounded * GIB >= needed else 0.0
 
 
 def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:

@@ -259,8 +259,8 @@ def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tupl
             continue
         if reason := why_unread(cfg, conditions):
             idle.setdefault(name, reason)
-    of_layers = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
-    for part in dict.fromkeys((*chosen_parts(cfg), *of_layers)):
+    layer_parts = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
+    for part in dict.fromkeys((*chosen_parts(cfg), *layer_parts)):
         for unused in ask(part.unused_keys, cfg):
             for name in unused.names.split():
                 idle.setdefault(name, (unused.reason, unused.remedy))

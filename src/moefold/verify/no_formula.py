@@ -44,36 +44,36 @@ def formula_of(part: Part) -> Any:
     return formula
 
 
-def no_formula_of_weights(what: str, names: Sequence[str], model: ModelConfig) -> NoReturn:
+def no_formula_of_weights(name: str, names: Sequence[str], model: ModelConfig) -> NoReturn:
     """Refuse parameters that no formula reads; the message names the parts from outside in the model."""
-    what = f"{what} {format_list(names)}"
+    name = f"{name} {format_list(names)}"
     outside = [part for part in parts_in(model) if not is_built_in(type(part))]
     if outside:
-        _no_formula_of(max(outside, key=lambda part: part.group in names[0]), f"{what} of ")
-    no_formula(what)
+        _no_formula_of(max(outside, key=lambda part: part.group in names[0]), f"{name} of ")
+    no_formula(name)
 
 
-def _no_formula_of(part: Part, what: str = "") -> NoReturn:
+def _no_formula_of(part: Part, name: str = "") -> NoReturn:
     inner = (getattr(part, field.name) for field in fields(part))
     part = next((entry for entry in inner if isinstance(entry, Part) and entry.formula() is None), part)
     raise NoFormulaError(
-        f"the oracle has no formula for {what}{describe_part(part)}, so this recipe cannot be judged; leave it "
+        f"the oracle has no formula for {name}{describe_part(part)}, so this recipe cannot be judged; leave it "
         f"out, write formula() of {type(part).__qualname__} (docs/extending.md#the-oracle), or compare this mapping "
         "with one rank of the same code: --against one-rank"
     )
 
 
-def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:
+def no_formula(name: str, where: str = "verify/oracle*.py") -> NoReturn:
     """Refuse a key, parameter or buffer that the oracle cannot judge.
 
     Args:
-        what: the key and value, parameter or buffer.
+        name: the key and value, parameter or buffer.
         where: the files whose formulas lack it.
 
     Raises:
         NoFormulaError: always.
     """
     raise NoFormulaError(
-        f"the oracle has no formula for {what}, so this recipe cannot be judged; leave it out, or write its formula in "
+        f"the oracle has no formula for {name}, so this recipe cannot be judged; leave it out, or write its formula in "
         f"moefold/{where} (docs/extending.md)"
     )

@@ -312,8 +312,8 @@ class OpenGeneration:
                 assert stage is not None
                 found_DM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
         rows = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
-        for token, most, (log_prob, *best) in zip(scored, wanted, rows, strict=True):
-            score = PromptScore(log_prob, _alternatives(token.token, log_prob, best, most))
+        for token, num_best, (log_prob, *best) in zip(scored, wanted, rows, strict=True):
+            score = PromptScore(log_prob, _alternatives(token.token, log_prob, best, num_best))
             self._open[token.number].prompt_scores[token.position] = score
 
     def _log_probs(self, logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ class OpenGeneration:
         # The only time that a pass waits for the device.
         rows = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
         check_drawn([token for token, *_ in rows])
-        return [self._new_token(number, *of_sample) for number, of_sample in zip(numbers, rows, strict=True)]
+        return [self._new_token(number, *fields) for number, fields in zip(numbers, rows, strict=True)]
 
     def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
         """Return the drawn token of a sample with the requested number of alternatives."""
@@ -473,11 +473,11 @@ def _pass_tensors(
 
 def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Divide each row by its temperature; rows of temperature 0 are unchanged."""
-    of_rows = [draw.params.temperature or 1.0 for draw in draws]
-    temperature = of_rows[0]
-    if of_rows.count(temperature) == len(of_rows):
+    values = [draw.params.temperature or 1.0 for draw in draws]
+    temperature = values[0]
+    if values.count(temperature) == len(values):
         return logits_NV if temperature == 1 else logits_NV / temperature
-    return logits_NV / copy_to_device(torch.tensor(of_rows, dtype=logits_NV.dtype), logits_NV.device).unsqueeze(1)
+    return logits_NV / copy_to_device(torch.tensor(values, dtype=logits_NV.dtype), logits_NV.device).unsqueeze(1)
 
 
 def change_logits(

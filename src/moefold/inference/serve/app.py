@@ -134,17 +134,17 @@ class CompletionServer:
             ApiError: they exceed the limit of this server.
         """
         num_samples = request.num_prompts * request.num_samples
-        most = self._job.options.max_concurrent
-        if num_samples > most:
+        max_samples = self._job.options.max_concurrent
+        if num_samples > max_samples:
             # Not 429, because clients would retry.
             raise ApiError(
-                f"the request has {num_samples} samples, and this server takes at most {most}; ask for fewer"
+                f"the request has {num_samples} samples, and this server takes at most {max_samples}; ask for fewer"
             )
         num_open = self._metrics.num_open
-        if num_open + num_samples > most:
+        if num_open + num_samples > max_samples:
             raise ApiError(
                 f"{num_open} samples run or wait, the request has {num_samples}, and this server takes at most "
-                f"{most}; try again later, or ask for fewer",
+                f"{max_samples}; try again later, or ask for fewer",
                 429,
             )
         self._metrics.num_open += num_samples

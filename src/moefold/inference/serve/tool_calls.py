@@ -106,7 +106,7 @@ _XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?
 _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+def _take_tagged(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     """Read `<tool_call>...</tool_call>` with JSON (Hermes, Qwen) or `<function=...>` (Qwen3-Coder), or GLM's form."""
     start = len(_TAG)
     end = text.find(_END_TAG)
@@ -120,25 +120,25 @@ def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
         return Taken([_call_of(decoded[0])], length)
     if (function := _XML_FUNCTION.fullmatch(body)) is not None:
         pairs = _XML_PARAMETER.findall(function[2])
-        return Taken([_call_of_texts(function[1].strip(), pairs, use)], length)
+        return Taken([_call_of_texts(function[1].strip(), pairs, tool_use)], length)
     if end < 0:
         # The answer is truncated: arguments may be missing.
         raise NoCallError
     if "<arg_key>" in body:
         name = body.partition("<arg_key>")[0].strip()
         pairs = [(key.strip(), value) for key, value in _GLM_ARGUMENT.findall(body)]
-        return Taken([_call_of_texts(name, pairs, use)], length)
+        return Taken([_call_of_texts(name, pairs, tool_use)], length)
     name = body.strip()
     if not name or "<" in name:
         raise NoCallError
     return Taken([Call(name, "{}")], length)
 
 
-def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], use: ToolUse) -> Call:
+def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], tool_use: ToolUse) -> Call:
     """Return a call whose arguments are texts; arguments that are not strings in the tool's schema are JSON."""
-    if name not in _names(use):
+    if name not in _names(tool_use):
         raise NoCallError
-    schema = use.parameters_of(name)
+    schema = tool_use.parameters_of(name)
     types = schema.get("properties", {})
     arguments = {}
     for key, value in pairs:
@@ -161,7 +161,7 @@ _MISTRAL_NAME = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[AR
 def _take_array(begin: str, end: str = "") -> Take:
     """Return a reader of a mark and a JSON array of calls, or of `NAME[ARGS]{...}` (newer Mistral models)."""
 
-    def take(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+    def take(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
         start = _skip(text, len(begin))
         if start == len(text):
             return _wait(is_end)
@@ -199,7 +199,7 @@ def _skip_mark(text: str, start: int, mark: str) -> int:
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _take_llama(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+def _take_llama(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     """Read JSON objects with "name" and "parameters", several with ";" between them."""
     start = _skip(text, len(_PYTHON_TAG) if text.startswith(_PYTHON_TAG) else 0, ";")
     if start == len(text):
@@ -213,7 +213,7 @@ def _take_llama(text: str, is_end: bool, use: ToolUse) -> Taken | None:
     stop = decoded[1]
     if text[_skip(text, stop) :].startswith(";"):
         tail = text[_skip(text, stop, ";") :]
-        more = _take_llama(tail, is_end, use)
+        more = _take_llama(tail, is_end, tool_use)
         if more is None:
             return None
         return Taken([*calls, *more.calls], len(text) - len(tail) + more.length)
@@ -225,7 +225,7 @@ _DEEPSEEK = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call�
 _DEEPSEEK_FENCED = re.compile(r"(.*?)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 
 
-def _take_deepseek(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+def _take_deepseek(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     """Read the calls between DeepSeek's marks: `function<sep>NAME` and a block of JSON (V3), or `NAME<sep>JSON`."""
     end = text.find(_DEEPSEEK["calls▁end"])
     if end < 0 and not is_end:
@@ -282,25 +282,25 @@ def check_takes_tools(template: str, location: str) -> None:
         raise ApiError(f"the chat template of {location} takes no tools; leave them out", param="tools")
 
 
-def forced_schema(use: ToolUse) -> dict[str, Any]:
+def forced_schema(tool_use: ToolUse) -> dict[str, Any]:
     """Return the JSON schema of an answer that must call a tool: its arguments, or a list of calls."""
-    if use.is_named:
-        return dict(use.parameters_of(use.forced[0]))
+    if tool_use.is_named:
+        return dict(tool_use.parameters_of(tool_use.forced[0]))
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": use.parameters_of(name)},
+            "properties": {"name": {"const": name}, "parameters": tool_use.parameters_of(name)},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name in use.forced
+        for name in tool_use.forced
     ]
-    most = {} if use.allows_many else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | most
+    limit = {} if tool_use.allows_many else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | limit
 
 
-def _names(use: ToolUse) -> set[str]:
-    return {tool["function"]["name"] for tool in use.tools}
+def _names(tool_use: ToolUse) -> set[str]:
+    return {tool["function"]["name"] for tool in tool_use.tools}
 
 
 class CallReader:
@@ -309,13 +309,13 @@ class CallReader:
     A call of an unknown tool, and text that only begins like a call, stay text.
     """
 
-    def __init__(self, use: ToolUse, tool_format: ToolFormat | None) -> None:
+    def __init__(self, tool_use: ToolUse, tool_format: ToolFormat | None) -> None:
         """Start an answer.
 
         Args:
             tool_format: format of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
         """
-        self._use = use
+        self._use = tool_use
         self._format = tool_format
         self._pending = ""
         """Text of a call that is not complete."""

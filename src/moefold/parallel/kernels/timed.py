@@ -24,7 +24,7 @@ def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
     environment = kernel_environment(device)
     times = read_times(environment) if world.rank == 0 else {}
     (first, recorded), *others = all_gather_objects((environment, times), world)
-    if difference := _difference(first, [of_rank for of_rank, _ in others]):
+    if difference := _difference(first, [choices for choices, _ in others]):
         return f"recorded kernel times are not used, as ranks differ in {difference}"
     autotuner.recall(recorded)
     num_shapes = sum(map(len, recorded.values()))

@@ -166,9 +166,9 @@ class Checkpointing(Callback):
         context.groups.recorder.set_phase("copying the state to a peer")
         started_s = context.groups.recorder.clock()
         states = context.states.state_dict()
-        if of_callbacks := {name: state for name, state in states.items() if name.startswith(CALLBACKS)}:
+        if callback_states := {name: state for name, state in states.items() if name.startswith(CALLBACKS)}:
             # The states of rank 0, as in a checkpoint.
-            states |= broadcast_object(of_callbacks, context.groups.world, 0)
+            states |= broadcast_object(callback_states, context.groups.world, 0)
         self.snapshots.take(context.training.tensors(), TrainState(states=states), context.groups)
         blocked_s = context.groups.recorder.clock() - started_s
         context.save_s += blocked_s

@@ -129,7 +129,7 @@ def _split_views(*lists: list[Tensor]) -> tuple[list[Tensor], ...]:
 def _have_same_strides(weight: Tensor, grad: Tensor) -> bool:
     """Return whether weight and gradient have the same memory layout, as the fused kernel assumes."""
     strides = zip(weight.shape, weight.stride(), grad.stride(), strict=True)
-    return all(size < 2 or of_weight == of_grad for size, of_weight, of_grad in strides)
+    return all(size < 2 or weight_stride == grad_stride for size, weight_stride, grad_stride in strides)
 
 
 def _update_low_precision(
