@@ -31,7 +31,7 @@ def _compare_packings(name: str, seq_len: int) -> str:
     started_s = time.process_time()
     samples = pack_documents(lengths.tolist(), seq_len)
     packing_us = 1e6 * (time.process_time() - started_s) / NUM_DOCUMENTS
-    used = sum(length for parts in samples for _, _, length in parts)
+    used = sum(length for documents in samples for _, _, length in documents)
     ends = np.cumsum(lengths)
     fits = lengths <= seq_len + 1
     # Sample i has the tokens i * S to i * S + S; a document that lies in one of them is whole.

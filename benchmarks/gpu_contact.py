@@ -519,7 +519,7 @@ def check_pages(contact: Contact, case: ExpertCase) -> None:
             return
         inputs = probe_case(sizes, case.stage.device, (32, 4, 128))
         out, lse = FlashPages().with_log_sum(*inputs, window)
-        exact, exact_lse = (torch.cat(parts) for parts in zip(*exact_segments(*inputs, window), strict=True))
+        exact, exact_lse = (torch.cat(tensors) for tensors in zip(*exact_segments(*inputs, window), strict=True))
         contact.close("y", out, exact, ROUNDED_TWICE_LIMIT)
         contact.below("log-sum-exp", float((lse.double() - exact_lse).abs().max()), LOG_SUM_LIMIT)
 

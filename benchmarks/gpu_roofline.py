@@ -92,10 +92,10 @@ class Layer:
     @property
     def name(self) -> str:
         """Model, tokens of a rank, expert parallelism and its dispatcher unless it is the all-to-all."""
-        parts = [self.preset, f"{self.tokens:,}"]
+        words = [self.preset, f"{self.tokens:,}"]
         if self.ep > 1:
-            parts.append(f"EP {self.ep}")
-        return ", ".join(parts) + ("" if self.dispatcher == "alltoall" else f" {self.dispatcher}")
+            words.append(f"EP {self.ep}")
+        return ", ".join(words) + ("" if self.dispatcher == "alltoall" else f" {self.dispatcher}")
 
     def config(self) -> Config:
         """Build the recipe."""

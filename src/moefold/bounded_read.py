@@ -262,11 +262,11 @@ def _reject_too_deep(document: Any) -> None:
     level = [document]
     for _ in range(MAX_JSON_DEPTH):
         level = [
-            part
+            inner
             for value in level
             if isinstance(value, dict | list)
-            for part in (value.values() if isinstance(value, dict) else value)
-            if isinstance(part, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return

@@ -173,9 +173,9 @@ def describe_device(device: torch.device) -> str:
     # On a virtual machine the model name is often only the name of the vendor.
     numbers = [f"{key} {facts[name]}" for key, name in (("family", "cpu family"), ("model", "model")) if name in facts]
     family = f" ({', '.join(numbers)})" if numbers else ""
-    parts = (
+    texts = (
         f"{facts.get('model name', 'CPU')}{family}",
         f"{torch.get_num_threads()} threads",
         malloc_message(device.type),
     )
-    return ", ".join(filter(None, parts))
+    return ", ".join(filter(None, texts))

@@ -181,8 +181,8 @@ class MetricTable:
     def _add_parts(self, name: str, value: Any, row: int) -> None:
         """Add a number, or each number of a section."""
         if isinstance(value, dict):
-            for key, part in value.items():
-                self._add_parts(f"{name}.{key}", part, row)
+            for key, inner in value.items():
+                self._add_parts(f"{name}.{key}", inner, row)
         else:
             self._add(name, value, row)
 

@@ -92,7 +92,7 @@ class RolloutIndex:
             if record is None:
                 continue
             rollout = shown_rollout(i, record)
-            searched = "\n".join(part["text"] for part in (*rollout["prompt"], *rollout["completion"]))
+            searched = "\n".join(message["text"] for message in (*rollout["prompt"], *rollout["completion"]))
             if query.text.casefold() in searched.casefold():
                 matches.append(rollout)
         return RolloutPage(rollouts=matches, before=next_before, total=len(self))
@@ -139,12 +139,12 @@ def shown_rollout(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _messages(value: Any) -> list[ShownText]:
     if isinstance(value, list):
-        parts = [
-            (str(part.get("role", "")), part.get("content")) if isinstance(part, dict) else ("", part) for part in value
+        turns = [
+            (str(turn.get("role", "")), turn.get("content")) if isinstance(turn, dict) else ("", turn) for turn in value
         ]
     else:
-        parts = [("", value)]
-    texts = [(role[:100], text if isinstance(text, str) else "" if text is None else str(text)) for role, text in parts]
+        turns = [("", value)]
+    texts = [(role[:100], text if isinstance(text, str) else "" if text is None else str(text)) for role, text in turns]
     return [
         ShownText(role=role, text=text[:MAX_TEXT_CHARS], left_out=max(0, len(text) - MAX_TEXT_CHARS))
         for role, text in texts

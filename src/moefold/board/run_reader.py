@@ -405,12 +405,12 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
 def _version_problem(settings: Mapping[str, Any]) -> str:
     """Return the differences of a run's keys from the keys of this version of moefold; empty if there are none."""
     all_keys = {f"{section}.{key}" for section in sections() for key in key_types(section)}
-    parts = [
+    differences = [
         f"{words} {format_list(sorted(keys))}"
         for words, keys in (("it has no", all_keys - set(settings)), ("it has", set(settings) - all_keys))
         if keys
     ]
-    return f"{SETTINGS_FILE} is of another version of moefold: {'; '.join(parts)}" if parts else ""
+    return f"{SETTINGS_FILE} is of another version of moefold: {'; '.join(differences)}" if differences else ""
 
 
 def share_levels(shares: Array) -> Array:

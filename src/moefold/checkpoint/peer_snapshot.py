@@ -470,12 +470,12 @@ class _ByName:
         for (name, box), values in slot.boxes():
             self._found[name].append((box, values))
 
-    def read(self, name: str, part: Box) -> Tensor:
+    def read(self, name: str, region: Box) -> Tensor:
         """Return the values of a part of a tensor that lies in one of the boxes."""
         for box, values in self._found[name]:
-            if box.intersect(part) == part:
-                return values[part.index_in(box)]
-        raise AssertionError((name, part))
+            if box.intersect(region) == region:
+                return values[region.index_in(box)]
+        raise AssertionError((name, region))
 
 
 def plan_restore(
@@ -502,8 +502,8 @@ def plan_restore(
             wanted[name].append((rank, box))
     for name, boxes in wanted.items():
         for rank, box in boxes:
-            parts = [box.intersect(other) for other in holders[name]]
-            if sum(part.numel for part in parts if part is not None) != box.numel:
+            overlaps = [box.intersect(other) for other in holders[name]]
+            if sum(overlap.numel for overlap in overlaps if overlap is not None) != box.numel:
                 raise RunError(
                     f"the snapshot of step {slot.step} lacks a part of {name} that rank {rank} needs: it was on lost "
                     "ranks alone"

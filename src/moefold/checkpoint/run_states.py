@@ -182,9 +182,9 @@ def _plain(value: Any, where: str, levels: int = _STATE_DEPTH) -> Any:
     if isinstance(value, Mapping | list | tuple) and not levels:
         raise ConfigError(f"the state {where:.80}... has more than {_STATE_DEPTH} levels, or contains itself")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(part, f"{where}.{key}", levels - 1) for key, part in value.items()}
+        return {key: _plain(inner, f"{where}.{key}", levels - 1) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part, f"{where}[{index}]", levels - 1) for index, part in enumerate(value)]
+        return [_plain(inner, f"{where}[{index}]", levels - 1) for index, inner in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(

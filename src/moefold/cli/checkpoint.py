@@ -91,11 +91,11 @@ def print_content(
     values = {key: value for key in sizes if (value := value_at(key, meta.model)) is not None}
     console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in values.items())), soft_wrap=True)
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
-    for name, part in _group_by_part(tensors).items():
-        size_mib = f"{sum(tensor.size_bytes for tensor in part) / 2**20:,.1f}"
-        num_chunks = str(sum(tensor.num_chunks for tensor in part))
-        table.add_row(printable(f"{name}: {len(part)}"), "", "", size_mib, num_chunks)
-        for tensor in part if lists_tensors else ():
+    for name, group in _group_by_part(tensors).items():
+        size_mib = f"{sum(tensor.size_bytes for tensor in group) / 2**20:,.1f}"
+        num_chunks = str(sum(tensor.num_chunks for tensor in group))
+        table.add_row(printable(f"{name}: {len(group)}"), "", "", size_mib, num_chunks)
+        for tensor in group if lists_tensors else ():
             shape = "x".join(map(str, tensor.shape))
             size_mib = f"{tensor.size_bytes / 2**20:,.2f}"
             table.add_row(printable(f"  {tensor.name}"), shape, tensor.dtype, size_mib, str(tensor.num_chunks))
@@ -112,10 +112,10 @@ def describe_mapping(meta: CheckpointMeta) -> str:
 
 
 def _group_by_part(tensors: "Sequence[StoredTensor]") -> "dict[str, list[StoredTensor]]":
-    parts: dict[str, list[StoredTensor]] = {}
+    groups: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
-        parts.setdefault(tensor.name.split(".", 1)[0], []).append(tensor)
-    return parts
+        groups.setdefault(tensor.name.split(".", 1)[0], []).append(tensor)
+    return groups
 
 
 MAX_SHOWN_DIFFERENCES = 20
@@ -281,7 +281,7 @@ def _flatten(tree: dict[str, object]) -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= {f"{key}.{inner}": part for inner, part in value.items()}
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items()}
         else:
             flat[key] = value
     return flat

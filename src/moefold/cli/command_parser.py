@@ -100,8 +100,8 @@ def _wrapped_line(line: str, width: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    broken = [part.replace(UNBROKEN_SPACE, " ") for part in broken]
-    return [part + " \\" for part in broken[:-1]] + broken[-1:] if is_command else broken
+    broken = [row.replace(UNBROKEN_SPACE, " ") for row in broken]
+    return [row + " \\" for row in broken[:-1]] + broken[-1:] if is_command else broken
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -115,8 +115,8 @@ def _shorten(sentence: str, width: int) -> str:
     if len(sentence) <= width:
         return sentence
     ends = [match.start() for match in re.finditer(r" \(|[,:;] ", sentence) if width / 2 < match.start() <= width]
-    parts = [sentence[:end] for end in ends if sentence.count("(", 0, end) == sentence.count(")", 0, end)]
-    return parts[-1] if parts else textwrap.shorten(sentence, width, placeholder=" ...")
+    sentences = [sentence[:end] for end in ends if sentence.count("(", 0, end) == sentence.count(")", 0, end)]
+    return sentences[-1] if sentences else textwrap.shorten(sentence, width, placeholder=" ...")
 
 
 def _check_targets(targets: Iterable[Path], *, force: bool) -> None:

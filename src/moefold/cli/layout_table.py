@@ -24,7 +24,7 @@ class DrawnView:
 
     def degree(self, axis: str) -> int:
         """Return the size of one axis."""
-        return prod(self.view.degree(part) for part in self.parts_of_axis[axis])
+        return prod(self.view.degree(name) for name in self.parts_of_axis[axis])
 
     def group_indices(self, axis: str) -> tuple[int, ...]:
         """Return each rank's group index."""
@@ -110,13 +110,13 @@ def _print_node(console: Console, layout: Layout, ranks: range, node: int) -> No
     width = max(map(len, places.values()))
     per_table = max(1, (console.width - len("attention  rank  ")) // (width + 2))
     for first in range(0, len(ranks), per_table):
-        part = ranks[first : first + per_table]
-        span = f"rank {part[0]}" if len(part) == 1 else f"ranks {part[0]}-{part[-1]}"
-        table = _table(f"node {node}, {span}", ("", "rank", *(f">{rank}" for rank in part)))
+        shown = ranks[first : first + per_table]
+        span = f"rank {shown[0]}" if len(shown) == 1 else f"ranks {shown[0]}-{shown[-1]}"
+        table = _table(f"node {node}, {span}", ("", "rank", *(f">{rank}" for rank in shown)))
         for name, view in named_views(layout):
             for axis in view.axes:
                 label = name if axis == view.axes[0] else ""
-                table.add_row(label, axis, *(places[axis, rank] for rank in part), end_section=axis == view.axes[-1])
+                table.add_row(label, axis, *(places[axis, rank] for rank in shown), end_section=axis == view.axes[-1])
         console.print()
         console.print(table)
 

@@ -52,8 +52,8 @@ def run(argv: list[str]) -> int:
             print_escaped(conversion_summary(conversion, out, False))
             starts_equal = preserves_outputs(model, upcycle)
             equal = "computes at first what the dense model does" if starts_equal else "does not start equal"
-            part = model.experts
-            print_escaped(f"{part.num_experts} experts, top {part.top_k}, of width {part.intermediate_size}: {equal}")
+            moe = model.experts
+            print_escaped(f"{moe.num_experts} experts, top {moe.top_k}, of width {moe.intermediate_size}: {equal}")
             print_escaped(training_command(out))
     return 0
 

@@ -123,13 +123,13 @@ def plan_box_transfers(
                 continue
             if box not in parts_of:
                 parts_of[box] = _cut(box, holders[name])
-            for part, ranks in parts_of[box]:
+            for overlap, ranks in parts_of[box]:
                 sender = _choose_sender(rank, ranks, ranks_per_node, sent_bytes)
-                transfer = BoxTransfer(name, part, sender, rank)
+                transfer = BoxTransfer(name, overlap, sender, rank)
                 if sender == rank:
                     local.append(transfer)
                 else:
-                    sent_bytes[sender] += part.numel * itemsize[name]
+                    sent_bytes[sender] += overlap.numel * itemsize[name]
                     moved.append(transfer)
     return tuple(local), pack_rounds(moved, itemsize, max_round_bytes)
 
@@ -146,8 +146,8 @@ def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box
 
 def _cut(box: Box, holders: Mapping[Box, Sequence[int]]) -> list[tuple[Box, Sequence[int]]]:
     """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each part."""
-    parts = ((box.intersect(held), ranks) for held, ranks in holders.items())
-    return [(part, ranks) for part, ranks in parts if part is not None]
+    overlaps = ((box.intersect(held), ranks) for held, ranks in holders.items())
+    return [(overlap, ranks) for overlap, ranks in overlaps if overlap is not None]
 
 
 def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes: Mapping[int, int]) -> int:

@@ -67,8 +67,8 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             message = torch.cat([full.flatten() for full in wholes])
             for group in groups:
                 dist.all_reduce(message, group=group)
-            parts = message.split([full.numel() for full in wholes])
-            wholes = [part.view_as(full) for part, full in zip(parts, wholes, strict=True)]
+            flat = message.split([full.numel() for full in wholes])
+            wholes = [values.view_as(full) for values, full in zip(flat, wholes, strict=True)]
         yield from zip(names, wholes, strict=True)
 
 

@@ -269,9 +269,9 @@ class SharedExchange:
             dtype: of the sums; tensors of another type are converted.
         """
         size = self.group.size
-        parts = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
-        totals = _room_for([shares[self.group.rank] for shares in parts], dtype)
-        self._sum(parts, totals, dtype)
+        shards = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
+        totals = _room_for([shares[self.group.rank] for shares in shards], dtype)
+        self._sum(shards, totals, dtype)
         return [total.view(-1, *x.shape[1:]) for total, x in zip(totals, tensors, strict=True)]
 
     def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -295,7 +295,7 @@ class SharedExchange:
         for piece in _pieces(tensors, PIECE_BYTES // dtype.itemsize):
             slots = self._next_half(dtype)
             shares = [piece.of(tensors, member) for member in range(self.group.size)]
-            published = [piece.inside(slot, parts) for slot, parts in zip(slots, shares, strict=True)]
+            published = [piece.inside(slot, shards) for slot, shards in zip(slots, shares, strict=True)]
             foreach_copy_(published[self.group.rank], shares[self.group.rank])
             self.barrier.wait()
             for member in range(self.group.size):
@@ -318,8 +318,8 @@ class SharedExchange:
             slots = self._next_half(dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
             shares = [piece.of(tensors, member) for member in range(size)]
             mine = shares.pop(rank)
-            for slot, parts in zip(slots[rank], shares, strict=True):
-                foreach_copy_(piece.inside(slot, parts), parts)
+            for slot, shards in zip(slots[rank], shares, strict=True):
+                foreach_copy_(piece.inside(slot, shards), shards)
             self.barrier.wait()
             terms = [
                 piece.inside(slots[member, rank - (rank > member)], mine) for member in range(size) if member != rank
@@ -346,11 +346,11 @@ class _Piece:
         """Return the ranges of a member's parts."""
         return [tensors[index][member][start:stop] for index, start, stop in self.ranges]
 
-    def inside(self, slot: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    def inside(self, slot: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return where a slot has the ranges of parts."""
         lengths = [stop - start for _, start, stop in self.ranges]
         rooms = slot[: sum(lengths)].split(lengths)
-        return [room[: len(part)] for room, part in zip(rooms, parts, strict=True)]
+        return [room[: len(shard)] for room, shard in zip(rooms, shards, strict=True)]
 
 
 def _pieces(tensors: Sequence[Sequence[Tensor]], length: int) -> Iterator[_Piece]:

@@ -210,24 +210,24 @@ class SiteLinks:
         sent_bytes = 0
         num_averaged = num_coded - num_gathered
         gathered = delta.new_zeros(len(round_.members), num_gathered) if num_gathered else None
-        parts = [(part, code) for part in _slices(0, num_averaged)]
-        parts += [(part, code) for part in _slices(num_averaged, num_coded)]
-        parts += [(part, PlainCode(delta.dtype)) for part in _slices(num_coded, len(delta))]
-        for part, part_code in parts:
-            payload = part_code.encode(delta[part])
+        spans = [(span, code) for span in _slices(0, num_averaged)]
+        spans += [(span, code) for span in _slices(num_averaged, num_coded)]
+        spans += [(span, PlainCode(delta.dtype)) for span in _slices(num_coded, len(delta))]
+        for span, part_code in spans:
+            payload = part_code.encode(delta[span])
             received = self._all_gather(payload)
             sent_bytes += payload.nbytes * (len(round_.members) - 1)
-            total = mean[part].zero_()
-            is_gathered = num_averaged <= part.start < num_coded
+            total = mean[span].zero_()
+            is_gathered = num_averaged <= span.start < num_coded
             for member, (weight, values) in enumerate(zip(round_.weights, received, strict=True)):
                 if weight and is_gathered:
                     assert gathered is not None
-                    place = slice(part.start - num_averaged, part.stop - num_averaged)
+                    place = slice(span.start - num_averaged, span.stop - num_averaged)
                     gathered[member, place] = part_code.decode(values, total)
                 elif weight:
                     total.add_(part_code.decode(values, total), alpha=weight)
             if decoded is not delta:
-                decoded[part] = part_code.decode(payload, total)
+                decoded[span] = part_code.decode(payload, total)
         probes = None if probe is None else self._exchange_probe(probe)
         if probes is not None:
             sent_bytes += probes[0].nbytes * (len(round_.members) - 1)

@@ -149,7 +149,7 @@ class Family:
 
     def name_in_transformers(self, module: str) -> str:
         """Return the name in transformers' model of a module of a folder."""
-        return ".".join(self.renamed_modules.get(part, part) for part in module.split("."))
+        return ".".join(self.renamed_modules.get(word, word) for word in module.split("."))
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor of a folder is ignored."""
@@ -186,16 +186,16 @@ def fused(
 ) -> dict[str, TensorRule]:
     """Return the rules of parameters that one HF tensor of the layer fuses; see `TensorBlock`."""
     return {
-        f"layers.{{l}}.{name}": TensorBlock(f"{LAYER}.{theirs}", part, axis, step, dims)
-        for part, name in enumerate(ours)
+        f"layers.{{l}}.{name}": TensorBlock(f"{LAYER}.{theirs}", index, axis, step, dims)
+        for index, name in enumerate(ours)
     }
 
 
 def grouped(ours: Iterable[str], theirs: str, groups: RowGroups, num_dims: int = 2) -> dict[str, TensorRule]:
     """Return the rules of parameters whose rows alternate by groups in an HF tensor of a layer; see `GroupedRows`."""
     return {
-        f"layers.{{l}}.{name}": GroupedRows(f"{LAYER}.{theirs}", groups, part, num_dims)
-        for part, name in enumerate(ours)
+        f"layers.{{l}}.{name}": GroupedRows(f"{LAYER}.{theirs}", groups, index, num_dims)
+        for index, name in enumerate(ours)
     }
 
 
@@ -250,9 +250,9 @@ def by_attention(recurrent: TensorRules, softmax: TensorRules) -> dict[str, Tens
     return {**recurrent, **softmax} | {name: ByAttention(recurrent[name], softmax[name]) for name in shared}
 
 
-def merge_rules(*parts: TensorRules) -> dict[str, TensorRule]:
+def merge_rules(*rules: TensorRules) -> dict[str, TensorRule]:
     """Merge several tables; a later rule of a parameter replaces an earlier rule."""
-    return {ours: row for part in parts for ours, row in part.items()}
+    return {ours: row for group in rules for ours, row in group.items()}
 
 
 def layouts(*tables: TensorRules, experts: Sequence[TensorRules] | None = None) -> tuple[TensorRules, ...]:

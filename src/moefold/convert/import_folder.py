@@ -159,8 +159,8 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         # A view of a cached read, which DCP would copy to fresh memory.
         return memory.empty(values.shape, values.dtype).copy_(values)
 
-    parts = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
-    chunks = assign_chunks(parts, source, world)
+    pieces = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
+    chunks = assign_chunks(pieces, source, world)
     return write_chunks(tmp_dir, source.shapes, dtypes, chunks, read)
 
 
@@ -303,7 +303,7 @@ def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Man
         digests: hashes that this process has computed already.
     """
     folder: HfFolder = source.folder
-    hashes = {name: digest for part in world.all_gather_object(dict(digests)) for name, digest in part.items()}
+    hashes = {name: digest for table in world.all_gather_object(dict(digests)) for name, digest in table.items()}
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)
     written = read_manifest(folder.path)
     if written is not None and (changed := changed_tensors(written, hashes | _hashes_of_parts(folder, world))):
@@ -322,13 +322,13 @@ def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Man
 
 def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
     """Hash the stored parts of quantised weights."""
-    parts = {
-        part: location
+    locations = {
+        key: location
         for name, stored in folder.tensors.items()
         if isinstance(stored, DequantizedTensor)
-        for part, location in stored.parts(name).items()
+        for key, location in stored.parts(name).items()
     }
-    return _hash_together(parts, world)
+    return _hash_together(locations, world)
 
 
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:

@@ -194,8 +194,8 @@ class UpcycledSource:
         """Return one expert, [H, F], or [F, H] for w_down, in float32."""
         model = self._model
         dense_name = name.replace(".experts.", ".")
-        part = e % self._granularity
-        inner = slice(part * model.ffn.moe.intermediate_size, (part + 1) * model.ffn.moe.intermediate_size)
+        piece = e % self._granularity
+        inner = slice(piece * model.ffn.moe.intermediate_size, (piece + 1) * model.ffn.moe.intermediate_size)
         outer = slice(0, model.hidden_size)
         is_down = name.endswith("w_down")
         values = self._dense.read(dense_name, (outer, inner) if is_down else (inner, outer)).float().t()

@@ -339,12 +339,12 @@ def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) ->
             f"{file} has {'; '.join(refused)}; if the model computes the same without, add {options} "
             f"(checkpoint.ignore_keys of a recipe)"
         )
-    parts = [report for report, _ in reports]
+    merged = [report for report, _ in reports]
     return KeyReport(
         file,
-        tuple(key for part in parts for key in part.read),
-        tuple(key for part in parts for key in part.constant),
-        tuple(key for part in parts for key in part.ignored),
+        tuple(key for report in merged for key in report.read),
+        tuple(key for report in merged for key in report.constant),
+        tuple(key for report in merged for key in report.ignored),
     )
 
 

@@ -75,8 +75,8 @@ class MergedSource:
         mean: Tensor | None = None
         for source, fraction in zip(self._sources, self.fractions, strict=True):
             # The first product is not added to zero, which would turn -0 into 0.
-            part = source.read_rows(name, region[0])[inner].double().mul_(fraction)
-            mean = part if mean is None else mean.add_(part)
+            block = source.read_rows(name, region[0])[inner].double().mul_(fraction)
+            mean = block if mean is None else mean.add_(block)
         assert mean is not None
         return mean.to(self.dtype(name))
 

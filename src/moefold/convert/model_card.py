@@ -234,5 +234,5 @@ def _shortest(name: str, value: Any) -> Any:
 
 
 def _may_be_path(value: Any) -> bool:
-    parts = value if isinstance(value, list) else [value]
-    return any(isinstance(part, str) and ("/" in part or "\\" in part) for part in parts)
+    entries = value if isinstance(value, list) else [value]
+    return any(isinstance(entry, str) and ("/" in entry or "\\" in entry) for entry in entries)

@@ -156,7 +156,7 @@ def _parameters_to_stack(
 
 
 def _read_pair(source: CheckpointSource, name: str) -> tuple[Tensor, Tensor]:
-    a, b = (source.read(part, tuple(slice(0, size) for size in source.shapes[part])) for part in adapter_names(name))
+    a, b = (source.read(half, tuple(slice(0, size) for size in source.shapes[half])) for half in adapter_names(name))
     source.clear_cache()
     return a, b
 

@@ -168,11 +168,11 @@ class StackedParameter:
 
     def stack(self, adapters: Mapping[str, Pair]) -> Pair:
         """Return A and B of PEFT, given A [E, in, r] and B [E, r, out] of our matrices, by name."""
-        parts = [(piece, *adapters[piece.name]) for piece in self.pieces if piece.name in adapters]
-        experts, _, rank = parts[0][1].shape
-        a_ERI = torch.cat([a.transpose(1, 2) for _, a, _ in parts], dim=1)
+        trained = [(piece, *adapters[piece.name]) for piece in self.pieces if piece.name in adapters]
+        experts, _, rank = trained[0][1].shape
+        a_ERI = torch.cat([a.transpose(1, 2) for _, a, _ in trained], dim=1)
         b_ERO = a_ERI.new_zeros(experts, a_ERI.shape[1], self.outputs)
-        for number, (piece, _, b) in enumerate(parts):
+        for number, (piece, _, b) in enumerate(trained):
             b_ERO[:, number * rank : (number + 1) * rank, self._outputs_of(piece)] = b
         if self.is_swapped:
             return b_ERO.reshape(-1, self.outputs), a_ERI.permute(2, 1, 0).reshape(self.inputs, -1)
@@ -230,7 +230,7 @@ def stacked_parameters(
         for name, weight in weights.items():
             for piece in mapping.by_name[name] if weight.is_expert else ():
                 by_tensor.setdefault(piece.hf_name, []).append(piece)
-        parameters = [_parameter(family, name, mapping.hf_shapes[name], parts) for name, parts in by_tensor.items()]
+        parameters = [_parameter(family, name, mapping.hf_shapes[name], pieces) for name, pieces in by_tensor.items()]
         if None in parameters:
             continue
         stacked = {}
@@ -244,9 +244,9 @@ def _parameter(family: Family, hf_name: str, shape: Shape, pieces: list[SliceMap
     _, in_dim, out_dim = pieces[0].dims
     if len(shape) != 3 or in_dim is None or out_dim is None:
         return None
-    parts = tuple(sorted(pieces, key=lambda piece: piece.hf_start[out_dim]))
+    ordered = tuple(sorted(pieces, key=lambda piece: piece.hf_start[out_dim]))
     is_swapped = in_dim < out_dim and family.name not in _WITH_INPUTS_FIRST
-    return StackedParameter(hf_name, shape[in_dim], shape[out_dim], parts, is_swapped)
+    return StackedParameter(hf_name, shape[in_dim], shape[out_dim], ordered, is_swapped)
 
 
 def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> dict[str, Tensor]:
@@ -293,7 +293,7 @@ def read_stacked(
             pairs |= fitting[0].unstack(a, b, rank)
     untrained = _untrained_halves(pairs, parameters)
     kept = {name: pair for name, pair in pairs.items() if leaf(name) not in untrained}
-    return {part: values for name, pair in kept.items() for part, values in zip(adapter_names(name), pair, strict=True)}
+    return {half: values for name, pair in kept.items() for half, values in zip(adapter_names(name), pair, strict=True)}
 
 
 def _untrained_halves(pairs: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:

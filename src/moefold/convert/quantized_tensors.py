@@ -176,8 +176,8 @@ class Mxfp4Tensor(DequantizedTensor):
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
         """Read a part; only one whole expert at a time is in memory."""
         experts = range(index[0].start, index[0].stop, index[0].step or 1)
-        parts = [self._expert(expert)[index[1], index[2]] for expert in experts]
-        return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:], dtype=torch.bfloat16)
+        blocks = [self._expert(expert)[index[1], index[2]] for expert in experts]
+        return torch.stack(blocks) if blocks else torch.empty(0, *self.shape[1:], dtype=torch.bfloat16)
 
     def _expert(self, number: int) -> Tensor:
         """Dequantise one expert, [in, out]."""
@@ -338,9 +338,9 @@ def expand_files(
     """Return the tensors of each file, with quantised tensors replaced by their parts."""
     return {
         file: {
-            part: spec
+            tensor_name: spec
             for name, (dtype, shape) in tensors.items()
-            for part, spec in quantization.part_specs(name, dtype, shape).items()
+            for tensor_name, spec in quantization.part_specs(name, dtype, shape).items()
         }
         for file, tensors in files.items()
     }

@@ -79,8 +79,8 @@ class TensorLocation:
         values = _read_values(self.file, start, num_rows * math.prod(row_shape), dtype).view(num_rows, *row_shape)
         if on_rows is not None:
             on_rows(self, start - self.start, values)
-        part = values[(slice(0, num_rows, rows.step), *index[1:])]
-        return part if part.numel() == values.numel() else part.contiguous()
+        region = values[(slice(0, num_rows, rows.step), *index[1:])]
+        return region if region.numel() == values.numel() else region.contiguous()
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Read some rows of the tensor, or its only value."""

@@ -114,12 +114,12 @@ def build_mapping(slices: Iterable[SliceMapping], shapes: Mapping[str, Shape]) -
     for piece in slices:
         by_name[piece.name].append(piece)
         by_hf_name.setdefault(piece.hf_name, []).append(piece)
-    hf_shapes = {name: _bounding_shape(parts) for name, parts in by_hf_name.items()}
-    for name, parts, shape in (*_with_shapes(by_name, shapes), *_with_shapes(by_hf_name, hf_shapes)):
-        assert sum(math.prod(piece.size) for piece in parts) == math.prod(shape), (name, shape)
+    hf_shapes = {name: _bounding_shape(pieces) for name, pieces in by_hf_name.items()}
+    for name, pieces, shape in (*_with_shapes(by_name, shapes), *_with_shapes(by_hf_name, hf_shapes)):
+        assert sum(math.prod(piece.size) for piece in pieces) == math.prod(shape), (name, shape)
     return StateDictMapping(
-        {name: tuple(parts) for name, parts in by_name.items()},
-        {name: tuple(parts) for name, parts in by_hf_name.items()},
+        {name: tuple(pieces) for name, pieces in by_name.items()},
+        {name: tuple(pieces) for name, pieces in by_hf_name.items()},
         dict(shapes),
         hf_shapes,
     )
@@ -133,8 +133,8 @@ def _bounding_shape(slices: list[SliceMapping]) -> Shape:
 def _with_shapes(
     groups: Mapping[str, list[SliceMapping]], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, list[SliceMapping], Shape]]:
-    for name, parts in groups.items():
-        yield name, parts, shapes[name]
+    for name, pieces in groups.items():
+        yield name, pieces, shapes[name]
 
 
 class TensorRule(Protocol):

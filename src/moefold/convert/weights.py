@@ -99,19 +99,19 @@ class HfSource:
 
     def read(self, name: str, region: Region) -> Tensor:
         """Read exactly the rows of the files that the region needs."""
-        shape = [part.stop - part.start for part in region]
+        shape = [span.stop - span.start for span in region]
         values = (self.memory or ReusedMemory()).empty(shape, self.dtype(name))
         for piece in self.mapping.by_name[name]:
-            part = piece.intersect(region)
-            if part is None:
+            overlap = piece.intersect(region)
+            if overlap is None:
                 continue
             box = tuple(
-                slice(a - r.start, a - r.start + n) for a, n, r in zip(part.start, part.size, region, strict=True)
+                slice(a - r.start, a - r.start + n) for a, n, r in zip(overlap.start, overlap.size, region, strict=True)
             )
-            on_rows = None if self.hashes is None else partial(self.hashes.add_rows, part.hf_name)
-            hf_values = self.location(part.hf_name).read(part.hf_region(), on_rows)
-            check_finite(hf_values, part.hf_name, self.folder.path)
-            copy_permuted(values[box], hf_values.permute(part.permutation()))
+            on_rows = None if self.hashes is None else partial(self.hashes.add_rows, overlap.hf_name)
+            hf_values = self.location(overlap.hf_name).read(overlap.hf_region(), on_rows)
+            check_finite(hf_values, overlap.hf_name, self.folder.path)
+            copy_permuted(values[box], hf_values.permute(overlap.permutation()))
         return values
 
 
@@ -236,8 +236,8 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
     for name, shape in mapping.hf_shapes.items():
         if name in tensors and tensors[name].shape != shape:
             reasons.append(f"tensor {name} has shape {list(tensors[name].shape)}, config.json means {list(shape)}")
-    for name, parts in mapping.by_name.items():
-        kinds = {tensors[piece.hf_name].dtype for piece in parts if piece.hf_name in tensors}
+    for name, pieces in mapping.by_name.items():
+        kinds = {tensors[piece.hf_name].dtype for piece in pieces if piece.hf_name in tensors}
         if len(kinds) > 1:
             reasons.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
     if reasons:
@@ -508,7 +508,7 @@ FLOAT = torch.float32
 
 def _closed(region: Region, shape: Shape) -> Region:
     """Return a region whose slices all have a start and an end."""
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(region, shape, strict=True))
+    return tuple(slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True))
 
 
 def _fits(shape: Shape, adapters: WeightSource, names: tuple[str, str]) -> bool:

@@ -188,8 +188,8 @@ class ChatTemplate:
         self.location = location
         sources = (source, *([tool_source] if tool_source else []))
         date = [CHAT_DATE.isoformat()] if any("strftime_now" in source for source in sources) else []
-        parts = [_RENDERING_VERSION, *sources, sorted(special_tokens.items()), *date]
-        self.identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        fields = [_RENDERING_VERSION, *sources, sorted(special_tokens.items()), *date]
+        self.identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
         self.reward_prompt: RewardPrompt | None = None
         """Reward that `render_prompt` writes into the turn before the answer."""
         self._tool_source = tool_source or source
@@ -295,7 +295,7 @@ class ChatTemplate:
         if key not in self._list_roles:
             lists, joined = (self._render_probe(role, content, has_tools) for content in (_LIST_PROBE, _TEXT_PROBE))
             marks = [text.count("type") + text.count("{") for text in (lists, joined)]
-            self._list_roles[key] = all(part["text"] in lists for part in _LIST_PROBE) and marks[0] == marks[1]
+            self._list_roles[key] = all(item["text"] in lists for item in _LIST_PROBE) and marks[0] == marks[1]
         return self._list_roles[key]
 
     def _render_probe(self, role: str, content: Any, has_tools: bool) -> str:

@@ -113,15 +113,15 @@ def _parse_turns(fields: dict[str, Any], place: str) -> Conversation:
 
 def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Conversation:
     """Return the conversation of two lists of messages: the prompt, which is not trained, and the completion."""
-    parts = []
+    lists = []
     for name in ("prompt", answer):
         if not isinstance(fields.get(name), list):
             raise ConfigError(
                 f'{location}: one of "prompt" and "{answer}" is a list of messages, and the other is not; make them '
                 "alike: two texts, or two lists"
             )
-        parts.append(parse_messages(fields[name], f'{location}: "{name}"'))
-    prompt, completion = parts
+        lists.append(parse_messages(fields[name], f'{location}: "{name}"'))
+    prompt, completion = lists
     size = len(prompt.messages)
     prompts = {i for i, message in enumerate(prompt.messages) if message["role"] == "assistant"}
     return Conversation(
@@ -249,10 +249,10 @@ def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, 
     if content is None and message.get("tool_calls"):
         return None
     if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "text" and isinstance(part.get("text"), str):
-                reject_surrogates(part["text"], place)
+        for item in content:
+            kind = item.get("type") if isinstance(item, dict) else None
+            if kind == "text" and isinstance(item.get("text"), str):
+                reject_surrogates(item["text"], place)
                 continue
             named = f"a part of type {kind!r}" if kind else "a part without a type"
             raise ConfigError(
@@ -295,7 +295,7 @@ def join_parts(
     for message in messages:
         content = message.get("content")
         if isinstance(content, list) and not reads_lists(str(message["role"])):
-            message = {**message, "content": "\n".join(part["text"] for part in content)}
+            message = {**message, "content": "\n".join(item["text"] for item in content)}
         elif content is None and message.get("tool_calls"):
             message = {**message, "content": absent}
         joined.append(message)

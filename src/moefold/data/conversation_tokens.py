@@ -195,17 +195,17 @@ def _checked(
 
 def _unwritten(req: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
     """Return the parts of a conversation that are not in its text: tools, and reasoning of answers to train on."""
-    parts = []
+    missing = []
     if req.tools and ("tools" not in source or not all(_is_written(_tool_name(tool), chat.text) for tool in req.tools)):
-        parts.append(TOOLS)
+        missing.append(TOOLS)
     answers = [i for i, message in enumerate(req.messages) if message["role"] == "assistant"]
     targets = answers if req.targets is None else list(req.targets)
     # A turn that changes because others follow has its own note.
     checked = targets[-1:] if chat.altered_turn else targets
     reasoning = [req.messages[i].get("reasoning_content") for i in checked]
     if not all(_is_written(text, chat.text) for text in reasoning if isinstance(text, str)):
-        parts.append(REASONING)
-    return parts
+        missing.append(REASONING)
+    return missing
 
 
 def _tool_name(tool: object) -> str:
@@ -215,9 +215,9 @@ def _tool_name(tool: object) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _is_written(part: str, text: str) -> bool:
+def _is_written(field: str, text: str) -> bool:
     """Return whether each line of a part is in a text, verbatim or escaped as in JSON."""
-    lines = [line.strip() for line in part.splitlines()]
+    lines = [line.strip() for line in field.splitlines()]
     return all(line in text or json.dumps(line)[1:-1] in text for line in lines)
 
 

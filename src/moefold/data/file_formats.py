@@ -130,12 +130,12 @@ class JsonStream:
         """Read as many characters as are left in the buffer; return whether there were any."""
         self._count_lines()
         left = self._text[self._position :]
-        parts = [left]
+        blocks = [left]
         size = 0
         while size < max(1, len(left)) and (block := next(self._blocks, "")):
-            parts.append(block)
+            blocks.append(block)
             size += len(block)
-        self._text = "".join(parts)
+        self._text = "".join(blocks)
         self._position = self._counted = 0
         return size > 0
 

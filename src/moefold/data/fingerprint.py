@@ -111,8 +111,8 @@ def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
     """Return the skipped files, determined as for the samples: separately per part of a mixture, except token files."""
     if not data.weights or isinstance(data.path, str) or data.kind == "tokens":
         return skipped_files(data, cache_dir=cache_dir)
-    parts = [replace(data, path=path, weights=()) for path in data.path]
-    return frozenset(file for part in parts for file in skipped_files(part, cache_dir=cache_dir))
+    sources = [replace(data, path=path, weights=()) for path in data.path]
+    return frozenset(file for source in sources for file in skipped_files(source, cache_dir=cache_dir))
 
 
 def _whole_hash(name: str, file: Path) -> str:

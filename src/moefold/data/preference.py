@@ -158,8 +158,8 @@ def pack_pairs(
         )
     reference = ReferenceLogProbs(num_targets)
     training, validation = (
-        PackedPairs(conversations, part, reference, align, seq_len=seq_len, pad_id=pad_id)
-        for part in hold_out(pairs, data.validation_fraction)
+        PackedPairs(conversations, split, reference, align, seq_len=seq_len, pad_id=pad_id)
+        for split in hold_out(pairs, data.validation_fraction)
     )
     if reports:
         logger.warning(
@@ -276,10 +276,10 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
 def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
     """Split off the longest common prefix of both completions as the prompt, like TRL."""
     if isinstance(record.fields["chosen"], list):
-        parts = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
-        pairs = zip(*parts, strict=False)
-        shared = next((i for i, (first, other) in enumerate(pairs) if first != other), min(map(len, parts)))
-        prompt, ends = parts[0][:shared], [part[shared:] for part in parts]
+        answers = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
+        pairs = zip(*answers, strict=False)
+        shared = next((i for i, (first, other) in enumerate(pairs) if first != other), min(map(len, answers)))
+        prompt, ends = answers[0][:shared], [answer[shared:] for answer in answers]
     else:
         texts = [column_text(record.fields, column, record.location) for column in ("chosen", "rejected")]
         shared = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))

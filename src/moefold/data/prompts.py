@@ -118,7 +118,7 @@ def open_prompts(
     check_task_tokenizer(data, tokenizer)
     has_validation = data.validation_fraction > 0
     if data.kind == "task":
-        training, held_out = (Problems(data, seed, is_validation=part) for part in (False, True))
+        training, held_out = (Problems(data, seed, is_validation=is_held_out) for is_held_out in (False, True))
         return PromptData(
             TaskPrompts(training, tokenizer), TaskPrompts(held_out, tokenizer) if has_validation else None
         )

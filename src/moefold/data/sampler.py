@@ -255,12 +255,12 @@ class Sampler(SampleSource):
                 f"no {self.split_name} sample is left: the files of all of them are left out "
                 "(data.corrupt='skip'); restore them, or give the run other data"
             )
-        blocked = [part for part in skipped_ranges if part.stop > first]
-        if not self.num_dropped and all(part.start >= first + count for part in blocked):
+        blocked = [span for span in skipped_ranges if span.stop > first]
+        if not self.num_dropped and all(span.start >= first + count for span in blocked):
             return range(first, first + count)
         taken: list[int] = []
         while len(taken) < count:
-            if ends := [part.stop for part in blocked if first in part]:
+            if ends := [span.stop for span in blocked if first in span]:
                 first = max(ends)
                 continue
             if not self.is_dropped(first):
@@ -380,30 +380,30 @@ _OFFSET = _MODULUS // 2
 class Mixture(Sampler):
     """Samplers interleaved by their shares; each advances independently, in its own epochs."""
 
-    def __init__(self, parts: Sequence[Sampler], shares: Sequence[float]) -> None:
+    def __init__(self, sources: Sequence[Sampler], shares: Sequence[float]) -> None:
         """Interleave samplers.
 
         Args:
-            parts: the samplers, all of the same sequence length.
+            sources: the samplers, all of the same sequence length.
             shares: share of each part, above 0, in any unit.
         """
-        self.seq_len = parts[0].seq_len
-        self.split_name = parts[0].split_name
-        self._parts = tuple(parts)
+        self.seq_len = sources[0].seq_len
+        self.split_name = sources[0].split_name
+        self._parts = tuple(sources)
         total = sum(shares)
         self._shares = tuple(share / total for share in shares)
-        self.has_annotations = any(part.has_annotations for part in parts)
-        self.filled = sum(share * part.filled for share, part in zip(self._shares, parts, strict=True))
+        self.has_annotations = any(source.has_annotations for source in sources)
+        self.filled = sum(share * source.filled for share, source in zip(self._shares, sources, strict=True))
         ends = [round(end / total * _MODULUS) for end in accumulate(shares)]
         self._ends = [*ends[:-1], _MODULUS]
 
     def __len__(self) -> int:
         """Return the length of a mixture epoch: the number of samples before any part repeats."""
-        if not all(len(part) for part in self._parts):
+        if not all(len(source) for source in self._parts):
             return 0
-        first = int(min(len(part) / share for part, share in zip(self._parts, self._shares, strict=True)))
+        first = int(min(len(source) / share for source, share in zip(self._parts, self._shares, strict=True)))
         # The exact counts differ from the shares by a few samples.
-        while any(self._count(source, first) > len(part) for source, part in enumerate(self._parts)):
+        while any(self._count(source, first) > len(sub) for source, sub in enumerate(self._parts)):
             first -= 1
         return first
 
@@ -427,8 +427,8 @@ class Mixture(Sampler):
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files in all parts; each part ignores the names of other parts."""
         wanted = frozenset(names)
-        for part in self._parts:
-            part.drop_files(wanted)
+        for source in self._parts:
+            source.drop_files(wanted)
 
     def is_dropped(self, index: int) -> bool:
         """Return whether the sample is dropped in its part."""
@@ -439,22 +439,20 @@ class Mixture(Sampler):
     def num_dropped(self) -> int:
         """Estimated number of dropped samples in an epoch, from each part's share."""
         length = len(self)
-        lost = [
-            part.num_dropped / len(part) * self._count(i, length) for i, part in enumerate(self._parts) if len(part)
-        ]
-        if all(part.num_dropped == len(part) for part in self._parts):
+        lost = [sub.num_dropped / len(sub) * self._count(i, length) for i, sub in enumerate(self._parts) if len(sub)]
+        if all(source.num_dropped == len(source) for source in self._parts):
             return length
         return min(length - 1, math.ceil(sum(lost)))
 
     def state(self, index: int) -> Any:
         """Return the states of the parts; None if no part has a state."""
-        states = [part.state(self._count(source, index)) for source, part in enumerate(self._parts)]
+        states = [sub.state(self._count(source, index)) for source, sub in enumerate(self._parts)]
         return None if all(state is None for state in states) else states
 
     def restore(self, state: Any) -> None:
         """Restore the state of each part."""
-        for part, part_state in zip(self._parts, state or [], strict=False):
-            part.restore(part_state)
+        for sub, part_state in zip(self._parts, state or [], strict=False):
+            sub.restore(part_state)
 
     def _count(self, source: int, num_samples: int) -> int:
         """Return the number of the first samples that come from a part."""

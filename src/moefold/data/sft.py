@@ -322,15 +322,15 @@ def pack_conversations(
     num_skipped = len(conversations) - len(members)
     selected = ScaledMembers(members) if select is None else select(members)
     training, validation = hold_out(selected.members, data.validation_fraction)
-    parts = (
+    splits = (
         PackedConversations(conversations, training, seq_len=seq_len, pad_id=pad_id, scales=selected.scales),
         PackedConversations(conversations, validation, seq_len=seq_len, pad_id=pad_id, scales=selected.scales),
     )
     if reports:
         if selected.message:
             logger.warning("%s", selected.message)
-        _report(num_skipped, int(is_long[selected.members].sum()), len(selected.members), parts[0])
-    return parts
+        _report(num_skipped, int(is_long[selected.members].sum()), len(selected.members), splits[0])
+    return splits
 
 
 def conversation_files(data: DataConfig) -> tuple[Path, ...]:

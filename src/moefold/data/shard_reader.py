@@ -104,9 +104,9 @@ class ShardReader:
         """Return the number of ids."""
         return self._ids.count
 
-    def __getitem__(self, part: slice) -> NDArray[np.integer]:
+    def __getitem__(self, rows: slice) -> NDArray[np.integer]:
         """Return the ids of a slice without a step, as for an array; errors are as for `read`."""
-        start, stop, step = part.indices(len(self))
+        start, stop, step = rows.indices(len(self))
         assert step == 1
         return self.read(start, max(start, stop))
 

@@ -112,10 +112,10 @@ class StreamingSampler(Sampler):
         filled = 0
         while filled < size:
             document = self._current_document()
-            part = document.ids[document.used : document.used + size - filled]
-            tokens[filled : filled + len(part)] = part
-            document.used += len(part)
-            filled += len(part)
+            ids = document.ids[document.used : document.used + size - filled]
+            tokens[filled : filled + len(ids)] = ids
+            document.used += len(ids)
+            filled += len(ids)
         # Consecutive samples share a token, so the last token is also the first token of the next block.
         document = self._current_document()
         tokens[size] = document.ids[document.used]

@@ -111,11 +111,11 @@ def _arrow_values(file: Path, column: str, start: int) -> Iterator[tuple[int, An
     row = 0
     try:
         with open_seekable(file) as opened:
-            for part in _arrow_parts(opened, file, column):
-                if row + len(part) > start:
-                    values = python_values(part, file, column, row)
+            for chunk in _arrow_parts(opened, file, column):
+                if row + len(chunk) > start:
+                    values = python_values(chunk, file, column, row)
                     yield from ((row + i, value) for i, value in enumerate(values) if row + i >= start)
-                row += len(part)
+                row += len(chunk)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(
             f"{file} is damaged after row {row} ({str(error).splitlines()[0]}); copy it again or leave it out"
@@ -156,7 +156,7 @@ def _line_texts(file: Path, column: str) -> Iterator[str]:
 def _csv_texts(file: Path, column: str) -> Iterator[str]:
     # The limit applies to the process; by default, a cell of more than 128 KiB is an error.
     csv.field_size_limit(MAX_LINE_BYTES)
-    lines = (part for line in decoded_lines(file) for part in (_INNER_LINE_END.split(line) if "\r" in line else [line]))
+    lines = (text for line in decoded_lines(file) for text in (_INNER_LINE_END.split(line) if "\r" in line else [line]))
     rows = csv.reader(chain(lines, [_END]), delimiter="\t" if table_suffix(file) == ".tsv" else ",")
     row = 0
     try:

@@ -172,16 +172,16 @@ def _common_length(first: str, second: str) -> int:
 
 def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
     """Return a text without its marks, and the character spans between them."""
-    parts: list[str] = []
+    blocks: list[str] = []
     spans: list[tuple[int, int]] = []
     length = 0
-    for part in marked.split(begin):
-        inside, mark, tail = part.partition(end)
+    for block in marked.split(begin):
+        inside, mark, tail = block.partition(end)
         if mark:
             spans.append((length, length + len(inside)))
-        parts += [inside, tail]
+        blocks += [inside, tail]
         length += len(inside) + len(tail)
-    return "".join(parts), spans
+    return "".join(blocks), spans
 
 
 def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:

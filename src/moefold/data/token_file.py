@@ -320,10 +320,10 @@ class TokenFileStream(TokenStream):
         begins = np.zeros(stop - start, dtype=np.bool_)
         done = 0
         for index, offset, length in self._file_segments(start, stop):
-            part = begins[done : done + length]
-            part[self._document_ends(index).between(offset, offset + length) - offset] = True
+            segment = begins[done : done + length]
+            segment[self._document_ends(index).between(offset, offset + length) - offset] = True
             if offset == 0:
-                part[0] = True
+                segment[0] = True
             done += length
         return begins
 
@@ -370,17 +370,17 @@ class TokenFileStream(TokenStream):
     def _read_segment(self, index: int, offset: int, length: int) -> NDArray[np.integer]:
         file = self._files[index]
         assert index not in self._dropped, f"{file.display_name} was dropped, but is read"
-        part = self._open(index).read(offset, offset + length)
-        strange = (part < 0) | (part >= self._vocab_size)
+        ids = self._open(index).read(offset, offset + length)
+        strange = (ids < 0) | (ids >= self._vocab_size)
         if strange.any():
             place = int(np.argmax(strange))
             raise OutOfVocabError(
-                f"{file.path} holds id {int(part[place])} at token {offset + place}, but ids must be at least 0 and "
+                f"{file.path} holds id {int(ids[place])} at token {offset + place}, but ids must be at least 0 and "
                 f"below model.vocab_size={self._vocab_size}",
                 "raise it, or check data.token_dtype and the tokenizer",
                 file.name,
             )
-        return part
+        return ids
 
     def _open_document_ends(self, file: TokenFile) -> DocumentEnds:
         try:

@@ -246,7 +246,7 @@ def _numbered_error(line: bytes, path: Path, at: int, column: TextColumn) -> Con
 
 
 def _skip_line(file: BinaryIO) -> None:
-    while (part := file.readline(_BLOCK_BYTES)) and not part.endswith(b"\n"):
+    while (block := file.readline(_BLOCK_BYTES)) and not block.endswith(b"\n"):
         pass
 
 

@@ -80,7 +80,7 @@ class TokenizerWorker:
         data = b"".join(array.array("I", encoding.ids).tobytes() for encoding in encodings)
         if request["offsets"]:
             ranges = (array.array("I", itertools.chain.from_iterable(encoding.offsets)) for encoding in encodings)
-            data += b"".join(part.tobytes() for part in ranges)
+            data += b"".join(column.tobytes() for column in ranges)
         return {"counts": [len(encoding) for encoding in encodings]}, data
 
     def decode(self, request: dict[str, Any], payload: bytes) -> Answer:
@@ -130,9 +130,9 @@ class TokenizerWorker:
         """
         del request, payload
         tree = json.loads(self._tokenizer.to_str())
-        parts = [tree[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")]
-        parts += ["clean up"] * self._cleans_up
-        content = json.dumps(_without_defaults(parts), sort_keys=True).encode()
+        settings = [tree[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")]
+        settings += ["clean up"] * self._cleans_up
+        content = json.dumps(_without_defaults(settings), sort_keys=True).encode()
         return {"sha256": hashlib.sha256(content).hexdigest()}, b""
 
 

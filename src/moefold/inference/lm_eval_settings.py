@@ -176,5 +176,5 @@ def _parse_pairs(text: str) -> dict[str, str]:
         except ValueError as error:
             raise ConfigError(f"--model_args {text} is not valid JSON ({error}); write path=MODEL,tp=2") from error
         return {key: str(value) for key, value in tree.items()}
-    parts = (part.partition("=") for part in text.split(",") if part)
-    return {key: value for key, _, value in parts}
+    pairs = (pair.partition("=") for pair in text.split(",") if pair)
+    return {key: value for key, _, value in pairs}

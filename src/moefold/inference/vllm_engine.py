@@ -136,11 +136,11 @@ class VllmEngine:
         """Check that experts fit the model in training; raise VllmError if they do not."""
         num_layers, top_k = experts.shape[1:]
         highest = int(experts.max(initial=0))
-        part = self._model.experts
-        if (num_layers, top_k) != (self._model.num_layers, part.top_k) or highest >= part.num_choices:
+        moe = self._model.experts
+        if (num_layers, top_k) != (self._model.num_layers, moe.top_k) or highest >= moe.num_choices:
             raise VllmError(
                 f"vLLM returned {top_k} experts of each token in {num_layers} layers, numbered up to {highest}, and "
-                f"the model has {part.top_k} of {part.num_experts} in {self._model.num_layers} layers; "
+                f"the model has {moe.top_k} of {moe.num_experts} in {self._model.num_layers} layers; "
                 "set rl.replay='off'"
             )
 

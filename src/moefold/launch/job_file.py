@@ -404,7 +404,7 @@ def _parse_time(text: str) -> int:
     match = _TIME.fullmatch(text)
     seconds = 0
     if match:
-        days, hours, minutes, seconds_part = (int(part or 0) for part in match.groups())
+        days, hours, minutes, seconds_part = (int(field or 0) for field in match.groups())
         seconds = ((days * 24 + hours) * 60 + minutes) * 60 + seconds_part
     if not seconds:
         raise ConfigError(f"--time={text!r} must be [DAYS-]HOURS:MINUTES:SECONDS above zero, such as 24:00:00")

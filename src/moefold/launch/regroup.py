@@ -238,7 +238,7 @@ class Regroup:
         proposal = json.loads(self._store.get(key))
         if "refused" in proposal:
             raise RunError(proposal["refused"])
-        args: dict[str, Any] = {key: tuple(part) if isinstance(part, list) else part for key, part in proposal.items()}
+        args: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in proposal.items()}
         self.current = RankGeneration(**args)
         if self._rank not in self.current.ranks:
             raise RunError(

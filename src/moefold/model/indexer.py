@@ -236,15 +236,15 @@ class LightningIndexer(nn.Module):
         assert index is not None
         num_own = len(index.query)
         num_keys = len(key)
-        parts = len(query) // num_own
-        heads = max(query.shape[2] * parts, index.query.shape[2])
+        num_chunks = len(query) // num_own
+        heads = max(query.shape[2] * num_chunks, index.query.shape[2])
         size = block_rows(index.query, heads * num_keys * query.shape[1])
         weights_SB = self._weights(index, documents)
         losses = []
         for start in range(0, num_own, size):
             stop = min(start + size, num_own)
             # Each rank of tp takes the same rows, so that each rank gets the sums of its own queries.
-            rows = torch.cat([torch.arange(part * num_own + start, part * num_own + stop) for part in range(parts)])
+            rows = torch.cat([torch.arange(i * num_own + start, i * num_own + stop) for i in range(num_chunks)])
             rows = rows.to(query.device)
             keys = torch.arange(num_keys, device=query.device)
             starts_SB1 = visible.starts_SB[rows].unsqueeze(-1)
@@ -268,12 +268,12 @@ class LightningIndexer(nn.Module):
         """Attach this rank's part of a loss to values, whose gradient is unchanged."""
         attached = attach_aux_loss(attended, loss, self._coefficient)
         if attached.requires_grad:
-            part = loss.detach().double() * self._coefficient
+            term = loss.detach().double() * self._coefficient
 
             def count(grad: Any) -> None:
-                if self.loss_sum.device != part.device:
-                    self.loss_sum = self.loss_sum.to(part.device)
-                self.loss_sum += part
+                if self.loss_sum.device != term.device:
+                    self.loss_sum = self.loss_sum.to(term.device)
+                self.loss_sum += term
 
             attached.register_hook(count)
         return attached

@@ -139,10 +139,10 @@ def select_slots(
         tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[rows.segments_of_singles]
         size = max(1, MAX_GATHERED_ELEMENTS // (tables.shape[1] * page_positions * index_keys.shape[2]))
         for start in range(0, len(singles), size):
-            part = slice(start, start + size)
-            farthest = max(rows.last_positions[i] for i in singles[part])
-            part_tables = tables[part]
-            chosen_rows = rows.rows_of_singles[part]
+            chunk = slice(start, start + size)
+            farthest = max(rows.last_positions[i] for i in singles[chunk])
+            part_tables = tables[chunk]
+            chosen_rows = rows.rows_of_singles[chunk]
             previous = _previous_slots(part_tables, positions_R[chosen_rows], page_positions)
             selected.append(select(chosen_rows, farthest, part_tables, last.guess(previous) if keeps_last else None))
         if keeps_last:

@@ -101,9 +101,9 @@ def rope_frequencies(settings: RopeSettings, seq_len: int = 0) -> Tensor:
     Raises:
         ConfigError: a scaling of another package returns a wrong number of frequencies.
     """
-    part = settings.scaling
-    frequencies = part.frequencies(settings.theta, settings.rotary_dim, seq_len)
+    scaling = settings.scaling
+    frequencies = scaling.frequencies(settings.theta, settings.rotary_dim, seq_len)
     pairs = -(-settings.rotary_dim // 2)
     if len(frequencies) != pairs:
-        raise ConfigError(f"{describe_part(part)} has {len(frequencies)} frequencies for {pairs} pairs of dims")
+        raise ConfigError(f"{describe_part(scaling)} has {len(frequencies)} frequencies for {pairs} pairs of dims")
     return frequencies

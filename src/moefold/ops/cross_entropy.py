@@ -63,11 +63,11 @@ class TorchCrossEntropyOps:
         dtype = torch.promote_types(logits_CV.dtype, torch.float32)
         if len(logits_CV) <= _tile_rows(logits_CV):
             return _statistics(logits_CV, row_C, torch.empty_like(logits_CV, dtype=dtype))
-        parts = [
+        statistics = [
             _statistics(logits, row, torch.empty_like(logits, dtype=dtype))
             for logits, row in zip(_row_tiles(logits_CV), row_C.split(_tile_rows(logits_CV)), strict=True)
         ]
-        return RowStatistics(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        return RowStatistics(*(torch.cat(values) for values in zip(*statistics, strict=True)))
 
     def gradient_out(
         self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_KC: Tensor

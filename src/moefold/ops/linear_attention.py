@@ -324,12 +324,12 @@ class _ChannelDecays:
         for span, decay in zip(self._spans, self._inner, strict=True):
             start = span.start
             queries = q[..., span, :]
-            parts = [((queries.unsqueeze(-2) * decay) * k[..., span, :].unsqueeze(-3)).sum(-1)]
+            blocks = [((queries.unsqueeze(-2) * decay) * k[..., span, :].unsqueeze(-3)).sum(-1)]
             if start:
                 reference = total[..., start - 1 : start, :]
                 keys = k[..., :start, :] * (reference - total[..., :start, :]).exp()
-                parts.insert(0, queries * (total[..., span, :] - reference).exp() @ keys.mT)
-            rows.append(F.pad(torch.cat(parts, -1), (0, size - span.stop)))
+                blocks.insert(0, queries * (total[..., span, :] - reference).exp() @ keys.mT)
+            rows.append(F.pad(torch.cat(blocks, -1), (0, size - span.stop)))
         products = torch.cat(rows, -2)
         return products if self._is_same is None else products * self._is_same
 

@@ -118,7 +118,7 @@ def find_disagreement(device: torch.device) -> str:
             out, lse = kernel.with_log_sum(*case, window)
         except (RuntimeError, TypeError) as error:
             return f"flash attention over pages raises {str(error).splitlines()[0]!r} ({name})"
-        exact_out, exact_lse = (torch.cat(parts) for parts in zip(*exact_segments(*case, window), strict=True))
+        exact_out, exact_lse = (torch.cat(tensors) for tensors in zip(*exact_segments(*case, window), strict=True))
         out_error = float((out.double() - exact_out).abs().max() / exact_out.abs().max())
         lse_error = float((lse - exact_lse).abs().max()) if lse.shape == exact_lse.shape else float("inf")
         if not (out_error <= PROBE_TOLERANCE and lse_error <= PROBE_LSE_TOLERANCE):

@@ -24,8 +24,8 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -
     """Compute `Rope.__call__` by PyTorch operations."""
     rotated = cos.shape[-1]
     half = rotated // 2
-    part = x[..., :rotated]
-    first, second = (part[..., ::2], part[..., 1::2]) if is_interleaved else part.chunk(2, dim=-1)
+    rotated_x = x[..., :rotated]
+    first, second = (rotated_x[..., ::2], rotated_x[..., 1::2]) if is_interleaved else rotated_x.chunk(2, dim=-1)
     cos = cos[..., :half]
     sin = sin[..., :half]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)

@@ -189,23 +189,23 @@ class TaskAttention:
     def _distinct_keys(self) -> list[tuple[Tensor, Tensor]]:
         """Parts of `_copied_keys` without repeated keys: their places in it, and their keys."""
         first_places = np.cumsum(np.diff(self._keys).ravel()) - np.diff(self._keys).ravel()
-        parts: list[list[int]] = []
+        chunks: list[list[int]] = []
         ends: list[int] = []
         for task, (first, stop) in enumerate(self._keys.tolist()):
-            part = next((i for i, end in enumerate(ends) if end <= first), len(ends))
-            if part == len(ends):
-                parts.append([])
+            chunk = next((i for i, end in enumerate(ends) if end <= first), len(ends))
+            if chunk == len(ends):
+                chunks.append([])
                 ends.append(0)
-            parts[part].append(task)
-            ends[part] = stop
+            chunks[chunk].append(task)
+            ends[chunk] = stop
         return [
             (
                 self._to_device(
-                    np.concatenate([first_places[i] + np.arange(self._keys[i, 1] - self._keys[i, 0]) for i in part])
+                    np.concatenate([first_places[i] + np.arange(self._keys[i, 1] - self._keys[i, 0]) for i in members])
                 ),
-                self._to_device(np.concatenate([np.arange(*self._keys[i]) for i in part])),
+                self._to_device(np.concatenate([np.arange(*self._keys[i]) for i in members])),
             )
-            for part in parts
+            for members in chunks
         ]
 
     @cached_property

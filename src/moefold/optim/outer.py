@@ -131,8 +131,8 @@ class OuterOptimizer(OuterWeights):
         # Weights that are not finite, which the sites do not read, leave no residual for the next round.
         lost = torch.where(lost.isfinite(), lost, 0.0)
         names = self.names(fragments)
-        for (_, (residual,)), part in zip(self.visit(names, ["residual"]), self.parts(names, lost), strict=True):
-            residual.copy_(part)
+        for (_, (residual,)), values in zip(self.visit(names, ["residual"]), self.parts(names, lost), strict=True):
+            residual.copy_(values)
 
     @torch.no_grad()
     def step(
@@ -155,8 +155,8 @@ class OuterOptimizer(OuterWeights):
         sums = [0.0] * 5
         names = self.names(fragments)
         visits = self.visit(names, ["weights", "momentum"])
-        parts = (self.parts(names, delta), self.parts(names, mean, is_mean=True))
-        for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
+        vectors = (self.parts(names, delta), self.parts(names, mean, is_mean=True))
+        for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *vectors, strict=True):
             theta = local_tensor(self._parameters[name].data)
             self.add_norms(sums, name, weights, own_d, mean_g)
             if is_own and not self._settings.has_outer_step:
@@ -200,8 +200,8 @@ class OuterOptimizer(OuterWeights):
         """
         names = self.names(pending.fragments)
         visits = self.visit(names, ["weights"])
-        parts = (self.parts(names, pending.own), self.parts(names, pending.mean, is_mean=True))
-        for (name, (weights,)), own_d, mean_g in zip(visits, *parts, strict=True):
+        vectors = (self.parts(names, pending.own), self.parts(names, pending.mean, is_mean=True))
+        for (name, (weights,)), own_d, mean_g in zip(visits, *vectors, strict=True):
             yield name, own_d, self.select(name, mean_g), self.select(name, weights), self._replicas.get(name, 1)
 
     def add_norms(self, sums: list[float], name: str, weights: Tensor, delta: Tensor, mean: Tensor) -> None:
@@ -217,5 +217,5 @@ class OuterOptimizer(OuterWeights):
 
     def set_buffers(self, mean: Tensor, fragments: Sequence[int], keep_local: float = 0.0) -> None:
         """Let the means of buffers, which follow the parameters in `mean`, replace a share of the buffers; local."""
-        for buffer, part in self.parts_of_buffers(mean, fragments):
-            mix(buffer, part, keep_local)
+        for buffer, values in self.parts_of_buffers(mean, fragments):
+            mix(buffer, values, keep_local)

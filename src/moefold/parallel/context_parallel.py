@@ -194,9 +194,9 @@ class ContextKeys:
         gathered = all_gather(x.contiguous(), self._cp)
         if not self._context.splits_in_chunks:
             return gathered
-        parts = gathered.chunk(2 * self._cp.size)
+        chunks = gathered.chunk(2 * self._cp.size)
         numbers = [i for rank in range(self._cp.size) for i in zigzag(self._cp.size, rank)]
-        return torch.cat([parts[numbers.index(i)] for i in range(len(parts))])
+        return torch.cat([chunks[numbers.index(i)] for i in range(len(chunks))])
 
 
 def _connected_zeros(x: Tensor) -> Tensor:

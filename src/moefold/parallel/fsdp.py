@@ -390,8 +390,8 @@ class PerRankGradDots:
         if size == 1:
             return
         padded = nn.functional.pad(gradient, (0, -gradient.numel() % size)).view(size, -1)
-        parts = all_to_all(padded, self._group, [1] * size, [1] * size).double()
-        dots = parts @ parts.T
+        shards = all_to_all(padded, self._group, [1] * size, [1] * size).double()
+        dots = shards @ shards.T
         self._gram_matrix = dots if self._gram_matrix is None else self._gram_matrix + dots
 
 

@@ -143,10 +143,10 @@ class RowTransfer:
             sent = x[self._received_places]
             self._statistics.sent_bytes += sent.nbytes
             returned = all_to_all(sent, self._group, self._output_splits, self._input_splits)
-            for rows, part in zip(
+            for rows, values in zip(
                 self._sent_rows.split(self._input_splits), returned.split(self._input_splits), strict=True
             ):
-                total[rows] += part
+                total[rows] += values
         return total
 
 

@@ -129,8 +129,8 @@ class ReplicaCheck:
             # The gradient of a dp replica is the sum of the gradients of its cp shards.
             members[member, layout.attention.coordinate(rank, "dp")] = 1
         dense = members.T @ self._comm_hooks.dense.pop(device) @ members
-        parts = (losses, dense.flatten(), self._comm_hooks.experts.pop(device).flatten())
-        total = all_reduce_sum(torch.cat(parts), groups.world).cpu().split([part.numel() for part in parts])
+        vectors = (losses, dense.flatten(), self._comm_hooks.experts.pop(device).flatten())
+        total = all_reduce_sum(torch.cat(vectors), groups.world).cpu().split([vector.numel() for vector in vectors])
         return ReplicaMetrics.from_dot_products(
             total[0].numpy(),
             total[1].view(dp, dp).numpy(),

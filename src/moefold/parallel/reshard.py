@@ -110,9 +110,9 @@ class WeightTransfer:
         copied_bytes = 0
         for transfer in self._local:
             if transfer.name not in shared:
-                part = target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])]
-                part.copy_(source[transfer.name][transfer.box.index_in(self._source_boxes[transfer.name])])
-                copied_bytes += part.nbytes
+                view = target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])]
+                view.copy_(source[transfer.name][transfer.box.index_in(self._source_boxes[transfer.name])])
+                copied_bytes += view.nbytes
         sent_bytes = received_bytes = scratch_bytes = 0
         for transfers in self.plan.rounds:
             sent, received = exchange_boxes(

@@ -122,18 +122,18 @@ class RolloutReplay:
             index = self._of_receiver(tokens.rollout_NS, receiver)[is_mine]
             index = starts[index] + self._of_receiver(tokens.offset_NS, receiver)[is_mine]
             columns = np.array([self._own.sampled_layers.index(layer) for layer in layers], np.int64)
-            part = rows[np.ix_(columns, index)]
-            sent.append(np.ascontiguousarray(part, self._dtype).reshape(-1).view(np.uint8))
+            block = rows[np.ix_(columns, index)]
+            sent.append(np.ascontiguousarray(block, self._dtype).reshape(-1).view(np.uint8))
         masks = [self._is_from(tokens, self._own, member.shard) for member in self._members]
         item = self._top_k * self._dtype.itemsize
         layers_from = [self._common_layers(member, self._own, rank) for member in self._members]
         counts = [len(layers) * int(mask.sum()) * item for layers, mask in zip(layers_from, masks, strict=True)]
         buffer = torch.from_numpy(np.concatenate(sent)).to(self._groups.device)
-        received = all_to_all(buffer, world, [len(part) for part in sent], counts).cpu().numpy()
+        received = all_to_all(buffer, world, [len(block) for block in sent], counts).cpu().numpy()
         ids = np.zeros((len(self._own.layers), *masks[0].shape, self._top_k), self._dtype)
-        for part, layers, mask in zip(np.split(received, np.cumsum(counts)[:-1]), layers_from, masks, strict=True):
+        for block, layers, mask in zip(np.split(received, np.cumsum(counts)[:-1]), layers_from, masks, strict=True):
             shape = len(layers), int(mask.sum()), self._top_k
-            values = np.ascontiguousarray(part).view(self._dtype).reshape(shape)
+            values = np.ascontiguousarray(block).view(self._dtype).reshape(shape)
             for layer, layer_ids in zip(layers, values, strict=True):
                 ids[self._own.layers.index(layer)][mask] = layer_ids
         is_replayed = np.logical_or.reduce(masks)

@@ -80,4 +80,4 @@ def merge_over_tp(choices: list[NDArray[np.integer]], tp: Group, device: torch.d
     wide = flat.int() if flat.dtype == torch.int16 else flat
     merged = all_reduce_sum(wide.to(device), tp).cpu().numpy().astype(choices[0].dtype)
     ends = np.cumsum([ids.size for ids in choices])[:-1]
-    return [part.reshape(ids.shape) for part, ids in zip(np.split(merged, ends), choices, strict=True)]
+    return [chunk.reshape(ids.shape) for chunk, ids in zip(np.split(merged, ends), choices, strict=True)]

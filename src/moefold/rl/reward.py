@@ -63,11 +63,11 @@ def short_names(names: Sequence[str]) -> list[str]:
     return [short_name if short.count(short_name) == 1 else name for short_name, name in zip(short, names, strict=True)]
 
 
-def weighted_sum(parts: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
+def weighted_sum(scores: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
     """Return the weighted sum of scores without NaN, [completions]; NaN if all scores with a weight are NaN."""
     # A function of weight 0 is only reported: its score alone does not give a rollout a reward.
     counts = np.array(weights) != 0
-    scores_FG = np.stack(parts)[counts]
+    scores_FG = np.stack(scores)[counts]
     total_G = np.nansum(scores_FG * np.array(weights)[counts, None], axis=0)
     return np.where(np.isnan(scores_FG).all(axis=0), math.nan, total_G)
 
@@ -200,12 +200,12 @@ class Reward:
 
     def _checked(self, prompt: Prompt, results: Sequence[Sequence[Any] | RewardError], count: int) -> Scores:
         """Return the scores of one prompt; all NaN if a function failed and failures are dropped."""
-        parts: list[NDArray[np.float64]] = []
+        scores: list[NDArray[np.float64]] = []
         for name, result in zip(self._names, results, strict=True):
             reason = str(result) if isinstance(result, RewardError) else _fault(result, count)
             if not reason:
                 assert not isinstance(result, RewardError)
-                parts.append(np.array([math.nan if score is None else float(score) for score in result]))
+                scores.append(np.array([math.nan if score is None else float(score) for score in result]))
                 continue
             details = result.details if isinstance(result, RewardError) else ""
             failed = FailedReward(prompt, name, reason, details)
@@ -213,10 +213,10 @@ class Reward:
                 trace = f"\n{details.rstrip()}" if details else ""
                 raise RunError(f"{failed.describe()}; fix it, or set reward.on_error='drop'{trace}")
             self._failures.append(failed)
-            parts = [np.full(count, math.nan)] * len(self._names)
+            scores = [np.full(count, math.nan)] * len(self._names)
             break
-        by_name = dict(zip(short_names(self._names), parts, strict=True)) if len(parts) > 1 else {}
-        return Scores(weighted_sum(parts, self._weights), by_name)
+        by_name = dict(zip(short_names(self._names), scores, strict=True)) if len(scores) > 1 else {}
+        return Scores(weighted_sum(scores, self._weights), by_name)
 
 
 def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class RolloutTable:
 
     def drop(self, skipped: Sequence[range]) -> int:
         """Remove the rounds that have prompts to skip; return their number."""
-        kept = [r for r in self._rounds if not any(prompt in part for part in skipped for prompt in r.prompts)]
+        kept = [r for r in self._rounds if not any(prompt in span for span in skipped for prompt in r.prompts)]
         num_dropped = len(self._rounds) - len(kept)
         self._rounds = deque(kept)
         return num_dropped
@@ -164,12 +164,12 @@ class RolloutTable:
         scores: list[NDArray[np.float64]] = []
         rewards: list[NDArray[np.float64]] = []
         rollouts: list[Rollout] = []
-        parts: Arrays = {}
+        arrays: Arrays = {}
         for number, round_ in enumerate(self._rounds):
             assert round_.groups is not None
             if round_.functions:
                 group_parts = [np.stack(list(group.parts.values()), axis=1) for group in round_.groups]
-                parts[f"{PARTS}{number}"] = np.concatenate(group_parts)
+                arrays[f"{PARTS}{number}"] = np.concatenate(group_parts)
             for group in round_.groups:
                 scores.append(group.scores)
                 rewards.append(group.rewards)
@@ -186,7 +186,7 @@ class RolloutTable:
             "log_probs": np.concatenate([rollout.log_probs for rollout in rollouts]),
             "scores": np.concatenate(scores),
             "rewards": np.concatenate(rewards),
-            **parts,
+            **arrays,
         }
 
 
@@ -233,15 +233,15 @@ def restore_table(
             for i in range(row, row + group_size):
                 _, prompt_number, sample_number, num_tokens, reason = arrays["rows"][i].tolist()
                 prompt = open_prompt(prompt_number)
-                part = slice(token, token + num_tokens)
-                token = part.stop
+                tokens = slice(token, token + num_tokens)
+                token = tokens.stop
                 rollouts.append(
                     Rollout(
                         prompt_number=prompt_number,
                         sample_number=sample_number,
                         prompt_ids=np.array(prompt.ids, dtype=np.int64),
-                        tokens=arrays["tokens"][part],
-                        log_probs=arrays["log_probs"][part],
+                        tokens=arrays["tokens"][tokens],
+                        log_probs=arrays["log_probs"][tokens],
                         finish_reason=FINISH_REASONS[reason],
                     )
                 )

@@ -122,14 +122,14 @@ class _LayoutParser:
         self._depth = 0
 
     def read(self) -> list[LayoutSymbol]:
-        parts = self._parse_sequence(opened_at=None)
-        if not parts:
+        symbols = self._parse_sequence(opened_at=None)
+        if not symbols:
             raise LayoutSyntaxError("it is empty; the least is 'EtL'")
-        return parts
+        return symbols
 
     def _parse_sequence(self, opened_at: int | None) -> list[LayoutSymbol]:
         """Parse units up to the end of the string, or of the group opened at character `opened_at`."""
-        parts: list[LayoutSymbol] = []
+        symbols: list[LayoutSymbol] = []
         unit: list[LayoutSymbol] | None = None
         while self._cursor < len(self._text):
             char = self._text[self._cursor]
@@ -141,22 +141,22 @@ class _LayoutParser:
                 if unit is None:
                     raise LayoutSyntaxError(f"nothing to repeat before '*' at character {position}")
                 count = self._parse_count(position)
-                if len(parts) + len(unit) * (count - 1) > MAX_SYMBOLS:
+                if len(symbols) + len(unit) * (count - 1) > MAX_SYMBOLS:
                     raise LayoutSyntaxError(f"more than {MAX_SYMBOLS} letters and bars up to character {self._cursor}")
-                parts += unit * (count - 1)
+                symbols += unit * (count - 1)
                 unit = None
             elif char == ")":
                 if opened_at is None:
                     raise LayoutSyntaxError(f"')' at character {position} closes nothing")
-                return parts
+                return symbols
             else:
                 unit = self._parse_unit(char, position)
-                parts += unit
-            if len(parts) > MAX_SYMBOLS:
+                symbols += unit
+            if len(symbols) > MAX_SYMBOLS:
                 raise LayoutSyntaxError(f"more than {MAX_SYMBOLS} letters and bars up to character {self._cursor}")
         if opened_at is not None:
             raise LayoutSyntaxError(f"'(' at character {opened_at} is not closed")
-        return parts
+        return symbols
 
     def _parse_unit(self, char: str, position: int) -> list[LayoutSymbol]:
         if char == "(":

@@ -70,10 +70,10 @@ class RoundPlacer:
         tokens = np.concatenate([values.reshape(values.shape[0] * values.shape[1], -1) for values in rows], 1)
         slots = exchange.send(tokens.astype(np.float64), self._groups.device)
         widths = [int(np.prod(shape)) for shape in shapes]
-        parts = np.split(slots, np.cumsum(widths)[:-1], axis=1)
+        blocks = np.split(slots, np.cumsum(widths)[:-1], axis=1)
         placed_columns = {
-            name: part.astype(columns[name].dtype).reshape(len(slots), *shape)
-            for name, part, shape in zip(names, parts, shapes, strict=True)
+            name: block.astype(columns[name].dtype).reshape(len(slots), *shape)
+            for name, block, shape in zip(names, blocks, shapes, strict=True)
         }
         placed_columns |= {"token_samples": exchange.samples, "positions": exchange.positions}
         num_samples = len(columns[names[0]])
@@ -124,8 +124,8 @@ class SlotExchange:
             ]
             for rank in range(cp_rank, shape.num_ranks, shape.cp)
         ]
-        self._sent = np.concatenate([tokens for parts in sent for tokens in parts])
-        self._input_splits = [sum(map(len, parts)) for parts in sent]
+        self._sent = np.concatenate([tokens for rows in sent for tokens in rows])
+        self._input_splits = [sum(map(len, rows)) for rows in sent]
         per_rank = len(placements) * shape.micro_batch_size
         self.samples: Integers = source * per_rank + round_ * shape.micro_batch_size + sample % shape.micro_batch_size
         """Index in the global batch of the sample of each slot, round by round, int64 [rounds * C]."""

@@ -73,7 +73,7 @@ class RoutingProbe:
         finally:
             for router in routers:
                 router.override = None
-        chosen = [part for recorder in recorders for part in recorder.chosen]
+        chosen = [ids for recorder in recorders for ids in recorder.chosen]
         hasher = TensorHasher(context.groups.device)
         # Sites without samples have nothing to compare.
         keys = [int(hasher.digest(batch.tokens)[1]) for batch in self._batches] or [self._site]

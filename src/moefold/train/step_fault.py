@@ -47,16 +47,16 @@ class StepFault:
 
     def describe(self) -> str:
         """Describe the fault: the non-finite values or the spike, with ranks and samples."""
-        parts = [f"step {self.step}: {self.result.decision.description}"]
+        texts = [f"step {self.step}: {self.result.decision.description}"]
         if self.result.nonfinite_report is not None:
-            parts.append(self.result.nonfinite_report.describe())
+            texts.append(self.result.nonfinite_report.describe())
         suspects = self._suspect_samples()
         origins = format_list([self.sampler.origin(sample) for sample in suspects])
         size = len(self.samples)
         shares = "" if len(suspects) == size else f", of which these ranks read {len(suspects)}"
         among = "" if self.end_sample - self.samples[0] == size else f"{size} among the "
         batch = f"{among}samples {self.samples[0]} to {self.samples[-1]} of the run{shares}"
-        return "; ".join([*parts, f"the batch is {batch}: {origins}"])
+        return "; ".join([*texts, f"the batch is {batch}: {origins}"])
 
     def stop_error(self, advice: str) -> RunError:
         """Return the error that stops the run, with the intact checkpoint and the way out; collective.

@@ -169,8 +169,8 @@ def train_on_rank(
         reporting = StepReporting(program.on_step)
         first_messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
         locks = cleanup.enter_context(_RunLocks(cfg, folder))
-        parts = replace(program, callbacks=(*program.callbacks, reporting))
-        training = _RankTraining(parts, first_messages, device, link, watchdog, stop, locks)
+        program_parts = replace(program, callbacks=(*program.callbacks, reporting))
+        training = _RankTraining(program_parts, first_messages, device, link, watchdog, stop, locks)
         run_dir = Path(folder.cfg.run.dir)
         if regroups:
             from moefold.train.elastic import GenerationLoop

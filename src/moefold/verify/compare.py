@@ -200,7 +200,7 @@ def token_chunks(parallel: ParallelConfig, train: TrainConfig) -> list[list[int]
     context = chosen_in(parallel, ContextPart)
     for cp_rank in range(parallel.cp):
         positions = torch.as_tensor(sequence_positions(context, train.seq_len, parallel.cp, cp_rank))
-        chunks += [part.tolist() for part in positions.chunk(parallel.tp)]
+        chunks += [chunk.tolist() for chunk in positions.chunk(parallel.tp)]
     return chunks
 
 

@@ -249,11 +249,11 @@ class CompletionServer:
                     text.is_finished = True
                     yield index, ChoiceText(finish_reason="length")
                     continue
-                part = text.push(new)
-                if part.finish_reason is not None and new.finish_reason is None:
+                delta = text.push(new)
+                if delta.finish_reason is not None and new.finish_reason is None:
                     self._loop.cancel([new.number])
-                if part.text or part.reasoning or part.tokens or part.calls or part.finish_reason is not None:
-                    yield index, part
+                if delta.text or delta.reasoning or delta.tokens or delta.calls or delta.finish_reason is not None:
+                    yield index, delta
 
     async def _events(self, run: "_Run") -> AsyncGenerator[str, None]:
         """Yield the server-sent events of a stream."""
@@ -261,9 +261,9 @@ class CompletionServer:
         if run.request.kind == "chat":
             for index in range(len(run.samples)):
                 yield _event(builder.chunk([builder.first_delta(index)]))
-        async with aclosing(self._parts(run)) as parts:
-            async for index, part in parts:
-                yield _event(builder.chunk([builder.choice(index, part, is_delta=True)]))
+        async with aclosing(self._parts(run)) as deltas:
+            async for index, delta in deltas:
+                yield _event(builder.chunk([builder.choice(index, delta, is_delta=True)]))
         if run.request.includes_usage:
             yield _event(builder.chunk([], usage_of(run.num_prompt_tokens, run.num_new_tokens)))
         yield "data: [DONE]\n\n"
@@ -274,9 +274,9 @@ class CompletionServer:
         collected: list[list[ChoiceText]] = [[] for _ in run.samples]
 
         async def collect() -> None:
-            async with aclosing(self._parts(run)) as parts:
-                async for index, part in parts:
-                    collected[index].append(part)
+            async with aclosing(self._parts(run)) as deltas:
+                async for index, delta in deltas:
+                    collected[index].append(delta)
 
         task = asyncio.ensure_future(collect())
         try:
@@ -289,13 +289,13 @@ class CompletionServer:
         task.result()
         choices = []
         for index, sample in enumerate(run.chosen_samples()):
-            parts = collected[sample]
+            deltas = collected[sample]
             choice_text = ChoiceText(
-                text="".join(part.text for part in parts),
-                reasoning="".join(part.reasoning for part in parts),
-                tokens=[token for part in parts for token in part.tokens],
-                calls=[call for part in parts for call in part.calls],
-                finish_reason=parts[-1].finish_reason,
+                text="".join(delta.text for delta in deltas),
+                reasoning="".join(delta.reasoning for delta in deltas),
+                tokens=[token for delta in deltas for token in delta.tokens],
+                calls=[call for delta in deltas for call in delta.calls],
+                finish_reason=deltas[-1].finish_reason,
             )
             choices.append(builder.choice(index, choice_text, is_delta=False))
         return builder.whole(choices, usage_of(run.num_prompt_tokens, run.num_new_tokens))

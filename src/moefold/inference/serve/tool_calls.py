@@ -232,8 +232,8 @@ def _take_deepseek(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
         return None
     body = text[: len(text) if end < 0 else end]
     calls = []
-    for part in body.split(_DEEPSEEK["call▁begin"])[1:]:
-        kind, _, tail = part.partition(_DEEPSEEK["call▁end"])[0].partition(_DEEPSEEK["sep"])
+    for call in body.split(_DEEPSEEK["call▁begin"])[1:]:
+        kind, _, tail = call.partition(_DEEPSEEK["call▁end"])[0].partition(_DEEPSEEK["sep"])
         fenced = _DEEPSEEK_FENCED.fullmatch(tail)
         name, arguments = (fenced[1], fenced[2]) if fenced else (kind, tail)
         calls.append(Call(name.strip(), json.dumps(_object_of(arguments), ensure_ascii=False)))
