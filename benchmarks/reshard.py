@@ -94,8 +94,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (train, sample, args.rounds, args.scratch_mib << 20, folder)
         results = WorkerPool().run(train.parallel.world_size, _measure, *arguments, timeout_s=600)
-    seconds, plan_s, stats, parameters = results[0]
-    print(f"{parameters / 1e6:.1f} M parameters, {train.run.dtype}; plan {plan_s * 1e3:.0f} ms, {stats.rounds} rounds")
+    seconds, plan_s, stats, numel = results[0]
+    print(f"{numel / 1e6:.1f} M parameters, {train.run.dtype}; plan {plan_s * 1e3:.0f} ms, {stats.buckets} buckets")
     for rank, (_, _, traffic, _) in enumerate(results):
         print(
             f"rank {rank}: sent {traffic.sent_bytes / 1e6:.2f} MB, received {traffic.received_bytes / 1e6:.2f}, copied "

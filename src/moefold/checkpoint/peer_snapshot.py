@@ -18,7 +18,7 @@ from moefold.checkpoint.checkpoint_meta import TrainState
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
 from moefold.comm.collectives import all_gather_objects, all_reduce_sum, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.comm.reshard_plan import BoxTransfer, pack_rounds, plan_box_transfers
+from moefold.comm.reshard_plan import BoxTransfer, pack_buckets, plan_box_transfers
 from moefold.comm.sharded_tensor import local_slice
 from moefold.cost.shard_boxes import Box
 from moefold.errors import RunError
@@ -194,7 +194,7 @@ class _Plan:
 
     groups: ParallelGroups
     layout: SnapshotLayout
-    rounds: tuple[tuple[BoxTransfer, ...], ...]
+    buckets: tuple[tuple[BoxTransfer, ...], ...]
     dtypes: Mapping[str, torch.dtype]
     boxes: tuple[BoxKey, ...]
     """Boxes of this rank, kept because finding them takes longer than copying small boxes."""
@@ -217,12 +217,12 @@ class PeerSnapshots:
 
     Args:
         node: the machine of this process; None: its host name.
-        max_scratch_bytes: maximum memory on the device for the buffers of a round of an exchange.
+        max_scratch_bytes: maximum memory on the device for the buffers of a bucket of an exchange.
     """
 
     def __init__(self, node: str | None = None, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
         self._node = node or socket.gethostname()
-        self._max_round_bytes = max_scratch_bytes // 2
+        self._max_bucket_bytes = max_scratch_bytes // 2
         self._plan: _Plan | None = None
         self._slots = [Snapshot(), Snapshot()]
         self._unconfirmed: tuple[Snapshot, SnapshotLayout, int] | None = None
@@ -378,7 +378,7 @@ class PeerSnapshots:
             box = received[transfer.source, transfer.name]
             slot.copies[transfer.source][transfer.name, box][transfer.box.index_in(box)].copy_(values)
 
-        for transfers in plan.rounds:
+        for transfers in plan.buckets:
             exchange_boxes(transfers, groups.world, device, plan.dtypes, read, write)
         slot.digests = self._exchange_digests(plan, shards)
         if device.type == "cuda":
@@ -415,13 +415,13 @@ class PeerSnapshots:
         boxes = [{name: box for name, box, _ in entries} for entries, _ in gathered]
         layout, transfers = plan_copies(boxes, choose_peers(groups.layout, nodes), nodes)
         itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
-        rounds = pack_rounds(transfers, itemsize, self._max_round_bytes)
+        buckets = pack_buckets(transfers, itemsize, self._max_bucket_bytes)
         rank = groups.rank
         sent = tuple((t.name, t.box) for t in transfers if t.source == rank)
         # The order of the sender follows its own list of transfers.
         copied = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
         received = tuple((t.source, (t.name, t.box)) for t in copied)
-        return _Plan(groups, layout, rounds, dtypes, tuple(shards), sent, received, TensorHasher(groups.device))
+        return _Plan(groups, layout, buckets, dtypes, tuple(shards), sent, received, TensorHasher(groups.device))
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
@@ -441,7 +441,7 @@ class PeerSnapshots:
         """
         slot = self.snapshot(step)
         assert slot.train_state is not None
-        local, rounds, dtypes = plan_restore(slot, state, world, self._max_round_bytes)
+        local, buckets, dtypes = plan_restore(slot, state, world, self._max_bucket_bytes)
         held = _ByName(slot)
         targets = {name: (values, box) for (name, box), values in local_boxes(state).items()}
 
@@ -452,9 +452,9 @@ class PeerSnapshots:
         for transfer in local:
             if transfer.target == world.rank:
                 write(transfer, held.read(transfer.name, transfer.box))
-        for transfers in rounds:
+        for transfers in buckets:
             exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
-        self.restored_parts = (*local, *(transfer for transfers in rounds for transfer in transfers))
+        self.restored_parts = (*local, *(transfer for transfers in buckets for transfer in transfers))
         self._restored = held
         # If another rank is lost before the first snapshot of this mapping, this step is restored again.
         self._slots = [slot, Snapshot()]
@@ -479,12 +479,12 @@ class _ByName:
 
 
 def plan_restore(
-    slot: Snapshot, state: Mapping[str, Tensor], world: Group, max_round_bytes: int
+    slot: Snapshot, state: Mapping[str, Tensor], world: Group, max_bucket_bytes: int
 ) -> tuple[tuple[BoxTransfer, ...], tuple[tuple[BoxTransfer, ...], ...], dict[str, torch.dtype]]:
     """Plan the transfers from the snapshots of all ranks to the tensors of a new mapping; collective.
 
     Returns:
-        The parts that a rank already has, the rounds of transfers for the other parts, and the type of each tensor.
+        The parts that a rank already has, the buckets of transfers for the other parts, and the type of each tensor.
 
     Raises:
         RunError: no rank has a part of a tensor; raised on every rank.
@@ -509,8 +509,8 @@ def plan_restore(
                     "ranks alone"
                 )
     itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
-    local, rounds = plan_box_transfers(holders, wanted, itemsize, max_round_bytes, world.size)
-    return local, rounds, dtypes
+    local, buckets = plan_box_transfers(holders, wanted, itemsize, max_bucket_bytes, world.size)
+    return local, buckets, dtypes
 
 
 def local_boxes(state: Mapping[str, Tensor]) -> dict[BoxKey, Tensor]:
