@@ -25,6 +25,7 @@ from moefold.comm.torch_compat import (
     release_mesh_groups,
 )
 from moefold.config.parallel import ParallelConfig
+from moefold.errors import ConfigError
 from moefold.topology.communicators import Communicator, communicator_names, communicators
 from moefold.topology.layout import Layout, fold_mapping
 
@@ -261,6 +262,28 @@ class World:
 def current_world() -> World:
     """Return the world of the default process group, or without a group a world of one rank."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+
+
+def raise_on_all_ranks(world: World, reason: str) -> None:
+    """Raise the error of any process on all of them. Collective.
+
+    Raises:
+        ConfigError: a process passed a non-empty reason.
+    """
+    reasons = [text for text in world.all_gather_object(reason) if text]
+    if reasons:
+        raise ConfigError(reasons[0])
+
+
+@contextmanager
+def errors_on_all_ranks(world: World) -> Iterator[None]:
+    """Raise a ConfigError that the block raises on any process on all of them. Collective at the end of the block."""
+    reason = ""
+    try:
+        yield
+    except ConfigError as error:
+        reason = str(error)
+    raise_on_all_ranks(world, reason)
 
 
 @contextmanager

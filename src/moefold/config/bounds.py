@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from moefold.config.field import SAME_RUN, Bound, Judged, Most, ReadIf, Trait
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
-from moefold.config.part import Part, Table, marks_of, settings_of, tables_of
+from moefold.config.part import Part, Table, metadata_of, settings_of, tables_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types, kind_settings, last_name, owner_of, sections
 
@@ -40,7 +40,7 @@ def _bounds_of(part: Any) -> tuple[tuple[str, Bound], ...]:
     return tuple(
         (setting, entry)
         for setting in settings_of(part)
-        for entry in marks_of(part)[setting]
+        for entry in metadata_of(part)[setting]
         if isinstance(entry, Bound)
     )
 
@@ -51,7 +51,7 @@ def bounds() -> tuple[tuple[str, str, Bound], ...]:
     entries = (
         (section, key, entry)
         for section in sections()
-        for key, metadata in marks_of(sections()[section]).items()
+        for key, metadata in metadata_of(sections()[section]).items()
         for entry in metadata
     )
     return tuple((section, key, entry) for section, key, entry in entries if isinstance(entry, Bound))
@@ -73,7 +73,7 @@ def max_integer(section: str, key: str) -> int:
 
 def _own_maximum(section: str, key: str) -> int | None:
     """Return the largest magnitude that the annotation of a key sets, or None."""
-    return next((entry.value for entry in marks_of(sections()[section])[key] if isinstance(entry, Most)), None)
+    return next((entry.value for entry in metadata_of(sections()[section])[key] if isinstance(entry, Most)), None)
 
 
 @cache
@@ -88,7 +88,7 @@ def own_maxima() -> dict[str, int]:
     part_maxima = {
         path: entry.value
         for path in kind_settings()
-        for entry in marks_of(owner_of(path))[last_name(path)]
+        for entry in metadata_of(owner_of(path))[last_name(path)]
         if isinstance(entry, Most)
     }
     return key_maxima | part_maxima
@@ -96,8 +96,8 @@ def own_maxima() -> dict[str, int]:
 
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
     """Return the keys of a section whose annotation has a trait, and the settings of its tables by their paths."""
-    names = {key for key, metadata in marks_of(sections()[section]).items() if trait in metadata}
-    paths = (path.partition(".") for path in kind_settings() if trait in marks_of(owner_of(path))[last_name(path)])
+    names = {key for key, metadata in metadata_of(sections()[section]).items() if trait in metadata}
+    paths = (path.partition(".") for path in kind_settings() if trait in metadata_of(owner_of(path))[last_name(path)])
     return frozenset(names | {key for owner, _, key in paths if owner == section})
 
 
@@ -125,7 +125,7 @@ def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[Read
     Args:
         tables: path and class of each table and part whose settings count (`chosen.tables_in`).
     """
-    table_marks = {f"{path}.{key}": marks for path, owner in tables for key, marks in marks_of(owner).items()}
+    table_marks = {f"{path}.{key}": marks for path, owner in tables for key, marks in metadata_of(owner).items()}
     by_key = {
         name: tuple(mark for mark in marks if isinstance(mark, ReadIf) and mark.conditions != name)
         for name, marks in (_marks_by_key() | table_marks).items()
@@ -137,7 +137,7 @@ def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[Read
 def _marks_by_key() -> dict[str, tuple[Any, ...]]:
     """Return the metadata of each key by "section.key": the section's, then the key's, which takes precedence."""
     return {
-        f"{section}.{key}": (*marks_of(Config)[section], *metadata)
+        f"{section}.{key}": (*metadata_of(Config)[section], *metadata)
         for section in sections()
-        for key, metadata in marks_of(sections()[section]).items()
+        for key, metadata in metadata_of(sections()[section]).items()
     }

@@ -38,13 +38,13 @@ class KindOf(NamedTuple):
     @property
     def words(self) -> tuple[str, ...]:
         """Built-in kinds that the key may name; empty: all."""
-        return kinds_with(self.group, *self.asked) if self.fact else ()
+        return kinds_with(self.group, *self.required) if self.fact else ()
 
     def takes(self, kind: str) -> bool:
         """Return whether the key may name a kind; the class of a built-in kind is imported to read the fact."""
         if kind not in built_in_kinds(self.group):
             return kind in kinds(self.group)
-        name, value = self.asked
+        name, value = self.required
         return not self.fact or getattr(find_part(self.group, kind), name) == value
 
     def classes(self) -> Iterator[Any]:
@@ -52,7 +52,7 @@ class KindOf(NamedTuple):
         return (find_part(self.group, kind) for kind in built_in_kinds(self.group) if self.takes(kind))
 
     @property
-    def asked(self) -> tuple[str, bool]:
+    def required(self) -> tuple[str, bool]:
         """Class attribute of `fact`, and its value in the kinds that the key may name."""
         name = self.fact.removeprefix("not ")
         return name, name == self.fact
@@ -154,7 +154,7 @@ def describe_part(part: Part) -> str:
     return describe_class(type(part))
 
 
-def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
+def checked_build(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
     """Return the result of a part's `build`; raise RunError if it is of another class."""
     owner: Any = kind
     if not isinstance(value, owner):
@@ -163,7 +163,7 @@ def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
     return built_value
 
 
-def lacks(part: Part, method: str) -> RunError:
+def missing_method(part: Part, method: str) -> RunError:
     """Return the error for a part without a method that its group requires of some parts."""
     return RunError(f"{describe_part(part)} lacks the method {method}")
 
@@ -267,7 +267,7 @@ def by_default(group: str, kind: str) -> Any:
 
 
 @cache
-def marks_of(owner: Any) -> dict[str, tuple[Any, ...]]:
+def metadata_of(owner: Any) -> dict[str, tuple[Any, ...]]:
     """Return the metadata in the annotation of each field of a class of parts, or of a section, in order."""
     hints = get_type_hints(owner, include_extras=True)
     return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields(owner)}
@@ -308,5 +308,5 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
 @cache
 def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
     """Return the keys of a section that choose a part with its own settings, each with its mark."""
-    entries = ((name, entry) for name, marks in marks_of(section).items() for entry in marks)
+    entries = ((name, entry) for name, marks in metadata_of(section).items() for entry in marks)
     return tuple((name, entry) for name, entry in entries if isinstance(entry, KindOf))

@@ -189,7 +189,7 @@ def _slot_reason(name: str, part: Any) -> str:
     missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
     if missing:
         return f"is not a subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
-    fact, value = mark.asked
+    fact, value = mark.required
     if fact and getattr(part, fact) is not value:
         return f"has {fact}={not value}, and this key takes kinds with {fact}={value}"
     return ""

@@ -26,9 +26,9 @@ from moefold.checkpoint.streaming_io import (
     checked_while_read,
     split_into_chunks,
 )
-from moefold.comm.groups import World
+from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.model import ModelConfig
-from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.atomic_dir import atomic_directory
 from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.family import Family
 from moefold.convert.hf_config import (

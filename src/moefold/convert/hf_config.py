@@ -215,9 +215,9 @@ def _sort_config(
 ) -> KeyReport:
     """Sort the keys of a config.json whose fields have been read."""
     for alias, name in declared_keys().aliases.get(family.name, {}).items():
-        root.asked |= {alias} if name in root.asked else set()
+        root.read_keys |= {alias} if name in root.read_keys else set()
     reader = KeyReader(hf_config)
-    reader.asked = root.asked
+    reader.read_keys = root.read_keys
     reader.nested = {key: inner for key, inner in root.nested.items() if key in hf_config}
     multimodal = multimodal_folder(hf_config, family)
     text_keys = config_known_keys(family.name)

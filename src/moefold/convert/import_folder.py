@@ -18,13 +18,13 @@ from moefold.checkpoint.streaming_io import (
     write_chunks,
     write_manifest_in_parallel,
 )
-from moefold.comm.groups import World
+from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.part import keys_of
 from moefold.config.part_table import toml_value
 from moefold.config.upgrade import FORMAT
-from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.atomic_dir import atomic_directory
 from moefold.convert.hf_config import parse_model_config
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_shards import (

@@ -20,12 +20,11 @@ from moefold.checkpoint.checkpoint_dir import check_integrity, skipped_checkpoin
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
-from moefold.comm.groups import World, current_world
+from moefold.comm.groups import World, current_world, errors_on_all_ranks
 from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
-from moefold.convert.atomic_dir import errors_on_all_ranks
 from moefold.convert.hf_config import inspect_folder, is_hf_folder
 from moefold.convert.hf_shards import save_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, tokenizer_unsupported_reason

@@ -281,7 +281,7 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
     """Return the kind of a key, and the reason if it is refused."""
     if is_ignored:
         return "ignored", ""
-    if key in keys.asked:
+    if key in keys.read_keys:
         return "read", ""
     if key in known.declared and _is_same(value, known.declared[key]):
         return "constant", ""

@@ -15,11 +15,11 @@ from moefold.checkpoint.adapter_settings import folder_digest
 from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource
-from moefold.comm.groups import World
+from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.atomic_dir import atomic_directory
 from moefold.convert.export_folder import EXPORT_DTYPES
 from moefold.convert.family import Family
 from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config

@@ -65,7 +65,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
     _check_scale(path, keys)
     table = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
     reader = KeyReader(keys)
-    reader.asked |= {"peft_type", *_READ_KEYS}
+    reader.read_keys |= {"peft_type", *_READ_KEYS}
     try:
         report = join_reports(CONFIG_FILE, [sort_keys(CONFIG_FILE, reader, table, ignored_keys)])
     except ConfigError as error:

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from moefold.checkpoint.streaming_io import split_into_chunks
-from moefold.comm.groups import World, current_world
-from moefold.convert.atomic_dir import raise_on_all_ranks
+from moefold.comm.groups import World, current_world, raise_on_all_ranks
 from moefold.convert.hf_config import QUANTIZATION_KEY
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import TensorSpecs, write_index

@@ -16,10 +16,9 @@ from moefold.checkpoint.checkpoint_dir import check_integrity
 from moefold.checkpoint.hashed_files import OrderedHashes
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource, ReusedMemory, TensorChunk, split_into_chunks
-from moefold.comm.groups import World, current_world
+from moefold.comm.groups import World, current_world, raise_on_all_ranks
 from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.family import Family, TensorRules
 from moefold.convert.hf_config import is_hf_folder, multimodal_folder
 from moefold.convert.hf_folder import HfFolder, open_hf_folder

@@ -21,7 +21,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import GenerateRequest, Score, ServedModel
 from moefold.inference.text import open_tokenizer, stop_token_ids
 from moefold.launch.exit import hard_exit
-from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import choose_device, init_distributed, single_rank_env
 
 ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]

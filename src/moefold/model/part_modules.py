@@ -11,7 +11,7 @@ from moefold.config.groups.block import NormPart
 from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
-from moefold.config.part import built, describe_part
+from moefold.config.part import checked_build, describe_part
 from moefold.config.part_registry import is_built_in
 from moefold.errors import ConfigError, RunError
 from moefold.model.attention import TokenMixer
@@ -30,7 +30,7 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
         zero_centered_norms=model.norm.zero_centered,
         score_factor=model.rope.scaling.score_factor,
     )
-    module: TokenMixer = built(layer.attention, layer.attention.build(frame), TokenMixer)
+    module: TokenMixer = checked_build(layer.attention, layer.attention.build(frame), TokenMixer)
     _check_module(layer.attention, module, layer.hidden_size)
     return module
 
@@ -41,7 +41,7 @@ def build_ffn(layer: Layer, frame: FeedForwardFrame, number: int) -> nn.Module:
     Raises:
         ConfigError: see `build_attention`.
     """
-    module = built(layer.ffn, layer.ffn.build(frame, number), nn.Module)
+    module = checked_build(layer.ffn, layer.ffn.build(frame, number), nn.Module)
     _check_module(layer.ffn, module, layer.hidden_size)
     return module
 
@@ -52,7 +52,7 @@ def build_norm(part: NormPart, width: int) -> Norm:
     Raises:
         ConfigError: see `build_attention`.
     """
-    module: Any = built(part, part.build(width), nn.Module)
+    module: Any = checked_build(part, part.build(width), nn.Module)
     _check_module(part, module, "", width)
     return module
 

@@ -22,8 +22,8 @@ from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock
 from moefold.host.rank_env import RankEnv
-from moefold.launch.failure import RankErrorHandler
 from moefold.launch.in_process import program_ranks, restored_process_state
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
 from moefold.launch.runtime_env import runtime_env_message

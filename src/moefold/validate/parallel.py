@@ -28,7 +28,7 @@ from moefold.config.part_registry import is_built_in, kinds_with
 from moefold.config.pipeline_actions import find_deadlock
 from moefold.config.problem import Problem
 from moefold.config.rl import RLConfig
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.train import AUTO, TrainConfig
@@ -502,7 +502,7 @@ def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
     """Check that the dispatcher supports the settings if it spreads experts over ranks."""
     p = cfg.parallel
     part = chosen_in(p, DispatcherPart)
-    for reason in ask(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():
+    for reason in apply_rule(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():
         yield Problem(part.key, part.kind, f"cannot run: {reason}", "choose 'alltoall', or 'auto'")
 
 

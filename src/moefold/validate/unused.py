@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part, Table, default_of_field, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.routing import aux_coefficient
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, group_at
 from moefold.errors import raise_all
@@ -261,7 +261,7 @@ def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tupl
             idle.setdefault(name, reason)
     layer_parts = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
     for part in dict.fromkeys((*chosen_parts(cfg), *layer_parts)):
-        for unused in ask(part.unused_keys, cfg):
+        for unused in apply_rule(part.unused_keys, cfg):
             for name in unused.names.split():
                 idle.setdefault(name, (unused.reason, unused.remedy))
     return idle
