@@ -129,13 +129,13 @@ def exposed_part(
         for _ in range(layers):
             run()
 
-    def both() -> None:
+    def run_both() -> None:
         finish = start()
         compute()
         finish()
 
     compute_ms = stage.ms(compute)
-    both_ms = stage.ms(both)
+    both_ms = stage.ms(run_both)
     value = (both_ms - compute_ms) / transfer_ms
     return {"value": value, "transfer_ms": transfer_ms, "compute_ms": compute_ms, "both_ms": both_ms}
 

@@ -298,8 +298,8 @@ def _plan_lines(plans: list[dict[str, Any]], measured: MeasuredRows) -> Iterator
     for plan in plans:
         planned, match = (measured.get(key) for key in _plan_keys(plan))
         cells = ["" if entry is None else f"{entry.row['value']:.4g}" for entry in (planned, match)]
-        both = planned is not None and match is not None
-        ratio = f"{planned.row['value'] / match.row['value']:.2f}" if both else ""
+        are_known = planned is not None and match is not None
+        ratio = f"{planned.row['value'] / match.row['value']:.2f}" if are_known else ""
         predicted = " | ".join(f"{plan[f'{kind}_ms']:g}" for kind in KINDS)
         yield f"| {plan['name']} | {predicted} | {' | '.join(cells)} | {ratio} |"
 
@@ -329,8 +329,8 @@ def _constant_lines(measured: MeasuredRows) -> Iterator[str]:
         name = DECIDING_CONSTANTS[key]
         match = measured.get((stage, name))
         value = "" if match is None else f"{match.row['value']:.4g} {match.row['unit']}".rstrip()
-        where = "" if match is None else _where(match, measured)
-        yield f"| {name} | `{key}` | {text.format(priced[key])} | {stage} | {value}{where} |"
+        machine = "" if match is None else _where(match, measured)
+        yield f"| {name} | `{key}` | {text.format(priced[key])} | {stage} | {value}{machine} |"
 
 
 def _other_lines(predictions: Mapping[str, Any], measured: MeasuredRows) -> Iterator[str]:

@@ -65,12 +65,12 @@ class Stage:
             started_s = time.perf_counter()
             run()
             return (time.perf_counter() - started_s) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        return start.elapsed_time(end)
 
     def host_ms(self, run: Callable[[], object], repeats: int = 5) -> float:
         """Return the median milliseconds until a run returns, started with an idle device."""

@@ -138,11 +138,11 @@ def _change(recipe: PlannedRecipe, chosen_s: float, axis: str, value: int) -> st
 def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
     """Return the seconds of a step of the fastest mapping with some axes; None: it is not legal, or does not fit."""
     words = list(recipe.command)
-    at = words.index("--recipe")
-    del words[at : at + 2]
+    index = words.index("--recipe")
+    del words[index : index + 2]
     # The last of several --fix counts: it repeats the values that the recipe fixes.
-    at = words.index("--fix") + 1 if "--fix" in words else len(words)
-    before = takewhile(lambda word: not word.startswith("--"), words[at:])
+    index = words.index("--fix") + 1 if "--fix" in words else len(words)
+    before = takewhile(lambda word: not word.startswith("--"), words[index:])
     axes = {word.split("=")[0] for word in fixed}
     fixed = [*(word for word in before if word.split("=")[0] not in axes), *fixed]
     output = StringIO()

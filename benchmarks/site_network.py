@@ -133,7 +133,7 @@ class StepTimes:
 
     def pause_after(self, moment_s: float) -> float:
         """Return the longest time without a step, from a given time on."""
-        times = [moment_s, *(at for at, _ in self.times if at > moment_s)]
+        times = [moment_s, *(time_s for time_s, _ in self.times if time_s > moment_s)]
         return max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0)
 
     def _run(self) -> None:

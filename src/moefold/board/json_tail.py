@@ -61,8 +61,8 @@ class JsonTail:
     def problems(self) -> list[str]:
         """Messages about the file: lines that are not JSON objects, or the reason why it cannot be read."""
         unnamed = self._num_invalid - MAX_PROBLEMS
-        more = [f"{self.path.name}: {unnamed} more lines are not JSON objects"] if unnamed > 0 else []
-        return self._problems + more
+        summary = [f"{self.path.name}: {unnamed} more lines are not JSON objects"] if unnamed > 0 else []
+        return self._problems + summary
 
     @property
     def read_fraction(self) -> float:

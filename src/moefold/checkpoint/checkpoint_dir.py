@@ -190,9 +190,9 @@ def locate_checkpoint(path: Path) -> Path:
     """
     if (newest := newest_checkpoint(path)) is None:
         damaged = [f"{one.name}: {format_list(quick_validate(one))}" for one in named_checkpoints(locate_folder(path))]
-        why = f" ({format_list(damaged)})" if damaged else ""
+        faults = f" ({format_list(damaged)})" if damaged else ""
         raise ConfigError(
-            f"{str(path)!r} is not a complete checkpoint and holds none{why}; name a checkpoint, or a run with one "
+            f"{str(path)!r} is not a complete checkpoint and holds none{faults}; name a checkpoint, or a run with one "
             "(checkpoint.at_end=true, the default, or checkpoint.every)"
         )
     return newest

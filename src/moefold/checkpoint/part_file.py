@@ -253,8 +253,8 @@ class _FileSlice(RawIOBase):
         Raises:
             ValueError: more bytes than in the directory of an archive.
         """
-        left = max(0, self._size - self._position)
-        size = left if size < 0 else min(size, left)
+        remaining = max(0, self._size - self._position)
+        size = remaining if size < 0 else min(size, remaining)
         if size > _MAX_DIRECTORY_BYTES:
             raise ValueError("an archive of another layout")
         self._opened.seek(self._start + self._position)

@@ -69,10 +69,10 @@ def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotL
         held_by_survivor: `PeerSnapshots.held()` of each process, by its `PeerSnapshots.rank`.
         old_layout: `PeerSnapshots.layout` of any of them.
     """
-    steps = {step for held in held_by_survivor.values() for step in held}
+    steps = {step for owners_by_step in held_by_survivor.values() for step in owners_by_step}
     for step in sorted(steps, reverse=True):
         # A process without any snapshot was a spare, or joins. A process with other snapshots lacks the newest.
-        holders = [(rank, held.get(step)) for rank, held in held_by_survivor.items() if held]
+        holders = [(rank, owners.get(step)) for rank, owners in held_by_survivor.items() if owners]
         has_all = all(ranks is not None for _, ranks in holders)
         if has_all and old_layout.is_complete((rank, ranks) for rank, ranks in holders if ranks is not None):
             return step
@@ -96,7 +96,7 @@ def choose_members(
         return None
     members = dict(held_by_survivor)
     for rank in sorted(members, reverse=True):
-        others = {other: held for other, held in members.items() if other != rank}
+        others = {other: owners for other, owners in members.items() if other != rank}
         if len(members) > count and choose_step(others, old_layout) == step:
             members = others
     return tuple(sorted(members)) if len(members) == count else None
@@ -442,7 +442,7 @@ class PeerSnapshots:
         slot = self.snapshot(step)
         assert slot.train_state is not None
         local, buckets, dtypes = plan_restore(slot, state, world, self._max_bucket_bytes)
-        held = _ByName(slot)
+        boxes = _ByName(slot)
         targets = {name: (values, box) for (name, box), values in local_boxes(state).items()}
 
         def write(transfer: BoxTransfer, values: Tensor) -> None:
@@ -451,11 +451,11 @@ class PeerSnapshots:
 
         for transfer in local:
             if transfer.target == world.rank:
-                write(transfer, held.read(transfer.name, transfer.box))
+                write(transfer, boxes.read(transfer.name, transfer.box))
         for transfers in buckets:
-            exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
+            exchange_boxes(transfers, world, device, dtypes, lambda t: boxes.read(t.name, t.box), write)
         self.restored_parts = (*local, *(transfer for transfers in buckets for transfer in transfers))
-        self._restored = held
+        self._restored = boxes
         # If another rank is lost before the first snapshot of this mapping, this step is restored again.
         self._slots = [slot, Snapshot()]
         self.old_ranks = all_gather_objects(self.rank, world)
@@ -494,8 +494,8 @@ def plan_restore(
     holders: defaultdict[str, dict[Box, list[int]]] = defaultdict(dict)
     wanted: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
     dtypes: dict[str, torch.dtype] = {}
-    for rank, (held, keys) in enumerate(gathered):
-        for name, box, dtype in held:
+    for rank, (entries, keys) in enumerate(gathered):
+        for name, box, dtype in entries:
             holders[name].setdefault(box, []).append(rank)
             dtypes[name] = dtype
         for name, box in keys:

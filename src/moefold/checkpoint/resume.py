@@ -147,7 +147,7 @@ def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
 def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Return the token files that have changed or that the run dropped earlier, with reasons."""
     lost = _classify_differences(meta, fingerprints)[0] | meta.data_lost
-    return {name: why for name, why in lost.items() if name in meta.data_tokens}
+    return {name: reason for name, reason in lost.items() if name in meta.data_tokens}
 
 
 def _classify_differences(
@@ -157,7 +157,7 @@ def _classify_differences(
     lost, others = separate_dropped_files(
         meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
     )
-    return lost | {name: f"data file {name} was left out ({why})" for name, why in meta.data_lost.items()}, others
+    return lost | {name: f"data file {name} was left out ({reason})" for name, reason in meta.data_lost.items()}, others
 
 
 def find_resume(cfg: Config) -> Path | None:

@@ -146,14 +146,14 @@ class RunStates:
 
     def notices(self, states: States) -> tuple[str, ...]:
         """Return messages about states that only the checkpoint has, and callbacks that only the run has."""
-        left = states.keys() - self._owners.keys()
+        unknown = states.keys() - self._owners.keys()
         missing = self._owners.keys() - states.keys()
         messages = {
             "the checkpoint has the state of {}, which this program does not add: the next checkpoint lacks it": {
-                name for name in left if name.startswith(CALLBACKS)
+                name for name in unknown if name.startswith(CALLBACKS)
             },
             "the checkpoint has the state of {}, which this run does not have: the next checkpoint lacks it": {
-                name for name in left if not name.startswith(CALLBACKS)
+                name for name in unknown if not name.startswith(CALLBACKS)
             },
             "the checkpoint has no state of {}, which starts as the program built it": {
                 name for name in missing if name.startswith(CALLBACKS)

@@ -320,13 +320,13 @@ def check_opcodes(pickled: bytes) -> None:
     # In an index of DCP a third of the bytes are such opcodes; bytes within numbers and texts are also counted.
     if len(pickled) - len(pickled.translate(None, delete=_ONE_BYTE_OPCODES)) > len(pickled) // 2 + _SPARE_OPCODES:
         raise ValueError("it has more operations than an index of its size")
-    at = 0
+    offset = 0
     while True:
-        if run := _OPCODE_RUN.match(pickled, at):
-            at = run.end()
-        elif text := _TEXT_OPCODE.match(pickled, at):
-            at = text.end() + int.from_bytes(text[1] or text[2], "little")
-        elif pickled[at : at + 1] == b".":
+        if run := _OPCODE_RUN.match(pickled, offset):
+            offset = run.end()
+        elif text := _TEXT_OPCODE.match(pickled, offset):
+            offset = text.end() + int.from_bytes(text[1] or text[2], "little")
+        elif pickled[offset : offset + 1] == b".":
             return
         else:
-            raise ValueError(f"byte {at} is not an operation of an index")
+            raise ValueError(f"byte {offset} is not an operation of an index")

@@ -96,10 +96,10 @@ def _changed_snapshots(
     copies: Mapping[tuple[int, BoxKey], Digest],
 ) -> Iterator[str]:
     """Yield the boxes whose hash has changed since the snapshot."""
-    for (owner, key), taken in slot.digests.items():
-        if owner == rank and digests[key] != taken:
+    for (owner, key), digest in slot.digests.items():
+        if owner == rank and digests[key] != digest:
             yield f"{key[0]} in the memory of rank {rank}, which had it, has changed since the snapshot"
-        elif owner != rank and copies[owner, key] != taken:
+        elif owner != rank and copies[owner, key] != digest:
             yield f"the copy of {key[0]} of rank {owner} in the memory of rank {rank} is not what was sent"
 
 
@@ -114,10 +114,10 @@ def _differing_parts(
     got = sorted((t for t in transfers if t.target == world.rank), key=lambda t: t.source)
     rows = [hasher.digest(snapshots.read_part(t)) for t in sent]
     buffer = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device=groups.device)
-    to = Counter(t.target for t in sent)
-    of = Counter(t.source for t in got)
+    sends = Counter(t.target for t in sent)
+    receives = Counter(t.source for t in got)
     ranks = range(world.size)
-    expected = all_to_all(buffer, world, [to[rank] for rank in ranks], [of[rank] for rank in ranks]).tolist()
+    expected = all_to_all(buffer, world, [sends[rank] for rank in ranks], [receives[rank] for rank in ranks]).tolist()
     faults = []
     for transfer, digest in zip(got, expected, strict=True):
         box, values = targets[transfer.name]
@@ -133,9 +133,9 @@ def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGrou
     """Yield the differences of progress and step counts from the snapshot."""
     assert slot.train_state is not None
     for name, state in restored.states.items():
-        taken = slot.train_state.state_of(name)
-        for key in sorted(state.keys() | taken.keys()):
-            values = [json.dumps(entry.get(key), sort_keys=True) for entry in (state, taken)]
+        saved = slot.train_state.state_of(name)
+        for key in sorted(state.keys() | saved.keys()):
+            values = [json.dumps(entry.get(key), sort_keys=True) for entry in (state, saved)]
             if values[0] != values[1]:
                 yield f"{key} of {name!r} is {values[0]} on rank {groups.rank}, and {values[1]} in the snapshot"
     updates = slot.train_state.state_of("weights").get("moment_updates")

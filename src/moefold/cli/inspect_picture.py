@@ -172,8 +172,8 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
             ("dropped tokens, %", drop_steps, 100 * np.stack([balance.dropped[a:b].mean(0) for a, b in drop_edges]))
         )
     row = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (name, at, values) in zip(row, panels, strict=True):
-        _draw_lines(axes, balance, at, values)
+    for axes, (name, xs, values) in zip(row, panels, strict=True):
+        _draw_lines(axes, balance, xs, values)
         _style_curve(axes, name)
         if name.startswith("load"):
             axes.axhline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))

@@ -274,7 +274,7 @@ def _colours(view: DrawnView, axis: str, layout: Layout) -> list[str]:
         return [_shade((stage + STAGE_HUE_SHARE / 2) / layout.pp, 0.74) for stage in stages]
     groups = view.group_indices(axis)
     members = [
-        sorted({group for group, at in zip(groups, stages, strict=True) if at == stage}) for stage in range(layout.pp)
+        sorted({group for group, s in zip(groups, stages, strict=True) if s == stage}) for stage in range(layout.pp)
     ]
     colours = []
     for group, stage in zip(groups, stages, strict=True):

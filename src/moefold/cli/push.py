@@ -31,10 +31,10 @@ def run(argv: list[str]) -> int:
         files = files_to_push(folder)
         for name, size_bytes in files.items():
             print_escaped(f"{size_bytes / 1e6:12,.3f} MB  {name}")
-        where = f"{repo}{f' ({args.revision})' if args.revision else ''}, {'public' if args.public else 'private'}"
+        target = f"{repo}{f' ({args.revision})' if args.revision else ''}, {'public' if args.public else 'private'}"
         total = f"{len(files)} files, {sum(files.values()) / 1e9:.3g} GB"
         if args.dry_run:
-            print_escaped(f"would push {total} to {where}; nothing was sent")
+            print_escaped(f"would push {total} to {target}; nothing was sent")
             return 0
         pushed = push_folder(
             folder,
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
         )
         if pushed.keeps_card:
             print_escaped("note: the README.md of the repository stays; --overwrite replaces it")
-        print_escaped(f"pushed {total} to {where}: {pushed.url}")
+        print_escaped(f"pushed {total} to {target}: {pushed.url}")
     return 0
 
 

@@ -261,9 +261,9 @@ def _format_worst(errors: Sequence["NamedError"], steps: int) -> str:
 
 def _format_zeros(names: Sequence[str]) -> str:
     """List the parameters whose gradient is zero, exactly or up to rounding."""
-    more = f" and {len(names) - MAX_LISTED_DIFFERENCES} more" if len(names) > MAX_LISTED_DIFFERENCES else ""
+    suffix = f" and {len(names) - MAX_LISTED_DIFFERENCES} more" if len(names) > MAX_LISTED_DIFFERENCES else ""
     return (
-        f"{'gradients that are zero':28}{', '.join(names[:MAX_LISTED_DIFFERENCES])}{more}: compared with the largest "
+        f"{'gradients that are zero':28}{', '.join(names[:MAX_LISTED_DIFFERENCES])}{suffix}: compared with the largest "
         "gradient and weight of the layer"
     )
 

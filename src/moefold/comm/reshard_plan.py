@@ -146,7 +146,7 @@ def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box
 
 def _cut(box: Box, holders: Mapping[Box, Sequence[int]]) -> list[tuple[Box, Sequence[int]]]:
     """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each part."""
-    overlaps = ((box.intersect(held), ranks) for held, ranks in holders.items())
+    overlaps = ((box.intersect(other), ranks) for other, ranks in holders.items())
     return [(overlap, ranks) for overlap, ranks in overlaps if overlap is not None]
 
 

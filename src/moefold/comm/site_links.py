@@ -277,4 +277,4 @@ class SiteLinks:
 
 def _slices(first: int, end: int) -> list[slice]:
     """Return slices of at most `PART_ELEMENTS` elements."""
-    return [slice(at, min(at + PART_ELEMENTS, end)) for at in range(first, end, PART_ELEMENTS)]
+    return [slice(start, min(start + PART_ELEMENTS, end)) for start in range(first, end, PART_ELEMENTS)]

@@ -104,10 +104,10 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
     except ValidationError as error:
-        for where in dict.fromkeys(item["loc"][:2] for item in error.errors(include_url=False)):
-            if len(where) == 2:
-                section = str(where[0])
-                key = str(where[1])
+        for path in dict.fromkeys(item["loc"][:2] for item in error.errors(include_url=False)):
+            if len(path) == 2:
+                section = str(path[0])
+                key = str(path[1])
                 problems.setdefault(f"{section}.{key}", _type_problem(section, key, filled[section][key]))
         raise_all(problems.values())
         raise

@@ -116,14 +116,14 @@ def _subclasses(base: Any) -> Iterator[Any]:
         yield from _subclasses(part)
 
 
-def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType | None = None) -> RunError | None:
+def _failure(parts: list[Any], method: str, error: BaseException, code: CodeType | None = None) -> RunError | None:
     """Return the error that names a failed part; None: another cause.
 
     Other causes are errors that moefold raised, full memory, and a lost rank in a collective.
 
     Args:
         parts: class of the part, or several classes of one package if any of them may have failed.
-        where: the method, for the text after "fails in"; empty: the first called function of its package or file.
+        method: the method, for the text after "fails in"; empty: the first called function of its package or file.
         code: code object of the method, for calls that do not match its signature; None: it has no line.
     """
     part = parts[0]
@@ -141,9 +141,9 @@ def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType 
         for (frame, line), name in zip(walk_tb(error.__traceback__), names, strict=True)
         if name.partition(".")[0] == root
     ]
-    where = where or f"{frames[0][0].co_qualname}()"
+    method = method or f"{frames[0][0].co_qualname}()"
     named = describe_class(part) if len(parts) == 1 else str(origin_of(part)[1])
-    fault = f"{named} fails in {where}: {type(error).__name__}: {printable(error)}"
+    fault = f"{named} fails in {method}: {type(error).__name__}: {printable(error)}"
     return RunError(f"{fault}; {_way_out(part, *frames[-1]) if frames else _way_out(part, code)}")
 
 

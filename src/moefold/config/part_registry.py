@@ -154,18 +154,18 @@ def find_part(group: str, kind: str) -> Any:
     return part
 
 
-def check_class(part: Any, base: type[Any], where: str) -> None:
+def check_class(part: Any, base: type[Any], origin: str) -> None:
     """Check that an object from a package or file is a class of parts of a group.
 
     Args:
         part: the class.
-        where: its name and origin, the start of the message.
+        origin: its name and origin, the start of the message.
 
     Raises:
         ConfigError: it is not.
     """
     if faults := "; it ".join(class_faults(part, base)):
-        raise ConfigError(f"{where} {faults}")
+        raise ConfigError(f"{origin} {faults}")
 
 
 def check_not_shadowed(group: str, kind: str) -> None:

@@ -137,8 +137,8 @@ def imported_class(kind: str, origin: Origin) -> tuple[Any, Origin]:
     )
     if not ranked:
         part = f"{origin.file}:{name}" if Path(origin.file).is_file() else kind
-        where = f", which was {origin.file}" if origin.file else ""
-        raise MissingPartError(f"was trained with {kind}{where}; name it: --part {shlex.quote(part)}")
+        former = f", which was {origin.file}" if origin.file else ""
+        raise MissingPartError(f"was trained with {kind}{former}; name it: --part {shlex.quote(part)}")
     return getattr(ranked[-1][1], name), ranked[-1][0]
 
 

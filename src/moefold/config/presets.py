@@ -81,7 +81,7 @@ def shipped_files() -> dict[str, tuple[Path, ...]]:
     files = dict[str, tuple[Path, ...]]()
     for path in folder.rglob("*.toml"):
         name = path.relative_to(folder).with_suffix("").as_posix()
-        files[name] = (path, *(folder / more for more in EXTRA_FILES.get(name, ())))
+        files[name] = (path, *(folder / extra for extra in EXTRA_FILES.get(name, ())))
     files |= {name: (folder / file,) for name, file in TEMPLATES.items() if (folder / file).is_file()}
     return dict(sorted(files.items()))
 

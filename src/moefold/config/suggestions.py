@@ -175,8 +175,8 @@ def slot_fault(name: str, part: Any) -> str:
     if not reason:
         return ""
     others = [path for path in part_marks() if not _slot_reason(path, part)]
-    where = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"
-    return f"{reason}; {where}"
+    place = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"
+    return f"{reason}; {place}"
 
 
 def _slot_reason(name: str, part: Any) -> str:

@@ -35,20 +35,20 @@ def within(bound: Bound) -> WrapValidator:
     return WrapValidator(check)
 
 
-def parse_table(text: str, where: str) -> dict[str, Any]:
+def parse_table(text: str, location: str) -> dict[str, Any]:
     """Parse the TOML of a file; raise ConfigError if it is not TOML."""
     try:
         return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not TOML: {error}") from None
+        raise ConfigError(f"{location}: not TOML: {error}") from None
 
 
-def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str = "") -> T:
+def from_table(kind: type[T], tree: Mapping[str, Any], location: str, advice: str = "") -> T:
     """Build the dataclass of a file.
 
     Args:
         tree: keys of the file, unchecked.
-        where: the file, for the start of an error.
+        location: the file, for the start of an error.
         advice: text after "give them" for missing keys at the top of the file.
 
     Raises:
@@ -59,7 +59,7 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
         text = json.dumps(tree, default=lambda date: {"no setting": {"date": str(date)}})
         return cast(T, TypeAdapter(cast(Any, kind)).validate_json(text))
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_describe_fault(kind, error, advice)}") from None
+        raise ConfigError(f"{location}: {_describe_fault(kind, error, advice)}") from None
 
 
 def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:

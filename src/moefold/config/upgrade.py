@@ -177,9 +177,9 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if not _is_read(owner if name in OFF else path, sections, base, place.kinds):
             unread.append(name)
         elif value != NONE or value_at(path, base) is not None:
-            at = owner.split(".", 1)
-            if group_at(owner) and value != NONE and (section != "model" or default_of(*at) is None):
-                put(sections, [*owner.split("."), KIND], kind or choices_of(*at)[0])
+            owner_path = owner.split(".", 1)
+            if group_at(owner) and value != NONE and (section != "model" or default_of(*owner_path) is None):
+                put(sections, [*owner.split("."), KIND], kind or choices_of(*owner_path)[0])
             put(sections, path.split("."), value)
     return sections, unread
 
@@ -408,5 +408,5 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     if section != "sites" and place.setting != KIND:
         return _word(name, text)
     old, new = (flat_settings({f"{section}.{key}": keys[key] for key in keys}) for keys in (before, sections[section]))
-    words = [f"{at}={toml_value(value).strip(chr(34))}" for at, value in new.items() if old.get(at) != value]
+    words = [f"{key}={toml_value(value).strip(chr(34))}" for key, value in new.items() if old.get(key) != value]
     return " ".join(words) or f"{place.key}={kind}"

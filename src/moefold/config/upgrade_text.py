@@ -33,7 +33,7 @@ class _Statement(NamedTuple):
         """Comment after the value of a key of one line; empty if there is none."""
         line = self.lines[0]
         marks = (match.start() for match in re.finditer("#", line))
-        return next((line[mark:] for mark in marks if _is_whole([line[:mark]])), "") if len(self.lines) == 1 else ""
+        return next((line[start:] for start in marks if _is_whole([line[:start]])), "") if len(self.lines) == 1 else ""
 
     @property
     def value(self) -> str:
@@ -181,16 +181,16 @@ def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, 
     """Return the lines with the tables of parts instead of the flat keys."""
     lines: list[str] = []
     named = {statement.name for statement in statements}
-    left = dict(tables)
+    remaining = dict(tables)
     # If the key that chooses the part is absent, its table replaces the first of its flat keys.
     places = {key: key for key in tables if key in named}
     for name in (statement.name for statement in statements if statement.name in MOVED):
         owner = ".".join(str(MOVED[name]).split(".")[:2])
         if owner in tables and owner.partition(".")[0] == name.partition(".")[0]:
             places.setdefault(owner, name)
-    at = {name: owner for owner, name in places.items()}
+    owners = {name: owner for owner, name in places.items()}
     for statement in statements:
-        entry = left.pop(at[statement.name], None) if statement.name in at else None
+        entry = remaining.pop(owners[statement.name], None) if statement.name in owners else None
         if entry is None and statement.name not in old:
             lines += statement.lines
             continue
@@ -200,7 +200,7 @@ def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, 
             lines.append(f"{indent}{entry}{f'  {comment}' if comment else ''}")
         elif comment:
             lines.append(f"{indent}{comment}")
-    for owner, entry in left.items():
+    for owner, entry in remaining.items():
         section = owner.partition(".")[0]
         headers = [
             number for number, line in enumerate(lines) if (match := _HEADER.match(line)) and match[1] == section

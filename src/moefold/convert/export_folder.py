@@ -256,8 +256,8 @@ def export_folder(
             if sidecar_dir is not None:
                 copy_sidecar_files(sidecar_dir, tmp_dir, excluded=tokenizer.excluded)
             write_tokenizer(tmp_dir, tokenizer)
-            more = {**tokenizer.token_ids, **quantization.config_keys()}
-            write_config(tmp_dir, family, model, source.meta, dtypes, origin, more)
+            extra_keys = {**tokenizer.token_ids, **quantization.config_keys()}
+            write_config(tmp_dir, family, model, source.meta, dtypes, origin, extra_keys)
             write_index(tmp_dir, layouts, sidecar_dir)
             write_manifest(tmp_dir, manifest)
             # Imported weights that no run has changed are exported with their original files.

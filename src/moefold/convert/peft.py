@@ -375,9 +375,9 @@ def split_targets(
         others: names of the modules without adapters; targets with the same last name as one of these are in full.
         family: the model's family.
     """
-    taken = declared_keys().stacked_by_peft.get(family.name, [])
+    stacked = declared_keys().stacked_by_peft.get(family.name, [])
     ambiguous = {leaf(name) for name in others}
-    weights = {name for name in modules if leaf(name) in taken}
+    weights = {name for name in modules if leaf(name) in stacked}
     named = {leaf(name) for name in experts}
     for name in modules:
         if name not in weights:

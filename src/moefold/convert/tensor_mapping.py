@@ -59,9 +59,9 @@ class SliceMapping:
         first = self.hf_start[0]
         step = self.hf_step[0]
         dim = self.dims.index(0)
-        begin, end = (max(0, -(-(row - first) // step)) for row in (start, stop))
+        first_row, stop_row = (max(0, -(-(row - first) // step)) for row in (start, stop))
         region = [slice(a, a + n) for a, n in zip(self.start, self.size, strict=True)]
-        region[dim] = slice(self.start[dim] + begin, self.start[dim] + end)
+        region[dim] = slice(self.start[dim] + first_row, self.start[dim] + stop_row)
         return self.intersect(tuple(region))
 
     def region(self) -> Region:

@@ -182,11 +182,11 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
     tokenizer = JsonTokenizer(folder)
     try:
         template = load_chat_template(DataConfig(kind="sft", tokenizer=str(folder)), tokenizer)
-        ids, mark = end_of_turn_marker(template, tokenizer)
+        ids, marker = end_of_turn_marker(template, tokenizer)
     except ConfigError as error:
         return (f"{GENERATION_FILE} has no end of a turn: {error}",)
     if not ids:
-        how = f"with {mark!r}, which is several tokens" if mark else "with no mark"
+        how = f"with {marker!r}, which is several tokens" if marker else "with no mark"
         return (f"{GENERATION_FILE} has no end of a turn: the chat template ends one {how}; pass it as a stop string",)
     keys = _read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {}
     declared = keys.get("eos_token_id")

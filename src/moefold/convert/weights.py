@@ -246,8 +246,8 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
 
 def _distance(shapes: Mapping[str, Shape], tensors: Mapping[str, TensorLocation]) -> tuple[int, int]:
     """Return the number of different tensor names, and of different shapes under the same name."""
-    both = shapes.keys() & tensors.keys()
-    return len(shapes.keys() ^ tensors.keys()), sum(shapes[name] != tensors[name].shape for name in both)
+    shared = shapes.keys() & tensors.keys()
+    return len(shapes.keys() ^ tensors.keys()), sum(shapes[name] != tensors[name].shape for name in shared)
 
 
 def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:

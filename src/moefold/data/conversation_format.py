@@ -169,8 +169,8 @@ def _parse_sharegpt(fields: dict[str, Any], location: str) -> Conversation:
 def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any], ...]:
     """Return the messages of an Alpaca record: a nonempty "input" follows the instruction after an empty line."""
     question = column_text(fields, "instruction", location)
-    more = column_text(fields, "input", location) if fields.get("input") is not None else ""
-    content = f"{question}\n\n{more}" if more else question
+    context = column_text(fields, "input", location) if fields.get("input") is not None else ""
+    content = f"{question}\n\n{context}" if context else question
     answer = column_text(fields, "output", location)
     return ({"role": "user", "content": content}, {"role": "assistant", "content": answer})
 

@@ -53,7 +53,7 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
                 raise
             digests[name] = SKIPPED
     if data.kind == "python-docs":
-        text = "\n".join(f"{name} {seen}" for name, seen in digests.items())
+        text = "\n".join(f"{name} {digest}" for name, digest in digests.items())
         digests = {"python-docs": f"{len(digests)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
     return digests | settings_fingerprints(data)
 
@@ -91,10 +91,10 @@ def size_differences_by_file(first: Mapping[str, str], local: Mapping[str, str])
     """Return the differences of `size_differences` by file name."""
     if not local:
         return {}
-    missing = {n: f"{n} is not there" for n, seen in first.items() if n not in local and seen != SKIPPED}
-    sizes = {name: (first[name].split()[0] if name in first else "none", seen) for name, seen in local.items()}
+    missing = {n: f"{n} is not there" for n, size in first.items() if n not in local and size != SKIPPED}
+    sizes = {name: (first[name].split()[0] if name in first else "none", size) for name, size in local.items()}
     return missing | {
-        name: f"{name} has {seen} bytes, and {theirs} there" for name, (theirs, seen) in sizes.items() if theirs != seen
+        name: f"{name} has {size} bytes, and {theirs} there" for name, (theirs, size) in sizes.items() if theirs != size
     }
 
 
@@ -265,7 +265,7 @@ def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) 
     if TOKENIZER_FILE in old.settings:
         return dict(fingerprints)
     unknown = {name for role, name in new.settings.items() if role != "data.chat_template"}
-    return {name: seen for name, seen in fingerprints.items() if name not in unknown}
+    return {name: digest for name, digest in fingerprints.items() if name not in unknown}
 
 
 def unmatched_locations(old: DataFiles, new: DataFiles, order: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:

@@ -208,7 +208,7 @@ def separate_dropped_files(
     """
     lost = {}
     others = {}
-    left_out = [name for name, seen in saved.items() if seen == SKIPPED] if tokens else []
+    left_out = [name for name, digest in saved.items() if digest == SKIPPED] if tokens else []
     file_of = {str(Path(name).with_suffix(suffix)): name for name in [*left_out, *tokens] for suffix in ENDS_SUFFIXES}
     for name, difference in differences.items():
         if name in tokens or name in left_out:

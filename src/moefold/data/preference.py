@@ -143,9 +143,9 @@ def pack_pairs(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         # With labels, a row may become two pairs.
-        where = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
+        location = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
         raise ConfigError(
-            f"{where}: the pair has {int(lengths[number].sum())} tokens, and "
+            f"{location}: the pair has {int(lengths[number].sum())} tokens, and "
             f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
             f'raise it to {int(lengths.sum(1).max()) - 1}, or set data.overlong="cut"'
         )

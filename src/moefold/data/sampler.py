@@ -258,15 +258,15 @@ class Sampler(SampleSource):
         blocked = [span for span in skipped_ranges if span.stop > first]
         if not self.num_dropped and all(span.start >= first + count for span in blocked):
             return range(first, first + count)
-        taken: list[int] = []
-        while len(taken) < count:
+        indices: list[int] = []
+        while len(indices) < count:
             if ends := [span.stop for span in blocked if first in span]:
                 first = max(ends)
                 continue
             if not self.is_dropped(first):
-                taken.append(first)
+                indices.append(first)
             first += 1
-        return taken
+        return indices
 
     @property
     def num_dropped(self) -> int:

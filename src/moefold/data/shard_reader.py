@@ -43,8 +43,8 @@ class DataFileError(Exception):
 
     def __str__(self) -> str:
         """Return the message that ends a run."""
-        where = f"{self.seen_at}: " if self.seen_at else ""
-        return f"{where}{self.cause}; {self.remedy}"
+        place = f"{self.seen_at}: " if self.seen_at else ""
+        return f"{place}{self.cause}; {self.remedy}"
 
     def with_reporter(self, seen_at: str) -> Self:
         """Return the same error with the rank that found it."""

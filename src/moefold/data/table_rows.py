@@ -330,8 +330,8 @@ def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
             f"{folder} has as many files in {best[0]} as in {best[1]} for this split; name the files in data.path"
         )
     if left_out := [name for name in names if table_suffix(Path(name)) != best[0]]:
-        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        logger.warning("data.path: %s is read in %s; left out %s%s", folder, best[0], left_out[0], more)
+        suffix = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        logger.warning("data.path: %s is read in %s; left out %s%s", folder, best[0], left_out[0], suffix)
     return [name for name in names if table_suffix(Path(name)) == best[0]]
 
 

@@ -105,7 +105,7 @@ class _Conversation:
         if list(targets) != assistant:
             turns = []
             for i in targets:
-                counts = [len(self.write(i + more, prompts=False)[1]) if i + more else 0 for more in (0, 1)]
+                counts = [len(self.write(i + step, prompts=False)[1]) if i + step else 0 for step in (0, 1)]
                 if not counts[0] < counts[1] <= len(spans):
                     raise TurnMovedError(i + 1)
                 turns += spans[counts[0] : counts[1]]

@@ -224,22 +224,22 @@ def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: Skipp
         if input_slice.start:
             file.seek(input_slice.start - 1)
             _skip_line(file)
-        while (at := file.tell()) < input_slice.stop and (line := file.readline(MAX_LINE_BYTES + 1)):
+        while (offset := file.tell()) < input_slice.stop and (line := file.readline(MAX_LINE_BYTES + 1)):
             if len(line) > MAX_LINE_BYTES:
-                raise LongLineError(1 + _count_lines(path, at), MAX_LINE_BYTES)
+                raise LongLineError(1 + _count_lines(path, offset), MAX_LINE_BYTES)
             try:
-                text = _line_text(line, path, 2 if at else 1, column)
+                text = _line_text(line, path, 2 if offset else 1, column)
             except ConfigError as error:
                 # Only the message needs the line number, which requires reading the file.
-                skipped.refuse(error if skipped.count else _numbered_error(line, path, at, column))
+                skipped.refuse(error if skipped.count else _numbered_error(line, path, offset, column))
                 continue
             yield text, len(line)
 
 
-def _numbered_error(line: bytes, path: Path, at: int, column: TextColumn) -> ConfigError:
-    """Return the error of a line that begins at byte `at`, with the number of the line."""
+def _numbered_error(line: bytes, path: Path, offset: int, column: TextColumn) -> ConfigError:
+    """Return the error of a line that begins at byte `offset`, with the number of the line."""
     try:
-        _line_text(line, path, 1 + _count_lines(path, at), column)
+        _line_text(line, path, 1 + _count_lines(path, offset), column)
     except ConfigError as error:
         return error
     raise AssertionError("the line has an error")

@@ -361,8 +361,8 @@ def _encode_chat(
     ):
         template = open_chat_template(source, options.tokenizer, options.chat_template)
         ids = encode_messages(template, tokenizer, messages, options.system)
-        ends, mark = end_of_turn_marker(template, tokenizer)
-    return ids, ends, mark
+        ends, marker = end_of_turn_marker(template, tokenizer)
+    return ids, ends, marker
 
 
 def _check_logits(request: EvalRequest) -> None:

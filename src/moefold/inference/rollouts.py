@@ -196,8 +196,8 @@ def stop_rule(data: DataConfig, reward: RewardConfig, tokenizer: Tokenizer) -> S
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
     if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(data, reward)):
         return StopRule(eos_ids)
-    turn_ids, mark = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
-    return StopRule(eos_ids | turn_ids, mark)
+    turn_ids, marker = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
+    return StopRule(eos_ids | turn_ids, marker)
 
 
 def rollout_records(group: RolloutGroup, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:

@@ -107,9 +107,9 @@ def _headline(diagnosis: Diagnosis, reports: Mapping[int, RankReport]) -> str:
     if not diagnosis.ranks:
         return "the ranks wait for each other, and none of them is late"
     hosts = sorted({reports[rank].host for rank in diagnosis.ranks if rank in reports})
-    where = f" on {', '.join(hosts)}" if hosts else ""
+    hosts_text = f" on {', '.join(hosts)}" if hosts else ""
     fault = diagnosis.symptom if len(diagnosis.ranks) == 1 else _plural(diagnosis.symptom)
-    return f"{format_ranks(diagnosis.ranks)}{where} {fault}"
+    return f"{format_ranks(diagnosis.ranks)}{hosts_text} {fault}"
 
 
 def _plural(symptom: str) -> str:
@@ -173,4 +173,4 @@ def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
 def _least_advanced(present: Mapping[int, RankReport]) -> set[int]:
     progress = {rank: (x.snapshot.step, x.snapshot.phase_number) for rank, x in present.items()}
     earliest = min(progress.values(), default=None)
-    return {rank for rank, at in progress.items() if at == earliest}
+    return {rank for rank, position in progress.items() if position == earliest}

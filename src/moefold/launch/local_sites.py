@@ -209,7 +209,7 @@ def _log(line: str) -> None:
     print_escaped(f"meeting point: {line}", flush=True)
 
 
-async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
+async def _pass_on(descriptor: int, prefix: str, stream: TextIO) -> None:
     """Print the lines of a pipe until it closes. A line beyond `MAX_LINE_BYTES` is split."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -224,8 +224,8 @@ async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
                 lines.append(tail)
                 tail = b""
             for line in lines:
-                print_escaped(prefix + line.decode(errors="replace"), file=to, flush=True)
+                print_escaped(prefix + line.decode(errors="replace"), file=stream, flush=True)
         if tail:
-            print_escaped(prefix + tail.decode(errors="replace"), file=to, flush=True)
+            print_escaped(prefix + tail.decode(errors="replace"), file=stream, flush=True)
     finally:
         transport.close()

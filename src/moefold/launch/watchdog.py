@@ -165,8 +165,8 @@ class Watchdog:
                 host, snapshot = self._store_reporter.last_report(rank)
         if self._rank_env.record_paths:
             snapshot = read_snapshot(Path(self._rank_env.record_paths[rank])) or snapshot
-        where = f" on {host}" if host else ""
-        return f"{where} in {describe_activity(snapshot)}" if snapshot is not None else where
+        host_text = f" on {host}" if host else ""
+        return f"{host_text} in {describe_activity(snapshot)}" if snapshot is not None else host_text
 
     def exit_failed(self) -> NoReturn:
         """Exit with `EXIT_FAILED`, and kill stopped ranks of this machine, which ignore the launcher's SIGTERM."""

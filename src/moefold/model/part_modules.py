@@ -92,8 +92,8 @@ def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output:
     tensor = output[0] if isinstance(output, tuple) else output
     if getattr(tensor, "shape", None) != inputs[0].shape:
         kind = f"the shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"the type {type(tensor).__name__}"
-        where = f"{name} returns {kind} from {type(module).__qualname__}.forward()"
-        raise RunError(f"{where}, which must have the shape of its input, {tuple(inputs[0].shape)}")
+        returned = f"{name} returns {kind} from {type(module).__qualname__}.forward()"
+        raise RunError(f"{returned}, which must have the shape of its input, {tuple(inputs[0].shape)}")
 
 
 def _differences(listed: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:

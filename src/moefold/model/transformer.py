@@ -268,9 +268,9 @@ class MTPBlock(Block):
     def _project(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Combine hidden states and token embeddings."""
         assert embedded is not None
-        both = torch.cat((self.embedding_norm(self._detached(embedded)), self.hidden_norm(self._detached(x))), -1)
+        joint = torch.cat((self.embedding_norm(self._detached(embedded)), self.hidden_norm(self._detached(x))), -1)
         projected = linear(
-            both,
+            joint,
             local_param(self.projection, x.dtype),
             wgrad_store=self.wgrad_store,
             linear_backend=self.kernels.linear_backend,

@@ -213,10 +213,10 @@ def _median_ms(candidate: Callable[[], object]) -> float:
         candidate()
     times = []
     for _ in range(NUM_TIMED_RUNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         candidate()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(start.elapsed_time(end))
     return sorted(times)[NUM_TIMED_RUNS // 2]

@@ -161,8 +161,8 @@ class ContextSegments:
     def _compose(self, transition: Tensor, update: Tensor) -> Tensor:
         """Return the states before this rank's segments; an all-gather over cp; see `InitialState`."""
         value_size = update.shape[-1]
-        both = torch.cat((update, transition), -1).unflatten(0, (self.num_segments, -1))
-        gathered = all_gather(both.contiguous(), self._cp)
+        joint = torch.cat((update, transition), -1).unflatten(0, (self.num_segments, -1))
+        gathered = all_gather(joint.contiguous(), self._cp)
         state = _connected_zeros(gathered[0, ..., :value_size])
         states = [state]
         for place in self._places[: max(self._own)]:

@@ -203,8 +203,8 @@ def _validate_count(parts: list[LayoutSymbol], kind: str, expected: int, name: s
     if len(places) > expected:
         yield f"it has {kind} {len(places)} times, and {name}; the first too many is at character {places[expected]}"
     elif len(places) < expected:
-        where = f"after character {places[-1]}" if places else "before the L"
-        yield f"it has {kind} {len(places)} times, and {name}; add {expected - len(places)}, {where} for example"
+        place = f"after character {places[-1]}" if places else "before the L"
+        yield f"it has {kind} {len(places)} times, and {name}; add {expected - len(places)}, {place} for example"
 
 
 def _validate_mtp_order(parts: list[LayoutSymbol]) -> Iterator[str]:

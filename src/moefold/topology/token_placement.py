@@ -190,14 +190,14 @@ def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Place
     firsts = [bounds_N[document] + chunk * size[document]]
     counts = [size[document]]
     # The rest of each document, as one line of tokens for each sample, is cut into cp equal parts.
-    left = lengths - 2 * cp * size
-    left_ends = np.cumsum(left)
+    remaining = lengths - 2 * cp * size
+    left_ends = np.cumsum(remaining)
     samples = bounds_N[:-1] // shape.seq_len
     last_of_sample = np.searchsorted(samples, np.arange(shape.num_samples), "right") - 1
     sample_ends = left_ends[last_of_sample]
     share = np.diff(sample_ends, prepend=0) // cp
     cuts = (sample_ends - share * cp)[:, None] + share[:, None] * np.arange(cp)
-    edges = np.unique(np.concatenate((cuts.ravel(), left_ends - left, left_ends[-1:])))
+    edges = np.unique(np.concatenate((cuts.ravel(), left_ends - remaining, left_ends[-1:])))
     begins = edges[:-1]
     owner = np.searchsorted(left_ends, begins, "right")
     sample = samples[owner]
@@ -312,8 +312,8 @@ class _Packer:
 def _even_shares(rooms: Sequence[int], total: int) -> list[int]:
     """Split a number over rooms as evenly as they allow."""
     shares = [0] * len(rooms)
-    left = total
+    remaining = total
     for count, i in enumerate(sorted(range(len(rooms)), key=lambda i: (rooms[i], i))):
-        shares[i] = min(rooms[i], left // (len(rooms) - count))
-        left -= shares[i]
+        shares[i] = min(rooms[i], remaining // (len(rooms) - count))
+        remaining -= shares[i]
     return shares

@@ -131,9 +131,9 @@ class BatchSharder:
         num_samples = max(1, min(num_samples, len(self._sampler) - self._sampler.num_dropped))
         weighted: list[WeightedSamples] = []
         first = 0
-        for taken in range(0, num_samples, self.global_batch_size):
+        for start in range(0, num_samples, self.global_batch_size):
             samples = self._sampler.next_sample_indices(first, self.global_batch_size)
-            weighted.append(self._read_weighted_samples(samples, num_samples - taken))
+            weighted.append(self._read_weighted_samples(samples, num_samples - start))
             first = samples[-1] + 1
         return weighted, num_samples
 

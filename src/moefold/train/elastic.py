@@ -298,8 +298,8 @@ class GenerationLoop:
                 f"lost {'; '.join(texts)}. {len(survivors)} ranks are left, and the recipe fits no number of ranks "
                 f"from faults.min_ranks={self._cfg.faults.min_ranks} to {len(survivors)}; the same command resumes"
             )
-        held = {rank: fact["snapshots"] for rank, fact in facts.items()}
-        choice = choose(held, sizes[-1], self._history.snapshots)
+        owners_by_rank = {rank: fact["snapshots"] for rank, fact in facts.items()}
+        choice = choose(owners_by_rank, sizes[-1], self._history.snapshots)
         step = choice.step
         if step is not None and newest_complete_step(self._cfg.run, self._cfg.checkpoint, facts) > step:
             step = None

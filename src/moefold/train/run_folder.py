@@ -255,8 +255,8 @@ def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder)
     Files that have changed under their names are rejected by name at the start.
     """
     # Only files with different names need to be read for the answer.
-    seen = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None
-    return data_order_change(meta, order, seen, drops_files=data.drops_files)
+    digests = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None
+    return data_order_change(meta, order, digests, drops_files=data.drops_files)
 
 
 def _newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:

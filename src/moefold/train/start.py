@@ -193,8 +193,8 @@ def probe_folder(key: str, path: str) -> None:
         while not existing.exists():
             existing = existing.parent
         if not existing.is_dir():
-            where = "is" if existing == folder.absolute() else f"lies below {str(existing)!r}, which is"
-            raise ConfigError(f"{name} {where} a file; choose a folder")
+            relation = "is" if existing == folder.absolute() else f"lies below {str(existing)!r}, which is"
+            raise ConfigError(f"{name} {relation} a file; choose a folder")
         with tempfile.TemporaryFile(dir=existing):
             return
     except OSError as error:
@@ -355,9 +355,9 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
     """
     if rank_env is not None and (rank_env.is_embedded or is_torchrun()):
         launcher = "the processes of a program" if rank_env.is_embedded else "torchrun"
-        why = "end with one of them" if rank_env.is_embedded else "kills all ranks of a node when one is lost"
+        end = "end with one of them" if rank_env.is_embedded else "kills all ranks of a node when one is lost"
         raise ConfigError(
-            f"faults.on_loss='regroup': {launcher} {why}; start the job with `moefold train` on one machine or with "
+            f"faults.on_loss='regroup': {launcher} {end}; start the job with `moefold train` on one machine or with "
             "srun --kill-on-bad-exit=0, or set faults.on_loss='stop' and parallel.elastic=true"
         )
     if not fitting_after_loss(cfg):

@@ -327,14 +327,14 @@ def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage, device_type: str) 
     The cache holds at least a sample of train.seq_len.
     """
     share = shortage.parts[CACHE_PART]
-    left = share - (shortage.needed - shortage.available.size)
-    if left <= 0:
+    remaining = share - (shortage.needed - shortage.available.size)
+    if remaining <= 0:
         return 0.0
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
     sizes = cache_sizes(sampling, device_type)
     num_pages = -(-cfg.train.seq_len // sizes.page_positions) + 1
     needed = sizes.total_bytes(num_pages, cfg.rollout.slots, cfg.rollout.cache)
-    fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * left / share
+    fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * remaining / share
     rounded = floor(fitting * 1000) / 1000
     return rounded if rounded * GIB >= needed else 0.0
 

@@ -63,17 +63,17 @@ def _no_formula_of(part: Part, name: str = "") -> NoReturn:
     )
 
 
-def no_formula(name: str, where: str = "verify/oracle*.py") -> NoReturn:
+def no_formula(name: str, file: str = "verify/oracle*.py") -> NoReturn:
     """Refuse a key, parameter or buffer that the oracle cannot judge.
 
     Args:
         name: the key and value, parameter or buffer.
-        where: the files whose formulas lack it.
+        file: the files whose formulas lack it.
 
     Raises:
         NoFormulaError: always.
     """
     raise NoFormulaError(
         f"the oracle has no formula for {name}, so this recipe cannot be judged; leave it out, or write its formula in "
-        f"moefold/{where} (docs/extending.md)"
+        f"moefold/{file} (docs/extending.md)"
     )

@@ -497,9 +497,9 @@ def change_logits(
         ids, values = zip(*rules.bias, strict=True)
         logits_V[list(ids)] += torch.tensor(values, dtype=logits_V.dtype, device=device)
     if rules.repetition_penalty != 1:
-        seen = sorted({*request.prompt, *tokens})
-        logits = logits_V[seen]
-        logits_V[seen] = torch.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
+        used = sorted({*request.prompt, *tokens})
+        logits = logits_V[used]
+        logits_V[used] = torch.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
     counts = Counter(tokens)
     if counts and (rules.frequency_penalty or rules.presence_penalty):
         penalties = [count * rules.frequency_penalty + rules.presence_penalty for count in counts.values()]

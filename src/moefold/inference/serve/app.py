@@ -112,14 +112,14 @@ class CompletionServer:
 
     def _endpoint(self, kind: ApiKind) -> Callable[[HttpRequest], Awaitable[Any]]:
         async def answer(http: HttpRequest) -> Response | _EventStream:
-            with ExitStack() as held:
+            with ExitStack() as stack:
                 try:
                     request = parse_request(await self._read_body(http), kind, self._job.name)
-                    held.enter_context(self._counted(request))
+                    stack.enter_context(self._counted(request))
                     run = await self._start(http, request)
-                    held.callback(run.note_tokens)
+                    stack.callback(run.note_tokens)
                     if request.streams:
-                        return _EventStream(self._events(run), held.pop_all())
+                        return _EventStream(self._events(run), stack.pop_all())
                     return JSONResponse(await self._whole(run))
                 except ApiError as error:
                     return _error(error)
@@ -363,9 +363,9 @@ class _EventStream:
         held: closed with the response, even if no event was read.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], held: ExitStack) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], stack: ExitStack) -> None:
         self._events = events
-        self._held = held
+        self._held = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""

@@ -277,8 +277,8 @@ class SampleText:
             return text, [], reason
         content, calls = self._calls.push(text)
         if reason is not None:
-            more, last = self._calls.finish()
-            content += more
+            extra, last = self._calls.finish()
+            content += extra
             calls += last
         if self._calls.num_calls and (reason == "stop" or self._calls.is_done):
             reason = "tool_calls"

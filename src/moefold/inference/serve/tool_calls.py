@@ -93,9 +93,9 @@ def _object_of(text: str) -> dict[str, Any]:
     return value
 
 
-def _skip(text: str, start: int, more: str = "") -> int:
+def _skip(text: str, start: int, separators: str = "") -> int:
     """Return the first place without a space or one of the given characters."""
-    while start < len(text) and text[start] in _SPACES + more:
+    while start < len(text) and text[start] in _SPACES + separators:
         start += 1
     return start
 
@@ -213,10 +213,10 @@ def _take_llama(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     stop = decoded[1]
     if text[_skip(text, stop) :].startswith(";"):
         tail = text[_skip(text, stop, ";") :]
-        more = _take_llama(tail, is_end, tool_use)
-        if more is None:
+        others = _take_llama(tail, is_end, tool_use)
+        if others is None:
             return None
-        return Taken([*calls, *more.calls], len(text) - len(tail) + more.length)
+        return Taken([*calls, *others.calls], len(text) - len(tail) + others.length)
     # Another call may follow.
     return Taken(calls, stop) if is_end or text[_skip(text, stop) :] else None
 
@@ -357,25 +357,25 @@ class CallReader:
         calls: list[Call] = []
         self._is_in_call = False
         while self._pending and not self.is_done:
-            begin = self._begin(self._pending, is_end=is_end)
-            text += self._text(self._pending[:begin])
-            self._pending = self._pending[begin:]
+            start = self._begin(self._pending, is_end=is_end)
+            text += self._text(self._pending[:start])
+            self._pending = self._pending[start:]
             if not self._pending or not self._is_call(self._pending):
                 break
             try:
-                taken = self._format.take(self._pending, is_end, self._use)
-                if taken is not None and any(call.name not in _names(self._use) for call in taken.calls):
+                call = self._format.take(self._pending, is_end, self._use)
+                if call is not None and any(call.name not in _names(self._use) for call in call.calls):
                     raise NoCallError
             except NoCallError:
                 text += self._text(self._pending[0])
                 self._pending = self._pending[1:]
                 continue
-            if taken is None:
+            if call is None:
                 self._is_in_call = True
                 break
             self._skips_spaces = True
-            calls += self._counted(taken.calls)
-            self._pending = self._pending[taken.length :]
+            calls += self._counted(call.calls)
+            self._pending = self._pending[call.length :]
         if self.is_done:
             self._pending = ""
         return text, calls

@@ -110,7 +110,7 @@ def _file_name(context: TrainingContext) -> str:
 
 def _former_file_name(context: TrainingContext) -> str:
     """Return the file name of earlier versions, which also depended on the paths of the data."""
-    fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in context.data.fingerprints.items()}
+    fingerprints = {name: " ".join(digest.split()[:2]) for name, digest in context.data.fingerprints.items()}
     return _hashed_name([context.data.order | _KEYS_OF_FORMAT_1, fingerprints])
 
 

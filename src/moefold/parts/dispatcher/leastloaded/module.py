@@ -261,8 +261,8 @@ class MigratedExperts:
 
     def migrate(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """See `ExpertMigration.migrate`; collective over ep."""
-        both = _MigrateWeights.apply(self, *weights)
-        return list(both[: len(weights)]), list(both[len(weights) :])
+        migrated = _MigrateWeights.apply(self, *weights)
+        return list(migrated[: len(weights)]), list(migrated[len(weights) :])
 
 
 def received_experts(assignment_PE: Counts, rank: int) -> Counts:

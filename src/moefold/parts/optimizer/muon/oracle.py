@@ -43,11 +43,11 @@ def matrix_indices(spec: ParamSpec) -> Iterator[int | Tensor]:
         yield from range(spec.shape[0])
         return
     rows = torch.arange(spec.shape[0])
-    begin = 0
+    start = 0
     period = sum(spec.matrix_rows) or spec.shape[0]
     for height in spec.matrix_rows or (period,):
-        yield rows[(rows % period >= begin) & (rows % period < begin + height)]
-        begin += height
+        yield rows[(rows % period >= start) & (rows % period < start + height)]
+        start += height
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
