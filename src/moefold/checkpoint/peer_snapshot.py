@@ -167,7 +167,7 @@ class Snapshot:
 
     step: int | None = None
     train_state: TrainState | None = None
-    own: dict[BoxKey, Tensor] = field(default_factory=dict)
+    local: dict[BoxKey, Tensor] = field(default_factory=dict)
     """Boxes of this rank."""
     copies: dict[int, dict[BoxKey, Tensor]] = field(default_factory=dict)
     """Boxes of the ranks whose peer this rank is."""
@@ -176,14 +176,14 @@ class Snapshot:
 
     def boxes(self) -> Iterator[tuple[BoxKey, Tensor]]:
         """Yield each own and copied box once."""
-        yield from self.own.items()
+        yield from self.local.items()
         for copy in self.copies.values():
-            yield from ((key, values) for key, values in copy.items() if key not in self.own)
+            yield from ((key, values) for key, values in copy.items() if key not in self.local)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all boxes in host memory."""
-        return sum(values.nbytes for values in self.own.values()) + sum(
+        return sum(values.nbytes for values in self.local.values()) + sum(
             values.nbytes for copy in self.copies.values() for values in copy.values()
         )
 
@@ -358,14 +358,14 @@ class PeerSnapshots:
         groups = plan.groups
         slot.step = None
         device = groups.device
-        if not slot.own and not slot.copies:
-            slot.own = {key: _host_tensor(values.shape, values.dtype, device) for key, values in shards.items()}
+        if not slot.local and not slot.copies:
+            slot.local = {key: _host_tensor(values.shape, values.dtype, device) for key, values in shards.items()}
             slot.copies = {}
             for rank, (name, box) in plan.copied:
                 copy = slot.copies.setdefault(rank, {})
                 copy[name, box] = _host_tensor(box.size, plan.dtypes[name], device)
         for key, values in shards.items():
-            slot.own[key].copy_(values, non_blocking=device.type == "cuda")
+            slot.local[key].copy_(values, non_blocking=device.type == "cuda")
         by_name = {key[0]: key for key in shards}
 
         def read(transfer: BoxTransfer) -> Tensor:
@@ -466,13 +466,13 @@ class _ByName:
     """Access to the boxes of a snapshot by a part of a tensor."""
 
     def __init__(self, slot: Snapshot) -> None:
-        self._found: defaultdict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+        self._boxes_by_name: defaultdict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for (name, box), values in slot.boxes():
-            self._found[name].append((box, values))
+            self._boxes_by_name[name].append((box, values))
 
     def read(self, name: str, region: Box) -> Tensor:
         """Return the values of a part of a tensor that lies in one of the boxes."""
-        for box, values in self._found[name]:
+        for box, values in self._boxes_by_name[name]:
             if box.intersect(region) == region:
                 return values[region.index_in(box)]
         raise AssertionError((name, region))

@@ -59,7 +59,7 @@ def certify(
     hasher = TensorHasher(groups.device)
     digests = {key: _digest(hasher, values) for key, values in slot.boxes()}
     copies = {
-        (rank, key): digests[key] if key not in slot.own else _digest(hasher, values)
+        (rank, key): digests[key] if key not in slot.local else _digest(hasher, values)
         for rank, copy in slot.copies.items()
         for key, values in copy.items()
     }

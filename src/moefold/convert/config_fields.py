@@ -65,8 +65,8 @@ class Renamed:
         also: other spellings of the key, which are read but not written.
         copies: other keys of [model] with the same value; different values do not read back as the same model.
         default_key: key of config.json whose value replaces an absent or null key.
-        least: smallest value.
-        most: largest value.
+        minimum: smallest value.
+        maximum: largest value.
         writes_null: write null for 0.
     """
 
@@ -76,13 +76,13 @@ class Renamed:
     also: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     default_key: str = ""
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
     writes_null: bool = False
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Convert exactly to the type of the [model] key."""
-        name, value = self._given(hf_config)
+        name, value = self._first_value(hf_config)
         if value is None and self.default_key:
             value = hf_config.get(self.default_key)
         if value is None:
@@ -95,8 +95,8 @@ class Renamed:
         if not is_number or not abs(value) < _MAX_NUMBER or value != kind(value):
             described = {bool: "true or false", int: "a whole number"}.get(kind, "a number")
             raise ConfigError(f"config.json has {name}={value!r}, which should be {described}")
-        if not self.least <= value <= self.most:
-            bounds = f"{self.least} or more" if self.most == math.inf else f"{self.least} to {self.most}"
+        if not self.minimum <= value <= self.maximum:
+            bounds = f"{self.minimum} or more" if self.maximum == math.inf else f"{self.minimum} to {self.maximum}"
             raise ConfigError(f"config.json has {name}={kind(value)}, which should be {bounds}")
         if self._is_table:
             return {self.key: {} if value else NONE}
@@ -117,7 +117,7 @@ class Renamed:
         """Return whether the switch represents the presence of a table."""
         return f"model.{self.key}" in tables()
 
-    def _given(self, hf_config: Json) -> tuple[str, Any]:
+    def _first_value(self, hf_config: Json) -> tuple[str, Any]:
         """Return the present spelling and its value."""
         pairs = [(name, hf_config.get(name)) for name in (self.hf_key, *self.also)]
         pairs = [pair for pair in pairs if pair[1] is not None] or pairs
@@ -431,9 +431,11 @@ def attention_bias(*, has_output: bool) -> Renamed:
     return Renamed("attention_bias", "attention.qkv_bias", False, copies=("attention.output_bias",) * has_output)
 
 
-NUM_LAYERS = Renamed("num_hidden_layers", "layers", least=1, most=MAX_LAYERS)
+NUM_LAYERS = Renamed("num_hidden_layers", "layers", minimum=1, maximum=MAX_LAYERS)
 """Number of layers, without MTP layers."""
-MTP_LAYERS = Renamed("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), least=0, most=MAX_LAYERS)
+MTP_LAYERS = Renamed(
+    "num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), minimum=0, maximum=MAX_LAYERS
+)
 """Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 differs."""
 
 

@@ -406,7 +406,7 @@ class ChunkedLayers:
             settings |= {"attention.qk_norm.in_nope": False} if not all(has_rope) else {}
         if _switch(hf_config, "attn_temperature_tuning") and not all(has_rope):
             scale = Renamed("attn_scale", "attention.temperature.scale", 0.1).read(hf_config)
-            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192, least=1).read(hf_config)
+            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192, minimum=1).read(hf_config)
             settings |= scale | tokens if "attention.temperature.scale" in scale else {}
         return settings
 

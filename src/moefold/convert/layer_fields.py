@@ -226,7 +226,7 @@ class UniformWindow:
         longest = hf_config.get("max_position_embeddings")
         if window is None or (is_int(window) and is_int(longest) and window >= longest):
             return {"sliding_window": 0}
-        return {"layers.attention": "window", **Renamed("sliding_window", "sliding_window", least=1).read(hf_config)}
+        return {"layers.attention": "window", **Renamed("sliding_window", "sliding_window", minimum=1).read(hf_config)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the window; layers of several kinds do not read back as the same model."""

@@ -47,7 +47,7 @@ class TaskPrompts:
 
     def __init__(self, problems: Problems, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None = None) -> None:
         self._problems = problems
-        self._want = reward_prompt
+        self._reward_prompt = reward_prompt
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class TaskPrompts:
     def prompt(self, index: int) -> Prompt:
         """Return prompt `index`."""
         problem = self._problems.problem(index)
-        text = problem.prompt if self._want is None else self._want.fill(problem.prompt)
+        text = problem.prompt if self._reward_prompt is None else self._reward_prompt.fill(problem.prompt)
         ids = tuple(self._tokenizer.encode(text).tolist())
         return Prompt(problem.prompt, text, ids, problem.columns, f"problem {index}")
 
@@ -201,18 +201,18 @@ class _PromptReader:
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None) -> None:
         self._data = data
         self._tokenizer = tokenizer
-        self._want = reward_prompt
+        self._reward_prompt = reward_prompt
         self._template: ChatTemplate | None = None
 
     def read(self, record: JsonlRecord) -> Prompt:
         """Return the prompt of a row; raise ConfigError if the row has no prompt, or it cannot be rendered."""
         source = prompt_of_row(record)
         if isinstance(source, str):
-            text = source if self._want is None else self._want.fill(source)
+            text = source if self._reward_prompt is None else self._reward_prompt.fill(source)
             return _make_prompt(record, source, text, self._tokenizer)
         if self._template is None:
             self._template = load_chat_template(self._data, self._tokenizer)
-            self._template.reward_prompt = self._want
+            self._template.reward_prompt = self._reward_prompt
         self._template.check_roles(ChatRequest(source, None, record.location))
         text = self._template.render_prompt(source, record.location, add_generation_prompt=True)
         return _make_prompt(record, source, text, self._tokenizer)

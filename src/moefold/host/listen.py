@@ -88,7 +88,7 @@ class ConnectionGuard:
             log: called with each line of the log, at most once in `LOG_INTERVAL_S` for a reason.
             max_connections: maximum number of connections; None for all that the descriptors allow.
         """
-        self.most = most_connections() if max_connections is None else max_connections
+        self.max_connections = most_connections() if max_connections is None else max_connections
         self._log = log
         self._logged_s: dict[str, float] = {}
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -111,11 +111,11 @@ class ConnectionGuard:
 
     def make_room(self) -> bool:
         """Return whether one more connection is allowed; if not, close the oldest silent connection."""
-        if self._num_sockets >= self.most:
+        if self._num_sockets >= self.max_connections:
             self._num_sockets = sum(sock.fileno() >= 0 for sock in self._sockets)
-        if self._num_sockets < self.most:
+        if self._num_sockets < self.max_connections:
             return True
-        self.log_once("full", f"{self.most} connections are open, the most that this server takes")
+        self.log_once("full", f"{self.max_connections} connections are open, the most that this server takes")
         return False
 
     def close_oldest(self) -> bool:

@@ -81,7 +81,7 @@ class OuterOptimizer(OuterWeights):
             The norms, and further metrics of the round by name.
         """
         keep_local = self._settings.keep_local if is_overlapped else 0.0
-        return self.step(round_.own, round_.mean, round_.fragments, keep_local=keep_local), {}
+        return self.step(round_.delta, round_.mean, round_.fragments, keep_local=keep_local), {}
 
     def skip(self) -> None:
         """Record that a due outer step does not take place; local."""
@@ -200,7 +200,7 @@ class OuterOptimizer(OuterWeights):
         """
         names = self.names(pending.fragments)
         visits = self.visit(names, ["weights"])
-        vectors = (self.parts(names, pending.own), self.parts(names, pending.mean, is_mean=True))
+        vectors = (self.parts(names, pending.delta), self.parts(names, pending.mean, is_mean=True))
         for (name, (weights,)), own_d, mean_g in zip(visits, *vectors, strict=True):
             yield name, own_d, self.select(name, mean_g), self.select(name, weights), self._replicas.get(name, 1)
 

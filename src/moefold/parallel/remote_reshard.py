@@ -104,12 +104,12 @@ class WeightSender:
         self._messages = _Messages(source, target, dtypes, link, max_bucket_bytes)
         self._boxes = self._messages.source.boxes(link.rank)
         check_boxes(weight_tensors(model), self._boxes)
-        self._own = [m for bucket in self._messages.buckets() for m in bucket if m.source == link.rank]
+        self._sent_messages = [m for bucket in self._messages.buckets() for m in bucket if m.source == link.rank]
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends for each version of the weights; they are in host memory until received."""
-        return sum(message.num_bytes for message in self._own)
+        return sum(message.num_bytes for message in self._sent_messages)
 
     @torch.no_grad()
     def send(self) -> list[PendingSend]:
@@ -121,7 +121,7 @@ class WeightSender:
         reshard_parameters(self._model.stages)
         weights = merged_shards(self._model)
         sends = []
-        for message in self._own:
+        for message in self._sent_messages:
             buffer = torch.empty(message.num_bytes, dtype=torch.uint8)
             for transfer, view in self._messages.views(message, buffer):
                 view.copy_(weights[transfer.name][transfer.box.index_in(self._boxes[transfer.name])])

@@ -99,7 +99,7 @@ class RolloutReplay:
             sampled_layers=tuple(sampled_layers),
         )
         self._members: list[_Member] = current_world().all_gather_object(member)
-        self._own = member
+        self._member = member
         self._layer_routing = {number: ReplayedRouting(0) for number in model.moe_layers()}
         for number, layer in model.moe_layers().items():
             layer.router.override = self._layer_routing[number]
@@ -114,35 +114,35 @@ class RolloutReplay:
         """
         world = self._groups.world
         rank = world.rank
-        rows, starts = _concatenate(recorded, len(tokens.last_R), len(self._own.sampled_layers), self._top_k)
+        rows, starts = _concatenate(recorded, len(tokens.last_R), len(self._member.sampled_layers), self._top_k)
         sent: list[NDArray[np.uint8]] = []
         for member, receiver in enumerate(self._members):
-            layers = self._common_layers(self._own, receiver, member)
-            is_mine = self._is_from(tokens, receiver, self._own.shard)
+            layers = self._common_layers(self._member, receiver, member)
+            is_mine = self._is_from(tokens, receiver, self._member.shard)
             index = self._of_receiver(tokens.rollout_NS, receiver)[is_mine]
             index = starts[index] + self._of_receiver(tokens.offset_NS, receiver)[is_mine]
-            columns = np.array([self._own.sampled_layers.index(layer) for layer in layers], np.int64)
+            columns = np.array([self._member.sampled_layers.index(layer) for layer in layers], np.int64)
             block = rows[np.ix_(columns, index)]
             sent.append(np.ascontiguousarray(block, self._dtype).reshape(-1).view(np.uint8))
-        masks = [self._is_from(tokens, self._own, member.shard) for member in self._members]
+        masks = [self._is_from(tokens, self._member, member.shard) for member in self._members]
         item = self._top_k * self._dtype.itemsize
-        layers_from = [self._common_layers(member, self._own, rank) for member in self._members]
+        layers_from = [self._common_layers(member, self._member, rank) for member in self._members]
         counts = [len(layers) * int(mask.sum()) * item for layers, mask in zip(layers_from, masks, strict=True)]
         buffer = torch.from_numpy(np.concatenate(sent)).to(self._groups.device)
         received = all_to_all(buffer, world, [len(block) for block in sent], counts).cpu().numpy()
-        ids = np.zeros((len(self._own.layers), *masks[0].shape, self._top_k), self._dtype)
+        ids = np.zeros((len(self._member.layers), *masks[0].shape, self._top_k), self._dtype)
         for block, layers, mask in zip(np.split(received, np.cumsum(counts)[:-1]), layers_from, masks, strict=True):
             shape = len(layers), int(mask.sum()), self._top_k
             values = np.ascontiguousarray(block).view(self._dtype).reshape(shape)
             for layer, layer_ids in zip(layers, values, strict=True):
-                ids[self._own.layers.index(layer)][mask] = layer_ids
+                ids[self._member.layers.index(layer)][mask] = layer_ids
         is_replayed = np.logical_or.reduce(masks)
         device = self._groups.device
         return BatchRouting(
-            first_sample=self._own.dp_rank * len(is_replayed),
+            first_sample=self._member.dp_rank * len(is_replayed),
             ids_of_layer={
                 layer: torch.from_numpy(layer_ids).to(device)
-                for layer, layer_ids in zip(self._own.layers, ids, strict=True)
+                for layer, layer_ids in zip(self._member.layers, ids, strict=True)
             },
             is_replayed_NS=torch.from_numpy(is_replayed).to(device),
         )

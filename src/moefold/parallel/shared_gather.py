@@ -32,7 +32,7 @@ class _Gathered:
     """Returns this rank's padded shard, flat."""
     values: Tensor
     """All shards, flat, in the order of the members."""
-    own: Tensor
+    own_shard: Tensor
     """The part of `values` that this rank writes; it does not share the version counter of `values`."""
 
 
@@ -89,7 +89,7 @@ class _Gather:
         """Write this rank's shards when no member reads the old values any more; return when all have written."""
         with self._waiting():
             self._barrier.wait()
-            foreach_copy_([param.own for param in self._params], [param.shard() for param in self._params])
+            foreach_copy_([param.own_shard for param in self._params], [param.shard() for param in self._params])
             self._barrier.wait()
 
 

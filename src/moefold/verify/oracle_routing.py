@@ -50,7 +50,7 @@ class RoutedBatch:
     scores: Tensor
     """Router scores, [B, S, E], summing to 1."""
     logits: Tensor
-    given: OracleScores
+    inputs: OracleScores
     """Input of the choice."""
     num_dropped: int
     is_token: Tensor
@@ -196,7 +196,7 @@ class OracleRouter:
             return
         rate = self._moe.bias_update_rate
         if self._choice.bias is not None:
-            self.biases[name] = self._choice.bias([batch.given for batch in batches]).float()
+            self.biases[name] = self._choice.bias([batch.inputs for batch in batches]).float()
             return
         model = self._model
         target = counts.mean()

@@ -49,7 +49,7 @@ class OuterOfWholeRounds(OuterOptimizer):
             return round_
         mean = round_.mean.clone()
         first = self.num_coded(round_.fragments)
-        mean[first:] -= round_.own[first:]
+        mean[first:] -= round_.delta[first:]
         return replace(round_, mean=mean)
 
     def begin_next(self) -> None:
@@ -87,7 +87,7 @@ class OuterOfWholeRounds(OuterOptimizer):
         self._moves_both = moves_both
         self._penalty = penalty
         self.update_square = 0.0
-        return self.step(round_.own, round_.mean, round_.fragments)
+        return self.step(round_.delta, round_.mean, round_.fragments)
 
     def update(self, name: str, mean_g: Tensor, momentum: Sequence[Tensor]) -> Tensor:
         """Return the update by the divided mean."""

@@ -28,7 +28,7 @@ class OuterOfPairs(OuterOptimizer):
 
     def receive(self, round_: PendingRound, sent: Sent, exchanged: Exchanged, members: Sequence[int]) -> PendingRound:
         """Return the round with the pull between the outer weights of the pair."""
-        size = len(round_.own)
+        size = len(round_.delta)
         if len(sent.vector) == size:
             return replace(round_, is_mean_of_weights=True)
         return replace(round_, mean=add_pull(exchanged.mean, sent.vector[size:]))
@@ -36,7 +36,7 @@ class OuterOfPairs(OuterOptimizer):
     def apply(self, round_: PendingRound, groups: Any, *, is_overlapped: bool) -> tuple[OuterNorms, dict[str, float]]:
         """Take the outer step of a pair, or the mean of all sites; local."""
         if round_.is_mean_of_weights:
-            return self.merge(round_.own, round_.mean, round_.fragments), {}
+            return self.merge(round_.delta, round_.mean, round_.fragments), {}
         return super().apply(round_, groups, is_overlapped=is_overlapped)
 
     @torch.no_grad()

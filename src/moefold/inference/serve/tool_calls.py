@@ -315,7 +315,7 @@ class CallReader:
         Args:
             tool_format: format of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
         """
-        self._use = tool_use
+        self._tool_use = tool_use
         self._format = tool_format
         self._pending = ""
         """Text of a call that is not complete."""
@@ -327,7 +327,7 @@ class CallReader:
     @property
     def is_done(self) -> bool:
         """Return whether the answer is complete: only one call is allowed, and it has a call."""
-        return self.num_calls > 0 and not self._use.allows_many
+        return self.num_calls > 0 and not self._tool_use.allows_many
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """Add text; return the text outside of calls, and complete calls."""
@@ -347,8 +347,8 @@ class CallReader:
         except ValueError:
             # The answer is truncated.
             return text, []
-        if self._use.is_named:
-            return "", self._counted([Call(self._use.forced[0], text.strip())])
+        if self._tool_use.is_named:
+            return "", self._counted([Call(self._tool_use.forced[0], text.strip())])
         return "", self._counted([_call_of(value) for value in values])
 
     def _split(self, *, is_end: bool) -> tuple[str, list[Call]]:
@@ -363,8 +363,8 @@ class CallReader:
             if not self._pending or not self._is_call(self._pending):
                 break
             try:
-                call = self._format.take(self._pending, is_end, self._use)
-                if call is not None and any(call.name not in _names(self._use) for call in call.calls):
+                call = self._format.take(self._pending, is_end, self._tool_use)
+                if call is not None and any(call.name not in _names(self._tool_use) for call in call.calls):
                     raise NoCallError
             except NoCallError:
                 text += self._text(self._pending[0])
@@ -381,7 +381,7 @@ class CallReader:
         return text, calls
 
     def _counted(self, calls: Sequence[Call]) -> list[Call]:
-        kept = list(calls) if self._use.allows_many else list(calls[:1])
+        kept = list(calls) if self._tool_use.allows_many else list(calls[:1])
         self.num_calls += len(kept)
         return kept
 

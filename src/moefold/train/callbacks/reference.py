@@ -141,7 +141,7 @@ def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.
     # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
     totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
     if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
-        for pair_ids, sums in recorder.found:
+        for pair_ids, sums in recorder.sums:
             is_pair = pair_ids.flatten() >= 0
             rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
             totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
@@ -165,7 +165,7 @@ class SequenceLogProbs:
 
     def __init__(self, terms: tuple[str, ...]) -> None:
         self.terms = terms
-        self.found: list[tuple[Tensor, Tensor]] = []
+        self.sums: list[tuple[Tensor, Tensor]] = []
         """Pairs of "pair_ids", int64 [B, K / 2], and sums, [B, K], one for each micro-batch."""
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
@@ -173,5 +173,5 @@ class SequenceLogProbs:
         sequences = Sequences(columns["sequence_ids"], output.context_parallel)
         (sums,) = sequences.sums(output.log_probs(columns["labels"]).unsqueeze(0))
         pair_ids = columns["pair_ids"]
-        self.found.append((pair_ids, sums[:, : 2 * pair_ids.shape[1]].detach()))
+        self.sums.append((pair_ids, sums[:, : 2 * pair_ids.shape[1]].detach()))
         return sums.new_zeros(len(self.terms))
