@@ -198,8 +198,8 @@ def write_inputs(turns: Turns, seat: Seat) -> None:
         for _ in range(sizes.rollouts // GROUP_SIZE * seat.steps):
             text = "".join(chr(code) for code in torch.randint(97, 123, (sizes.prompt,), generator=generator).tolist())
             file.write(json.dumps({"prompt": text}) + "\n")
-    _write_model(folder / "model", _of_length(cfg, sizes.positions))
-    _write_model(folder / "bytes", _of_length(_grpo_recipe(seat), 1024), never_ends=True)
+    _write_model(folder / "model", _with_length(cfg, sizes.positions))
+    _write_model(folder / "bytes", _with_length(_grpo_recipe(seat), 1024), never_ends=True)
     wide = {"hidden_size": sizes.folder_width, "ffn.moe.intermediate_size": sizes.folder_width}
     large = {"preset": sizes.preset, "ffn.moe.num_experts": 16} | wide
     _write_model(folder / "large", config_from_dict({"model": large, "data": {"kind": "synthetic"}}))
@@ -220,7 +220,7 @@ def _scenarios(sizes: Sizes, generator: torch.Generator) -> dict[str, tuple[list
     return scenarios
 
 
-def _of_length(cfg: Config, positions: int) -> Config:
+def _with_length(cfg: Config, positions: int) -> Config:
     return replace(cfg, train=replace(cfg.train, seq_len=positions))
 
 

@@ -140,7 +140,7 @@ def read_meta(path: Path) -> CheckpointMeta:
     try:
         fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
         if not (newer := _newer_format(fields)):
-            meta = CheckpointMeta(**_of_format(fields))
+            meta = CheckpointMeta(**_current_fields(fields))
             _check_meta(meta)
             return meta
     except FileNotFoundError:
@@ -158,7 +158,7 @@ def _newer_format(fields: Any) -> int:
     return number if type(number) is int and number > FORMAT else 0
 
 
-def _of_format(fields: Any) -> dict[str, Any]:
+def _current_fields(fields: Any) -> dict[str, Any]:
     """Return the fields of a `META_FILE`, with flat keys of earlier versions moved to tables.
 
     Raises:

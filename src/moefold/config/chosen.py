@@ -15,7 +15,7 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 
 def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
     """Return the part of a group that a recipe chooses."""
-    return of_group(attrgetter(group.key)(recipe), group)
+    return as_part(attrgetter(group.key)(recipe), group)
 
 
 def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
@@ -49,10 +49,10 @@ def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
     Args:
         section: the section of a recipe, such as `cfg.train`.
     """
-    return of_group(getattr(section, group.key.partition(".")[2]), group)
+    return as_part(getattr(section, group.key.partition(".")[2]), group)
 
 
-def of_group(value: Any, group: type[AnyPart]) -> AnyPart:
+def as_part(value: Any, group: type[AnyPart]) -> AnyPart:
     """Return a part with its type checked against its group."""
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value

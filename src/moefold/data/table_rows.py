@@ -278,7 +278,7 @@ def split_files(folder: Path, split: str, subset: str) -> list[Path]:
             raise ConfigError(f"data.subset={subset!r}: the {_CARD} of {folder} names no configurations; leave it out")
         by_split = _named_splits(names)
     _check_split(split, by_split, folder)
-    return [folder / name for name in _of_one_format(by_split[split], folder)]
+    return [folder / name for name in _files_of_one_format(by_split[split], folder)]
 
 
 def _is_listed(file: Path, folder: Path) -> bool:
@@ -314,7 +314,7 @@ def _read(file: Path) -> Any:
     return read_json(file, MAX_DESCRIPTION_BYTES)
 
 
-def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
+def _files_of_one_format(names: Sequence[str], folder: Path) -> list[str]:
     """Return the files of the most frequent format."""
     formats = Counter(table_suffix(Path(name)) for name in names)
     tables = [(count, suffix) for suffix, count in formats.items() if suffix in FOLDER_SUFFIXES]

@@ -119,8 +119,8 @@ class RolloutReplay:
         for member, receiver in enumerate(self._members):
             layers = self._common_layers(self._member, receiver, member)
             is_mine = self._is_from(tokens, receiver, self._member.shard)
-            index = self._of_receiver(tokens.rollout_NS, receiver)[is_mine]
-            index = starts[index] + self._of_receiver(tokens.offset_NS, receiver)[is_mine]
+            index = self._rows_of_receiver(tokens.rollout_NS, receiver)[is_mine]
+            index = starts[index] + self._rows_of_receiver(tokens.offset_NS, receiver)[is_mine]
             columns = np.array([self._member.sampled_layers.index(layer) for layer in layers], np.int64)
             block = rows[np.ix_(columns, index)]
             sent.append(np.ascontiguousarray(block, self._dtype).reshape(-1).view(np.uint8))
@@ -166,7 +166,7 @@ class RolloutReplay:
             return []
         return sorted(set(sender.sampled_layers) & set(receiver.layers))
 
-    def _of_receiver(self, values_NS: NDArray[np.int64], receiver: _Member) -> NDArray[np.int64]:
+    def _rows_of_receiver(self, values_NS: NDArray[np.int64], receiver: _Member) -> NDArray[np.int64]:
         """Return the part of a rank's rows and positions, [N, S/(cp*tp)]."""
         per_rank = len(values_NS) // self._groups.attn.dp.size
         rows = values_NS[receiver.dp_rank * per_rank : (receiver.dp_rank + 1) * per_rank]
@@ -174,8 +174,8 @@ class RolloutReplay:
 
     def _is_from(self, tokens: PackedTokens, receiver: _Member, shard: int) -> NDArray[np.bool_]:
         """Return the mask of a rank's tokens that a data-parallel rank of sampling routed, bool [N, S/(cp*tp)]."""
-        rollout = self._of_receiver(tokens.rollout_NS, receiver)
-        is_routed = (rollout >= 0) & (self._of_receiver(tokens.offset_NS, receiver) < tokens.last_R[rollout])
+        rollout = self._rows_of_receiver(tokens.rollout_NS, receiver)
+        is_routed = (rollout >= 0) & (self._rows_of_receiver(tokens.offset_NS, receiver) < tokens.last_R[rollout])
         is_from: NDArray[np.bool_] = is_routed & (tokens.shard_R[rollout] == shard)
         return is_from
 

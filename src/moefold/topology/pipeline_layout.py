@@ -271,7 +271,7 @@ class StagePlan:
         """Pipeline ranks of the first and the last stage, which may hold a copy of the embedding."""
         return self.ranks[0], self.ranks[-1]
 
-    def of_rank(self, pp_rank: int) -> tuple[Stage, ...]:
+    def stages_of_rank(self, pp_rank: int) -> tuple[Stage, ...]:
         """Return the stages of one pipeline rank."""
         return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
 
