@@ -104,12 +104,12 @@ class SiteRounds(Callback):
         digest = self._digest(context, list(outer.weights.values()))
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
-        answer = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
-        if answer == "stopped":
+        found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
+        if found == "stopped":
             return
         # The round after the present step will still follow.
         self._meeting.connect(lambda: self._position(context.position.step - 1, outer))
-        if answer == "missed":
+        if found == "missed":
             self._join(context)
             self._begin_joined(context)
 
@@ -274,17 +274,17 @@ class SiteRounds(Callback):
         began_s = time.perf_counter()
         outer = _outer_of(context)
         reshard_parameters(context.training.model.stages)
-        delta = outer.difference(fragments)
+        own = outer.difference(fragments)
         self._record = {"fragment": fragments[0] if len(fragments) == 1 else -1, "members": 0, "skipped": None}
-        is_finite = all(current_world().all_gather_object(bool(torch.isfinite(delta).all())))
+        is_finite = all(current_world().all_gather_object(bool(torch.isfinite(own).all())))
         if self._meeting is None:
             if is_finite:
-                sent = outer.send(fragments, delta, is_last=step == self._run.steps)
+                sent = outer.send(fragments, own, is_last=step == self._run.steps)
                 self._flight = _Flight(
                     step,
                     step + overlap,
                     fragments,
-                    delta,
+                    own,
                     sent,
                     True,
                     context.position.tokens,
@@ -329,7 +329,7 @@ class SiteRounds(Callback):
                 f"step {step}: {describe_sites(answer['nonfinite'])} sent no finite weights and counts 0"
             )
         members = tuple(answer["members"])
-        sent = outer.send(fragments, delta, is_last=is_last)
+        sent = outer.send(fragments, own, is_last=is_last)
         exchange: Future[Exchanged] | None = None
         if len(members) > 1:
             assert self._meeting.links is not None
@@ -337,10 +337,10 @@ class SiteRounds(Callback):
             exchange = self._meeting.links.begin(
                 round_, sent.vector, sent.num_coded, outer.code, sent.num_gathered, probe
             )
-        weights, tokens = tuple(answer["weights"]), context.position.tokens
-        self._flight = _Flight(
-            step, step + overlap, fragments, delta, sent, is_finite, tokens, members, weights, exchange, began_s
-        )
+        tokens = context.position.tokens
+        weights = tuple(answer["weights"])
+        due = step + overlap
+        self._flight = _Flight(step, due, fragments, own, sent, is_finite, tokens, members, weights, exchange, began_s)
         self._begin_next(outer)
         return True
 
@@ -395,8 +395,8 @@ class SiteRounds(Callback):
             "round_s": time.perf_counter() - flight.began_s,
         }
         if is_probed(self._run, self._model, self._sites, flight.step):
-            slot = flight.members.index(self._sites.number)
-            counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, slot)
+            own = flight.members.index(self._sites.number)
+            counts = (0, 0) if exchanged.probes is None else count_equal_choices(exchanged.probes, flight.weights, own)
             equal, compared = _sum_of_ranks(context, [float(count) for count in counts])
             self._record["routing_overlap"] = equal / compared if compared else None
 
