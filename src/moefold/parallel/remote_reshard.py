@@ -40,7 +40,7 @@ class _Message:
     num_bytes: int
 
 
-class _Messages:
+class _TransferPlan:
     """The messages of a transfer, the same on every rank."""
 
     def __init__(
@@ -101,7 +101,7 @@ class WeightSender:
         self._model = model
         self._link = link
         dtypes = link.receive_object(link.split.sampling_ranks[0], DTYPES_TAG)
-        self._messages = _Messages(source, target, dtypes, link, max_bucket_bytes)
+        self._messages = _TransferPlan(source, target, dtypes, link, max_bucket_bytes)
         self._boxes = self._messages.source.boxes(link.rank)
         check_boxes(weight_tensors(model), self._boxes)
         self._sent_messages = [m for bucket in self._messages.buckets() for m in bucket if m.source == link.rank]
@@ -164,7 +164,7 @@ class WeightReceiver:
         self._sends = []
         if world.is_rank0:
             self._sends = [link.send_object(dtypes, rank, DTYPES_TAG) for rank in link.split.training_ranks]
-        self._messages = _Messages(source, target, dtypes, link, max_bucket_bytes)
+        self._messages = _TransferPlan(source, target, dtypes, link, max_bucket_bytes)
         self._boxes = self._messages.target.boxes(link.rank - link.split.num_training)
         check_boxes(weight_tensors(model), self._boxes)
         self._buckets = [
