@@ -186,8 +186,8 @@ def main() -> None:
     print("\n| mapping | plain s | overlapped s |\n| --- | --- | --- |")
     for mapping in mappings:
         cfg = recipe(mapping, 256, 128, count)
-        found = [measure(pool, cfg, 3 * options.steps, overlaps=overlaps) for overlaps in (False, True)]
-        print(f"| {_name(mapping)} | {found[0]:.3f} | {found[1]:.3f} |", flush=True)
+        times = [measure(pool, cfg, 3 * options.steps, overlaps=overlaps) for overlaps in (False, True)]
+        print(f"| {_name(mapping)} | {times[0]:.3f} | {times[1]:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

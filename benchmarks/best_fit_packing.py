@@ -31,7 +31,7 @@ def _compare_packings(name: str, seq_len: int) -> str:
     started_s = time.process_time()
     samples = pack_documents(lengths.tolist(), seq_len)
     packing_us = 1e6 * (time.process_time() - started_s) / NUM_DOCUMENTS
-    used = sum(length for parts in samples for _, _, length in parts)
+    used = sum(length for documents in samples for _, _, length in documents)
     ends = np.cumsum(lengths)
     fits = lengths <= seq_len + 1
     # Sample i has the tokens i * S to i * S + S; a document that lies in one of them is whole.
@@ -71,10 +71,10 @@ def main() -> None:
     for name in histogram_names():
         for seq_len in (4096, 32768):
             print(_compare_packings(name, seq_len))
-    whole = _step_seconds(0.0)
+    full_s = _step_seconds(0.0)
     print("padding %   CPU time over that without padding")
     for share in (0.25, 0.5, 0.75):
-        print(f"{100 * share:>9.0f} {_step_seconds(share) / whole:>10.2f}")
+        print(f"{100 * share:>9.0f} {_step_seconds(share) / full_s:>10.2f}")
 
 
 if __name__ == "__main__":

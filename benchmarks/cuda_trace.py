@@ -355,16 +355,16 @@ def _attention_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     The flash operators take [B, S, heads, D], or [all tokens, heads, D] of many sequences; cuDNN's [B, heads, S, D].
     """
-    given = operator_arguments(func, args, kwargs)
-    q, k, v = given["query"], given["key"], given["value"]
+    bound = operator_arguments(func, args, kwargs)
+    q, k, v = bound["query"], bound["key"], bound["value"]
     sequence_dim = 1 if "flash" in operator_name(func) else 2
-    queries, keys = (given["max_q"], given["max_k"]) if q.dim() == 3 else (q.shape[sequence_dim], k.shape[sequence_dim])
-    left = given.get("window_size_left")
+    queries, keys = (bound["max_q"], bound["max_k"]) if q.dim() == 3 else (q.shape[sequence_dim], k.shape[sequence_dim])
+    left = bound.get("window_size_left")
     window = 0 if left is None or left < 0 else left + 1
-    is_masked = bool(given.get("is_causal")) or window > 0
+    is_masked = bool(bound.get("is_causal")) or window > 0
     mean_keys = keys_per_token(window, keys, causal=True) if is_masked else keys
     pairs = q.numel() / q.shape[-1] * min(mean_keys, keys)
-    flops = attention_flops(pairs, q.shape[-1], v.shape[-1], is_backward="grad_out" in given)
+    flops = attention_flops(pairs, q.shape[-1], v.shape[-1], is_backward="grad_out" in bound)
     return GemmCost(flops, q.shape[-1], queries)
 
 

@@ -330,8 +330,8 @@ def _run_trial(main: TrialMain) -> RecoveryTimes | str:
 
 
 def _seconds(values: Sequence[float | None]) -> str:
-    known = sorted(value for value in values if value is not None)
-    return "-" if not known else f"{known[0]:.1f} s" if len(known) == 1 else f"{known[0]:.1f} to {known[-1]:.1f} s"
+    times = sorted(value for value in values if value is not None)
+    return "-" if not times else f"{times[0]:.1f} s" if len(times) == 1 else f"{times[0]:.1f} to {times[-1]:.1f} s"
 
 
 def main() -> None:
@@ -348,14 +348,14 @@ def main() -> None:
         if not re.search(args.only, name):
             continue
         results = [_run_trial(trial_main) for _ in range(args.repeats)]
-        times = [one for one in results if isinstance(one, RecoveryTimes)]
+        times = [result for result in results if isinstance(result, RecoveryTimes)]
         columns = (
-            [one.message_s for one in times],
-            [one.recovery_s for one in times],
-            [one.command_s for one in times],
+            [time.message_s for time in times],
+            [time.recovery_s for time in times],
+            [time.command_s for time in times],
         )
         print(f"| {name} | {' | '.join(map(_seconds, columns))} | {restarted_by} |", flush=True)
-        for failure in (one for one in results if isinstance(one, str)):
+        for failure in (result for result in results if isinstance(result, str)):
             print(failure, file=sys.stderr, flush=True)
     print(f"load average at the end: {os.getloadavg()[0]:.1f}")
 

@@ -121,29 +121,29 @@ MODULES = {
 
 def current_values() -> FloatArray:
     """Return the logarithms of the values in the sources and the device files."""
-    found = []
+    values = []
     base = load_device("gb300")
     for constant in CONSTANTS:
         table, _, key = constant.path.partition(".")
         device = base if constant.devices in ((), BLACKWELL) else load_device(constant.devices[0])
         if table in MODULES:
-            found.append(float(getattr(MODULES[table], key)))
+            values.append(float(getattr(MODULES[table], key)))
         elif table == "power":
-            found.append(device.gemm_fraction["bf16"] / base.gemm_fraction["bf16"])
+            values.append(device.gemm_fraction["bf16"] / base.gemm_fraction["bf16"])
         elif table == "nvlink":
-            found.append(device.links[0].fraction)
+            values.append(device.links[0].fraction)
         else:
             value = getattr(device, table)
-            found.append(float(value[key] if key else value))
-    return np.log(found)
+            values.append(float(value[key] if key else value))
+    return np.log(values)
 
 
 def apply_constants(values: FloatArray) -> dict[str, Device]:
     """Set the constants of kernels in their modules; return the devices with their constants replaced."""
     devices = {name: load_device(name) for name in ALL}
     power = dict.fromkeys(ALL, 1.0)
-    for constant, found in zip(CONSTANTS, values, strict=True):
-        value = min(float(found), constant.maximum)
+    for constant, target in zip(CONSTANTS, values, strict=True):
+        value = min(float(target), constant.maximum)
         table, _, key = constant.path.partition(".")
         if table in MODULES:
             setattr(MODULES[table], key, value)
@@ -234,24 +234,24 @@ def log_errors(samples: list[Sample], values: FloatArray) -> FloatArray:
 
 def derivatives(samples: list[Sample], x: FloatArray, errors: FloatArray) -> FloatArray:
     """Return the derivatives of the errors, [samples, constants]."""
-    found = np.zeros((len(samples), len(x)))
+    jacobian = np.zeros((len(samples), len(x)))
     for i, constant in enumerate(CONSTANTS):
         rows = [k for k, s in enumerate(samples) if not constant.devices or s.case.gpu in constant.devices]
         moved = x.copy()
         moved[i] += 0.03
-        found[rows, i] = (log_errors([samples[k] for k in rows], moved) - errors[rows]) / 0.03
-    return found
+        jacobian[rows, i] = (log_errors([samples[k] for k in rows], moved) - errors[rows]) / 0.03
+    return jacobian
 
 
 def solve(jacobian: FloatArray, errors: FloatArray, x: FloatArray, weights: FloatArray) -> FloatArray:
     """Return the minimum of the robust cost with errors that are linear around x, by reweighted least squares."""
-    found = x.copy()
+    solution = x.copy()
     for _ in range(30):
-        now = errors + jacobian @ (found - x)
-        w = weights / SPREAD**2 * np.minimum(1.0, HUBER * SPREAD / np.maximum(np.abs(now), 1e-9))
+        residuals = errors + jacobian @ (solution - x)
+        w = weights / SPREAD**2 * np.minimum(1.0, HUBER * SPREAD / np.maximum(np.abs(residuals), 1e-9))
         normal = jacobian.T @ (w[:, None] * jacobian) + np.diag(1 / SIGMA**2)
-        found = found - np.linalg.solve(normal, jacobian.T @ (w * now) + (found - START) / SIGMA**2)
-    return found
+        solution = solution - np.linalg.solve(normal, jacobian.T @ (w * residuals) + (solution - START) / SIGMA**2)
+    return solution
 
 
 def robust_cost(errors: FloatArray, x: FloatArray, weights: FloatArray) -> float:
@@ -285,22 +285,22 @@ def cross_validate(
 ) -> FloatArray:
     """Return the errors of each fold under a fit without it."""
     weights = np.array([s.weight for s in samples])
-    found = np.empty(len(samples))
+    residuals = np.empty(len(samples))
     for fold in dict.fromkeys(folds):
-        held_out = np.array([one == fold for one in folds])
+        held_out = np.array([number == fold for number in folds])
         refitted = solve(jacobian, errors, x, np.where(held_out, 0.0, weights))
-        found[held_out] = (errors + jacobian @ (refitted - x))[held_out]
-    return found
+        residuals[held_out] = (errors + jacobian @ (refitted - x))[held_out]
+    return residuals
 
 
 def print_errors(samples: list[Sample], errors: FloatArray, title: str) -> None:
     """Print mean, median and bias of the rows of each table."""
     print(title)
     for number in dict.fromkeys(s.table for s in samples):
-        found = [100 * np.expm1(e) for s, e in zip(samples, errors, strict=True) if s.table == number for _ in s.keys]
+        deltas = [100 * np.expm1(e) for s, e in zip(samples, errors, strict=True) if s.table == number for _ in s.keys]
         print(
-            f"  table {number + 1}: {len(found)} rows, mean {np.mean(np.abs(found)):.1f} %, median "
-            f"{np.median(np.abs(found)):.1f} %, bias {np.mean(found):+.1f} %"
+            f"  table {number + 1}: {len(deltas)} rows, mean {np.mean(np.abs(deltas)):.1f} %, median "
+            f"{np.median(np.abs(deltas)):.1f} %, bias {np.mean(deltas):+.1f} %"
         )
 
 
@@ -311,15 +311,15 @@ def print_pairs(samples: list[Sample], errors: FloatArray) -> None:
         p = s.prediction
         case = (s.table, s.source, s.case.model, s.case.gpu, p.mapping.world_size, p.precision, s.case.row["seq_len"])
         cases.setdefault(case, []).append((p.mapping, float(e)))
-    found = [
-        100 * abs(np.expm1(one[1] - other[1]))
+    percents = [
+        100 * abs(np.expm1(first[1] - other[1]))
         for (table, *_), rows in cases.items()
-        for one, other in combinations(rows, 2)
-        if table < 2 and one[0] != other[0]
+        for first, other in combinations(rows, 2)
+        if table < 2 and first[0] != other[0]
     ]
     print(
-        f"two mappings of a case: {len(found)} pairs, median {np.median(found):.1f} %, 8 of 10 within "
-        f"{np.percentile(found, 80):.0f} %"
+        f"two mappings of a case: {len(percents)} pairs, median {np.median(percents):.1f} %, 8 of 10 within "
+        f"{np.percentile(percents, 80):.0f} %"
     )
 
 

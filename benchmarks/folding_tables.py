@@ -67,17 +67,17 @@ def _compare(case: Case, gpu: str, fixed: list[str]) -> dict[str, Any] | str:
     run = subprocess.run([*command, *(["--fix", *fixed] if fixed else [])], capture_output=True, text=True, check=False)
     if run.returncode:
         return run.stderr.strip().splitlines()[-1]
-    found: dict[str, Any] = json.loads(run.stdout)["comparisons"][0]
-    return found
+    comparison: dict[str, Any] = json.loads(run.stdout)["comparisons"][0]
+    return comparison
 
 
-def _columns(found: dict[str, Any] | str) -> str:
+def _columns(comparison: dict[str, Any] | str) -> str:
     """Return the four columns of a device."""
-    if isinstance(found, str):
-        return f"{found} | | |"
-    gains = " | ".join(f"{found[name]:+.1%}".replace("%", " %") for name in ("gain", "gain_within_dp"))
-    coupled = "the same" if found["same_mapping"] else _mapping(found["coupled"])
-    return f"{_mapping(found['folded'])} | {coupled} | {gains}"
+    if isinstance(comparison, str):
+        return f"{comparison} | | |"
+    gains = " | ".join(f"{comparison[name]:+.1%}".replace("%", " %") for name in ("gain", "gain_within_dp"))
+    coupled = "the same" if comparison["same_mapping"] else _mapping(comparison["coupled"])
+    return f"{_mapping(comparison['folded'])} | {coupled} | {gains}"
 
 
 def _mapping(plan: dict[str, Any]) -> str:

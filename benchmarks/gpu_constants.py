@@ -63,9 +63,9 @@ def _shared_rank(stage: Stage, rank_env: RankEnv, device_type: str) -> int:
         run = steps.build()
         numel = sum(parameter.numel() for parameter in steps.module.parameters())
         shard = torch.zeros(ceil(numel / world.size), dtype=steps.x.dtype, device=device)
-        whole = shard.repeat(world.size)
-        zero3 = exposed_part(stage, run, partial(_collectives, shard, whole, world, gathers=2, reductions=1), world)
-        copy = _host_copy_fraction(stage, steps.x.repeat(OFFLOADED_STATES, 1, 1), shard, whole, world)
+        full = shard.repeat(world.size)
+        zero3 = exposed_part(stage, run, partial(_collectives, shard, full, world, gathers=2, reductions=1), world)
+        copy = _host_copy_fraction(stage, steps.x.repeat(OFFLOADED_STATES, 1, 1), shard, full, world)
     if rank_env.rank == 0:
         _add(stage, "exposed_zero3_fraction", **zero3)
         _add(stage, "host_copy_fraction", **copy)
@@ -111,10 +111,10 @@ def _round_trip(stage: Stage, states: Tensor) -> Transfer:
     return start
 
 
-def _collectives(shard: Tensor, whole: Tensor, world: Group, *, gathers: int, reductions: int) -> Callable[[], object]:
+def _collectives(shard: Tensor, full: Tensor, world: Group, *, gathers: int, reductions: int) -> Callable[[], object]:
     """Start all-gathers and reduce-scatters; return a function that waits for them."""
-    works = [all_gather_into(whole, shard, world.handle, async_op=True) for _ in range(gathers)]
-    works += [reduce_scatter_into(shard, whole, world.handle, async_op=True) for _ in range(reductions)]
+    works = [all_gather_into(full, shard, world.handle, async_op=True) for _ in range(gathers)]
+    works += [reduce_scatter_into(shard, full, world.handle, async_op=True) for _ in range(reductions)]
     return lambda: [work.wait() for work in works if work is not None]
 
 
@@ -129,18 +129,18 @@ def exposed_part(
         for _ in range(layers):
             run()
 
-    def both() -> None:
+    def run_both() -> None:
         finish = start()
         compute()
         finish()
 
     compute_ms = stage.ms(compute)
-    both_ms = stage.ms(both)
+    both_ms = stage.ms(run_both)
     value = (both_ms - compute_ms) / transfer_ms
     return {"value": value, "transfer_ms": transfer_ms, "compute_ms": compute_ms, "both_ms": both_ms}
 
 
-def _host_copy_fraction(stage: Stage, states: Tensor, shard: Tensor, whole: Tensor, world: Group) -> dict[str, float]:
+def _host_copy_fraction(stage: Stage, states: Tensor, shard: Tensor, full: Tensor, world: Group) -> dict[str, float]:
     """Return the speed of a copy to the host during longer all-gathers, over its speed without them."""
     on_host = torch.empty_like(states, device="cpu", pin_memory=stage.is_cuda)
 
@@ -148,11 +148,11 @@ def _host_copy_fraction(stage: Stage, states: Tensor, shard: Tensor, whole: Tens
         on_host.copy_(states, non_blocking=True)
 
     alone_ms = stage.ms(copy)
-    gather_ms = stage.ms(lambda: _collectives(shard, whole, world, gathers=1, reductions=0)())
+    gather_ms = stage.ms(lambda: _collectives(shard, full, world, gathers=1, reductions=0)())
     gathers = _agreed(ceil(HIDDEN_BY * alone_ms / gather_ms), world)
     times = []
     for _ in range(REPEATS):
-        finish = _collectives(shard, whole, world, gathers=gathers, reductions=0)
+        finish = _collectives(shard, full, world, gathers=gathers, reductions=0)
         times.append(stage.one_ms(copy))
         finish()
     during_ms = statistics.median(times)

@@ -45,10 +45,10 @@ class LostContextError(Exception):
     """Error of a process whose CUDA context is lost; every further call fails too."""
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over the norm of the expected tensor, in float64."""
     expected = expected.double()
-    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+    return float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 @dataclass
@@ -84,22 +84,22 @@ class Contact:
             if any(sign in text for sign in LOST_CONTEXT):
                 raise LostContextError(name) from error
 
-    def close(self, what: str, found: Tensor, expected: Tensor, limit: float = BF16_LIMIT) -> None:
+    def close(self, quantity: str, actual: Tensor, expected: Tensor, limit: float = BF16_LIMIT) -> None:
         """Compare two tensors by the relative norm of their difference."""
-        self.below(what, relative_error(found, expected), limit)
+        self.below(quantity, relative_error(actual, expected), limit)
 
-    def below(self, what: str, error: float, limit: float) -> None:
+    def below(self, quantity: str, error: float, limit: float) -> None:
         """Add an error, and a fault if it exceeds its limit."""
-        title = f"{self.name}, {what}"
+        title = f"{self.name}, {quantity}"
         self.stage.add(title, error, limit=limit)
         # `not <=`: NaN counts as wrong.
         if not error <= limit:
             self.stage.faults.append(f"{title}: error {error:.1e}, at most {limit:g}")
 
-    def time(self, what: str, run: Callable[[], object]) -> None:
+    def time(self, quantity: str, run: Callable[[], object]) -> None:
         """Add the milliseconds of a call; a CPU adds no row."""
         if self.stage.is_cuda:
-            self.stage.add(f"{self.name}, {what}", self.stage.ms(run, 5), "ms")
+            self.stage.add(f"{self.name}, {quantity}", self.stage.ms(run, 5), "ms")
 
 
 def _lines(error: Exception) -> list[str]:
@@ -188,10 +188,10 @@ def check_grouped_gemms(contact: Contact, case: ExpertCase) -> None:
             contact.close("y", y[target_R.long()][: case.used], case.product(case.inner_RF, down))
 
         def gradient(options: dict = options) -> None:
-            given = (case.inner_RF, case.grad_RH, case.offsets_E)
-            found = kernels.grouped_gemm_weight_grad(*given, out=case.nan(experts, inner, hidden), **options)
-            contact.close("weights", found, case.weight_gradient(case.inner_RF, case.grad_RH))
-            contact.time("time", lambda: kernels.grouped_gemm_weight_grad(*given, **options))
+            inputs = (case.inner_RF, case.grad_RH, case.offsets_E)
+            gradient = kernels.grouped_gemm_weight_grad(*inputs, out=case.nan(experts, inner, hidden), **options)
+            contact.close("weights", gradient, case.weight_gradient(case.inner_RF, case.grad_RH))
+            contact.time("time", lambda: kernels.grouped_gemm_weight_grad(*inputs, **options))
 
         size = f"{tile.block_m}x{tile.block_n}"
         contact.check(f"grouped GEMM {size}, gathers", gathered)
@@ -215,10 +215,10 @@ def check_fc1(contact: Contact, case: ExpertCase) -> None:
 
         def run(tile: object = tile) -> None:
             out = kernels.Fc1Output(**{name: case.nan(*case.inner_RF.shape) for name in FC1_RESULTS})
-            given = (case.x_TH, case.weights, case.offsets_E, out)
+            inputs = (case.x_TH, case.weights, case.offsets_E, out)
 
             def call() -> None:
-                kernels.fc1(*given, source_R=case.source_R, probs_R=case.probs_R, tile_config=tile)
+                kernels.fc1(*inputs, source_R=case.source_R, probs_R=case.probs_R, tile_config=tile)
 
             call()
             weights = (case.weights.gate_EHF, case.weights.up_EHF)
@@ -249,8 +249,8 @@ def check_torch_grouped_mm(contact: Contact, case: ExpertCase) -> None:
         del y
         junk = case.nan(*down.shape)
         del junk
-        found = ops.weight_gradient(inner, grad, case.offsets_E)
-        contact.close("weights", found, case.weight_gradient(case.inner_RF, case.grad_RH))
+        gradient = ops.weight_gradient(inner, grad, case.offsets_E)
+        contact.close("weights", gradient, case.weight_gradient(case.inner_RF, case.grad_RH))
         contact.time("time", lambda: ops.grouped_gemm(inner, down, case.offsets_E))
         contact.time("time of weights", lambda: ops.weight_gradient(inner, grad, case.offsets_E))
 
@@ -266,14 +266,14 @@ def check_activation_and_combine(contact: Contact, case: ExpertCase) -> None:
 
     def activation() -> None:
         gate, up, grad = (case.random(rows, inner) for _ in range(3))
-        found = (kernels.activation_forward(gate, up, case.probs_R, None),)
-        found += tuple(kernels.activation_backward(grad, gate, up, case.probs_R, None)[1:4])
+        outputs = (kernels.activation_forward(gate, up, case.probs_R, None),)
+        outputs += tuple(kernels.activation_backward(grad, gate, up, case.probs_R, None)[1:4])
         leaves = [x.double().requires_grad_() for x in (gate, up, case.probs_R)]
         y = F.silu(leaves[0]) * leaves[1] * leaves[2][:, None]
         y.backward(grad.double())
         expected = (y.detach(), *(x.grad for x in leaves))
-        for what, a, b in zip(("y", "gradient of gate", "of up", "of probs"), found, expected, strict=True):
-            contact.close(what, a, b)
+        for name, a, b in zip(("y", "gradient of gate", "of up", "of probs"), outputs, expected, strict=True):
+            contact.close(name, a, b)
         contact.time("time", lambda: kernels.activation_backward(grad, gate, up, case.probs_R, None))
 
     def combine() -> None:
@@ -318,9 +318,9 @@ def check_router(contact: Contact, case: ExpertCase) -> None:
     contact.check("router", run)
 
 
-def _share_of_others(found: Tensor, expected: Tensor) -> float:
+def _share_of_others(actual: Tensor, expected: Tensor) -> float:
     """Return the share of indices that differ, whatever their order in a row."""
-    return float((found.long().sort(-1).values != expected.long().sort(-1).values).double().mean())
+    return float((actual.long().sort(-1).values != expected.long().sort(-1).values).double().mean())
 
 
 def check_cross_entropy(contact: Contact, case: ExpertCase) -> None:
@@ -415,8 +415,8 @@ def check_fp8(contact: Contact, case: ExpertCase) -> None:
         x, grad = (GatheredRows(x_RH), GatheredRows(grad_RF))
         y_RF = ops.grouped_gemm(x, w_EHF, case.offsets_E)
         contact.close("y", y_RF[: case.used], case.product(x_RH, w_EHF), FP8_LIMIT)
-        found = ops.weight_gradient(x, grad, case.offsets_E)
-        contact.close("weights", found, case.weight_gradient(x_RH, grad_RF), FP8_LIMIT)
+        gradient = ops.weight_gradient(x, grad, case.offsets_E)
+        contact.close("weights", gradient, case.weight_gradient(x_RH, grad_RF), FP8_LIMIT)
         contact.time("time", lambda: ops.grouped_gemm(x, w_EHF, case.offsets_E))
         contact.time("time of weights", lambda: ops.weight_gradient(x, grad, case.offsets_E))
 
@@ -437,9 +437,9 @@ def check_top_k(contact: Contact, case: ExpertCase) -> None:
         rows, keys, top_k = (2, 60, 8) if case.stage.is_tiny else (64, 8192, 512)
         scores = torch.randn(rows, keys, device=case.stage.device)
         guess = torch.randint(keys, (rows, top_k), device=case.stage.device, dtype=torch.int32)
-        for name, given in (("no guess", None), ("guess", guess)):
-            found = triton_exact_topk(scores, top_k, None, None, given)[0]
-            contact.below(f"wrong keys, {name}", _share_of_others(found, sorted_topk(scores, top_k)), 0.0)
+        for name, hint in (("no guess", None), ("guess", guess)):
+            selected = triton_exact_topk(scores, top_k, None, None, hint)[0]
+            contact.below(f"wrong keys, {name}", _share_of_others(selected, sorted_topk(scores, top_k)), 0.0)
 
     contact.check("exact top-k", run)
 
@@ -458,9 +458,9 @@ def check_linear_attention(contact: Contact, case: ExpertCase) -> None:
         inputs = [F.normalize(random(size) - 0.5, dim=-1) for _ in range(3)]
         inputs.append(-0.2 * random(1 if has_delta else size))
         inputs += [random()] if has_delta else []
-        found = TritonLinearAttention().prepare(inputs, None, 64).attend(None)[0]
+        output = TritonLinearAttention().prepare(inputs, None, 64).attend(None)[0]
         expected = prepare_chunks([x.double() for x in inputs], None, 64).attend(None)[0]
-        contact.close("y", found, expected, FLOAT32_LIMIT)
+        contact.close("y", output, expected, FLOAT32_LIMIT)
 
     contact.check("linear attention, delta rule", lambda: run(True))
     contact.check("linear attention, gated", lambda: run(False))
@@ -498,10 +498,10 @@ def check_attention(contact: Contact, case: ExpertCase) -> None:
             exact_out, exact_lse = MathBlockAttention().forward(*exact, exact_mask)
             contact.close(f"{name}, y", out, exact_out, ROUNDED_TWICE_LIMIT)
             contact.below(f"{name}, log-sum-exp", float((lse.double() - exact_lse).abs().max()), LOG_SUM_LIMIT)
-            found = kernel.backward(grad, q, k, v, out, lse, mask)
+            grads = kernel.backward(grad, q, k, v, out, lse, mask)
             expected = MathBlockAttention().backward(grad.double(), *exact, exact_out, exact_lse, exact_mask)
-            for what, a, b in zip("qkv", found, expected, strict=True):
-                contact.close(f"{name}, gradient of {what}", a, b, ROUNDED_TWICE_LIMIT)
+            for letter, a, b in zip("qkv", grads, expected, strict=True):
+                contact.close(f"{name}, gradient of {letter}", a, b, ROUNDED_TWICE_LIMIT)
 
     contact.check("flash attention", lambda: run(CudaFlash(), masks))
     contact.check("cuDNN attention", lambda: run(CudnnAttention(), islice(masks, 2)))
@@ -517,9 +517,9 @@ def check_pages(contact: Contact, case: ExpertCase) -> None:
         if reason := device_refusal(case.stage.device):
             case.stage.add(contact.name, f"pages are gathered, as {reason}")
             return
-        given = probe_case(sizes, case.stage.device, (32, 4, 128))
-        out, lse = FlashPages().with_log_sum(*given, window)
-        exact, exact_lse = (torch.cat(parts) for parts in zip(*exact_segments(*given, window), strict=True))
+        inputs = probe_case(sizes, case.stage.device, (32, 4, 128))
+        out, lse = FlashPages().with_log_sum(*inputs, window)
+        exact, exact_lse = (torch.cat(tensors) for tensors in zip(*exact_segments(*inputs, window), strict=True))
         contact.close("y", out, exact, ROUNDED_TWICE_LIMIT)
         contact.below("log-sum-exp", float((lse.double() - exact_lse).abs().max()), LOG_SUM_LIMIT)
 
@@ -569,19 +569,19 @@ def check_layers(contact: Contact, stage: Stage) -> None:
     """Check whole layers, with kernels next to plain operations, and their waits."""
 
     def run(layer: tuple[str, int]) -> None:
-        found = _layer_result(stage, layer, "auto")
+        result = _layer_result(stage, layer, "auto")
         plain = _layer_result(stage, layer, "plain")
-        for what, tensors in found.tensors.items():
-            error = max(map(relative_error, tensors, plain.tensors[what]))
-            contact.below(what, error, LAYER_LIMIT)
+        for key, tensors in result.tensors.items():
+            error = max(map(relative_error, tensors, plain.tensors[key]))
+            contact.below(key, error, LAYER_LIMIT)
         if not stage.is_cuda:
             return
-        ms = stage.ms(found.run, 7)
+        ms = stage.ms(result.run, 7)
         stage.add(f"{contact.name}, time", ms, "ms")
-        stage.add(f"{contact.name}, rate", found.flops / ms / 1e9, "TFLOP/s")
+        stage.add(f"{contact.name}, rate", result.flops / ms / 1e9, "TFLOP/s")
         contact.time("time of plain operations", plain.run)
         with recorded_waits() as waits:
-            found.run()
+            result.run()
         stage.add(f"{contact.name}, host waits", len(waits), lines=waits)
 
     for layer in LAYERS:

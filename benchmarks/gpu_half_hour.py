@@ -125,12 +125,12 @@ def chosen_stages(stages: Sequence[Stage], names: str) -> list[Stage]:
     Raises:
         UnusableError: a name is unknown.
     """
-    known = {stage.name: stage for stage in stages}
-    wanted = names.split(",") if names else list(known)
-    unknown = [name for name in wanted if name not in known]
+    by_name = {stage.name: stage for stage in stages}
+    wanted = names.split(",") if names else list(by_name)
+    unknown = [name for name in wanted if name not in by_name]
     if unknown:
-        raise UnusableError(f"--stages has no {', '.join(unknown)}; the stages are {', '.join(known)}")
-    return [known[name] for name in wanted]
+        raise UnusableError(f"--stages has no {', '.join(unknown)}; the stages are {', '.join(by_name)}")
+    return [by_name[name] for name in wanted]
 
 
 def unpack_cache(archive: Path, device: str, results: Results) -> None:
@@ -192,8 +192,8 @@ def _left_out(stage: Stage) -> str:
     """Return why a stage cannot run on this machine; "" if it can."""
     if stage.tool is not None and which(stage.tool) is None:
         return f"{stage.tool} is not on the PATH"
-    if stage.gpus > 1 and (found := _count_gpus()) < stage.gpus:
-        return f"it needs {stage.gpus} GPUs, and this machine has {found}"
+    if stage.gpus > 1 and (count := _count_gpus()) < stage.gpus:
+        return f"it needs {stage.gpus} GPUs, and this machine has {count}"
     missing = _missing(stage)
     return f"packages are missing: {_install(missing)}" if missing else ""
 

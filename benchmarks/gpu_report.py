@@ -233,9 +233,9 @@ def _status(machines: list[Mapping[str, Any]]) -> str:
 def _stage_lines(stages: list[dict[str, Any]], machines: list[Mapping[str, Any]]) -> Iterator[str]:
     for stage in stages:
         name = stage["name"]
-        found = [entry["stages"][name] for entry in machines if name in entry["stages"]]
-        status = "; ".join(entry["status"] for entry in found)
-        seconds = "; ".join(str(entry["seconds"]) for entry in found)
+        results = [entry["stages"][name] for entry in machines if name in entry["stages"]]
+        status = "; ".join(entry["status"] for entry in results)
+        seconds = "; ".join(str(entry["seconds"]) for entry in results)
         yield f"| {name} | {stage['proves']} | {stage['seconds']} | {status} | {seconds} |"
 
 
@@ -243,11 +243,11 @@ def _prediction_lines(rows: list[dict[str, Any]], measured: MeasuredRows) -> Ite
     references = {kind: {row["name"]: row[kind] for row in rows} for kind in KINDS}
     for row in rows:
         predicted = " | ".join(f"{_range(*row[kind])} {row['unit']}" for kind in KINDS)
-        found = measured.get((row["stage"], row["name"]))
-        scaled = None if found is None else scaled_range(row, references, found.machine)
+        match = measured.get((row["stage"], row["name"]))
+        scaled = None if match is None else scaled_range(row, references, match.machine)
         cells = ["" if scaled is None else f"{_range(*scaled)} {row['unit']}", ""]
-        if found is not None:
-            cells[1] = f"{found.row['value']:.4g}{_verdict(found.row['value'], scaled)}{_where(found, measured)}"
+        if match is not None:
+            cells[1] = f"{match.row['value']:.4g}{_verdict(match.row['value'], scaled)}{_where(match, measured)}"
         yield f"| {row['stage']} | {row['name']} | {predicted} | {row['derivation']} | {' | '.join(cells)} |"
 
 
@@ -271,7 +271,7 @@ def scaled_range(
     if row["name"] in YARDSTICK_ROWS.values():
         named = [kind for kind in KINDS if kind in machine["machine"]["device"].lower()]
         return tuple(row[named[0]]) if named else None
-    rates = {found["name"]: found["value"] for found in machine["stages"].get("rates", {}).get("rows", ())}
+    rates = {row["name"]: row["value"] for row in machine["stages"].get("rates", {}).get("rows", ())}
     if not all(name in rates for name in YARDSTICK_ROWS.values()):
         return None
 
@@ -288,18 +288,18 @@ def scaled_range(
     return (low / factor, high / factor) if is_rate else (low * factor, high * factor)
 
 
-def _where(found: Measured, measured: MeasuredRows) -> str:
+def _where(match: Measured, measured: MeasuredRows) -> str:
     """Return the machine of a row, if there are several."""
     devices = {id(other.machine) for other in measured.values()}
-    return f" on {found.machine['machine']['device']}" if len(devices) > 1 else ""
+    return f" on {match.machine['machine']['device']}" if len(devices) > 1 else ""
 
 
 def _plan_lines(plans: list[dict[str, Any]], measured: MeasuredRows) -> Iterator[str]:
     for plan in plans:
-        planned, found = (measured.get(key) for key in _plan_keys(plan))
-        cells = ["" if entry is None else f"{entry.row['value']:.4g}" for entry in (planned, found)]
-        both = planned is not None and found is not None
-        ratio = f"{planned.row['value'] / found.row['value']:.2f}" if both else ""
+        planned, match = (measured.get(key) for key in _plan_keys(plan))
+        cells = ["" if entry is None else f"{entry.row['value']:.4g}" for entry in (planned, match)]
+        are_known = planned is not None and match is not None
+        ratio = f"{planned.row['value'] / match.row['value']:.2f}" if are_known else ""
         predicted = " | ".join(f"{plan[f'{kind}_ms']:g}" for kind in KINDS)
         yield f"| {plan['name']} | {predicted} | {' | '.join(cells)} | {ratio} |"
 
@@ -327,26 +327,26 @@ def _constant_lines(measured: MeasuredRows) -> Iterator[str]:
     }
     for key, (stage, text) in CONSTANT_STAGES.items():
         name = DECIDING_CONSTANTS[key]
-        found = measured.get((stage, name))
-        value = "" if found is None else f"{found.row['value']:.4g} {found.row['unit']}".rstrip()
-        where = "" if found is None else _where(found, measured)
-        yield f"| {name} | `{key}` | {text.format(priced[key])} | {stage} | {value}{where} |"
+        match = measured.get((stage, name))
+        value = "" if match is None else f"{match.row['value']:.4g} {match.row['unit']}".rstrip()
+        machine = "" if match is None else _where(match, measured)
+        yield f"| {name} | `{key}` | {text.format(priced[key])} | {stage} | {value}{machine} |"
 
 
 def _other_lines(predictions: Mapping[str, Any], measured: MeasuredRows) -> Iterator[str]:
     predicted = {(row["stage"], row["name"]) for row in predictions["rows"]}
     predicted |= {key for plan in predictions["plans"] for key in _plan_keys(plan)}
     predicted |= {(stage, DECIDING_CONSTANTS[key]) for key, (stage, _) in CONSTANT_STAGES.items()}
-    others = {key: found for key, found in measured.items() if key not in predicted}
+    others = {key: match for key, match in measured.items() if key not in predicted}
     if not others:
         yield "None yet."
         return
     yield "| stage | quantity | measured |"
     yield "| --- | --- | --- |"
-    for (stage, name), found in others.items():
-        value = found.row["value"]
+    for (stage, name), match in others.items():
+        value = match.row["value"]
         text = value if isinstance(value, str) else f"{value:.4g}"
-        yield f"| {stage} | {name} | {text} {found.row['unit']}{_where(found, measured)} |"
+        yield f"| {stage} | {name} | {text} {match.row['unit']}{_where(match, measured)} |"
 
 
 def _measured_rows(machines: list[Mapping[str, Any]]) -> MeasuredRows:
@@ -354,22 +354,22 @@ def _measured_rows(machines: list[Mapping[str, Any]]) -> MeasuredRows:
 
     If several machines measured the same row, the last machine counts; its yardsticks identify it.
     """
-    found = {}
+    rows = {}
     for machine in machines:
         for stage, entry in machine["stages"].items():
             for row in entry["rows"]:
                 for measured in _report_rows(row):
-                    found[(stage, measured["name"])] = Measured(measured, machine)
-    return found
+                    rows[(stage, measured["name"])] = Measured(measured, machine)
+    return rows
 
 
 def _report_rows(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if "kind" in row:
         yield from _bench_rows(row)
     elif "predictions" in row:
-        for one in row["predictions"]:
-            yield {"name": one["name"], "value": one["measured_s"] * 1e3, "unit": "ms"}
-            yield {"name": f"{one['name']}, fitted", "value": one["predicted_s"] * 1e3, "unit": "ms"}
+        for entry in row["predictions"]:
+            yield {"name": entry["name"], "value": entry["measured_s"] * 1e3, "unit": "ms"}
+            yield {"name": f"{entry['name']}, fitted", "value": entry["predicted_s"] * 1e3, "unit": "ms"}
     else:
         yield row
 

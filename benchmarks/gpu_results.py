@@ -90,9 +90,9 @@ class Results:
         self.stages[name] = entry
         if entry["status"] in FINISHED:
             self.repeated.discard(name)
-        here = {"machine": dict(self.machine), "stages": self.stages, "kernels": self.kernels}
+        machine = {"machine": dict(self.machine), "stages": self.stages, "kernels": self.kernels}
         temporary = self.path.with_suffix(".new")
-        temporary.write_text(json.dumps({"machines": [*self.earlier, here]}, indent=1) + "\n")
+        temporary.write_text(json.dumps({"machines": [*self.earlier, machine]}, indent=1) + "\n")
         temporary.replace(self.path)
 
     def unpack_logs(self, work: Path, carried: Path | None) -> None:

@@ -92,10 +92,10 @@ class Layer:
     @property
     def name(self) -> str:
         """Model, tokens of a rank, expert parallelism and its dispatcher unless it is the all-to-all."""
-        parts = [self.preset, f"{self.tokens:,}"]
+        words = [self.preset, f"{self.tokens:,}"]
         if self.ep > 1:
-            parts.append(f"EP {self.ep}")
-        return ", ".join(parts) + ("" if self.dispatcher == "alltoall" else f" {self.dispatcher}")
+            words.append(f"EP {self.ep}")
+        return ", ".join(words) + ("" if self.dispatcher == "alltoall" else f" {self.dispatcher}")
 
     def config(self) -> Config:
         """Build the recipe."""
@@ -258,18 +258,18 @@ def operations_table(events: Sequence[Event]) -> str:
         rows.setdefault((event.name, event.source, event.contraction, event.width), []).append(event)
     total = sum(map(event_seconds, events))
     lines = ["| operation | line | times | GB | TFLOP | TFLOP/s | ms |", "| --- | --- | --- | --- | --- | --- | --- |"]
-    rest = 0.0
+    other_s = 0.0
     for (name, source, contraction, width), group in rows.items():
         seconds = sum(map(event_seconds, group))
         if seconds < SHORTEST_LISTED * total:
-            rest += seconds
+            other_s += seconds
             continue
         flops = sum(event.flops for event in group)
         rate = f"{flops_rate(group[0]) / 1e12:.0f}" if flops else ""
         shape = f" K {contraction:,} N {width:,}" if flops else ""
         moved = f"{sum(event.moved_bytes for event in group) / 1e9:.3f} | {flops / 1e12:.3f}"
         lines.append(f"| {name}{shape} | {source} | {len(group)} | {moved} | {rate} | {seconds * 1e3:.3f} |")
-    return "\n".join([*lines, f"| others | | | | | | {rest * 1e3:.3f} |", f"| sum | | | | | | {total * 1e3:.3f} |"])
+    return "\n".join([*lines, f"| others | | | | | | {other_s * 1e3:.3f} |", f"| sum | | | | | | {total * 1e3:.3f} |"])
 
 
 def table(estimates: dict[Layer, Estimate]) -> str:
@@ -278,13 +278,13 @@ def table(estimates: dict[Layer, Estimate]) -> str:
         "| layer, tokens of a rank | ideal, ms | estimate, ms | share | without collectives | goal |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for layer, found in estimates.items():
+    for layer, cost in estimates.items():
         goal = "" if layer.goal is None else f"{layer.goal:.0%}"
-        times = f"{found.ideal * 1e3:.2f} | {found.total * 1e3:.2f}"
-        lines.append(f"| {layer.name} | {times} | {found.share:.0%} | {found.share_without_collectives:.0%} | {goal} |")
+        times = f"{cost.ideal * 1e3:.2f} | {cost.total * 1e3:.2f}"
+        lines.append(f"| {layer.name} | {times} | {cost.share:.0%} | {cost.share_without_collectives:.0%} | {goal} |")
     lines += ["", "| layer, tokens of a rank | largest losses, ms and share of the time |", "| --- | --- |"]
-    for layer, found in estimates.items():
-        losses = [f"{part} {lost * 1e3:.2f} ({lost / found.total:.0%})" for part, lost in found.losses.most_common(6)]
+    for layer, cost in estimates.items():
+        losses = [f"{part} {lost * 1e3:.2f} ({lost / cost.total:.0%})" for part, lost in cost.losses.most_common(6)]
         lines.append(f"| {layer.name} | {', '.join(losses)} |")
     return "\n".join(lines)
 
@@ -292,8 +292,8 @@ def table(estimates: dict[Layer, Estimate]) -> str:
 def write_page(text: str) -> None:
     """Replace the text between the two marks of docs/kernels.md."""
     page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, tail = page.partition(BEGIN)
+    _, _, after = tail.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 

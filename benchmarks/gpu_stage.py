@@ -65,12 +65,12 @@ class Stage:
             started_s = time.perf_counter()
             run()
             return (time.perf_counter() - started_s) * 1e3
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         run()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end)
+        return start.elapsed_time(end)
 
     def host_ms(self, run: Callable[[], object], repeats: int = 5) -> float:
         """Return the median milliseconds until a run returns, started with an idle device."""
@@ -107,16 +107,16 @@ class Stage:
 @contextmanager
 def recorded_waits() -> Iterator[list[str]]:
     """Collect the source line of each wait of the host for the GPU inside the block; none without a GPU."""
-    found: list[str] = []
+    waits: list[str] = []
     if not torch.cuda.is_available():
-        yield found
+        yield waits
         return
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield found
-        found += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+            yield waits
+        waits += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -85,11 +85,11 @@ def rates(stage: Stage) -> None:
     stage.add("index_select of [131,072, 2,048]", stage.ms(lambda: rows_RH.index_select(0, order_R)), "ms")
     stage.add("masked_fill_ of [131,072, 2,048]", stage.ms(lambda: rows_RH.masked_fill_(mask_R, 0.0)), "ms")
     _permutation_rates(stage, rows_RH, experts)
-    one = torch.zeros((), device=device)
-    launches_ms = stage.host_ms(lambda: [one.add_(1) for _ in range(1000)])
+    scalar = torch.zeros((), device=device)
+    launches_ms = stage.host_ms(lambda: [scalar.add_(1) for _ in range(1000)])
     stage.add("host time of a launch", launches_ms, "us")
     if stage.is_cuda:
-        _transfer_rates(stage, one)
+        _transfer_rates(stage, scalar)
 
 
 def _copy_gbps(stage: Stage) -> float:
@@ -111,8 +111,8 @@ def _permutation_rates(stage: Stage, rows_RH: Tensor, experts: int) -> None:
     stage.add("order_by_expert of 131,072 rows", stage.ms(lambda: order_by_expert(counts_GE, total)), "ms")
 
 
-def _transfer_rates(stage: Stage, one: Tensor) -> None:
-    stage.add("number from the device to the host", 1e3 * stage.host_ms(lambda: one.item()), "us")
+def _transfer_rates(stage: Stage, scalar: Tensor) -> None:
+    stage.add("number from the device to the host", 1e3 * stage.host_ms(lambda: scalar.item()), "us")
     pinned = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty(2**28, dtype=torch.uint8, device=stage.device)
     to_device_ms = stage.ms(lambda: on_device.copy_(pinned, non_blocking=True))
@@ -152,10 +152,10 @@ class ComparingAutotuner(Autotuner):
         return first
 
 
-def _relative_difference(found: object, expected: object) -> float:
+def _relative_difference(actual: object, expected: object) -> float:
     """Return the norm of the difference over the norm of the expected tensors, over all tensors of two results."""
     pairs = [
-        (a.float(), b.float()) for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True) if b is not None
+        (a.float(), b.float()) for a, b in zip(tree_leaves(actual), tree_leaves(expected), strict=True) if b is not None
     ]
     difference = math.sqrt(sum(float((a - b).norm()) ** 2 for a, b in pairs))
     return difference / max(math.sqrt(sum(float(b.norm()) ** 2 for _, b in pairs)), 1e-9)

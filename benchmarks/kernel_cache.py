@@ -118,10 +118,10 @@ def misfit(manifest: dict[str, Any], capability: int | None) -> str:
         manifest: manifest of the archive.
         capability: compute capability of the GPU, times 10; None without one.
     """
-    here = triton_wheel()
+    installed = triton_wheel()
     reasons = []
-    if manifest["triton"] != here:
-        reasons.append(f"compiled by Triton {manifest['triton']}, and {here} is installed")
+    if manifest["triton"] != installed:
+        reasons.append(f"compiled by Triton {manifest['triton']}, and {installed} is installed")
     else:
         reasons += _other_compiler(manifest)
     if capability is not None and manifest["capability"] != capability:
@@ -134,14 +134,14 @@ def _other_compiler(manifest: dict[str, Any]) -> Iterator[str]:
     if "compiler" not in manifest:
         yield "the archive does not say which build of Triton compiled it"
         return
-    there = manifest["compiler"]
-    here = asdict(Compiler.installed(manifest["capability"]))
-    if there["code"] != here["code"]:
+    packed_with = manifest["compiler"]
+    installed = asdict(Compiler.installed(manifest["capability"]))
+    if packed_with["code"] != installed["code"]:
         yield f"compiled by another build of Triton {manifest['triton']}"
-    if there["ptxas"] != here["ptxas"]:
-        yield f"assembled by ptxas {there['ptxas']}, and {here['ptxas']} is here"
-    variables = [dict(map(tuple, one["environment"])) for one in (there, here)]
+    if packed_with["ptxas"] != installed["ptxas"]:
+        yield f"assembled by ptxas {packed_with['ptxas']}, and {installed['ptxas']} is here"
+    variables = [dict(map(tuple, content["environment"])) for content in (packed_with, installed)]
     for name in sorted(variables[0].keys() | variables[1].keys()):
-        given, found = (one.get(name, "unset") for one in variables)
-        if given != found:
-            yield f"compiled with {name}={given}, and it is {found} here"
+        packed, current = (values.get(name, "unset") for values in variables)
+        if packed != current:
+            yield f"compiled with {name}={packed}, and it is {current} here"

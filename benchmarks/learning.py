@@ -186,9 +186,9 @@ def plot(folder: Path) -> None:
             axes[1].plot([record["step"] for record in records], [record["rl"]["entropy"] for record in records])
         axes[0].set_ylabel("greedy reward, held-out")
         axes[1].set_ylabel("entropy, nats a token")
-        for one in axes:
-            one.set_xlabel("step")
-            one.grid(alpha=0.3)
+        for axis in axes:
+            axis.set_xlabel("step")
+            axis.grid(alpha=0.3)
         axes[0].legend(fontsize=8)
         figure.suptitle(f"recipes/{name}.toml", fontsize=10)
         figure.tight_layout()

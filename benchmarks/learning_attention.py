@@ -89,8 +89,8 @@ def main() -> int:
         assert abs(size / reference - 1) < MAX_SIZE_DIFFERENCE, (name, size, reference)
     for seed in args.seeds:
         for name in args.variants:
-            found = [row for row in _rows(results) if (row["variant"], row["seed"]) == (name, seed)]
-            if any(row["steps"] == args.steps for row in found):
+            seed_rows = [row for row in _rows(results) if (row["variant"], row["seed"]) == (name, seed)]
+            if any(row["steps"] == args.steps for row in seed_rows):
                 continue
             losses, cpu_s = _train(name, seed, args.steps, args.dir)
             row = {"variant": name, "seed": seed, "steps": args.steps, "parameters": sizes[name], "cpu_s": round(cpu_s)}
@@ -139,12 +139,12 @@ def _cpu_seconds() -> float:
 
 def _by_variant(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each variant, in the order of `VARIANTS`."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    variants: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for name in VARIANTS:
         for row in rows:
             if row["variant"] == name:
-                found[name].append(row)
-    return found
+                variants[name].append(row)
+    return variants
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
@@ -153,8 +153,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     seeds = sorted({row["seed"] for row in rows})
     print(f"| attention | parameters | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | ratio |")
     print(f"| --- | --- | {'--- | ' * len(seeds)}--- | --- |")
-    for name, found in _by_variant(rows).items():
-        final = {row["seed"]: row["losses"][-1][1] for row in found}
+    for name, runs in _by_variant(rows).items():
+        final = {row["seed"]: row["losses"][-1][1] for row in runs}
         mean = fmean(final.values())
         reference = reference or final
         common = final.keys() & reference.keys()
@@ -162,7 +162,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
             sum(final[seed] for seed in common) / sum(reference[seed] for seed in common) if common else float("nan")
         )
         cells = " | ".join(f"{final[seed]:.4f}" if seed in final else "" for seed in seeds)
-        print(f"| {name} | {found[0]['parameters']:,} | {cells} | {mean:.4f} | {ratio:.3f} |")
+        print(f"| {name} | {runs[0]['parameters']:,} | {cells} | {mean:.4f} | {ratio:.3f} |")
 
 
 def _draw(rows: list[dict[str, Any]], picture: Path) -> None:
@@ -174,10 +174,10 @@ def _draw(rows: list[dict[str, Any]], picture: Path) -> None:
     figure = Figure(figsize=(7, 3.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for index, (name, found) in enumerate(_by_variant(rows).items()):
-        for row in found:
+    for index, (name, runs) in enumerate(_by_variant(rows).items()):
+        for row in runs:
             steps, losses = zip(*row["losses"], strict=True)
-            label = name if row is found[0] else None
+            label = name if row is runs[0] else None
             axes.plot(steps, losses, color=f"C{index}", linewidth=1, alpha=0.8, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("held-out loss, nats a byte")

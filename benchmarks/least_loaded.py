@@ -236,11 +236,11 @@ def _measure(args: argparse.Namespace, rank_env: RankEnv, device_type: str) -> i
         WorkProgress("least_loaded", is_shown=rank_env.rank == 0) as progress,
     ):
         groups = ParallelGroups.create(fold(world_size=args.ranks, ep=args.ranks), device)
-        found = measure_dispatchers(
+        rows = measure_dispatchers(
             SkewedWorkload(args.tokens, num_experts=NUM_EXPERTS), args.skew, args.steps, groups, progress.report
         )
     if rank_env.rank == 0:
-        print_escaped(_json(args, found) if args.json else _table(args, found), flush=True)
+        print_escaped(_json(args, rows) if args.json else _table(args, rows), flush=True)
     return 0
 
 

@@ -29,13 +29,13 @@ def measured_rows(table: Path) -> Iterator[dict[str, object]]:
     for row in read_rows(table):
         try:
             case = parse_case(row)
-            found = predict(case)
+            prediction = predict(case)
         except SkipRowError:
             continue
-        if isinstance(found.measured, float):
-            offloads = any(part != OFFLOADED_OPTIMIZER for part in found.mapping.offload)
-            axes = measured_axes(found.mapping, case.gpu, case.model, case.workload.seq_len)
-            yield {**axes, "offload": offloads, "num_gpus": found.mapping.world_size, "source": row["source"]}
+        if isinstance(prediction.measured, float):
+            offloads = any(part != OFFLOADED_OPTIMIZER for part in prediction.mapping.offload)
+            axes = measured_axes(prediction.mapping, case.gpu, case.model, case.workload.seq_len)
+            yield {**axes, "offload": offloads, "num_gpus": prediction.mapping.world_size, "source": row["source"]}
 
 
 def main() -> None:

@@ -308,7 +308,7 @@ def _measure(args: argparse.Namespace, samples: list[SampleLengths], rank_env: R
     ):
         ranks = args.cp * args.dp
         layout = fold(world_size=ranks, cp=args.cp, ep=ranks)
-        found = measure_contexts(samples, layout, tuple(CONTEXT_METHODS), args.steps, device, progress.report)
+        measurements = measure_contexts(samples, layout, tuple(CONTEXT_METHODS), args.steps, device, progress.report)
         machine = describe_device(device)
     if rank_env.rank == 0:
         report = {
@@ -321,9 +321,9 @@ def _measure(args: argparse.Namespace, samples: list[SampleLengths], rank_env: R
             "rounds": args.steps,
             "effective_length": effective_length(samples),
             "machine": machine,
-            "methods": [asdict(row) for row in found],
+            "methods": [asdict(row) for row in measurements],
         }
-        write_report(args, report, _table(args, samples, machine, found))
+        write_report(args, report, _table(args, samples, machine, measurements))
     return 0
 
 

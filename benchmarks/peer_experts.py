@@ -68,9 +68,9 @@ def _recipe(preset: str, ranks: int, experts: str) -> Config:
 def _requests(rank: int, count: int, sigma: float) -> list[Request]:
     generator = torch.Generator().manual_seed(rank)
 
-    def lengths(mean: float, most: int) -> list[int]:
+    def lengths(mean: float, longest: int) -> list[int]:
         drawn = torch.empty(count).log_normal_(mean, sigma, generator=generator)
-        return drawn.clamp(1, most).long().tolist()
+        return drawn.clamp(1, longest).long().tolist()
 
     pairs = zip(lengths(4.5, MAX_PROMPT), lengths(3.5, MAX_NEW), strict=True)
     return [
@@ -93,19 +93,19 @@ def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
     passes = empty_passes = 0
     finished_s = 0.0
     tokens: dict[int, list[int]] = {i: [] for i in range(len(requests))}
-    num_pages = sum(-(-(len(one.prompt) + one.max_tokens) // 64) for one in requests)
+    num_pages = sum(-(-(len(request.prompt) + request.max_tokens) // 64) for request in requests)
     with engine.open(num_pages) as generation:
         decoder: Any = generation._decoder
         forward = decoder.forward
 
-        def forward_and_pause(tokens_R: torch.Tensor, *rest: Any) -> Any:
+        def forward_and_pause(tokens_R: torch.Tensor, *arguments: Any) -> Any:
             nonlocal passes, empty_passes
-            found = forward(tokens_R, *rest)
+            result = forward(tokens_R, *arguments)
             passes += len(tokens_R) > 0
             empty_passes += len(tokens_R) == 0
             if len(tokens_R):
                 time.sleep((args.base_ms + args.row_ms * len(tokens_R)) / 1e3)
-            return found
+            return result
 
         decoder.forward = forward_and_pause
         for i, request in enumerate(requests):
@@ -123,8 +123,8 @@ def _measure(cfg: Config, args: argparse.Namespace) -> RankResult:
         cpu_s = time.process_time() - started_cpu_s
         dist.barrier()
         makespan_s = time.perf_counter() - started_s
-    own = [local_tensor(weight) for layer in model.stage.moe_layers().values() for weight in layer.experts.weights]
-    expert_bytes = sum(weight.nbytes for weight in own)
+    weights = [local_tensor(weight) for layer in model.stage.moe_layers().values() for weight in layer.experts.weights]
+    expert_bytes = sum(weight.nbytes for weight in weights)
     texts = tuple(tuple(tokens[i]) for i in range(len(requests)))
     return RankResult(finished_s, makespan_s, cpu_s, passes, empty_passes, expert_bytes, texts)
 
@@ -143,21 +143,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each way, in turn")
     args = parser.parse_args()
     pool = WorkerPool()
-    found: dict[str, list[list[RankResult]]] = {way: [] for way in WAYS}
+    times: dict[str, list[list[RankResult]]] = {method: [] for method in WAYS}
     for _ in range(args.rounds):
-        for way in WAYS:
-            cfg = _recipe(args.preset, args.ranks, way)
-            found[way].append(pool.run(args.ranks, _measure, cfg, args, timeout_s=600))
-    texts = {tuple(rank.tokens for rank in results[0]) for results in found.values()}
+        for method in WAYS:
+            cfg = _recipe(args.preset, args.ranks, method)
+            times[method].append(pool.run(args.ranks, _measure, cfg, args, timeout_s=600))
+    texts = {tuple(rank.tokens for rank in results[0]) for results in times.values()}
     assert len(texts) == 1, "the ways gave different completions"
-    base = statistics.median(results[0].makespan_s for results in found["exchange"])
-    for way, rounds in found.items():
+    base = statistics.median(results[0].makespan_s for results in times["exchange"])
+    for method, rounds in times.items():
         makespan_s = statistics.median(results[0].makespan_s for results in rounds)
         ended_s = statistics.median(statistics.mean(rank.finished_s for rank in results) for results in rounds)
         cpu_s = statistics.median(sum(rank.cpu_s for rank in results) for results in rounds)
         first = rounds[0]
         print(
-            f"{way:8} makespan {makespan_s:6.2f} s ({base / makespan_s:.2f} x), a rank ends after {ended_s:6.2f} s, "
+            f"{method:8} makespan {makespan_s:6.2f} s ({base / makespan_s:.2f} x), a rank ends after {ended_s:6.2f} s, "
             f"CPU {cpu_s:6.2f} s, passes {[rank.passes for rank in first]}, empty "
             f"{[rank.empty_passes for rank in first]}, experts {sum(rank.expert_bytes for rank in first) / 1e6:.2f} MB"
         )

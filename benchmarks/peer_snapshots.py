@@ -63,7 +63,7 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
     snapshots = PeerSnapshots()
     hasher = TensorHasher(groups.device)
     host = {key: torch.empty_like(values) for key, values in boxes.items()}
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for number in range(1, rounds + 2):
         progress = TrainState(
             states=counted(step=number) | {"weights": {"moment_updates": training.moment_updates + 1}}
@@ -76,7 +76,7 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
             "checkpoint": lambda progress=progress: write_checkpoint(cfg, state, progress),
         }
         for name, do in parts.items():
-            found.setdefault(name if number > 1 else f"first {name}", []).append(_seconds(do))
+            times.setdefault(name if number > 1 else f"first {name}", []).append(_seconds(do))
     snapshots.forget_groups()
     rank = dist.get_rank()
     if rank in MEMBERS:
@@ -87,12 +87,12 @@ def _measure(cfg: Config, after: Config, rounds: int, folder: str) -> tuple[dict
             training = TrainingStep(parallelize(after, groups), after)
             state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
             step = rounds + 1
-            found["restore"] = [_seconds(lambda: snapshots.restore(step, state, groups.world, groups.device))]
+            times["restore"] = [_seconds(lambda: snapshots.restore(step, state, groups.world, groups.device))]
             share = range(groups.rank * 4, groups.rank * 4 + 4)
             restored = RestoredRun((snapshots.snapshot(step).train_state or progress).states, {}, share, 12)
-            found["certificate"] = [_seconds(lambda: certify(snapshots, step, state, restored, groups))]
+            times["certificate"] = [_seconds(lambda: certify(snapshots, step, state, restored, groups))]
             dist.destroy_process_group()
-    return found, sum(values.nbytes for values in boxes.values()), snapshots.num_bytes
+    return times, sum(values.nbytes for values in boxes.values()), snapshots.num_bytes
 
 
 def main() -> None:

@@ -65,8 +65,8 @@ class PlannedRecipe:
 def planned_recipes() -> list[PlannedRecipe]:
     """Return the planned recipes of the repository, by path and number of GPUs."""
     paths = [path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*-*x*.toml") if path.parent.name != "recipes"]
-    found = [read_head(path) for path in paths if re.search(r"-\d+x[a-z]+\d+$", path.stem)]
-    return sorted(found, key=lambda recipe: (recipe.path.parent, recipe.path.stem.rpartition("-")[0], recipe.num_gpus))
+    heads = [read_head(path) for path in paths if re.search(r"-\d+x[a-z]+\d+$", path.stem)]
+    return sorted(heads, key=lambda recipe: (recipe.path.parent, recipe.path.stem.rpartition("-")[0], recipe.num_gpus))
 
 
 def read_head(path: Path) -> PlannedRecipe:
@@ -120,14 +120,14 @@ def reasons(recipe: PlannedRecipe) -> str:
     """Return the line with the gain of each axis of a mapping over its neighbours: half, double, other ZeRO stages."""
     chosen_s = _fastest_s(recipe, [f"{axis}={value}" for axis, value in recipe.mapping.items() if axis in FIXED_AXES])
     assert chosen_s is not None, "the mapping of the recipe fits"
-    found = []
+    texts = []
     for axis in SEARCHED_AXES:
         value = int(recipe.mapping[axis])
         others = [_change(recipe, chosen_s, axis, other) for other in (value // 2, value * 2) if other]
-        found.append(f"{axis}: {', '.join(others)}")
+        texts.append(f"{axis}: {', '.join(others)}")
     stages = [stage for stage in (1, 3) if stage != int(recipe.mapping["zero"])]
-    found.append(f"zero: {', '.join(_change(recipe, chosen_s, 'zero', stage) for stage in stages)}")
-    return f"{REASONS}{'; '.join(found)}.\n"
+    texts.append(f"zero: {', '.join(_change(recipe, chosen_s, 'zero', stage) for stage in stages)}")
+    return f"{REASONS}{'; '.join(texts)}.\n"
 
 
 def _change(recipe: PlannedRecipe, chosen_s: float, axis: str, value: int) -> str:
@@ -138,11 +138,11 @@ def _change(recipe: PlannedRecipe, chosen_s: float, axis: str, value: int) -> st
 def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
     """Return the seconds of a step of the fastest mapping with some axes; None: it is not legal, or does not fit."""
     words = list(recipe.command)
-    at = words.index("--recipe")
-    del words[at : at + 2]
+    index = words.index("--recipe")
+    del words[index : index + 2]
     # The last of several --fix counts: it repeats the values that the recipe fixes.
-    at = words.index("--fix") + 1 if "--fix" in words else len(words)
-    before = takewhile(lambda word: not word.startswith("--"), words[at:])
+    index = words.index("--fix") + 1 if "--fix" in words else len(words)
+    before = takewhile(lambda word: not word.startswith("--"), words[index:])
     axes = {word.split("=")[0] for word in fixed}
     fixed = [*(word for word in before if word.split("=")[0] not in axes), *fixed]
     output = StringIO()
@@ -165,8 +165,8 @@ def table() -> str:
 
 def page_with_table(page: str) -> str:
     """Return a page with the table between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, tail = page.partition(BEGIN)
+    _, _, after = tail.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 
 
@@ -181,8 +181,8 @@ def main(words: Sequence[str]) -> None:
             if not is_same or REASONS not in before:
                 (ROOT / recipe.path).write_text(text, encoding="utf-8")
                 line = reasons(read_head(recipe.path))
-                first, second, third, rest = text.split("\n", 3)
-                (ROOT / recipe.path).write_text("\n".join((first, second, third, line + rest)), encoding="utf-8")
+                first, second, third, tail = text.split("\n", 3)
+                (ROOT / recipe.path).write_text("\n".join((first, second, third, line + tail)), encoding="utf-8")
             print(f"{'unchanged' if is_same else 'changed'}: {recipe.path}", flush=True)
     PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -273,19 +273,19 @@ def _measure(cfg: Config, args: argparse.Namespace, rank_env: RankEnv, device_ty
         init_distributed(rank_env, device_type, cfg.faults.timeout_s) as device,
         WorkProgress("rank_times", is_shown=rank_env.rank == 0) as progress,
     ):
-        found = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps, progress.report)
+        times = measure_ranks(cfg, ParallelGroups.create(check_config(cfg), device), args.steps, progress.report)
     if rank_env.rank == 0:
-        shares = time_shares(found)
+        shares = time_shares(times)
         report = {
             "kind": "ranks",
             "steps": args.steps,
             "tokens": cfg.train.tokens_per_step,
             "shares": shares,
-            "step_s": max(rank.wall_s for rank in found),
-            "per_rank": [rank.cpu_s for rank in found],
-            "waiting_s": [rank.wall_s - rank.thread_s for rank in found],
+            "step_s": max(rank.wall_s for rank in times),
+            "per_rank": [rank.cpu_s for rank in times],
+            "waiting_s": [rank.wall_s - rank.thread_s for rank in times],
         }
-        write_report(args, report, _table(cfg.run, cfg.parallel, cfg.train, args, found, shares))
+        write_report(args, report, _table(cfg.run, cfg.parallel, cfg.train, args, times, shares))
     return 0
 
 

@@ -78,7 +78,7 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             assert spawn_ranks(partial(_rank, Path(folder)), count, "cpu", regroups=True) == 0
             times = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
-        agreed_s, connected_s = (max(of_rank[number] for of_rank in times) for number in (0, 1))
+        agreed_s, connected_s = (max(rank_times[number] for rank_times in times) for number in (0, 1))
         print(f"{count} ranks: agreed after {agreed_s:.2f} s, process groups after {connected_s:.2f} s", flush=True)
     print(f"load average at the end: {os.getloadavg()[0]:.1f}")
 

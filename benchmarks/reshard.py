@@ -53,17 +53,17 @@ def _measure(
     plan_s = time.perf_counter() - started_s
     stats = transfer.run()
     train = replace(train, run=replace(train.run, dir=folder))
-    found: SECONDS = {"in memory": [], "DCP": [], "checkpoint": []}
+    times: SECONDS = {"in memory": [], "DCP": [], "checkpoint": []}
     for number in range(rounds):
-        for way, seconds in found.items():
+        for method, seconds in times.items():
             dist.barrier()
             started_s = time.perf_counter()
-            if way == "in memory":
+            if method == "in memory":
                 transfer.run()
             else:
                 state = {f"model.{name}": p.data for name, p in source.named_parameters.items()}
                 state |= {f"model.{name}": buffer for name, buffer in source.named_buffers.items()}
-                if way == "DCP":
+                if method == "DCP":
                     path = Path(folder) / f"dcp-{number}"
                     dcp.save(state, checkpoint_id=path)
                     wanted = {f"model.{name}": p.data for name, p in loaded.named_parameters.items()}
@@ -73,7 +73,7 @@ def _measure(
                     load_weights(saved, loaded.named_parameters, loaded.named_buffers)
             dist.barrier()
             seconds.append(time.perf_counter() - started_s)
-    return found, plan_s, stats, sum(p.numel() for p in source.named_parameters.values())
+    return times, plan_s, stats, sum(p.numel() for p in source.named_parameters.values())
 
 
 def main() -> None:
@@ -92,20 +92,20 @@ def main() -> None:
         for mapping in (args.train, args.sample)
     )
     with tempfile.TemporaryDirectory() as folder:
-        given = (train, sample, args.rounds, args.scratch_mib << 20, folder)
-        results = WorkerPool().run(train.parallel.world_size, _measure, *given, timeout_s=600)
-    seconds, plan_s, stats, parameters = results[0]
-    print(f"{parameters / 1e6:.1f} M parameters, {train.run.dtype}; plan {plan_s * 1e3:.0f} ms, {stats.rounds} rounds")
-    for rank, (_, _, of_rank, _) in enumerate(results):
+        arguments = (train, sample, args.rounds, args.scratch_mib << 20, folder)
+        results = WorkerPool().run(train.parallel.world_size, _measure, *arguments, timeout_s=600)
+    seconds, plan_s, stats, numel = results[0]
+    print(f"{numel / 1e6:.1f} M parameters, {train.run.dtype}; plan {plan_s * 1e3:.0f} ms, {stats.buckets} buckets")
+    for rank, (_, _, traffic, _) in enumerate(results):
         print(
-            f"rank {rank}: sent {of_rank.sent_bytes / 1e6:.2f} MB, received {of_rank.received_bytes / 1e6:.2f}, copied "
-            f"{of_rank.copied_bytes / 1e6:.2f}, shared {of_rank.shared_bytes / 1e6:.2f}, "
-            f"scratch {of_rank.scratch_bytes / 1e6:.2f}"
+            f"rank {rank}: sent {traffic.sent_bytes / 1e6:.2f} MB, received {traffic.received_bytes / 1e6:.2f}, copied "
+            f"{traffic.copied_bytes / 1e6:.2f}, shared {traffic.shared_bytes / 1e6:.2f}, "
+            f"scratch {traffic.scratch_bytes / 1e6:.2f}"
         )
     fastest = statistics.median(seconds["in memory"])
-    for way, times in seconds.items():
+    for method, times in seconds.items():
         median = statistics.median(times)
-        print(f"{way:10} {median * 1e3:8.1f} ms (least {min(times) * 1e3:.1f}), {median / fastest:.1f} x")
+        print(f"{method:10} {median * 1e3:8.1f} ms (least {min(times) * 1e3:.1f}), {median / fastest:.1f} x")
 
 
 if __name__ == "__main__":

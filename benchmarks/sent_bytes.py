@@ -35,8 +35,8 @@ class SentBytesCounter(TorchDispatchMode):
         size = process_group_size(args)
         if name == "alltoall_base_" and args[4]:
             rows = tensors[1]
-            own = args[4][process_group_rank(args)]
-            return float(rows.nbytes - own * rows[:1].nbytes)
+            local_rows = args[4][process_group_rank(args)]
+            return float(rows.nbytes - local_rows * rows[:1].nbytes)
         return sent_bytes(name, args, size)
 
 

@@ -270,7 +270,7 @@ def _stopped(trial: Trial) -> Outcome:
 
 def _stopped_children(pid: int) -> list[int]:
     listed = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
-    below = [found for child in listed for found in _stopped_children(int(child))]
+    below = [stopped for child in listed for stopped in _stopped_children(int(child))]
     is_stopped = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return [*([pid] if is_stopped else []), *below]
 
@@ -307,8 +307,8 @@ def _newcomer(trial: Trial) -> Outcome:
     trial.wait(lambda: trial.sites[LOST].poll() is not None)
     shutil.rmtree(trial.folder / f"site-{LOST}")
     trial.start(None, LOST)
-    here = re.compile(rf"site {LOST} on \S+ is here, at step 0 after 0 rounds")
-    trial.wait(lambda: len(here.findall((trial.folder / "meet.log").read_text())) == 2)
+    arrival = re.compile(rf"site {LOST} on \S+ is here, at step 0 after 0 rounds")
+    trial.wait(lambda: len(arrival.findall((trial.folder / "meet.log").read_text())) == 2)
     trial.wait_for_step(4 * EVERY + 1)
     fault_s = time.time()
     for number in (0, 1):
@@ -356,16 +356,16 @@ def run_trial(main: Callable[[Trial], Outcome]) -> tuple[str, float, int, float]
             pause_s = max(trial.steps[number].pause_after(outcome.fault_s) for number in outcome.survivors)
         finally:
             trial.close()
-        found = re.search(outcome.message, trial.text())
-        if found is None:
+        match = re.search(outcome.message, trial.text())
+        if match is None:
             raise RuntimeError(f"no message {outcome.message}\n{trial.text()}")
-        skipped = sum(bool(one["sites"] and one["sites"]["skipped"]) for one in records(trial.run_dir(0)))
+        skipped = sum(bool(record["sites"] and record["sites"]["skipped"]) for record in records(trial.run_dir(0)))
         expected = PlannedSites(load_config(trial.recipe, ["sites.number=0"]), read_plan(trial)).run(STEPS)[-1].losses
         losses = {number: records(trial.run_dir(number))[-1] for number in range(COUNT)}
         differences = [
             abs(line["loss"] / expected[number] - 1) for number, line in losses.items() if line["step"] == STEPS
         ]
-        return found[0].strip(), pause_s, skipped, max(differences)
+        return match[0].strip(), pause_s, skipped, max(differences)
 
 
 def main() -> int:

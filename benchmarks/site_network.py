@@ -104,9 +104,9 @@ def run_sites(hosts: Sequence[str], recipe: Path, words: Sequence[str], folder: 
     with meeting_point(hosts[0], folder) as secret:
         processes = []
         for number, host in enumerate(hosts):
-            own = (f"sites.number={number}", f"run.dir={folder / f'site-{number}'}")
+            site_words = (f"sites.number={number}", f"run.dir={folder / f'site-{number}'}")
             shared = (f"sites.meet={host_address(0)}:{PORT}", f"sites.secret={secret}")
-            train = ["-m", "moefold", "train", str(recipe), *words, *shared, *own]
+            train = ["-m", "moefold", "train", str(recipe), *words, *shared, *site_words]
             processes.append(start(host, train, folder / f"site-{number}.log"))
         wait_for(processes, folder)
 
@@ -133,7 +133,7 @@ class StepTimes:
 
     def pause_after(self, moment_s: float) -> float:
         """Return the longest time without a step, from a given time on."""
-        times = [moment_s, *(at for at, _ in self.times if at > moment_s)]
+        times = [moment_s, *(time_s for time_s, _ in self.times if time_s > moment_s)]
         return max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0)
 
     def _run(self) -> None:

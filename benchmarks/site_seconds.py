@@ -86,16 +86,16 @@ def run_trial(words: Sequence[str], bytes_per_s: float, latency_s: float) -> Tri
             num_sent = sent_bytes(hosts[1])
         finally:
             steps.stop()
-        times = {step: at for at, step in steps.times}
+        times = {step: time_s for time_s, step in steps.times}
         rounds = {record["step"]: record.get("sites") for record in records(folder / "site-0")}
-        found = {step: round_ for step, round_ in rounds.items() if round_}
-        timed = [round_ for step, round_ in found.items() if step > FIRST]
+        complete = {step: round_ for step, round_ in rounds.items() if round_}
+        timed = [round_ for step, round_ in complete.items() if step > FIRST]
         return Trial(
             times[LAST] - times[FIRST],
             sum(round_["exchange_s"] for round_ in timed),
             sum(round_["wait_s"] for round_ in timed),
             num_sent,
-            sum(round_["sent_bytes"] for round_ in found.values()),
+            sum(round_["sent_bytes"] for round_ in complete.values()),
         )
 
 

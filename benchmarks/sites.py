@@ -141,15 +141,15 @@ def _measures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def read(folder: Path, schedule: str) -> dict[str, dict[int, Run]]:
     """Return the finished runs by row and seed."""
-    found: dict[str, dict[int, Run]] = {}
+    table: dict[str, dict[int, Run]] = {}
     path = folder / "results.jsonl"
     for text in path.read_text().splitlines() if path.exists() else ():
         line = json.loads(text)
         if line["schedule"] == schedule:
             numbers = ({int(step): value for step, value in line[key].items()} for key in ("losses", "sent_bytes"))
             rounds = {int(step): value for step, value in line["rounds"].items()}
-            found.setdefault(line["row"], {})[line["seed"]] = Run(*numbers, line["step_s"], rounds)
-    return found
+            table.setdefault(line["row"], {})[line["seed"]] = Run(*numbers, line["step_s"], rounds)
+    return table
 
 
 def num_parameters() -> int:

@@ -74,7 +74,7 @@ def sent_bytes(namespace: str) -> int:
 
 def _open_tun(namespace: str) -> int:
     """Create the TUN device of a namespace, and return its file descriptor."""
-    found: list[int] = []
+    descriptors: list[int] = []
 
     def create() -> None:
         # A namespace belongs to a thread; this one ends.
@@ -84,12 +84,12 @@ def _open_tun(namespace: str) -> int:
                 raise OSError(ctypes.get_errno(), f"setns to {namespace}")
         descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", DEVICE.encode(), _IFF_TUN_NO_PI))
-        found.append(descriptor)
+        descriptors.append(descriptor)
 
     thread = threading.Thread(target=create)
     thread.start()
     thread.join()
-    return found[0]
+    return descriptors[0]
 
 
 class _Direction:

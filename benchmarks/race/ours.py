@@ -101,7 +101,7 @@ def generate(shares_prompts: bool, turns: Turns, seat: Seat) -> None:
                 for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
             ]
             done = RolloutEngine(loaded.model, settings, SamplingParams(temperature=0.0)).generate(requests)
-            return {"tokens": [list(one.tokens) for one in done]}
+            return {"tokens": [list(completion.tokens) for completion in done]}
 
         turns.take(run)
 
@@ -198,8 +198,8 @@ def write_inputs(turns: Turns, seat: Seat) -> None:
         for _ in range(sizes.rollouts // GROUP_SIZE * seat.steps):
             text = "".join(chr(code) for code in torch.randint(97, 123, (sizes.prompt,), generator=generator).tolist())
             file.write(json.dumps({"prompt": text}) + "\n")
-    _write_model(folder / "model", _of_length(cfg, sizes.positions))
-    _write_model(folder / "bytes", _of_length(_grpo_recipe(seat), 1024), never_ends=True)
+    _write_model(folder / "model", _with_length(cfg, sizes.positions))
+    _write_model(folder / "bytes", _with_length(_grpo_recipe(seat), 1024), never_ends=True)
     wide = {"hidden_size": sizes.folder_width, "ffn.moe.intermediate_size": sizes.folder_width}
     large = {"preset": sizes.preset, "ffn.moe.num_experts": 16} | wide
     _write_model(folder / "large", config_from_dict({"model": large, "data": {"kind": "synthetic"}}))
@@ -212,15 +212,15 @@ def _scenarios(sizes: Sizes, generator: torch.Generator) -> dict[str, tuple[list
     def prompts(count: int, length: int) -> list[list[int]]:
         return torch.randint(256, (count, length), generator=generator).tolist()
 
-    found = {str(count): (prompts(count, sizes.prompt), [sizes.new] * count) for count in (1, 8, 64)}
+    scenarios = {str(count): (prompts(count, sizes.prompt), [sizes.new] * count) for count in (1, 8, 64)}
     lengths = torch.empty(sizes.lengths).log_normal_(mean=3.5, std=0.8, generator=generator)
-    found["lengths"] = prompts(sizes.lengths, sizes.prompt), lengths.clamp(1, 4 * sizes.new).long().tolist()
+    scenarios["lengths"] = prompts(sizes.lengths, sizes.prompt), lengths.clamp(1, 4 * sizes.new).long().tolist()
     count, copies, length, new = sizes.shared
-    found["shared"] = [p for p in prompts(count, length) for _ in range(copies)], [new] * (count * copies)
-    return found
+    scenarios["shared"] = [p for p in prompts(count, length) for _ in range(copies)], [new] * (count * copies)
+    return scenarios
 
 
-def _of_length(cfg: Config, positions: int) -> Config:
+def _with_length(cfg: Config, positions: int) -> Config:
     return replace(cfg, train=replace(cfg.train, seq_len=positions))
 
 

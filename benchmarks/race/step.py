@@ -59,8 +59,8 @@ class Race:
     def as_dict(self) -> dict[str, Any]:
         """Return the results as a dictionary for JSON."""
         pieces = [asdict(piece) | {"gap": piece.gap if piece.floor_s else None} for piece in self.pieces]
-        own = {name: value for name, value in vars(self).items() if name != "report"}
-        return {**self.report.as_dict(), "kind": "comparison", **own, "pieces": pieces}
+        fields = {name: value for name, value in vars(self).items() if name != "report"}
+        return {**self.report.as_dict(), "kind": "comparison", **fields, "pieces": pieces}
 
     def lines(self) -> list[str]:
         """Return the text below the table of steps: absent frameworks, the ratios, and the parts of our step."""

@@ -115,16 +115,16 @@ def batch_continuously(turns: Turns, seat: Seat) -> None:
     @torch.no_grad()
     def run(scenario: str) -> dict[str, Any]:
         prompts, lengths = prompts_of(seat.folder, scenario)
-        found: dict[str, list[int]] = {}
+        completions: dict[str, list[int]] = {}
         with model.continuous_batching_context_manager(generation_config=settings) as manager:
             ids = [manager.add_request(p, max_new_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
-            while len(found) < len(ids):
+            while len(completions) < len(ids):
                 result = manager.get_result(timeout=10)
                 if result is None and not manager.is_running():
                     raise RuntimeError("the thread of continuous batching ended")
                 if result is not None and result.is_finished():
-                    found[result.request_id] = result.generated_tokens
-        return {"tokens": [found[one] for one in ids]}
+                    completions[result.request_id] = result.generated_tokens
+        return {"tokens": [completions[request_id] for request_id in ids]}
 
     turns.take(run)
 
@@ -162,7 +162,7 @@ def serve_vllm(turns: Turns, seat: Seat) -> None:
             for n in lengths
         ]
         done = llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
-        return {"tokens": [list(one.outputs[0].token_ids) for one in done]}
+        return {"tokens": [list(output.outputs[0].token_ids) for output in done]}
 
     turns.take(run)
 

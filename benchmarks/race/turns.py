@@ -70,9 +70,9 @@ class Seat:
     @classmethod
     def from_json(cls, text: str) -> "Seat":
         """Read the output of `as_json`."""
-        found = json.loads(text)
-        sizes = Sizes(**found.pop("sizes"))
-        return cls(Path(found.pop("folder")), Path(found.pop("scratch")), sizes, **found)
+        fields = json.loads(text)
+        sizes = Sizes(**fields.pop("sizes"))
+        return cls(Path(fields.pop("folder")), Path(fields.pop("scratch")), sizes, **fields)
 
 
 class Turns:

@@ -52,8 +52,8 @@ def __getattr__(name: str) -> object:
     """Import a name of the Python interface at its first use (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    return found
+    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

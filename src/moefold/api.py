@@ -108,13 +108,13 @@ def plan(
     from moefold.planner.query import PlanOptions, plan_request
 
     named = {"num_gpus": num_gpus, "seq_len": seq_len, "global_batch_size": global_batch_size, "fix": fix}
-    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    for name, value in given.items():
+    arguments: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    for name, value in arguments.items():
         other = None if options is None else getattr(options, name)
         if other and other != value:
             raise ConfigError(f"{name}={value!r} and options.{name}={other!r} differ; give one of them")
     with _errors_without_options():
-        return Planner(plan_request(str(model), str(gpu), replace(options or PlanOptions(), **given)))
+        return Planner(plan_request(str(model), str(gpu), replace(options or PlanOptions(), **arguments)))
 
 
 def build_model(cfg: Config, device: str = "cpu") -> "Transformer":

@@ -227,17 +227,17 @@ class LongLineError(ValueError):
         super().__init__(f"line {number:,} is longer than {limit:,} bytes")
 
 
-def have_same_content(one: Path, other: Path) -> bool:
+def have_same_content(first: Path, other: Path) -> bool:
     """Return whether two regular files have equal content, reading one block of each at a time.
 
     Raises:
         OSError: a file cannot be read or is not regular.
     """
-    with open_regular(one) as one_file, open_regular(other) as other_file:
-        if one.stat().st_size != other.stat().st_size:
+    with open_regular(first) as first_file, open_regular(other) as other_file:
+        if first.stat().st_size != other.stat().st_size:
             return False
         while True:
-            block = one_file.read(_BLOCK_BYTES)
+            block = first_file.read(_BLOCK_BYTES)
             if block != other_file.read(_BLOCK_BYTES):
                 return False
             if not block:
@@ -262,11 +262,11 @@ def _reject_too_deep(document: Any) -> None:
     level = [document]
     for _ in range(MAX_JSON_DEPTH):
         level = [
-            part
+            inner
             for value in level
             if isinstance(value, dict | list)
-            for part in (value.values() if isinstance(value, dict) else value)
-            if isinstance(part, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return

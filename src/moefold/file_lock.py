@@ -76,8 +76,8 @@ def _dropper(lock: "weakref.ref[FileLock]") -> Callable[[], None]:
     """Return a hook that drops a lock in a forked child; it has no reference, because it can never be unregistered."""
 
     def drop() -> None:
-        if (found := lock()) is not None:
-            found.drop()
+        if (target := lock()) is not None:
+            target.drop()
 
     return drop
 

@@ -19,7 +19,7 @@ def list_files(folder: Path, *, hidden: bool = True) -> dict[str, Path]:
     Raises:
         ConfigError: an entry is a link out of the folder or to a folder, a device or a pipe.
     """
-    found = {}
+    files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_dir() and not path.is_symlink():
@@ -28,8 +28,8 @@ def list_files(folder: Path, *, hidden: bool = True) -> dict[str, Path]:
             continue
         if reason := unsendable_reason(folder, path):
             raise ConfigError(f"{str(folder)!r}: {name.as_posix()!r} {reason}")
-        found[name.as_posix()] = path
-    return found
+        files[name.as_posix()] = path
+    return files
 
 
 def unsendable_reason(folder: Path, file: Path) -> str:

@@ -69,8 +69,8 @@ def parse_hub_url(url: str, kind: HubKind) -> HubName:
 
 def repo_of_snapshot(path: str) -> str:
     """Return ORG/NAME of the model of a snapshot in the hub's cache; empty for another path."""
-    found = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+", path)
-    return found[1].replace("--", "/", 1) if found else ""
+    match = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+", path)
+    return match[1].replace("--", "/", 1) if match else ""
 
 
 def check_repo_name(name: str) -> str:
@@ -124,10 +124,10 @@ def snapshot(url: str, kind: HubKind, *, patterns: tuple[str, ...] = ()) -> Path
     except Exception as error:
         # The package, its network library and the file system raise many types.
         raise hub_error(url, error) from error
-    found = Path(folder, name.path)
-    if not found.exists():
+    path = Path(folder, name.path)
+    if not path.exists():
         raise ConfigError(f"{url!r} has no {name.path!r}; name a file or folder of the repository {name.repo}")
-    return found
+    return path
 
 
 def files_to_push(folder: Path) -> dict[str, int]:
@@ -177,12 +177,12 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
     api = HfApi(library_name="moefold", library_version=__version__)
     try:
         created = api.create_repo(repo, repo_type="model", private=not public, exist_ok=True)
-        found = api.repo_info(created.repo_id, repo_type="model")
-        if not found.private and not public:
+        info = api.repo_info(created.repo_id, repo_type="model")
+        if not info.private and not public:
             raise ConfigError(f"{repo!r} is public: everyone could read the model; add --public if you mean it")
         if revision:
             api.create_branch(created.repo_id, branch=revision, exist_ok=True)
-        existing = {sibling.rfilename for sibling in getattr(found, "siblings", None) or ()}
+        existing = {sibling.rfilename for sibling in getattr(info, "siblings", None) or ()}
         keeps_card = CARD_FILE in existing and not overwrites_card
         commit = api.upload_folder(
             repo_id=created.repo_id,

@@ -87,8 +87,8 @@ class WorkProgress:
                 return
 
     def _line(self, text: str) -> str:
-        what = f"{self._label}: {text}" if text else self._label
-        return f"{what} ({time.monotonic() - self._started_s:.0f} s)"
+        title = f"{self._label}: {text}" if text else self._label
+        return f"{title} ({time.monotonic() - self._started_s:.0f} s)"
 
     def _show_live(self) -> None:
         if self._ended.wait(self._show_after_s):

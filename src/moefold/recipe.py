@@ -105,16 +105,16 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
         # Values that are not counts are refused by name later.
         return []
     overridden = {override.partition("=")[0].strip() for override in overrides}
-    given = [key for key in ("epochs", "steps") if f"run.{key}" in overridden]
+    lengths = [key for key in ("epochs", "steps") if f"run.{key}" in overridden]
     if "steps" not in run:
         run["steps"] = MAX_STEPS
         return []
-    if len(given) != 1 or {"epochs", "steps"} <= recipe.get("run", {}).keys():
+    if len(lengths) != 1 or {"epochs", "steps"} <= recipe.get("run", {}).keys():
         raise ConfigError(
             f"run.steps={run['steps']} and run.epochs={run['epochs']} both give the length of the run; leave one out"
         )
-    other = "steps" if given[0] == "epochs" else "epochs"
-    message = f"run.{given[0]}={run[given[0]]} replaces run.{other}={run[other]} of the recipe"
+    other = "steps" if lengths[0] == "epochs" else "epochs"
+    message = f"run.{lengths[0]}={run[lengths[0]]} replaces run.{other}={run[other]} of the recipe"
     run[other] = MAX_STEPS if other == "steps" else 0
     return [message]
 
@@ -204,10 +204,10 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)
     dense = p.tp * p.cp * p.pp
     multiple = lcm(dense, p.ep * p.etp * p.pp)
-    most = count * dense if largest is None else min(largest, count * dense)
+    limit = count * dense if largest is None else min(largest, count * dense)
     return [
         number
-        for number in range(multiple, most + 1, multiple)
+        for number in range(multiple, limit + 1, multiple)
         if (cfg.parallel.may_pad_batch or count % (number // dense) == 0)
         and _is_valid(_replace_world_size(cfg, number))
     ]
@@ -228,8 +228,8 @@ def after_loss(cfg: Config, world_size: int) -> Config:
 
 def fitting_after_loss(cfg: Config) -> list[int]:
     """Return the numbers of ranks that can continue a job after a loss, ascending; see faults.on_loss."""
-    most = cfg.parallel.world_size - 1
-    sizes = fitting_world_sizes(after_loss(cfg, cfg.parallel.world_size), largest=most)
+    limit = cfg.parallel.world_size - 1
+    sizes = fitting_world_sizes(after_loss(cfg, cfg.parallel.world_size), largest=limit)
     return [size for size in sizes if size >= cfg.faults.min_ranks]
 
 
@@ -302,8 +302,8 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     cfg = config_from_dict(tree)
     check_unused_keys(explicit_keys, cfg)
     model, message = infer_vocab_size(cfg.model, cfg.data, explicit_keys)
-    found = (*messages, message) if message else tuple(messages)
-    return LoadedRecipe(replace(cfg, model=model), explicit_keys, found, RESOLVED_KEYS - explicit_keys)
+    notices = (*messages, message) if message else tuple(messages)
+    return LoadedRecipe(replace(cfg, model=model), explicit_keys, notices, RESOLVED_KEYS - explicit_keys)
 
 
 def _names_of_keys(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -353,8 +353,8 @@ def _overwrite_advice(path: Path, error: str) -> str:
 
 def _nearest_recipe(path: Path) -> str:
     folders = [path.parent, path.parent / "recipes"] if path.parent.is_dir() else [Path("."), Path("recipes")]
-    found = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
-    by_stem = {file.stem: file for file in reversed(found)}
+    files = [file for folder in folders for file in sorted(folder.glob("*.toml")) if file.name != "pyproject.toml"]
+    by_stem = {file.stem: file for file in reversed(files)}
     guess = closest_match(path.name.removesuffix(".toml"), by_stem)
     if guess:
         return f"; did you mean {str(by_stem[guess])!r}?"

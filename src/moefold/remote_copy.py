@@ -80,8 +80,8 @@ def _file_entry(remote: RemotePath) -> RemoteEntry:
 
 def _copy_path(remote: RemotePath) -> Path:
     """Return the path of the copy of a remote path, in the first cache folder that can be created."""
-    parts = [part for part in remote.parts[1:] if part not in ("", ".")]
-    if ".." in parts:
+    names = [name for name in remote.parts[1:] if name not in ("", ".")]
+    if ".." in names:
         raise ConfigError(f"{str(remote)!r} has '..' in its path; name it without")
     for folder in cache_folders(None):
         root = folder / CACHE_SUBFOLDER
@@ -90,7 +90,7 @@ def _copy_path(remote: RemotePath) -> Path:
         except OSError:
             continue
         if os.access(root, os.W_OK):
-            return root.joinpath(remote.scheme, *parts)
+            return root.joinpath(remote.scheme, *names)
     raise ConfigError(f"{str(remote)!r} needs a cache folder, and none can be written; set XDG_CACHE_HOME")
 
 

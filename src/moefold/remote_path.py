@@ -152,9 +152,9 @@ class RemotePath(PosixPath):
             OSError: the folder cannot be listed.
         """
         with self._requests() as (filesystem, key):
-            found = filesystem.ls(key, detail=True)
+            infos = filesystem.ls(key, detail=True)
         listed = []
-        for info in found:
+        for info in infos:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
             # A store may list the folder itself, as an empty object, or a file as its only entry.
             if str(info["name"]).rstrip("/").lstrip("/") == key.rstrip("/").lstrip("/"):
@@ -169,10 +169,10 @@ class RemotePath(PosixPath):
             OSError: the files cannot be listed.
         """
         with self._requests() as (filesystem, key):
-            found = filesystem.find(key, detail=True)
+            infos = filesystem.find(key, detail=True)
         base = key.strip("/") + "/"
         listed = {}
-        for name, info in found.items():
+        for name, info in infos.items():
             path = str(name).lstrip("/")
             relative = path.removeprefix(base) if path.startswith(base) else path.rpartition("/")[2]
             if not relative.endswith("/"):
@@ -337,9 +337,9 @@ class RemotePath(PosixPath):
     def _delete_each(self, filesystem: Any, key: str) -> None:
         """Delete all files below a key one by one, then the folders if the file system has folders."""
         has_folders = self.scheme not in OBJECT_STORES
-        found = filesystem.find(key, withdirs=has_folders, detail=True)
-        for name in sorted(found, reverse=True):
-            is_folder = found[name].get("type") == "directory"
+        infos = filesystem.find(key, withdirs=has_folders, detail=True)
+        for name in sorted(infos, reverse=True):
+            is_folder = infos[name].get("type") == "directory"
             (filesystem.rmdir if is_folder else filesystem.rm_file)(name)
 
     def download(self, target: Path) -> None:

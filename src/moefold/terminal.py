@@ -73,11 +73,11 @@ def color_labels(text: str, environment: Mapping[str, str]) -> str:
 
 def wrap_error(text: str, width: int) -> str:
     """Wrap the first line of an error message between words; other text, such as a command to copy, stays unwrapped."""
-    first, newline, rest = text.partition("\n")
+    first, newline, tail = text.partition("\n")
     if not _ERROR.match(first) or len(first) <= width:
         return text
     lines = textwrap.wrap(first, width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines) + newline + rest
+    return "\n".join(lines) + newline + tail
 
 
 def escape_log_lines() -> None:

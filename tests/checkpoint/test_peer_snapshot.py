@@ -129,7 +129,7 @@ def _certify(
 
     weight = "optimizer.layers.0.attention.wq"
     if damage == "flipped bit" and is_here:
-        key, values = next((key, values) for key, values in slot.own.items() if key[0] == "model.embedding.weight")
+        key, values = next((key, values) for key, values in slot.local.items() if key[0] == "model.embedding.weight")
         words = values.view(torch.int64)
         change(words, words.clone().flatten().index_put_((torch.tensor(1),), words.flatten()[1] ^ 4).view(words.shape))
     if damage == "stale shard":

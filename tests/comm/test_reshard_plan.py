@@ -89,7 +89,7 @@ def test_a_plan_gives_every_rank_its_boxes_within_the_bounds(before, after, for_
     itemsize = {name: 4 if "router" in name else 2 for name in target.shapes}
     plan = plan_reshard(source, target, itemsize, most, ranks_per_node)
     _check_cover(plan, source, target)
-    for transfers in plan.rounds:
+    for transfers in plan.buckets:
         assert len({itemsize[transfer.name] for transfer in transfers}) == 1
         for rank in range(WORLD_SIZE):
             for held_by in ("source", "target"):
@@ -140,7 +140,7 @@ def test_disjoint_ranks_get_their_whole_boxes_within_the_bounds(before, after, m
     assert plan.local == ()
     held = (held_bytes(target.boxes(rank), itemsize) for rank in range(target.layout.world_size))
     assert sum(sent.box.numel * itemsize[sent.name] for sent in plan.moved) == sum(held)
-    for transfers in plan.rounds:
+    for transfers in plan.buckets:
         for rank in range(WORLD_SIZE + target.layout.world_size):
             received = sum(t.box.numel * itemsize[t.name] for t in transfers if t.target == rank)
             assert received <= most
@@ -160,7 +160,7 @@ def test_a_mapping_to_itself_moves_nothing():
     for mapping in TRAINED:
         sharding = _sharding(mapping)
         plan = plan_reshard(sharding, sharding, dict.fromkeys(sharding.shapes, 4), 1000)
-        assert plan.rounds == ()
+        assert plan.buckets == ()
         assert all(transfer.source == transfer.target for transfer in plan.local)
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_planned():
     wider = WeightSharding.from_config(_recipe({"world_size": 8}, hidden_size=32), for_training=False)
     with pytest.raises(ValueError, match=r"the target needs embedding.weight of shape \(25, 32\)"):
         plan_reshard(source, wider, dict.fromkeys(wider.shapes, 4), 100)
-    with pytest.raises(ValueError, match="max_round_bytes=2 is less than one element"):
+    with pytest.raises(ValueError, match="max_bucket_bytes=2 is less than one element"):
         plan_reshard(source, source, sizes, 2)
 
 
@@ -204,15 +204,15 @@ def test_layers_of_multi_token_prediction_may_stay_behind():
     assert BoxTransfer("head.norm.weight", whole_box((16,)), 0, 0) not in plan.local
 
 
-def test_a_transfer_takes_the_first_round_with_room():
-    """A search over all rounds finds the same ones."""
+def test_a_transfer_takes_the_first_bucket_with_room():
+    """A search over all buckets finds the same ones."""
     source = _sharding({"world_size": 4, "tp": 2, "zero": 3})
     target = _sharding({"world_size": 4, "pp": 2, "ep": 2}, for_training=False)
     most = 384
     plan = plan_reshard(source, target, dict.fromkeys(target.shapes, 4), most)
     sent: dict[tuple[int, int], int] = {}
     received: dict[tuple[int, int], int] = {}
-    for number, transfers in enumerate(plan.rounds):
+    for number, transfers in enumerate(plan.buckets):
         for transfer in transfers:
             size = transfer.box.numel * 4
             for earlier in range(number):
@@ -222,4 +222,4 @@ def test_a_transfer_takes_the_first_round_with_room():
             size = transfer.box.numel * 4
             sent[transfer.source, number] = sent.get((transfer.source, number), 0) + size
             received[transfer.target, number] = received.get((transfer.target, number), 0) + size
-    assert len(plan.rounds) > 10
+    assert len(plan.buckets) > 10

@@ -5,7 +5,7 @@ import pytest
 
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part_registry import built_in_kinds, find_part, groups
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.planner.search.constraints import MAPPING_RULES
 from moefold.validate.config import RULES
@@ -24,7 +24,7 @@ def test_the_check_of_a_part_names_the_sections_that_it_reads():
 
 def test_a_part_is_asked_with_its_sections():
     part = find_part("schedule", "csv")(path="")
-    assert list(ask(part.check, Config())) == list(part.check(ParallelConfig())) != []
+    assert list(apply_rule(part.check, Config())) == list(part.check(ParallelConfig())) != []
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: getattr(rule, "func", rule).__name__)
@@ -43,5 +43,5 @@ def test_a_rule_is_called_with_its_sections_in_its_own_order():
         seen.append((train, model, limit))
         return iter(["message"])
 
-    assert list(ask(rule, cfg)) == ["message"]
+    assert list(apply_rule(rule, cfg)) == ["message"]
     assert seen == [(cfg.train, cfg.model, 3)]

@@ -46,7 +46,7 @@ def serving(**limits: Any) -> Iterator[int]:
     async def with_stop(scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"state": {"stopped": stopped}}, receive, send)
 
-    server, sockets = make_server(with_stop, listener, most=MOST, **limits)
+    server, sockets = make_server(with_stop, listener, max_connections=MOST, **limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": sockets})
     thread.start()
     try:

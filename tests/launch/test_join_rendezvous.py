@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moefold.errors import RunError
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
-from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.rendezvous import join_rendezvous, listen_at
 from tests.e2e.forked import PRELOAD, run_program
 from tests.launch import peer

@@ -63,7 +63,7 @@ def test_two_sites_meet_and_a_lost_one_ends_the_wait(server):
 
 
 def test_a_site_is_answered_beside_more_silent_connections_than_the_server_takes(capfd):
-    with Server(SECRET, most=10).running() as server:
+    with Server(SECRET, max_connections=10).running() as server:
         first = hello(server, 0)
         silent = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(40)]
         for i, stranger in enumerate(silent):

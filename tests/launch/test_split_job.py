@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moefold.comm.trainer_sampler_link import JobSplit
 from moefold.host.rank_env import RankEnv
-from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_split_job, spawn_ranks
 from moefold.launch.watchdog import Watchdog
 

@@ -15,7 +15,7 @@ import torch
 from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import ParallelGroups
 from moefold.host.rank_env import RankEnv
-from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_distributed, spawn_ranks
 from moefold.launch.rendezvous import join_rendezvous
 from moefold.launch.watchdog import Watchdog

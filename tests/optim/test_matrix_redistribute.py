@@ -20,7 +20,7 @@ def _values(name: str) -> Tensor:
 
 
 def _exchange_twice(
-    round_elements: int,
+    bucket_elements: int,
 ) -> tuple[list[tuple[MatrixKey, tuple[int, ...]]], dict[str, tuple[Tensor, Tensor]]]:
     """What this rank worked on, and its parts of three times every matrix, of the first and of a second use."""
     rank = torch.distributed.get_rank()
@@ -35,7 +35,7 @@ def _exchange_twice(
     }
     tensors = {name: distribute_tensor(_values(name), mesh, placements[name]) for name in SHAPES}
     group = make_group(tuple(range(4)), rank, torch.distributed.group.WORLD)
-    exchange = MatrixRedistributor(group, tensors, round_elements)
+    exchange = MatrixRedistributor(group, tensors, bucket_elements)
     worked: list[tuple[MatrixKey, tuple[int, ...]]] = []
     parts: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -61,9 +61,9 @@ def _exchange_twice(
     return worked, parts
 
 
-@pytest.mark.parametrize("round_elements", [1, 1 << 20])
-def test_each_matrix_is_worked_on_once_and_all_parts_come_home(pool, round_elements):
-    of_ranks = pool.run(4, _exchange_twice, round_elements)
+@pytest.mark.parametrize("bucket_elements", [1, 1 << 20])
+def test_each_matrix_is_worked_on_once_and_all_parts_come_home(pool, bucket_elements):
+    of_ranks = pool.run(4, _exchange_twice, bucket_elements)
     worked = [key for keys, _ in of_ranks for key, _ in keys]
     expected = [MatrixKey(name, i) for name, shape in SHAPES.items() for i in range(shape[0] if len(shape) == 3 else 1)]
     assert sorted(worked) == sorted(expected * 2)

@@ -25,7 +25,7 @@ from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 
-MAX_ROUND_BYTES = 3000
+MAX_BUCKET_BYTES = 3000
 
 
 def _recipe(training: dict[str, int], sampling: dict[str, int], **model: object) -> Config:
@@ -62,7 +62,7 @@ def _transfer(cfg: Config) -> int:
     device = torch.device("cpu")
     if link.split.samples(link.rank):
         model = InferenceModel.build(sampled, ParallelGroups.create(check_config(sampled, is_training=False), device))
-        receiver = WeightReceiver(model, source, target, link, MAX_ROUND_BYTES)
+        receiver = WeightReceiver(model, source, target, link, MAX_BUCKET_BYTES)
         for version in range(2):
             for tensor in weight_tensors(model).values():
                 local_tensor(tensor).fill_(-1)
@@ -72,10 +72,10 @@ def _transfer(cfg: Config) -> int:
                 expected = _values(values.shape, start, name, version).to(values.dtype)
                 assert torch.equal(values, expected), (name, number)
             assert received.received_bytes == sum(values.nbytes for values, _ in tensors.values())
-            assert received.scratch_bytes <= MAX_ROUND_BYTES
+            assert received.scratch_bytes <= MAX_BUCKET_BYTES
         return 0
     model = parallelize(cfg, ParallelGroups.create(check_config(cfg), device))
-    sender = WeightSender(model, source, target, link, MAX_ROUND_BYTES)
+    sender = WeightSender(model, source, target, link, MAX_BUCKET_BYTES)
     sends = []
     for version in range(2):
         for name, tensor in weight_tensors(model).items():

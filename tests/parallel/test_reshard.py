@@ -284,7 +284,7 @@ class _LargestAllocation(TorchDispatchMode):
 
 
 def _allocate_most(before: Config, after: Config, *scratch_sizes: int) -> list[tuple[int, int, int]]:
-    """Return the largest allocation of each transfer, the bytes of the rank's largest shard, and the rounds."""
+    """Return the largest allocation of each transfer, the bytes of the rank's largest shard, and the buckets."""
     source = _model(before)
     target = _build(after, False)
     shard = max(local_tensor(x).nbytes for x in _tensors(target).values())
@@ -293,7 +293,7 @@ def _allocate_most(before: Config, after: Config, *scratch_sizes: int) -> list[t
         transfer = WeightTransfer(source, target, max_scratch_bytes=scratch)
         with _LargestAllocation() as largest:
             stats = transfer.run()
-        found.append((largest.num_bytes, shard, stats.rounds))
+        found.append((largest.num_bytes, shard, stats.buckets))
     return found
 
 
@@ -302,8 +302,8 @@ def test_no_allocation_is_larger_than_half_of_the_scratch_memory(pool):
     ranks = pool.run(8, _allocate_most, _recipe("expert tensor"), _recipe("pipeline"), *sizes)
     for scratch, found in zip(sizes, zip(*ranks, strict=True), strict=True):
         assert 0 < max(largest for largest, *_ in found) <= scratch // 2
-        for largest, shard, rounds in found:
-            assert scratch > 1000 or (largest < shard and rounds > 10)
+        for largest, shard, buckets in found:
+            assert scratch > 1000 or (largest < shard and buckets > 10)
 
 
 def _fail(before: Config, *cases: tuple[Config, int]) -> list[str]:

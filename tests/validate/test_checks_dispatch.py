@@ -7,7 +7,7 @@ import pytest
 from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.load import config_from_dict
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.validate.config import check_config
@@ -75,7 +75,7 @@ def test_symmetric_memory_needs_the_cuda_build_of_torch(monkeypatch):
 
 
 def test_a_plain_recipe_has_no_obstacle():
-    assert list(ask(chosen(_recipe(), DispatcherPart).unsupported, _recipe())) == []
+    assert list(apply_rule(chosen(_recipe(), DispatcherPart).unsupported, _recipe())) == []
     check_config(_recipe())
 
 

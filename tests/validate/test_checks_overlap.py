@@ -2,7 +2,7 @@ import pytest
 
 from moefold.config.chosen import part_of_kind
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.errors import ConfigError
 from tests.verify.recipes import tiny
 
@@ -54,5 +54,5 @@ def test_a_model_without_experts_has_nothing_to_hide():
 
 def test_auto_does_not_take_a_dispatcher_that_waits():
     cfg = tiny(train=SEVERAL, **SOUND | {"dispatcher": "auto"})
-    obstacles = ask(part_of_kind(cfg, DispatcherPart, "deepep").unsupported, cfg)
+    obstacles = apply_rule(part_of_kind(cfg, DispatcherPart, "deepep").unsupported, cfg)
     assert any("overlap_experts=true" in obstacle for obstacle in obstacles)

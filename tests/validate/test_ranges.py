@@ -9,7 +9,7 @@ from moefold.config.bounds import bounds, range_problems
 from moefold.config.chosen import read_key, with_key
 from moefold.config.field import Bound
 from moefold.config.load import config_from_dict
-from moefold.config.part import Part, Table, marks_of, required_settings, settings_of
+from moefold.config.part import Part, Table, metadata_of, required_settings, settings_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, kind_settings, owners_of, tables
 from moefold.errors import ConfigError
@@ -82,7 +82,7 @@ def _of_tables() -> list[tuple[str, Bound, Part | Table]]:
         for path, mark in tables().items()
         for owner in owners_of(mark)
         for setting in settings_of(owner)
-        for bound in marks_of(owner)[setting]
+        for bound in metadata_of(owner)[setting]
         if isinstance(bound, Bound)
     ]
 

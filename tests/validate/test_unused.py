@@ -8,7 +8,7 @@ from moefold.config.chosen import part_of_kind, read_key, with_key
 from moefold.config.load import config_from_dict
 from moefold.config.part_registry import built_in_kinds, groups
 from moefold.config.routing import aux_coefficient
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, owners_of, tables
 from moefold.errors import ConfigError
@@ -245,7 +245,7 @@ def _idle_keys_of_parts() -> set[str]:
     found = set()
     for group in groups():
         for kind in built_in_kinds(group.group):
-            unused_keys = ask(part_of_kind(Config(), group, kind).unused_keys, Config())
+            unused_keys = apply_rule(part_of_kind(Config(), group, kind).unused_keys, Config())
             found |= {name for unused in unused_keys for name in unused.names.split()}
     return found
 

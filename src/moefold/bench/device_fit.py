@@ -163,11 +163,11 @@ def predictions(device: Device, measured: DeviceMeasurements) -> Iterator[Fitted
         forward_s, backward_s = attention_core_s(device, measured.dtype, core.flops, core.seq_len, core.head_size)
         yield FittedTime(f"attention {core.seq_len} forward", core.forward_s, forward_s)
         yield FittedTime(f"attention {core.seq_len} backward", core.backward_s, backward_s)
-    for one in measured.collectives:
-        seconds_of = all_gather_s if one.kind == "all-gather" else all_to_all_s
-        predicted_s = seconds_of(device, RankGroup(one.size, one.stride), one.num_bytes)
-        ranks = f"{one.size} ranks" if one.stride == 1 else f"{one.size} ranks {one.stride} apart"
-        yield FittedTime(f"{one.kind} {one.num_bytes / 2**20:g} MiB, {ranks}", one.seconds, predicted_s)
+    for row in measured.collectives:
+        seconds_of = all_gather_s if row.kind == "all-gather" else all_to_all_s
+        predicted_s = seconds_of(device, RankGroup(row.size, row.stride), row.num_bytes)
+        ranks = f"{row.size} ranks" if row.stride == 1 else f"{row.size} ranks {row.stride} apart"
+        yield FittedTime(f"{row.kind} {row.num_bytes / 2**20:g} MiB, {ranks}", row.seconds, predicted_s)
 
 
 def device_toml(device: Device, comments: Sequence[str]) -> str:
@@ -222,11 +222,11 @@ def _with_gemm_rates(device: Device, measured: DeviceMeasurements) -> Device:
     }
     if "bfloat16" in rates:
         peak = device.peak_flops[BF16]
-        given = _rate_and_fraction("peak", "fraction", peak, rates["bfloat16"])
+        rate = _rate_and_fraction("peak", "fraction", peak, rates["bfloat16"])
         device = replace(
             device,
-            peak_flops=device.peak_flops | {BF16: given["peak"]},
-            gemm_fraction=device.gemm_fraction | {BF16: given["fraction"]},
+            peak_flops=device.peak_flops | {BF16: rate["peak"]},
+            gemm_fraction=device.gemm_fraction | {BF16: rate["fraction"]},
         )
     # The cost model multiplies every rate by the fraction of bfloat16.
     wide = {dtype: rates[dtype] / device.gemm_fraction[BF16] for dtype in HIGH_PRECISION_DTYPES if dtype in rates}
@@ -278,7 +278,7 @@ def _experts_s(device: Device, measured: DeviceMeasurements) -> float:
 
 
 def _with_attention_rates(device: Device, measured: DeviceMeasurements) -> Device:
-    found: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
     for index, direction in enumerate(("forward", "backward")):
         unit_rate: dict[str, Any] = {
             f"attention_{direction}_flops": 1.0,
@@ -293,25 +293,25 @@ def _with_attention_rates(device: Device, measured: DeviceMeasurements) -> Devic
             rows.append((full, full / core.seq_len))
         times = [core.forward_s if direction == "forward" else core.backward_s for core in measured.attention]
         inverse_rate, half_over_rate = _fit_two(rows, times)
-        found[f"attention_{direction}_flops"] = 1.0 / inverse_rate
-        found[f"attention_{direction}_half"] = max(half_over_rate / inverse_rate, SMALLEST_HALF)
-    return replace(device, **found)
+        rates[f"attention_{direction}_flops"] = 1.0 / inverse_rate
+        rates[f"attention_{direction}_half"] = max(half_over_rate / inverse_rate, SMALLEST_HALF)
+    return replace(device, **rates)
 
 
 def _fitted_links(links: Sequence[NetworkLink], measured: DeviceMeasurements) -> Iterator[NetworkLink]:
     """Yield the links with bandwidth and latency of the levels whose collectives were measured."""
     for index, link in enumerate(links):
-        mine = [one for one in measured.collectives if (one.stride >= measured.local_ranks) == (index > 0)]
+        mine = [row for row in measured.collectives if (row.stride >= measured.local_ranks) == (index > 0)]
         if not mine or index > 1:
             yield link
             continue
         inverse_bandwidth, latency = _fit_two(
-            [(one.link_bytes, one.latencies) for one in mine], [one.seconds for one in mine]
+            [(row.link_bytes, row.latencies) for row in mine], [row.seconds for row in mine]
         )
-        given = _rate_and_fraction("bytes_per_s", "fraction", link.bytes_per_s, 1.0 / inverse_bandwidth)
-        is_between_machines = index == 0 and any(one.stride >= measured.local_ranks for one in measured.collectives)
+        rate = _rate_and_fraction("bytes_per_s", "fraction", link.bytes_per_s, 1.0 / inverse_bandwidth)
+        is_between_machines = index == 0 and any(row.stride >= measured.local_ranks for row in measured.collectives)
         gpus = measured.local_ranks if is_between_machines else link.gpus
-        yield replace(link, gpus=gpus, latency_s=max(latency, SMALLEST_LATENCY_S), **given)
+        yield replace(link, gpus=gpus, latency_s=max(latency, SMALLEST_LATENCY_S), **rate)
 
 
 def _fit_two(rows: Iterable[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:

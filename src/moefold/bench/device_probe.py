@@ -237,10 +237,10 @@ class DeviceProbe:
     def _collective_times(self) -> Iterator[CollectiveTime]:
         for size, stride, group in self._rank_groups():
             for num_bytes in self._sizes.collective_bytes:
-                own = torch.zeros(ceil(num_bytes / size), dtype=torch.uint8, device=self._device)
-                sent = torch.zeros(len(own) * size, dtype=torch.uint8, device=self._device)
-                splits = [len(own)] * size
-                gather_s = self._seconds(partial(all_gather, own, group), is_collective=True)
+                shard = torch.zeros(ceil(num_bytes / size), dtype=torch.uint8, device=self._device)
+                sent = torch.zeros(len(shard) * size, dtype=torch.uint8, device=self._device)
+                splits = [len(shard)] * size
+                gather_s = self._seconds(partial(all_gather, shard, group), is_collective=True)
                 yield CollectiveTime("all-gather", size, stride, len(sent), gather_s)
                 exchange_s = self._seconds(partial(all_to_all, sent, group, splits, splits), is_collective=True)
                 yield CollectiveTime("all-to-all", size, stride, len(sent), exchange_s)
@@ -266,8 +266,8 @@ class DeviceProbe:
         operation()
         once_s = self._all(self._elapsed_s(operation, 1)).max().item()
         repetitions = min(MAX_REPETITIONS, max(1, ceil(MIN_TIMED_S / once_s)))
-        found = statistics.median(self._elapsed_s(operation, repetitions) for _ in range(self._rounds)) / repetitions
-        times = self._all(found)
+        median_s = statistics.median(self._elapsed_s(operation, repetitions) for _ in range(self._rounds)) / repetitions
+        times = self._all(median_s)
         return float(times.max() if is_collective else times.median())
 
     def _elapsed_s(self, operation: Callable[[], object], repetitions: int) -> float:

@@ -90,9 +90,9 @@ def bench_config(shape: BenchShape, *, dtype: str, tokens: int = 0, experts: int
     if not experts:
         return cfg
     router, top_k = cfg.model.ffn.moe.router, cfg.model.ffn.moe.top_k
-    least = top_k * max(1, router.num_groups // router.top_groups)
-    if experts < least or experts % router.num_groups:
-        raise ConfigError(f"--experts {experts} must be at least {least}, and a multiple of the router's groups")
+    fewest = top_k * max(1, router.num_groups // router.top_groups)
+    if experts < fewest or experts % router.num_groups:
+        raise ConfigError(f"--experts {experts} must be at least {fewest}, and a multiple of the router's groups")
     return edit(cfg, {"model.ffn.moe.num_experts": experts})
 
 
@@ -128,15 +128,12 @@ def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: flo
     model = bench_config(shape, dtype="float32").model
     per_weight = num_copies * (4 * 4 if shape.part == "model" else 2 * element_bytes)
     while count_weights(model, shape.part) * per_weight > memory_bytes * 2 / 3:
-        part = model.experts
-        fewer = part.num_experts // 2
-        if (
-            fewer < part.top_k * max(1, part.router.num_groups // part.router.top_groups)
-            or fewer % part.router.num_groups
-        ):
+        moe = model.experts
+        fewer = moe.num_experts // 2
+        if fewer < moe.top_k * max(1, moe.router.num_groups // moe.router.top_groups) or fewer % moe.router.num_groups:
             raise ConfigError(
                 f"--shape {shape.name} needs {count_weights(model, shape.part) * per_weight / 1e9:.0f} GB for weights "
-                f"and gradients even with {part.num_experts} experts, and {memory_bytes / 1e9:.0f} GB are free"
+                f"and gradients even with {moe.num_experts} experts, and {memory_bytes / 1e9:.0f} GB are free"
             )
         model = with_key(model, "ffn.moe.num_experts", fewer)
     return model.experts.num_experts

@@ -91,9 +91,9 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count the new storages of its results."""
         result = func(*args, **(kwargs or {}))
-        known = {self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        inputs = {self._key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and self._key(leaf) not in known:
+            if isinstance(leaf, torch.Tensor) and self._key(leaf) not in inputs:
                 self._add(leaf.untyped_storage())
         return result
 
@@ -173,9 +173,9 @@ def describe_device(device: torch.device) -> str:
     # On a virtual machine the model name is often only the name of the vendor.
     numbers = [f"{key} {facts[name]}" for key, name in (("family", "cpu family"), ("model", "model")) if name in facts]
     family = f" ({', '.join(numbers)})" if numbers else ""
-    parts = (
+    texts = (
         f"{facts.get('model name', 'CPU')}{family}",
         f"{torch.get_num_threads()} threads",
         malloc_message(device.type),
     )
-    return ", ".join(filter(None, parts))
+    return ", ".join(filter(None, texts))

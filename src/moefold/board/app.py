@@ -66,7 +66,7 @@ def make_app(runs: RunList, *, token: str = "", is_loopback: bool = True) -> Sta
         ("rollouts", _rollouts),
         ("recipe", lambda reader, query: reader.recipe()),
     ):
-        routes.append(Route(f"/api/runs/{{key}}/{name}", partial(_of_run, runs, answer)))
+        routes.append(Route(f"/api/runs/{{key}}/{name}", partial(_answer_of_run, runs, answer)))
     return Starlette(
         middleware=[
             Middleware(_Headers),
@@ -156,7 +156,7 @@ def _runs(runs: RunList, request: Request) -> Response:
     )
 
 
-def _of_run(runs: RunList, answer: Callable[[RunReader, Any], dict[str, Any]], request: Request) -> Response:
+def _answer_of_run(runs: RunList, answer: Callable[[RunReader, Any], dict[str, Any]], request: Request) -> Response:
     reader = runs.reader(request.path_params["key"])
     if reader is None:
         raise HTTPException(404, "there is no such run")

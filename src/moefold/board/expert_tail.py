@@ -55,10 +55,10 @@ class StepRanges:
             self._num_records = self._length
         if not self._num_ranges or self._num_records == self._length:
             self._open_range(step)
-        known = np.isfinite(record)
+        is_finite = np.isfinite(record)
         i = self._num_ranges - 1
-        self._sums[i] += np.where(known, record, 0.0)
-        self._counts[i] += known
+        self._sums[i] += np.where(is_finite, record, 0.0)
+        self._counts[i] += is_finite
         self._steps[i, 1] = step
         self._num_records += 1
 

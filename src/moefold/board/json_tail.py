@@ -61,8 +61,8 @@ class JsonTail:
     def problems(self) -> list[str]:
         """Messages about the file: lines that are not JSON objects, or the reason why it cannot be read."""
         unnamed = self._num_invalid - MAX_PROBLEMS
-        more = [f"{self.path.name}: {unnamed} more lines are not JSON objects"] if unnamed > 0 else []
-        return self._problems + more
+        summary = [f"{self.path.name}: {unnamed} more lines are not JSON objects"] if unnamed > 0 else []
+        return self._problems + summary
 
     @property
     def read_fraction(self) -> float:
@@ -239,9 +239,9 @@ class NewestValues:
         if newer is None and sparse is None and not self._was_searched:
             newer = _newest_evaluation(_last_lines(file, size, MAX_SEARCH_BYTES).split(b"\n"))
             self._was_searched = True
-        found = newer or sparse
-        if found is not None and found.step <= self.step:
-            self._values[SPARSE] = found
+        newest = newer or sparse
+        if newest is not None and newest.step <= self.step:
+            self._values[SPARSE] = newest
 
 
 def _last_lines(file: BinaryIO, size: int, max_bytes: int) -> bytes:
@@ -255,17 +255,17 @@ def _last_lines(file: BinaryIO, size: int, max_bytes: int) -> bytes:
 def _values_of(record: dict[str, Any]) -> dict[str, NewestValue]:
     """Return the values of a line; NaN for a value that is not finite, or that `nonfinite` names."""
     broken = nonfinite_of(record)
-    found = {}
+    values = {}
     for name in NAMES:
         value = value_of(record, name)
         if name in broken or not np.isnan(value):
-            found[name] = NewestValue(record["step"], value)
-    return found
+            values[name] = NewestValue(record["step"], value)
+    return values
 
 
 def _newest_evaluation(lines: list[bytes]) -> NewestValue | None:
     for line in reversed(lines):
         record = parse_step(line) if _EVALUATION.search(line) else None
-        if record is not None and SPARSE in (found := _values_of(record)):
-            return found[SPARSE]
+        if record is not None and SPARSE in (values := _values_of(record)):
+            return values[SPARSE]
     return None

@@ -34,10 +34,10 @@ def exponential_mean(steps: Array, values: Array, weight: float) -> Array:
         values: float64 [..., N], NaN where a value is not finite.
         weight: weight of the previous step, in (0, 1).
     """
-    known = np.isfinite(values)
-    sums = np.where(known, values, 0.0)
+    is_finite = np.isfinite(values)
+    sums = np.where(is_finite, values, 0.0)
     # Curves without gaps have the same sum of weights.
-    totals = np.ones(len(steps)) if known.all() else known.astype(np.float64)
+    totals = np.ones(len(steps)) if is_finite.all() else is_finite.astype(np.float64)
     # After the pass of a distance, each sum covers twice as many points: log2(reach) passes over whole arrays.
     distance = 1
     while distance < min(len(steps), reach(weight)):
@@ -45,7 +45,7 @@ def exponential_mean(steps: Array, values: Array, weight: float) -> Array:
         sums[..., distance:] += decay * sums[..., :-distance]
         totals[..., distance:] += decay * totals[..., :-distance]
         distance *= 2
-    means: Array = np.where(known, sums, np.nan) / np.where(known, totals, 1.0)
+    means: Array = np.where(is_finite, sums, np.nan) / np.where(is_finite, totals, 1.0)
     return means
 
 
@@ -181,8 +181,8 @@ class MetricTable:
     def _add_parts(self, name: str, value: Any, row: int) -> None:
         """Add a number, or each number of a section."""
         if isinstance(value, dict):
-            for key, part in value.items():
-                self._add_parts(f"{name}.{key}", part, row)
+            for key, inner in value.items():
+                self._add_parts(f"{name}.{key}", inner, row)
         else:
             self._add(name, value, row)
 

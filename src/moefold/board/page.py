@@ -35,6 +35,6 @@ def page(*, is_export: bool = False) -> str:
         is_export: load the data of a static export.
     """
     html = files("moefold.board").joinpath("static", "index.html").read_text(encoding="utf-8")
-    mark = "<!-- data -->"
-    assert mark in html, "the page has a place for the script of the data"
-    return html.replace(mark, f'<script src="{DATA_SCRIPT}"></script>' if is_export else "")
+    placeholder = "<!-- data -->"
+    assert placeholder in html, "the page has a place for the script of the data"
+    return html.replace(placeholder, f'<script src="{DATA_SCRIPT}"></script>' if is_export else "")

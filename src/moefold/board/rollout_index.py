@@ -79,11 +79,11 @@ class RolloutIndex:
 
     def find(self, query: RolloutQuery) -> RolloutPage:
         """Return the rollouts of a query, newest first; at most `MAX_SEARCH_BYTES` are read."""
-        found: list[dict[str, Any]] = []
+        matches: list[dict[str, Any]] = []
         num_bytes = 0
         next_before: int | None = None
         for i in self._candidates(query):
-            if len(found) >= query.limit or num_bytes >= MAX_SEARCH_BYTES:
+            if len(matches) >= query.limit or num_bytes >= MAX_SEARCH_BYTES:
                 next_before = i + 1
                 break
             length = self._lengths[i]
@@ -92,10 +92,10 @@ class RolloutIndex:
             if record is None:
                 continue
             rollout = shown_rollout(i, record)
-            searched = "\n".join(part["text"] for part in (*rollout["prompt"], *rollout["completion"]))
+            searched = "\n".join(message["text"] for message in (*rollout["prompt"], *rollout["completion"]))
             if query.text.casefold() in searched.casefold():
-                found.append(rollout)
-        return RolloutPage(rollouts=found, before=next_before, total=len(self))
+                matches.append(rollout)
+        return RolloutPage(rollouts=matches, before=next_before, total=len(self))
 
     def _candidates(self, query: RolloutQuery) -> Iterator[int]:
         start = len(self) if query.before is None else max(0, min(query.before, len(self)))
@@ -139,12 +139,12 @@ def shown_rollout(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _messages(value: Any) -> list[ShownText]:
     if isinstance(value, list):
-        parts = [
-            (str(part.get("role", "")), part.get("content")) if isinstance(part, dict) else ("", part) for part in value
+        turns = [
+            (str(turn.get("role", "")), turn.get("content")) if isinstance(turn, dict) else ("", turn) for turn in value
         ]
     else:
-        parts = [("", value)]
-    texts = [(role[:100], text if isinstance(text, str) else "" if text is None else str(text)) for role, text in parts]
+        turns = [("", value)]
+    texts = [(role[:100], text if isinstance(text, str) else "" if text is None else str(text)) for role, text in turns]
     return [
         ShownText(role=role, text=text[:MAX_TEXT_CHARS], left_out=max(0, len(text) - MAX_TEXT_CHARS))
         for role, text in texts

@@ -36,18 +36,18 @@ def find_runs(paths: Sequence[Path]) -> list[FoundRun]:
 
     A folder that cannot be read, or has no runs yet, adds no runs.
     """
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for path in paths:
-        found |= dict.fromkeys(sorted(_runs_below(path.resolve())))
-    return name_runs(list(found))
+        folders |= dict.fromkeys(sorted(_runs_below(path.resolve())))
+    return name_runs(list(folders))
 
 
 def check_folders(paths: Sequence[Path]) -> None:
     """Check that paths are folders; raise ConfigError if one is not."""
     for path in paths:
         if not os.path.isdir(path):
-            what = "is not a folder" if os.path.exists(path) else "does not exist"
-            raise ConfigError(f"{str(path)!r} {what}; name the run.dir of a training run, or a folder of run folders")
+            fault = "is not a folder" if os.path.exists(path) else "does not exist"
+            raise ConfigError(f"{str(path)!r} {fault}; name the run.dir of a training run, or a folder of run folders")
 
 
 def name_runs(paths: Sequence[Path]) -> list[FoundRun]:

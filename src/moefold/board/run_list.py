@@ -78,7 +78,7 @@ class RunList:
             if reader.run.key not in opened or reader.run.key in waiting:
                 reader.peek()
         summaries = [self.summary(reader) for reader in self.readers]
-        return [one | {"has_more": True} if one["key"] in waiting else one for one in summaries]
+        return [summary | {"has_more": True} if summary["key"] in waiting else summary for summary in summaries]
 
     def _add_new(self) -> None:
         for run in find_runs(self.folders):
@@ -96,21 +96,21 @@ _STRIDE = 5
 """Distance to the next tried colour; it is coprime to 16."""
 
 
-def free_style(key: str, taken: Collection[int]) -> int:
+def free_style(key: str, used: Collection[int]) -> int:
     """Return the style of a run: the colour of its key, or the next colour that differs enough from all other runs.
 
     Solid lines are used first; beyond `NUM_STYLES` runs, styles repeat.
 
     Args:
-        taken: styles of the other runs.
+        used: styles of the other runs.
     """
     wanted = int(key, 16)
     colors = [(wanted + _STRIDE * i) % NUM_COLORS for i in range(NUM_COLORS)]
     for dash in range(NUM_DASHES):
         ring = [dash * NUM_COLORS + color for color in colors]
         # Neighbouring colours of the palette are similar.
-        apart = [style for style in ring if not {_next(style, -1), style, _next(style, 1)} & set(taken)]
-        free = [style for style in ring if style not in taken]
+        apart = [style for style in ring if not {_next(style, -1), style, _next(style, 1)} & set(used)]
+        free = [style for style in ring if style not in used]
         if free:
             return (apart or free)[0]
     return wanted % NUM_STYLES

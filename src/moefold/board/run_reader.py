@@ -116,12 +116,12 @@ class RunReader:
         values: dict[str, float | None | str] = {}
         for name in ("loss", "eval_loss", "rl.reward", "tokens_per_s"):
             newest = self._newest.value(name)
-            found = None if newest is None else (newest.step, newest.value)
-            if found is None and name == "eval_loss":
+            pair = None if newest is None else (newest.step, newest.value)
+            if pair is None and name == "eval_loss":
                 # The newest evaluation may precede the last lines.
                 latest = self._table.latest(name)
-                found = latest if latest is not None and latest[0] <= self._newest.step else None
-            value = None if found is None else found[1]
+                pair = latest if latest is not None and latest[0] <= self._newest.step else None
+            value = None if pair is None else pair[1]
             values[name.rpartition(".")[2]] = "nan" if value is not None and np.isnan(value) else value
         return values
 
@@ -212,9 +212,9 @@ class RunReader:
             steps = ranks = np.array([], dtype=np.int64)
             if SLOWEST_RANK in self._table.names:
                 steps, values = self._table.column(SLOWEST_RANK)
-                known = np.abs(values) <= MAX_RANK
-                steps = steps[known]
-                ranks = values[known].astype(np.int64)
+                is_rank = np.abs(values) <= MAX_RANK
+                steps = steps[is_rank]
+                ranks = values[is_rank].astype(np.int64)
             recent = Counter(ranks[-RECENT_STEPS:].tolist())
             return {
                 "times": None if self._rank_times is None else _newest_times(*self._rank_times),
@@ -389,14 +389,14 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
         steps: ascending, [N].
         ranks: slowest rank of each step, [N].
     """
-    found, counts = np.unique(ranks, return_counts=True)
-    shown = np.sort(found[np.argsort(-counts, kind="stable")[:MAX_SLOWEST_RANKS]])
+    unique, counts = np.unique(ranks, return_counts=True)
+    shown = np.sort(unique[np.argsort(-counts, kind="stable")[:MAX_SLOWEST_RANKS]])
     edges = np.unique(np.linspace(0, len(steps), min(len(steps), MAX_SLOWEST_RANGES) + 1).astype(np.int64))
     is_slowest = ranks[:, None] == shown
     shares = np.add.reduceat(is_slowest, edges[:-1], axis=0, dtype=np.float64) / np.diff(edges)[:, None]
     return {
         "ranks": shown.tolist(),
-        "left_out": len(found) - len(shown),
+        "left_out": len(unique) - len(shown),
         "steps": np.stack([steps[edges[:-1]], steps[edges[1:] - 1]], axis=1).tolist(),
         "shares": _nullable(shares),
     }
@@ -404,13 +404,13 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
 
 def _version_problem(settings: Mapping[str, Any]) -> str:
     """Return the differences of a run's keys from the keys of this version of moefold; empty if there are none."""
-    known = {f"{section}.{key}" for section in sections() for key in key_types(section)}
-    parts = [
+    all_keys = {f"{section}.{key}" for section in sections() for key in key_types(section)}
+    differences = [
         f"{words} {format_list(sorted(keys))}"
-        for words, keys in (("it has no", known - set(settings)), ("it has", set(settings) - known))
+        for words, keys in (("it has no", all_keys - set(settings)), ("it has", set(settings) - all_keys))
         if keys
     ]
-    return f"{SETTINGS_FILE} is of another version of moefold: {'; '.join(parts)}" if parts else ""
+    return f"{SETTINGS_FILE} is of another version of moefold: {'; '.join(differences)}" if differences else ""
 
 
 def share_levels(shares: Array) -> Array:

@@ -97,8 +97,8 @@ def locate_folder(path: Path) -> Path:
         ConfigError: there is no such folder.
     """
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"{str(path)!r} {what}; name a run, or a folder of checkpoints")
+        fault = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{str(path)!r} {fault}; name a run, or a folder of checkpoints")
     inside = path / "checkpoints"
     if named_checkpoints(path) or named_checkpoints(inside):
         return inside if named_checkpoints(inside) else path
@@ -159,16 +159,16 @@ def newest_checkpoint(path: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def skipped_checkpoints(given: Path, found: Path) -> list[str]:
+def skipped_checkpoints(requested: Path, opened: Path) -> list[str]:
     """Return the later checkpoints without a description that `newest_checkpoint` skipped, each with the reason.
 
     Args:
-        given: the path that the user named.
-        found: the checkpoint that `newest_checkpoint` returned for it.
+        requested: the path that the user named.
+        opened: the checkpoint that `newest_checkpoint` returned for it.
     """
-    if (given / META_FILE).is_file() or step_of(found) < 0 or names_best(given):
+    if (requested / META_FILE).is_file() or step_of(opened) < 0 or names_best(requested):
         return []
-    later = [path for path in named_checkpoints(found.parent) if step_of(path) > step_of(found)]
+    later = [path for path in named_checkpoints(opened.parent) if step_of(path) > step_of(opened)]
     return [
         f"{path.name}: {format_list(quick_validate(path) or [f'it has no {META_FILE}'])}" for path in reversed(later)
     ]
@@ -194,14 +194,14 @@ def locate_checkpoint(path: Path) -> Path:
     Raises:
         ConfigError: there is no complete checkpoint.
     """
-    if (found := newest_checkpoint(path)) is None:
+    if (newest := newest_checkpoint(path)) is None:
         damaged = [f"{one.name}: {format_list(quick_validate(one))}" for one in named_checkpoints(locate_folder(path))]
-        why = f" ({format_list(damaged)})" if damaged else ""
+        faults = f" ({format_list(damaged)})" if damaged else ""
         raise ConfigError(
-            f"{str(path)!r} is not a complete checkpoint and holds none{why}; name a checkpoint, or a run with one "
+            f"{str(path)!r} is not a complete checkpoint and holds none{faults}; name a checkpoint, or a run with one "
             "(checkpoint.at_end=true, the default, or checkpoint.every)"
         )
-    return found
+    return newest
 
 
 def quick_validate(path: Path) -> list[str]:
@@ -238,8 +238,8 @@ def check_integrity(path: Path, world: "World", *, checks_hashes: bool = True) -
     Raises:
         ConfigError: a file is missing or differs, or there is no manifest; raised on every process.
     """
-    found = world.all_gather_object(validate_files(path, world, checks_hashes=checks_hashes))
-    if faults := list(dict.fromkeys(fault for faults in found for fault in faults)):
+    gathered = world.all_gather_object(validate_files(path, world, checks_hashes=checks_hashes))
+    if faults := list(dict.fromkeys(fault for faults in gathered for fault in faults)):
         raise ConfigError(f"checkpoint {str(path)!r} is damaged: {format_list(faults)}")
 
 

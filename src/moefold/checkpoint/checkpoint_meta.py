@@ -141,7 +141,7 @@ def read_meta(path: Path) -> CheckpointMeta:
     try:
         fields = read_json(regular_file(path, META_FILE), MAX_DESCRIPTION_BYTES)
         if not (newer := _newer_format(fields)):
-            meta = CheckpointMeta(**_of_format(fields))
+            meta = CheckpointMeta(**_current_fields(fields))
             _check_meta(meta)
             return meta
     except FileNotFoundError:
@@ -155,11 +155,11 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 def _newer_format(fields: Any) -> int:
     """Return the format of a `META_FILE` if a later version wrote it, with other fields; else 0."""
-    found = fields.get("format") if isinstance(fields, dict) else 0
-    return found if type(found) is int and found > FORMAT else 0
+    number = fields.get("format") if isinstance(fields, dict) else 0
+    return number if type(number) is int and number > FORMAT else 0
 
 
-def _of_format(fields: Any) -> dict[str, Any]:
+def _current_fields(fields: Any) -> dict[str, Any]:
     """Return the fields of a `META_FILE`, with flat keys of earlier versions moved to tables.
 
     Raises:
@@ -167,16 +167,16 @@ def _of_format(fields: Any) -> dict[str, Any]:
     """
     if not isinstance(fields, dict):
         raise TypeError("it has no fields")
-    found = dict(fields) if "states" in fields else states_by_object(fields)
+    current = dict(fields) if "states" in fields else states_by_object(fields)
     if fields.get("format", 1) == 1:
-        found["format"] = FORMAT
+        current["format"] = FORMAT
     if isinstance(model := fields.get("model"), dict):
-        found["model"] = upgraded({"model": model})[0]["model"]
+        current["model"] = upgraded({"model": model})[0]["model"]
     if isinstance(order := fields.get("order"), dict) and AlignmentPart.key in order:
         align = upgraded_keys({key: value for key, value in order.items() if key.startswith("align.")})
         align[AlignmentPart.key] = method_of_samples(align[AlignmentPart.key])
-        found["order"] = {key: value for key, value in order.items() if not key.startswith("align.")} | align
-    return found
+        current["order"] = {key: value for key, value in order.items() if not key.startswith("align.")} | align
+    return current
 
 
 def _check_meta(meta: CheckpointMeta) -> None:
@@ -223,9 +223,9 @@ def _check_meta(meta: CheckpointMeta) -> None:
     optional = {"checked_step": "replica_check", "moment_updates": "weights", "tokens_consumed": "position"}
     counts |= {name: meta.state_of(owner).get(name, 0) for name, owner in optional.items()}
     degrees = {f"parallel.{name}": meta.parallel.get(name, 1) for name in ("world_size", "tp", "cp", "pp")}
-    for least, numbers in ((0, counts), (1, degrees | {"order.seq_len": meta.order.get("seq_len", 1)})):
+    for minimum, numbers in ((0, counts), (1, degrees | {"order.seq_len": meta.order.get("seq_len", 1)})):
         for name, value in numbers.items():
-            if type(value) is not int or not least <= value < 2**63:
+            if type(value) is not int or not minimum <= value < 2**63:
                 raise TypeError(f"{name} is {value!r}")
     if meta.step and not meta.origin and "moment_updates" not in meta.state_of("weights"):
         raise TypeError("it has no weights.moment_updates: the number of updates that the optimizer has counted")
@@ -248,5 +248,5 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     # A training process does not import the loader of recipes.
     from moefold.config.load import config_from_dict
 
-    known = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
-    return config_from_dict({"model": known_parts("model", known) | {"preset": "", "mtp_layers": 0}}).model
+    fields = {key: value for key, value in sizes.items() if key in ModelConfig.__dataclass_fields__}
+    return config_from_dict({"model": known_parts("model", fields) | {"preset": "", "mtp_layers": 0}}).model

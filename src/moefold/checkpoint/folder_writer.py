@@ -65,8 +65,8 @@ class FolderWriter:
         self._key = key
         self._job = uuid.uuid4().hex
         self._owner = Owner.current()
-        self._found = {path.name: _stamp(path) for path in (*_step_folders(folder), *_drafts(folder))}
-        self._own: set[str] = set()
+        self._initial = {path.name: _stamp(path) for path in (*_step_folders(folder), *_drafts(folder))}
+        self._written: set[str] = set()
 
     def create_draft(self, step: int) -> Path:
         """Create an empty folder for the checkpoint of a step; delete what killed jobs left of that step.
@@ -76,7 +76,7 @@ class FolderWriter:
             OSError: the folder cannot be created.
         """
         self.check(step_path(self._folder, step))
-        newest = max((step_of(Path(name)) for name in self._own), default=-1)
+        newest = max((step_of(Path(name)) for name in self._written), default=-1)
         for path in _drafts(self._folder):
             mark = _read_mark(path)
             # A slower job is refused at the end of its save.
@@ -100,7 +100,7 @@ class FolderWriter:
             ConfigError: another job wrote a checkpoint, or in a remote folder a part of a checkpoint.
         """
         for path in _step_folders(self._folder):
-            if path.name in self._found or path.name in self._own:
+            if path.name in self._initial or path.name in self._written:
                 continue
             mark = _read_mark(path)
             if mark is not None and mark.job != self._job:
@@ -132,7 +132,7 @@ class FolderWriter:
 
     def note_saved(self, final: Path) -> None:
         """Record that this job has saved a checkpoint."""
-        self._own.add(final.name)
+        self._written.add(final.name)
 
     def may_replace(self, path: Path) -> bool:
         """Return whether this job may replace or remove a complete or unfinished checkpoint."""
@@ -141,7 +141,7 @@ class FolderWriter:
             return True
         if mark is not None and _step_of_draft(path) >= 0 and mark.owner.is_running_here():
             return False
-        return path.name in self._found and _stamp(path) == self._found[path.name]
+        return path.name in self._initial and _stamp(path) == self._initial[path.name]
 
     def taken_error(self, path: Path) -> ConfigError:
         """Return the error for a checkpoint that another job wrote, even partly."""

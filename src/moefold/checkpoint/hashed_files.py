@@ -81,7 +81,7 @@ class OrderedHashes:
 
     def __init__(self) -> None:
         self._thread = HashingThread()
-        self._found: dict[str, _Progress] = {}
+        self._progress: dict[str, _Progress] = {}
 
     def __enter__(self) -> Self:
         self._thread.__enter__()
@@ -99,15 +99,15 @@ class OrderedHashes:
             offset: position of the first of these bytes in it.
             data: the bytes.
         """
-        found = self._found.setdefault(name, _Progress(total_bytes))
+        progress = self._progress.setdefault(name, _Progress(total_bytes))
         end = offset + len(data)
-        if offset <= found.num_bytes < end:
-            self._thread.update(found.digest, data[found.num_bytes - offset :])
-            found.num_bytes = end
+        if offset <= progress.num_bytes < end:
+            self._thread.update(progress.digest, data[progress.num_bytes - offset :])
+            progress.num_bytes = end
 
     def complete(self) -> dict[str, str]:
         """Return the hashes of the complete files or tensors; call it after `with`."""
-        return {name: one.digest.hexdigest() for name, one in self._found.items() if one.num_bytes == one.total_bytes}
+        return {name: h.digest.hexdigest() for name, h in self._progress.items() if h.num_bytes == h.total_bytes}
 
 
 class HashingWriter(dcp.FileSystemWriter):

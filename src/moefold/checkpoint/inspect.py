@@ -65,29 +65,29 @@ def differing_tensors(first: Path, second: Path, prefix: str = "") -> list[Store
     Raises:
         ConfigError: one of the checkpoints cannot be read.
     """
-    here = _read_index(first)
-    there = _read_index(second)
-    names = sorted(name for name in here.keys() | there.keys() if name.startswith(prefix))
-    found = []
+    ours = _read_index(first)
+    theirs = _read_index(second)
+    names = sorted(name for name in ours.keys() | theirs.keys() if name.startswith(prefix))
+    diffs = []
     same = []
     for name in names:
-        if name not in there or name not in here:
-            found.append(StoredTensorDifference(name, f"only in the {'first' if name in here else 'second'}"))
-        elif here[name].size != there[name].size:
-            found.append(StoredTensorDifference(name, f"shape {list(here[name].size)} | {list(there[name].size)}"))
-        elif here[name].properties.dtype != there[name].properties.dtype:
-            found.append(
-                StoredTensorDifference(name, f"type {here[name].properties.dtype} | {there[name].properties.dtype}")
+        if name not in theirs or name not in ours:
+            diffs.append(StoredTensorDifference(name, f"only in the {'first' if name in ours else 'second'}"))
+        elif ours[name].size != theirs[name].size:
+            diffs.append(StoredTensorDifference(name, f"shape {list(ours[name].size)} | {list(theirs[name].size)}"))
+        elif ours[name].properties.dtype != theirs[name].properties.dtype:
+            diffs.append(
+                StoredTensorDifference(name, f"type {ours[name].properties.dtype} | {theirs[name].properties.dtype}")
             )
         else:
             same.append(name)
-    for batch in batch_by_size(same, lambda name: _size_bytes(here[name]), BATCH_BYTES):
-        left = _read_tensors(first, batch, here)
-        right = _read_tensors(second, batch, there)
-        found += [
+    for batch in batch_by_size(same, lambda name: _size_bytes(ours[name]), BATCH_BYTES):
+        left = _read_tensors(first, batch, ours)
+        right = _read_tensors(second, batch, theirs)
+        diffs += [
             _compare(name, left[name], right[name]) for name in batch if not _is_bit_equal(left[name], right[name])
         ]
-    return found
+    return diffs
 
 
 def validate_content(path: Path) -> list[str]:
@@ -132,5 +132,5 @@ def _compare(name: str, first: Tensor, second: Tensor) -> StoredTensorDifference
     max_abs = apart.max().item()
     scale = max(first.double().abs().max().item(), second.double().abs().max().item())
     count = int((first != second).sum())
-    what = f"{count} of {first.numel()} values, by at most {max_abs:.3g} (largest value {scale:.3g})"
-    return StoredTensorDifference(name, what, max_abs)
+    summary = f"{count} of {first.numel()} values, by at most {max_abs:.3g} (largest value {scale:.3g})"
+    return StoredTensorDifference(name, summary, max_abs)

@@ -253,8 +253,8 @@ class _FileSlice(RawIOBase):
         Raises:
             ValueError: more bytes than in the directory of an archive.
         """
-        left = max(0, self._size - self._position)
-        size = left if size < 0 else min(size, left)
+        remaining = max(0, self._size - self._position)
+        size = remaining if size < 0 else min(size, remaining)
         if size > _MAX_DIRECTORY_BYTES:
             raise ValueError("an archive of another layout")
         self._opened.seek(self._start + self._position)
@@ -272,12 +272,12 @@ def _parse_tensor_pickle(pickled: bytes) -> _TensorArgs:
     try:
         if any(operation.name not in _ALLOWED_OPCODES for operation, _, _ in pickletools.genops(pickled)):
             raise ValueError("no tensor")
-        found = _TensorUnpickler(BytesIO(pickled)).load()
+        args = _TensorUnpickler(BytesIO(pickled)).load()
     except (AttributeError, EOFError, IndexError, KeyError, TypeError, OverflowError, pickle.UnpicklingError) as error:
         raise ValueError(f"no tensor ({error or type(error).__name__})") from None
-    if not isinstance(found, _TensorArgs) or not isinstance(found.storage, _StorageRef):
+    if not isinstance(args, _TensorArgs) or not isinstance(args.storage, _StorageRef):
         raise ValueError("no tensor")
-    return found
+    return args
 
 
 class _TensorUnpickler(pickle.Unpickler):

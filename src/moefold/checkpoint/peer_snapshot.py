@@ -18,7 +18,7 @@ from moefold.checkpoint.checkpoint_meta import TrainState
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES, exchange_boxes
 from moefold.comm.collectives import all_gather_objects, all_reduce_sum, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.comm.reshard_plan import BoxTransfer, pack_rounds, plan_box_transfers
+from moefold.comm.reshard_plan import BoxTransfer, pack_buckets, plan_box_transfers
 from moefold.comm.sharded_tensor import local_slice
 from moefold.cost.shard_boxes import Box
 from moefold.errors import RunError
@@ -50,12 +50,12 @@ class SnapshotLayout:
         Args:
             holders: for each process, its rank and the ranks whose state it has, including itself.
         """
-        own = set()
+        replicas = set()
         copied = set()
         for rank, ranks in holders:
-            own |= {rank} & set(ranks)
+            replicas |= {rank} & set(ranks)
             copied |= set(ranks) - {rank}
-        return all(not own.isdisjoint(owners) or sender in copied for owners, sender in self.shards)
+        return all(not replicas.isdisjoint(owners) or sender in copied for owners, sender in self.shards)
 
 
 HeldSteps = Mapping[int, frozenset[int]]
@@ -69,10 +69,10 @@ def choose_step(held_by_survivor: Mapping[int, HeldSteps], old_layout: SnapshotL
         held_by_survivor: `PeerSnapshots.held()` of each process, by its `PeerSnapshots.rank`.
         old_layout: `PeerSnapshots.layout` of any of them.
     """
-    steps = {step for held in held_by_survivor.values() for step in held}
+    steps = {step for owners_by_step in held_by_survivor.values() for step in owners_by_step}
     for step in sorted(steps, reverse=True):
         # A process without any snapshot was a spare, or joins. A process with other snapshots lacks the newest.
-        holders = [(rank, held.get(step)) for rank, held in held_by_survivor.items() if held]
+        holders = [(rank, owners.get(step)) for rank, owners in held_by_survivor.items() if owners]
         has_all = all(ranks is not None for _, ranks in holders)
         if has_all and old_layout.is_complete((rank, ranks) for rank, ranks in holders if ranks is not None):
             return step
@@ -96,7 +96,7 @@ def choose_members(
         return None
     members = dict(held_by_survivor)
     for rank in sorted(members, reverse=True):
-        others = {other: held for other, held in members.items() if other != rank}
+        others = {other: owners for other, owners in members.items() if other != rank}
         if len(members) > count and choose_step(others, old_layout) == step:
             members = others
     return tuple(sorted(members)) if len(members) == count else None
@@ -146,8 +146,8 @@ def plan_copies(
         nodes: node of each rank.
     """
     owners: defaultdict[BoxKey, list[int]] = defaultdict(list)
-    for rank, of_rank in enumerate(boxes):
-        for name, box in of_rank.items():
+    for rank, rank_boxes in enumerate(boxes):
+        for name, box in rank_boxes.items():
             owners[name, box].append(rank)
     is_one_node = len(set(nodes)) == 1
     shards: dict[tuple[tuple[int, ...], int | None], None] = {}
@@ -167,7 +167,7 @@ class Snapshot:
 
     step: int | None = None
     train_state: TrainState | None = None
-    own: dict[BoxKey, Tensor] = field(default_factory=dict)
+    local: dict[BoxKey, Tensor] = field(default_factory=dict)
     """Boxes of this rank."""
     copies: dict[int, dict[BoxKey, Tensor]] = field(default_factory=dict)
     """Boxes of the ranks whose peer this rank is."""
@@ -176,15 +176,15 @@ class Snapshot:
 
     def boxes(self) -> Iterator[tuple[BoxKey, Tensor]]:
         """Yield each own and copied box once."""
-        yield from self.own.items()
-        for of_rank in self.copies.values():
-            yield from ((key, values) for key, values in of_rank.items() if key not in self.own)
+        yield from self.local.items()
+        for copy in self.copies.values():
+            yield from ((key, values) for key, values in copy.items() if key not in self.local)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all boxes in host memory."""
-        return sum(values.nbytes for values in self.own.values()) + sum(
-            values.nbytes for of_rank in self.copies.values() for values in of_rank.values()
+        return sum(values.nbytes for values in self.local.values()) + sum(
+            values.nbytes for copy in self.copies.values() for values in copy.values()
         )
 
 
@@ -194,7 +194,7 @@ class _Plan:
 
     groups: ParallelGroups
     layout: SnapshotLayout
-    rounds: tuple[tuple[BoxTransfer, ...], ...]
+    buckets: tuple[tuple[BoxTransfer, ...], ...]
     dtypes: Mapping[str, torch.dtype]
     boxes: tuple[BoxKey, ...]
     """Boxes of this rank, kept because finding them takes longer than copying small boxes."""
@@ -217,12 +217,12 @@ class PeerSnapshots:
 
     Args:
         node: the machine of this process; None: its host name.
-        max_scratch_bytes: maximum memory on the device for the buffers of a round of an exchange.
+        max_scratch_bytes: maximum memory on the device for the buffers of a bucket of an exchange.
     """
 
     def __init__(self, node: str | None = None, max_scratch_bytes: int = MAX_SCRATCH_BYTES) -> None:
         self._node = node or socket.gethostname()
-        self._max_round_bytes = max_scratch_bytes // 2
+        self._max_bucket_bytes = max_scratch_bytes // 2
         self._plan: _Plan | None = None
         self._slots = [Snapshot(), Snapshot()]
         self._unconfirmed: tuple[Snapshot, SnapshotLayout, int] | None = None
@@ -256,12 +256,12 @@ class PeerSnapshots:
         The first generation is confirmed. A second generation has a first snapshot, and this rank does not know whether
         all ranks have completed it.
         """
-        found = [(self.generation, self.rank, self.held())]
+        claims = [(self.generation, self.rank, self.held())]
         if self._unconfirmed is not None:
             slot, _, rank = self._unconfirmed
             assert slot.step is not None
-            found.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
-        return found
+            claims.append((self.generation + 1, rank, {slot.step: frozenset({rank, *slot.copies})}))
+        return claims
 
     def layout_of(self, generation: int) -> SnapshotLayout | None:
         """Return the layout of this process's snapshots of a generation; None if it has no such snapshots."""
@@ -306,9 +306,9 @@ class PeerSnapshots:
             world: all ranks of the new mapping.
         """
         has_step = any(slot.step == step for slot in self._slots)
-        known = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
+        states = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
         if not has_step:
-            self._slots[0] = Snapshot(step, next(progress for progress in known if progress is not None))
+            self._slots[0] = Snapshot(step, next(progress for progress in states if progress is not None))
 
     def snapshot(self, step: int) -> Snapshot:
         """Return the snapshot of a step, which must be in `held`."""
@@ -331,12 +331,12 @@ class PeerSnapshots:
         self.restored_parts, self._restored = (), None
         if self._plan is not None and self._plan.groups is groups:
             shards = {(name, box): local_tensor(state[name]) for name, box in self._plan.boxes}
-            slot = min(self._slots, key=lambda one: -1 if one.step is None else one.step)
+            slot = min(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
             self._fill(slot, self._plan, shards, train_state)
             return
         self._unconfirmed = None
         # The last snapshot of the previous generation is complete on every rank; the older would be a third one.
-        last = max(self._slots, key=lambda one: -1 if one.step is None else one.step)
+        last = max(self._slots, key=lambda slot: -1 if slot.step is None else slot.step)
         self._slots = [last, Snapshot()]
         shards = local_boxes(state)
         plan = self._make_plan(shards, groups)
@@ -358,14 +358,14 @@ class PeerSnapshots:
         groups = plan.groups
         slot.step = None
         device = groups.device
-        if not slot.own and not slot.copies:
-            slot.own = {key: _host_tensor(values.shape, values.dtype, device) for key, values in shards.items()}
+        if not slot.local and not slot.copies:
+            slot.local = {key: _host_tensor(values.shape, values.dtype, device) for key, values in shards.items()}
             slot.copies = {}
             for rank, (name, box) in plan.copied:
-                of_rank = slot.copies.setdefault(rank, {})
-                of_rank[name, box] = _host_tensor(box.size, plan.dtypes[name], device)
+                copy = slot.copies.setdefault(rank, {})
+                copy[name, box] = _host_tensor(box.size, plan.dtypes[name], device)
         for key, values in shards.items():
-            slot.own[key].copy_(values, non_blocking=device.type == "cuda")
+            slot.local[key].copy_(values, non_blocking=device.type == "cuda")
         by_name = {key[0]: key for key in shards}
 
         def read(transfer: BoxTransfer) -> Tensor:
@@ -378,7 +378,7 @@ class PeerSnapshots:
             box = received[transfer.source, transfer.name]
             slot.copies[transfer.source][transfer.name, box][transfer.box.index_in(box)].copy_(values)
 
-        for transfers in plan.rounds:
+        for transfers in plan.buckets:
             exchange_boxes(transfers, groups.world, device, plan.dtypes, read, write)
         slot.digests = self._exchange_digests(plan, shards)
         if device.type == "cuda":
@@ -390,7 +390,7 @@ class PeerSnapshots:
         """Return the hashes of the boxes that this rank sent and received, computed by the sender; collective."""
         groups = plan.groups
         rows = torch.stack([plan.hasher.digest(shards[key]) for key in plan.sent]) if plan.sent else None
-        own = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
+        local_rows = [] if rows is None else [tuple(row) for row in rows.cpu().tolist()]
         rank = groups.rank
         counts = [0] * groups.world.size
         for source, _ in plan.copied:
@@ -400,7 +400,7 @@ class PeerSnapshots:
         buffer = torch.zeros(0, 2, dtype=torch.int64, device=groups.device) if rows is None else rows
         got = all_to_all(buffer, groups.world, send_counts, counts).cpu().tolist()
         digests: dict[tuple[int, BoxKey], Digest] = {
-            (rank, key): (row[0], row[1]) for key, row in zip(plan.sent, own, strict=True)
+            (rank, key): (row[0], row[1]) for key, row in zip(plan.sent, local_rows, strict=True)
         }
         # Rows arrive in the order of their senders, like `copied`.
         digests |= {key: (row[0], row[1]) for key, row in zip(plan.copied, got, strict=True)}
@@ -408,20 +408,20 @@ class PeerSnapshots:
 
     def _make_plan(self, shards: Mapping[BoxKey, Tensor], groups: ParallelGroups) -> _Plan:
         """Exchange the boxes of all ranks, and plan the copies; collective."""
-        own = [(name, box, values.dtype) for (name, box), values in shards.items()]
-        gathered = all_gather_objects((own, self._node), groups.world)
+        local = [(name, box, values.dtype) for (name, box), values in shards.items()]
+        gathered = all_gather_objects((local, self._node), groups.world)
         nodes = [node for _, node in gathered]
         dtypes = {name: dtype for entries, _ in gathered for name, _, dtype in entries}
         boxes = [{name: box for name, box, _ in entries} for entries, _ in gathered]
         layout, transfers = plan_copies(boxes, choose_peers(groups.layout, nodes), nodes)
         itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
-        rounds = pack_rounds(transfers, itemsize, self._max_round_bytes)
+        buckets = pack_buckets(transfers, itemsize, self._max_bucket_bytes)
         rank = groups.rank
         sent = tuple((t.name, t.box) for t in transfers if t.source == rank)
         # The order of the sender follows its own list of transfers.
         copied = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
         received = tuple((t.source, (t.name, t.box)) for t in copied)
-        return _Plan(groups, layout, rounds, dtypes, tuple(shards), sent, received, TensorHasher(groups.device))
+        return _Plan(groups, layout, buckets, dtypes, tuple(shards), sent, received, TensorHasher(groups.device))
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
@@ -441,8 +441,8 @@ class PeerSnapshots:
         """
         slot = self.snapshot(step)
         assert slot.train_state is not None
-        local, rounds, dtypes = plan_restore(slot, state, world, self._max_round_bytes)
-        held = _ByName(slot)
+        local, buckets, dtypes = plan_restore(slot, state, world, self._max_bucket_bytes)
+        boxes = _ByName(slot)
         targets = {name: (values, box) for (name, box), values in local_boxes(state).items()}
 
         def write(transfer: BoxTransfer, values: Tensor) -> None:
@@ -451,11 +451,11 @@ class PeerSnapshots:
 
         for transfer in local:
             if transfer.target == world.rank:
-                write(transfer, held.read(transfer.name, transfer.box))
-        for transfers in rounds:
-            exchange_boxes(transfers, world, device, dtypes, lambda t: held.read(t.name, t.box), write)
-        self.restored_parts = (*local, *(transfer for transfers in rounds for transfer in transfers))
-        self._restored = held
+                write(transfer, boxes.read(transfer.name, transfer.box))
+        for transfers in buckets:
+            exchange_boxes(transfers, world, device, dtypes, lambda t: boxes.read(t.name, t.box), write)
+        self.restored_parts = (*local, *(transfer for transfers in buckets for transfer in transfers))
+        self._restored = boxes
         # If another rank is lost before the first snapshot of this mapping, this step is restored again.
         self._slots = [slot, Snapshot()]
         self.old_ranks = all_gather_objects(self.rank, world)
@@ -466,25 +466,25 @@ class _ByName:
     """Access to the boxes of a snapshot by a part of a tensor."""
 
     def __init__(self, slot: Snapshot) -> None:
-        self._found: defaultdict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+        self._boxes_by_name: defaultdict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for (name, box), values in slot.boxes():
-            self._found[name].append((box, values))
+            self._boxes_by_name[name].append((box, values))
 
-    def read(self, name: str, part: Box) -> Tensor:
+    def read(self, name: str, region: Box) -> Tensor:
         """Return the values of a part of a tensor that lies in one of the boxes."""
-        for box, values in self._found[name]:
-            if box.intersect(part) == part:
-                return values[part.index_in(box)]
-        raise AssertionError((name, part))
+        for box, values in self._boxes_by_name[name]:
+            if box.intersect(region) == region:
+                return values[region.index_in(box)]
+        raise AssertionError((name, region))
 
 
 def plan_restore(
-    slot: Snapshot, state: Mapping[str, Tensor], world: Group, max_round_bytes: int
+    slot: Snapshot, state: Mapping[str, Tensor], world: Group, max_bucket_bytes: int
 ) -> tuple[tuple[BoxTransfer, ...], tuple[tuple[BoxTransfer, ...], ...], dict[str, torch.dtype]]:
     """Plan the transfers from the snapshots of all ranks to the tensors of a new mapping; collective.
 
     Returns:
-        The parts that a rank already has, the rounds of transfers for the other parts, and the type of each tensor.
+        The parts that a rank already has, the buckets of transfers for the other parts, and the type of each tensor.
 
     Raises:
         RunError: no rank has a part of a tensor; raised on every rank.
@@ -494,33 +494,33 @@ def plan_restore(
     holders: defaultdict[str, dict[Box, list[int]]] = defaultdict(dict)
     wanted: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
     dtypes: dict[str, torch.dtype] = {}
-    for rank, (held, keys) in enumerate(gathered):
-        for name, box, dtype in held:
+    for rank, (entries, keys) in enumerate(gathered):
+        for name, box, dtype in entries:
             holders[name].setdefault(box, []).append(rank)
             dtypes[name] = dtype
         for name, box in keys:
             wanted[name].append((rank, box))
     for name, boxes in wanted.items():
         for rank, box in boxes:
-            parts = [box.intersect(other) for other in holders[name]]
-            if sum(part.numel for part in parts if part is not None) != box.numel:
+            overlaps = [box.intersect(other) for other in holders[name]]
+            if sum(overlap.numel for overlap in overlaps if overlap is not None) != box.numel:
                 raise RunError(
                     f"the snapshot of step {slot.step} lacks a part of {name} that rank {rank} needs: it was on lost "
                     "ranks alone"
                 )
     itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
-    local, rounds = plan_box_transfers(holders, wanted, itemsize, max_round_bytes, world.size)
-    return local, rounds, dtypes
+    local, buckets = plan_box_transfers(holders, wanted, itemsize, max_bucket_bytes, world.size)
+    return local, buckets, dtypes
 
 
 def local_boxes(state: Mapping[str, Tensor]) -> dict[BoxKey, Tensor]:
     """Return the non-empty local shards of a state with their boxes."""
-    found = {}
+    boxes = {}
     for name, tensor in state.items():
         values, start = local_slice(tensor)
         if values.numel():
-            found[name, Box(start, tuple(values.shape))] = values.detach()
-    return found
+            boxes[name, Box(start, tuple(values.shape))] = values.detach()
+    return boxes
 
 
 def _host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

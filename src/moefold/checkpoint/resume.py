@@ -80,11 +80,11 @@ def data_order_change(
     if fingerprints is None:
         return ""
     moved = {key: theirs[key] for key in LOCATION_KEYS}
-    then = data_files(theirs, meta.data_files)
-    now = data_files(ours, fingerprints)
-    if wrong := unmatched_locations(then, now, theirs, ours):
+    old = data_files(theirs, meta.data_files)
+    new = data_files(ours, fingerprints)
+    if wrong := unmatched_locations(old, new, theirs, ours):
         return _differences({key: theirs[key] for key in wrong}, ours)
-    fingerprints = comparable(then, now, fingerprints)
+    fingerprints = comparable(old, new, fingerprints)
     meta = relocated(meta, order, fingerprints)
     lost, others = _classify_differences(meta, fingerprints)
     if theirs["path"] != ours["path"]:
@@ -105,9 +105,9 @@ def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[st
         order: `sample_order` of the recipe.
         fingerprints: current fingerprints of the data files.
     """
-    then = data_files(_recorded_order(meta), meta.data_files)
-    now = data_files(order, fingerprints)
-    names = names_now(then, meta.data_files, now, fingerprints)
+    old = data_files(_recorded_order(meta), meta.data_files)
+    new = data_files(order, fingerprints)
+    names = names_now(old, meta.data_files, new, fingerprints)
 
     data = {
         field: {names.get(name, name): value for name, value in getattr(meta, field).items()}
@@ -147,7 +147,7 @@ def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
 def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Return the token files that have changed or that the run dropped earlier, with reasons."""
     lost = _classify_differences(meta, fingerprints)[0] | meta.data_lost
-    return {name: why for name, why in lost.items() if name in meta.data_tokens}
+    return {name: reason for name, reason in lost.items() if name in meta.data_tokens}
 
 
 def _classify_differences(
@@ -157,7 +157,7 @@ def _classify_differences(
     lost, others = separate_dropped_files(
         meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
     )
-    return lost | {name: f"data file {name} was left out ({why})" for name, why in meta.data_lost.items()}, others
+    return lost | {name: f"data file {name} was left out ({reason})" for name, reason in meta.data_lost.items()}, others
 
 
 def find_resume(cfg: Config) -> Path | None:
@@ -237,16 +237,16 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
         model: the model for comparison.
         reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
     """
-    there = model_of(stored)
+    saved = model_of(stored)
     theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
     # Keys missing in a checkpoint of an older version had their defaults, except in a part of another package.
-    defaults = _settings_of_layers(model_sizes(there))
+    defaults = _settings_of_layers(model_sizes(saved))
     outside = tuple(f"{key}." for key, kind in theirs.items() if key in defaults and _is_outside(key, kind))
     defaults = {key: value for key, value in defaults.items() if not key.startswith(outside)}
     theirs = defaults | {key: value for key, value in theirs.items() if value != GIVEN}
-    unread = _unread_tables(there) & _unread_tables(reader or model)
+    unread = _unread_tables(saved) & _unread_tables(reader or model)
     free = keys_with("model", SAME_TENSORS)
-    for sizes, layers in ((theirs, there.decoder_layers), (ours, model.decoder_layers)):
+    for sizes, layers in ((theirs, saved.decoder_layers), (ours, model.decoder_layers)):
         heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
         if "attention.head_dim" in sizes and heads and not (sizes is theirs and "attention." in outside):
             sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
@@ -269,11 +269,11 @@ GIVEN = "given"
 def _settings_of_layers(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stored model by their paths in [model]."""
     plain = {f"model.{key}": without_source(value) for key, value in sizes.items()}
-    found = flat_settings(plain) | {
+    flat = flat_settings(plain) | {
         name: GIVEN for name in tables() if isinstance(value_at(name, {"model": sizes}), dict)
     }
-    found |= {name: kind for name, kind in flat_settings(plain).items() if name in part_keys()}
-    return {name.removeprefix("model."): NONE if value is None else value for name, value in found.items()}
+    flat |= {name: kind for name, kind in flat_settings(plain).items() if name in part_keys()}
+    return {name.removeprefix("model."): NONE if value is None else value for name, value in flat.items()}
 
 
 def _unread_tables(model: ModelConfig) -> set[str]:
@@ -345,4 +345,4 @@ def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
             wrong.pop(key, None)
     # A different table is reported without its settings.
     wrong = {key: pair for key, pair in wrong.items() if not any(key.startswith(f"{table}.") for table in wrong)}
-    return "; ".join(f"{key} {there!r} there, {here!r} here" for key, (there, here) in wrong.items())
+    return "; ".join(f"{key} {theirs!r} there, {ours!r} here" for key, (theirs, ours) in wrong.items())

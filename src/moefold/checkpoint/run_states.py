@@ -146,14 +146,14 @@ class RunStates:
 
     def notices(self, states: States) -> tuple[str, ...]:
         """Return messages about states that only the checkpoint has, and states that only the run has."""
-        left = states.keys() - self._owners.keys()
+        unknown = states.keys() - self._owners.keys()
         missing = {name for name in self._owners if name not in states and not isinstance(self._owners[name], Record)}
         messages = {
             "the checkpoint has the state of {}, which this program does not add: the next checkpoint lacks it": {
-                name for name in left if name.startswith(CALLBACKS)
+                name for name in unknown if name.startswith(CALLBACKS)
             },
             "the checkpoint has the state of {}, which this run does not have: the next checkpoint lacks it": {
-                name for name in left if not name.startswith(CALLBACKS)
+                name for name in unknown if not name.startswith(CALLBACKS)
             },
             "the checkpoint has no state of {}, which starts as the program built it": {
                 name for name in missing if name.startswith(CALLBACKS)
@@ -185,9 +185,9 @@ def _plain(value: Any, where: str, levels: int = _STATE_DEPTH) -> Any:
     if isinstance(value, Mapping | list | tuple) and not levels:
         raise ConfigError(f"the state {where:.80}... has more than {_STATE_DEPTH} levels, or contains itself")
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(part, f"{where}.{key}", levels - 1) for key, part in value.items()}
+        return {key: _plain(inner, f"{where}.{key}", levels - 1) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part, f"{where}[{index}]", levels - 1) for index, part in enumerate(value)]
+        return [_plain(inner, f"{where}[{index}]", levels - 1) for index, inner in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(

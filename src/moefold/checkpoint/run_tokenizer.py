@@ -61,10 +61,10 @@ def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointC
         path = existing_path("data.tokenizer", name)
         files = declaring_files(path)
     if data.chat_template:
-        files = {file: found for file, found in files.items() if not file.startswith(TEMPLATE_DIR)}
+        files = {file: path for file, path in files.items() if not file.startswith(TEMPLATE_DIR)}
         files[TEMPLATE_FILE] = existing_path("data.chat_template", data.chat_template)
     target = checkpoint_folder(run, checkpoint) / RUN_TOKENIZER_DIR
-    is_own_copy = any(target in found.parents for found in files.values())
+    is_own_copy = any(target in path.parents for path in files.values())
     if is_own_copy or (is_resumed and target.exists()):
         return
     try:
@@ -78,16 +78,16 @@ def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointC
 def _copy_files(files: Mapping[str, Path], target: Path) -> None:
     """Replace a folder by files, given by name."""
     if isinstance(target, RemotePath):
-        for name, found in files.items():
-            (target / name).upload(found)
+        for name, path in files.items():
+            (target / name).upload(path)
         return
     shutil.rmtree(target, ignore_errors=True)
     if not files:
         return
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-    for name, found in files.items():
+    for name, path in files.items():
         (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(found, unfinished / name)
+        shutil.copyfile(path, unfinished / name)
     unfinished.rename(target)
 
 

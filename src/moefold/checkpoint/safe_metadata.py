@@ -80,10 +80,10 @@ class SafeReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index with the module's `read_metadata`."""
-        found = read_metadata(_folder_of(self))
-        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        self._parts = parts_of(found)
-        return found
+        content = read_metadata(_folder_of(self))
+        content.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        self._parts = parts_of(content)
+        return content
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each shard of a plan once; from a remote folder with concurrent requests."""
@@ -97,7 +97,7 @@ class SafeReader(dcp.FileSystemReader):
 
         with ThreadPoolExecutor(REMOTE_READERS) as readers:
             fetch_all = readers.map if isinstance(folder, RemotePath) else map
-            for batch in batch_by_size(items, lambda one: self._parts[one].storage_info.length, REMOTE_BATCH_BYTES):
+            for batch in batch_by_size(items, lambda item: self._parts[item].storage_info.length, REMOTE_BATCH_BYTES):
                 for index, shard in zip(batch, fetch_all(fetch, batch), strict=True):
                     _copy_shard(shard, items[index], planner)
         done: Future[None] = Future()
@@ -142,19 +142,19 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         pickled = _read_pickle(regular_file(folder, METADATA_FILE))
         check_opcodes(pickled)
-        found = _rebuild(_RestrictedUnpickler(BytesIO(pickled)).load())
+        content = _rebuild(_RestrictedUnpickler(BytesIO(pickled)).load())
     except _UNPICKLE_ERRORS as error:
         raise ValueError(f"{METADATA_FILE} is not an index of a checkpoint: {error or type(error).__name__}") from None
-    for name in {info.relative_path for info in found.storage_data.values()}:
+    for name in {info.relative_path for info in content.storage_data.values()}:
         check_file_name(folder, name)
-    return found
+    return content
 
 
-def parts_of(found: Metadata) -> dict[MetadataIndex, StoredPart]:
+def parts_of(content: Metadata) -> dict[MetadataIndex, StoredPart]:
     """Return the shards that an index lists, each with its location."""
-    places = found.storage_data or {}
+    places = content.storage_data or {}
     parts = {}
-    for name, stored in found.state_dict_metadata.items():
+    for name, stored in content.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in stored.chunks:
             index = MetadataIndex(name, chunk.offsets)
@@ -170,19 +170,19 @@ def _read_pickle(path: Path) -> bytes:
     return read_bytes(path, MAX_INDEX_BYTES)
 
 
-def _rebuild(found: Any) -> Metadata:
+def _rebuild(value: Any) -> Metadata:
     """Rebuild the index from its placeholders, and validate each part.
 
     Raises:
         ValueError: the index differs from DCP's index of a state of tensors.
         AttributeError, TypeError: the same.
     """
-    _check_class(found, "Metadata")
-    places = {_rebuild_index(index): _rebuild_storage_info(info) for index, info in found.storage_data.items()}
+    _check_class(value, "Metadata")
+    places = {_rebuild_index(index): _rebuild_storage_info(info) for index, info in value.storage_data.items()}
     # In a forged index tensors may share one list of chunks, which would be checked once per tensor.
-    if sum(len(stored.chunks) for stored in found.state_dict_metadata.values()) > len(places):
+    if sum(len(stored.chunks) for stored in value.state_dict_metadata.values()) > len(places):
         raise ValueError("it has more parts than places for them")
-    tensors = {_check_text(name): _rebuild_tensor(stored) for name, stored in found.state_dict_metadata.items()}
+    tensors = {_check_text(name): _rebuild_tensor(stored) for name, stored in value.state_dict_metadata.items()}
     for name, stored in tensors.items():
         _check_chunks(name, stored, places)
     return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
@@ -235,9 +235,9 @@ def _rebuild_size(numbers: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-def _check_class(found: Any, name: str) -> None:
-    if not isinstance(found, _InertObject) or type(found).__name__ != name:
-        raise ValueError(f"it has {type(found).__name__} where {name} belongs")
+def _check_class(value: Any, name: str) -> None:
+    if not isinstance(value, _InertObject) or type(value).__name__ != name:
+        raise ValueError(f"it has {type(value).__name__} where {name} belongs")
 
 
 def _check_text(name: Any) -> str:
@@ -320,13 +320,13 @@ def check_opcodes(pickled: bytes) -> None:
     # In an index of DCP a third of the bytes are such opcodes; bytes within numbers and texts are also counted.
     if len(pickled) - len(pickled.translate(None, delete=_ONE_BYTE_OPCODES)) > len(pickled) // 2 + _SPARE_OPCODES:
         raise ValueError("it has more operations than an index of its size")
-    at = 0
+    offset = 0
     while True:
-        if run := _OPCODE_RUN.match(pickled, at):
-            at = run.end()
-        elif text := _TEXT_OPCODE.match(pickled, at):
-            at = text.end() + int.from_bytes(text[1] or text[2], "little")
-        elif pickled[at : at + 1] == b".":
+        if run := _OPCODE_RUN.match(pickled, offset):
+            offset = run.end()
+        elif text := _TEXT_OPCODE.match(pickled, offset):
+            offset = text.end() + int.from_bytes(text[1] or text[2], "little")
+        elif pickled[offset : offset + 1] == b".":
             return
         else:
-            raise ValueError(f"byte {at} is not an operation of an index")
+            raise ValueError(f"byte {offset} is not an operation of an index")

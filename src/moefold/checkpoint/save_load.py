@@ -122,9 +122,9 @@ def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -
     skipped: dict[str, str] = {}
     while True:
         # A network file system may differ between machines: use the first rank's listing.
-        found = [resume_candidate(cfg.run, cfg.checkpoint, skipped) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(found, src=0)
-        path = found[0]
+        box = [resume_candidate(cfg.run, cfg.checkpoint, skipped) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        path = box[0]
         if path is None and skipped:
             folder = str(checkpoint_folder(cfg.run, cfg.checkpoint))
             raise ConfigError(
@@ -397,16 +397,16 @@ def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSy
     gathered: list[dict[str, FileDigest] | str] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, local, group=group)
     records: dict[str, FileDigest] = {}
-    for found in gathered:
-        if isinstance(found, str):
-            raise ConfigError(f"the checkpoint is incomplete: {found}")
-        records |= found
+    for digests in gathered:
+        if isinstance(digests, str):
+            raise ConfigError(f"the checkpoint is incomplete: {digests}")
+        records |= digests
     return records
 
 
 def _gather_errors(errors: list[str]) -> list[str]:
     """Return the errors of all ranks without duplicates; collective."""
-    return list(dict.fromkeys(error for found in current_world().all_gather_object(errors) for error in found))
+    return list(dict.fromkeys(error for texts in current_world().all_gather_object(errors) for error in texts))
 
 
 def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor]) -> None:
@@ -422,24 +422,24 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
             faults.append(f"{_OTHER_MOMENTS_PREFIX} {moment} of {parameter}" if has_others else f"tensor {name}")
         elif stored.size != tensor.shape:
             faults.append(f"{name} of shape {list(tensor.shape)}, it has {list(stored.size)}")
-    if found := _gather_errors(faults):
-        if all(fault.startswith(_OTHER_MOMENTS_PREFIX) for fault in found):
+    if errors := _gather_errors(faults):
+        if all(fault.startswith(_OTHER_MOMENTS_PREFIX) for fault in errors):
             raise ConfigError(
-                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(found)}; {_OPTIMIZER_HINT}"
+                f"checkpoint {str(path)!r} is of another optimizer, it has {format_list(errors)}; {_OPTIMIZER_HINT}"
             )
-        if _has_moments_of_indexers_alone(metadata) and all(fault.startswith("tensor optimizer.") for fault in found):
+        if _has_moments_of_indexers_alone(metadata) and all(fault.startswith("tensor optimizer.") for fault in errors):
             raise ConfigError(
                 f"checkpoint {str(path)!r} is of a run with train.indexer_stage='warmup', which trained only the "
                 "indexers; begin the sparse stage as a new run with its weights, in another run.dir: "
                 f"checkpoint.init_from={str(path)!r}"
             )
-        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(found)}; {_RESUME_HINT}")
+        raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(errors)}; {_RESUME_HINT}")
     optimized = {name.rpartition(".")[0] for name in state if name.startswith("optimizer.")}
     # Two optimizers may use one name for different states: states that only one optimizer has distinguish them.
     others = [name for name in moments if name not in state and name.rpartition(".")[0] in optimized]
-    if found := _gather_errors(others):
+    if errors := _gather_errors(others):
         raise ConfigError(
-            f"checkpoint {str(path)!r} is of another optimizer, it also has {format_list(found)}; {_OPTIMIZER_HINT}"
+            f"checkpoint {str(path)!r} is of another optimizer, it also has {format_list(errors)}; {_OPTIMIZER_HINT}"
         )
 
 
@@ -563,10 +563,10 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
         # DCP begins the names of a rank's files with its number.
         written = format_list(sorted({path.name for path in disk.glob(f".step-*.partial/__{rank}_*")}))
     name = f"file {written}" if written else "a file"
-    found = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
+    failure = f"{name} could not be written to its end" + ("" if is_cut_short else f" ({text})")
     saved = complete_checkpoints(disk)
     way_on = f"to resume from {saved[-1].name}" if saved else "again, from the start: there is no checkpoint yet"
-    return f"{found}; {_describe_free_space(disk)}; free disk space, then run the same command {way_on}"
+    return f"{failure}; {_describe_free_space(disk)}; free disk space, then run the same command {way_on}"
 
 
 def _describe_free_space(folder: Path) -> str:

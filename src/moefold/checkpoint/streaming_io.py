@@ -129,16 +129,16 @@ class CheckpointSource:
         for offsets in boxes:
             if offsets not in self._cached_chunks[name]:
                 self._cached_chunks[name][offsets] = self._load(name, chunks[offsets])
-        parts = {
+        by_offset = {
             offsets: self._cached_chunks[name][offsets][_relative_to(box, offsets)] for offsets, box in boxes.items()
         }
-        sizes = [part.stop - part.start for part in region]
-        if len(parts) == 1 and list(next(iter(parts.values())).shape) == sizes:
-            return next(iter(parts.values()))
+        sizes = [span.stop - span.start for span in region]
+        if len(by_offset) == 1 and list(next(iter(by_offset.values())).shape) == sizes:
+            return next(iter(by_offset.values()))
         values = torch.empty(sizes, dtype=self.dtype(name))
-        start = tuple(part.start for part in region)
-        for offsets, part in parts.items():
-            values[_relative_to(boxes[offsets], start)] = part
+        start = tuple(span.start for span in region)
+        for offsets, stored in by_offset.items():
+            values[_relative_to(boxes[offsets], start)] = stored
         return values
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
@@ -167,10 +167,10 @@ class CheckpointSource:
         """Load a chunk, or some rows of it."""
         places = self._metadata.storage_data
         assert places is not None
-        part = StoredPart(name, places[MetadataIndex(f"model.{name}", chunk.offsets)], chunk.sizes, self.dtype(name))
+        stored = StoredPart(name, places[MetadataIndex(f"model.{name}", chunk.offsets)], chunk.sizes, self.dtype(name))
         with translate_read_errors(self.path):
-            regular_file(self.path, part.storage_info.relative_path)
-            return read_part(self.path, part, rows, self.on_archive)
+            regular_file(self.path, stored.storage_info.relative_path)
+            return read_part(self.path, stored, rows, self.on_archive)
 
 
 TENSOR_FILES = "*.distcp"
@@ -211,8 +211,8 @@ def checked_while_read(source: CheckpointSource) -> Iterator[None]:
         raise
     finally:
         source.on_archive = None
-    found = hashes.complete()
-    _raise_if_damaged(source.path, [name for name, entry in manifest.items() if found.get(name) != entry.sha256])
+    digests = hashes.complete()
+    _raise_if_damaged(source.path, [name for name, entry in manifest.items() if digests.get(name) != entry.sha256])
 
 
 def _raise_if_damaged(path: Path, names: Sequence[str]) -> None:
@@ -228,14 +228,14 @@ def _raise_if_damaged(path: Path, names: Sequence[str]) -> None:
 def _intersect(region: Region, start: Offsets, size: Offsets) -> Region | None:
     """Return the intersection of a region and a box; None if it is empty."""
     common = tuple(
-        slice(max(part.start, a), min(part.stop, a + n)) for part, a, n in zip(region, start, size, strict=True)
+        slice(max(span.start, a), min(span.stop, a + n)) for span, a, n in zip(region, start, size, strict=True)
     )
-    return None if any(part.start >= part.stop for part in common) else common
+    return None if any(span.start >= span.stop for span in common) else common
 
 
 def _relative_to(region: Region, start: Offsets) -> Region:
     """Return a region relative to an offset."""
-    return tuple(slice(part.start - a, part.stop - a) for part, a in zip(region, start, strict=True))
+    return tuple(slice(span.start - a, span.stop - a) for span, a in zip(region, start, strict=True))
 
 
 def write_chunks(
@@ -276,12 +276,12 @@ def write_manifest_in_parallel(tmp: Path, world: World, written: Mapping[str, Fi
         written: digests of the files that this process hashed while it wrote them.
     """
     records: dict[str, FileDigest] = {}
-    for part in world.all_gather_object(dict(written or {})):
-        records |= part
+    for rank_records in world.all_gather_object(dict(written or {})):
+        records |= rank_records
     names = sorted(path.name for path in tmp.iterdir() if path.is_file() and path.name not in records)
     local = {name: digest_file(tmp / name) for name in names[world.rank :: world.size]}
-    for part in world.all_gather_object(local):
-        records |= part
+    for rank_records in world.all_gather_object(local):
+        records |= rank_records
     if world.is_rank0:
         write_manifest(tmp, records)
 

@@ -59,9 +59,9 @@ def certify(
     hasher = TensorHasher(groups.device)
     digests = {key: _digest(hasher, values) for key, values in slot.boxes()}
     copies = {
-        (rank, key): digests[key] if key not in slot.own else _digest(hasher, values)
-        for rank, of_rank in slot.copies.items()
-        for key, values in of_rank.items()
+        (rank, key): digests[key] if key not in slot.local else _digest(hasher, values)
+        for rank, copy in slot.copies.items()
+        for key, values in copy.items()
     }
     faults = list(_changed_snapshots(slot, snapshots.rank, digests, copies))
     shards = local_boxes(state)
@@ -71,15 +71,15 @@ def certify(
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     report = (faults, digests, new_boxes, shapes, restored.samples, groups.attn.dp.rank)
     gathered = all_gather_objects(report, groups.world)
-    found = [fault for of_rank, *_ in gathered for fault in of_rank]
-    found += _disagreements("the snapshots", [of_rank[1] for of_rank in gathered])
-    found += _disagreements("the restored shards", [of_rank[2] for of_rank in gathered])
-    found += _without_owner([of_rank[2] for of_rank in gathered], [of_rank[3] for of_rank in gathered])
-    found += _sample_faults([(of_rank[5], of_rank[4]) for of_rank in gathered], restored.num_samples)
-    if found:
+    all_faults = [fault for report, *_ in gathered for fault in report]
+    all_faults += _disagreements("the snapshots", [report[1] for report in gathered])
+    all_faults += _disagreements("the restored shards", [report[2] for report in gathered])
+    all_faults += _without_owner([report[2] for report in gathered], [report[3] for report in gathered])
+    all_faults += _sample_faults([(report[5], report[4]) for report in gathered], restored.num_samples)
+    if all_faults:
         raise RunError(
             f"the state that was restored from the snapshots of step {step} is not the state of that step: "
-            f"{format_list(list(dict.fromkeys(found)))}; the same command resumes from the last checkpoint, "
+            f"{format_list(list(dict.fromkeys(all_faults)))}; the same command resumes from the last checkpoint, "
             "if there is one"
         )
 
@@ -96,10 +96,10 @@ def _changed_snapshots(
     copies: Mapping[tuple[int, BoxKey], Digest],
 ) -> Iterator[str]:
     """Yield the boxes whose hash has changed since the snapshot."""
-    for (owner, key), taken in slot.digests.items():
-        if owner == rank and digests[key] != taken:
+    for (owner, key), digest in slot.digests.items():
+        if owner == rank and digests[key] != digest:
             yield f"{key[0]} in the memory of rank {rank}, which had it, has changed since the snapshot"
-        elif owner != rank and copies[owner, key] != taken:
+        elif owner != rank and copies[owner, key] != digest:
             yield f"the copy of {key[0]} of rank {owner} in the memory of rank {rank} is not what was sent"
 
 
@@ -114,10 +114,10 @@ def _differing_parts(
     got = sorted((t for t in transfers if t.target == world.rank), key=lambda t: t.source)
     rows = [hasher.digest(snapshots.read_part(t)) for t in sent]
     buffer = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device=groups.device)
-    to = Counter(t.target for t in sent)
-    of = Counter(t.source for t in got)
-    every = range(world.size)
-    expected = all_to_all(buffer, world, [to[rank] for rank in every], [of[rank] for rank in every]).tolist()
+    sends = Counter(t.target for t in sent)
+    receives = Counter(t.source for t in got)
+    ranks = range(world.size)
+    expected = all_to_all(buffer, world, [sends[rank] for rank in ranks], [receives[rank] for rank in ranks]).tolist()
     faults = []
     for transfer, digest in zip(got, expected, strict=True):
         box, values = targets[transfer.name]
@@ -133,9 +133,9 @@ def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGrou
     """Yield the differences of progress and step counts from the snapshot."""
     assert slot.train_state is not None
     for name, state in restored.states.items():
-        taken = slot.train_state.state_of(name)
-        for key in sorted(state.keys() | taken.keys()):
-            values = [json.dumps(found.get(key), sort_keys=True) for found in (state, taken)]
+        saved = slot.train_state.state_of(name)
+        for key in sorted(state.keys() | saved.keys()):
+            values = [json.dumps(entry.get(key), sort_keys=True) for entry in (state, saved)]
             if values[0] != values[1]:
                 yield f"{key} of {name!r} is {values[0]} on rank {groups.rank}, and {values[1]} in the snapshot"
     updates = slot.train_state.state_of("weights").get("moment_updates")
@@ -147,10 +147,10 @@ def _restored_faults(slot: Snapshot, restored: RestoredRun, groups: ParallelGrou
             )
 
 
-def _disagreements(what: str, of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterator[str]:
+def _disagreements(what: str, digests_of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterator[str]:
     """Yield the boxes whose bytes differ between ranks."""
     holders: defaultdict[BoxKey, dict[int, Digest]] = defaultdict(dict)
-    for rank, digests in enumerate(of_ranks):
+    for rank, digests in enumerate(digests_of_ranks):
         for key, digest in digests.items():
             holders[key][rank] = digest
     for key, by_rank in holders.items():
@@ -161,24 +161,24 @@ def _disagreements(what: str, of_ranks: list[Mapping[BoxKey, Digest]]) -> Iterat
 
 
 def _without_owner(
-    of_ranks: list[Mapping[BoxKey, Digest]], shapes: list[Mapping[str, tuple[int, ...]]]
+    digests_of_ranks: list[Mapping[BoxKey, Digest]], shapes: list[Mapping[str, tuple[int, ...]]]
 ) -> Iterator[str]:
     """Yield the tensors with elements that have no owner, or owners of different boxes."""
     boxes: defaultdict[str, set[Any]] = defaultdict(set)
-    for digests in of_ranks:
+    for digests in digests_of_ranks:
         for name, box in digests:
             boxes[name].add(box)
-    whole = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
-    for name, shape in whole.items():
+    full_shapes = {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
+    for name, shape in full_shapes.items():
         owned = sum(box.numel for box in boxes[name])
         if owned != torch.Size(shape).numel():
             yield f"{owned} of the {torch.Size(shape).numel()} elements of {name} have an owner"
 
 
-def _sample_faults(of_ranks: list[tuple[int, range]], num_samples: int) -> Iterator[str]:
+def _sample_faults(samples_of_ranks: list[tuple[int, range]], num_samples: int) -> Iterator[str]:
     """Yield the samples of the next batch, which determine all random numbers, that do not have exactly one dp rank."""
     owners: defaultdict[int, set[int]] = defaultdict(set)
-    for dp_rank, samples in of_ranks:
+    for dp_rank, samples in samples_of_ranks:
         for sample in samples:
             owners[sample].add(dp_rank)
     for sample in range(num_samples):

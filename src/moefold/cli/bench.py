@@ -58,8 +58,8 @@ def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, dev
         cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
         progress.report("building the model")
         ours = our_step(cfg, shape.part, device, args.routing)
-        found = measure_step(ours, ours.build(), args.steps, args.clock, progress.report)
-    write_report(args, found.as_dict() | {"shape": shape.name}, format_report(shape, found))
+        measured = measure_step(ours, ours.build(), args.steps, args.clock, progress.report)
+    write_report(args, measured.as_dict() | {"shape": shape.name}, format_report(shape, measured))
     return 0
 
 
@@ -138,10 +138,10 @@ def shape_from_args(args: argparse.Namespace) -> BenchShape:
     for name in ("steps", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
-    known = bench_shapes()
-    if args.shape not in known:
-        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(known)}")
-    return known[args.shape]
+    shapes = bench_shapes()
+    if args.shape not in shapes:
+        raise ConfigError(f"--shape {args.shape!r} is unknown; the shapes are {', '.join(shapes)}")
+    return shapes[args.shape]
 
 
 def device_type_from_args(args: argparse.Namespace) -> str:

@@ -58,8 +58,8 @@ def run(argv: list[str]) -> int:
         # A browser cannot open an address that stands for all of this machine.
         url = url_of(listener).replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
         address = f"{url}/{f'?token={token}' if token else ''}"
-        found = f"{count} run{'s' if count > 1 else ''}" if count else "no runs yet; they appear when they start,"
-        print_escaped(f"moefold: {found} at {address}", flush=True)
+        summary = f"{count} run{'s' if count > 1 else ''}" if count else "no runs yet; they appear when they start,"
+        print_escaped(f"moefold: {summary} at {address}", flush=True)
         http, sockets = make_server(app, listener)
         http.run(sockets=sockets)
     return 0

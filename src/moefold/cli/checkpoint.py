@@ -89,14 +89,14 @@ def print_content(
         text = f"adapters of rank {lora['rank']}, alpha {lora['alpha']:g}, of {', '.join(lora['targets'])}"
         console.print(printable(f"{text}; base: {lora['base'] or 'random weights'}"), soft_wrap=True)
     sizes = ("layers", "hidden_size", "ffn.moe.num_experts", "ffn.moe.top_k", "vocab_size")
-    found = {key: value for key in sizes if (value := value_at(key, meta.model)) is not None}
-    console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in found.items())), soft_wrap=True)
+    values = {key: value for key in sizes if (value := value_at(key, meta.model)) is not None}
+    console.print(printable("model: " + ", ".join(f"{key} {value}" for key, value in values.items())), soft_wrap=True)
     table = Table("tensors", "shape", "type", "MiB", "parts", box=None, pad_edge=False)
-    for name, part in _group_by_part(tensors).items():
-        size_mib = f"{sum(tensor.size_bytes for tensor in part) / 2**20:,.1f}"
-        num_chunks = str(sum(tensor.num_chunks for tensor in part))
-        table.add_row(printable(f"{name}: {len(part)}"), "", "", size_mib, num_chunks)
-        for tensor in part if lists_tensors else ():
+    for name, group in _group_by_part(tensors).items():
+        size_mib = f"{sum(tensor.size_bytes for tensor in group) / 2**20:,.1f}"
+        num_chunks = str(sum(tensor.num_chunks for tensor in group))
+        table.add_row(printable(f"{name}: {len(group)}"), "", "", size_mib, num_chunks)
+        for tensor in group if lists_tensors else ():
             shape = "x".join(map(str, tensor.shape))
             size_mib = f"{tensor.size_bytes / 2**20:,.2f}"
             table.add_row(printable(f"  {tensor.name}"), shape, tensor.dtype, size_mib, str(tensor.num_chunks))
@@ -113,10 +113,10 @@ def describe_mapping(meta: CheckpointMeta) -> str:
 
 
 def _group_by_part(tensors: "Sequence[StoredTensor]") -> "dict[str, list[StoredTensor]]":
-    parts: dict[str, list[StoredTensor]] = {}
+    groups: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
-        parts.setdefault(tensor.name.split(".", 1)[0], []).append(tensor)
-    return parts
+        groups.setdefault(tensor.name.split(".", 1)[0], []).append(tensor)
+    return groups
 
 
 MAX_SHOWN_DIFFERENCES = 20
@@ -192,8 +192,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     paths = locate_checkpoint(arguments.checkpoint), locate_checkpoint(arguments.other)
-    for given, found in zip((arguments.checkpoint, arguments.other), paths, strict=True):
-        report_skipped_for(given, found)
+    for requested, opened in zip((arguments.checkpoint, arguments.other), paths, strict=True):
+        report_skipped_for(requested, opened)
     metas = read_meta(paths[0]), read_meta(paths[1])
     from moefold.checkpoint.inspect import differing_tensors
 
@@ -202,8 +202,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"description": described, "tensors": [asdict(difference) for difference in tensors]}))
         return int(bool(described or tensors))
-    for key, (here, there) in described.items():
-        print(printable(f"{key}: {_shorten(here)} | {_shorten(there)}"))
+    for key, (left, right) in described.items():
+        print(printable(f"{key}: {_shorten(left)} | {_shorten(right)}"))
     for difference in tensors[:MAX_SHOWN_DIFFERENCES]:
         print(printable(f"{difference.name}: {difference.what}"))
     if len(tensors) > MAX_SHOWN_DIFFERENCES:
@@ -225,8 +225,8 @@ def _rm(arguments: argparse.Namespace) -> int:
     to_remove = {path.resolve() for path in arguments.checkpoints}
     for folder in sorted({path.parent for path in to_remove}):
         # Newest first: runs resume from it, and the check stops at the first intact checkpoint.
-        rest = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
-        if not arguments.force and all(map(_validate_checkpoint, rest)):
+        kept = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
+        if not arguments.force and all(map(_validate_checkpoint, kept)):
             raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")
     for path in sorted(to_remove):
         remove_checkpoint(path)
@@ -261,9 +261,9 @@ def _resolve_checkpoints(path: Path) -> list[Path]:
         return [locate_checkpoint(path)]
     if path.is_dir() and (step_of(path.resolve()) >= 0 or (path / META_FILE).is_file()):
         return [path]
-    if not (found := named_checkpoints(locate_folder(path))):
+    if not (checkpoints := named_checkpoints(locate_folder(path))):
         raise ConfigError(f"{str(path)!r} holds no complete checkpoint")
-    return found
+    return checkpoints
 
 
 def _meta_differences(left: CheckpointMeta, right: CheckpointMeta) -> dict[str, tuple[object, object]]:
@@ -284,13 +284,13 @@ def _shorten(value: object) -> str:
 
 
 def _flatten(tree: dict[str, object]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found |= {f"{key}.{inner}": part for inner, part in value.items()}
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items()}
         else:
-            found[key] = value
-    return found
+            flat[key] = value
+    return flat
 
 
 def _size_bytes(path: Path) -> int:

@@ -72,15 +72,15 @@ class _ParagraphFormatter(argparse.HelpFormatter):
     """Help formatter that wraps text at the terminal's width, never within a word such as --keep-tail."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        found = list[str]()
+        wrapped = list[str]()
         for is_verbatim, group in groupby(text.splitlines(), key=lambda line: not line or line.startswith("  ")):
             lines = list(group)
             if is_verbatim:
                 for line in lines:
-                    found += _wrapped_line(line, width)
+                    wrapped += _wrapped_line(line, width)
             else:
-                found += self._split_lines(" ".join(lines), width)
-        return "\n".join(found)
+                wrapped += self._split_lines(" ".join(lines), width)
+        return "\n".join(wrapped)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
@@ -100,8 +100,8 @@ def _wrapped_line(line: str, width: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    broken = [part.replace(UNBROKEN_SPACE, " ") for part in broken]
-    return [part + " \\" for part in broken[:-1]] + broken[-1:] if is_command else broken
+    broken = [row.replace(UNBROKEN_SPACE, " ") for row in broken]
+    return [row + " \\" for row in broken[:-1]] + broken[-1:] if is_command else broken
 
 
 def recipe_and_overrides(recipe: str | None, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -28,7 +28,7 @@ def conversion_job(label: str) -> Iterator[tuple["World", Callable[[int], None]]
     # torch takes seconds to import: errors in the environment are reported without it.
     from moefold.comm.groups import current_world
     from moefold.launch.exit import hard_exit
-    from moefold.launch.failure import RankErrorHandler
+    from moefold.launch.rank_errors import RankErrorHandler
     from moefold.launch.ranks import init_distributed
     from moefold.launch.runtime_env import return_large_blocks
 

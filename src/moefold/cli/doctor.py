@@ -28,16 +28,16 @@ def network_links(system: Path = Path("/sys/class")) -> list[str]:
     Args:
         system: folder of the kernel's device classes.
     """
-    found = []
+    links = []
     for interface in sorted((system / "net").glob("*")):
         if _read(interface / "operstate") in ("up", "unknown"):
             speed = _read(interface / "speed")
             # Virtual interfaces have no speed, or -1.
-            found.append(f"{interface.name} {int(speed) / 1000:g} Gb/s" if speed.isdecimal() else interface.name)
+            links.append(f"{interface.name} {int(speed) / 1000:g} Gb/s" if speed.isdecimal() else interface.name)
     for port in sorted((system / "infiniband").glob("*/ports/*")):
         state = _read(port / "state").partition(": ")[2].lower() or "state unknown"
-        found.append(f"{port.parents[1].name}:{port.name} {_read(port / 'rate') or 'rate unknown'}, {state}")
-    return found
+        links.append(f"{port.parents[1].name}:{port.name} {_read(port / 'rate') or 'rate unknown'}, {state}")
+    return links
 
 
 def _read(file: Path) -> str:
@@ -83,14 +83,14 @@ class Finding:
 def run(argv: list[str]) -> int:
     """Print the report and return 1 if training cannot start on this machine, else 0."""
     arguments = _parser().parse_args(argv)
-    found = [*_software(), *_host(), *_torch(), *_links(), _cache(), *_optional()]
+    findings = [*_software(), *_host(), *_torch(), *_links(), _cache(), *_optional()]
     if arguments.json:
-        print(json.dumps([asdict(finding) for finding in found]))
+        print(json.dumps([asdict(finding) for finding in findings]))
     else:
-        width = max(len(finding.topic) for finding in found)
-        for finding in found:
+        width = max(len(finding.topic) for finding in findings)
+        for finding in findings:
             print_escaped(f"{finding.topic:{width}}  {printable(finding.words)}")
-    return EXIT_FAILED if any(finding.is_fault for finding in found) else 0
+    return EXIT_FAILED if any(finding.is_fault for finding in findings) else 0
 
 
 def _software() -> Iterator[Finding]:
@@ -213,8 +213,8 @@ def _install_command(package: str) -> str:
     # The development extra requires newer versions than a run.
     needed = [line for line in listed if "extra == 'dev'" not in line.replace('"', "'")]
     requirements = [re.split(r"\s*;", line)[0].replace(" ", "") for line in needed]
-    found = next((line for line in requirements if re.split(r"[\[<>=!~]", line)[0] == package), package)
-    return f"pip install '{found}'"
+    requirement = next((line for line in requirements if re.split(r"[\[<>=!~]", line)[0] == package), package)
+    return f"pip install '{requirement}'"
 
 
 def _parser() -> argparse.ArgumentParser:

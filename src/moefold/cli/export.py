@@ -90,10 +90,10 @@ ADAPTER_EXPORT_DEFAULTS = {
 
 
 def _parse_size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text)
+    if match is None:
         raise ConfigError(f"--shard-size {text} must be a number of bytes, or with KB, MB or GB: 5GB; 0 for one file")
-    return int(found[1]) * BYTES_PER_UNIT[found[2]]
+    return int(match[1]) * BYTES_PER_UNIT[match[2]]
 
 
 def _parser() -> argparse.ArgumentParser:

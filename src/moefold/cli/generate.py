@@ -66,9 +66,9 @@ def _generate(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
 
 def _is_override(word: str) -> bool:
     """Return whether a word is a setting, valid or not, and not a prompt."""
-    found = _OVERRIDE.fullmatch(word)
+    match = _OVERRIDE.fullmatch(word)
     # A misspelt `parallel.` is a setting as well.
-    return found is not None and (found[1] == "moe" or closest_match(found[1], ("parallel",), cutoff=0.75) is not None)
+    return match is not None and (match[1] == "moe" or closest_match(match[1], ("parallel",), cutoff=0.75) is not None)
 
 
 def _read_prompt(rank_env: RankEnv | None) -> str:

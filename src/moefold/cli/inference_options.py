@@ -68,7 +68,7 @@ def report_notices(notices: Sequence[str], rank_env: RankEnv | None = None) -> N
             print_escaped(f"moefold: {printable(notice)}", file=sys.stderr)
 
 
-def report_skipped_for(requested: Path, found: Path) -> None:
+def report_skipped_for(requested: Path, opened: Path) -> None:
     """Report the checkpoints skipped between the path that the user gave and the checkpoint found for it."""
-    skipped = skipped_checkpoints(requested, found)
+    skipped = skipped_checkpoints(requested, opened)
     report_notices([f"skipped a damaged checkpoint, {description}" for description in skipped])

@@ -31,14 +31,14 @@ EPILOG = """examples:
 def run(argv: list[str]) -> int:
     """Write a recipe and the files that it reads into a folder."""
     arguments = _parser().parse_args(argv)
-    known = shipped_files()
+    shipped = shipped_files()
     if arguments.list:
-        print_escaped("\n".join(_list_recipes({name: _first_sentence(files[0]) for name, files in known.items()})))
+        print_escaped("\n".join(_list_recipes({name: _first_sentence(files[0]) for name, files in shipped.items()})))
         return 0
     if len(arguments.words) > 2:
         raise ConfigError(f"{arguments.words[2]!r} is one argument too many: moefold init [NAME] [DIR]")
-    name, folder = _parse_name_and_folder(arguments.words, set(known))
-    targets = {source: folder / source.name for source in known[name]}
+    name, folder = _parse_name_and_folder(arguments.words, set(shipped))
+    targets = {source: folder / source.name for source in shipped[name]}
     _check_targets(targets.values(), force=arguments.force)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,25 +47,25 @@ def run(argv: list[str]) -> int:
             print_escaped(f"wrote {target}")
     except OSError as error:
         raise ConfigError(f"DIR={str(folder)!r} cannot be written: {error.strerror}; choose another") from None
-    first = targets[known[name][0]]
+    first = targets[shipped[name][0]]
     print_escaped(f"next: edit it, then sbatch {first}" if name in TEMPLATES else f"next: moefold train {first}")
     return 0
 
 
-def _parse_name_and_folder(words: list[str], known: set[str]) -> tuple[str, Path]:
+def _parse_name_and_folder(words: list[str], names: set[str]) -> tuple[str, Path]:
     """Parse the arguments NAME, NAME DIR or DIR; return the recipe's name and the folder."""
     if len(words) == 2:
         name, folder = words
-    elif not words or words[0] in known:
+    elif not words or words[0] in names:
         name = (words or [DEFAULT_RECIPE])[0]
         folder = "."
     else:
         name = DEFAULT_RECIPE
         folder = words[0]
-    guess = _closest_recipe(words[0], known) if words and words[0] not in known else None
-    is_part = bool(words) and any(words[0].lower() in other for other in known) and words[0] not in known
-    if name not in known or ((guess or is_part) and not Path(folder).is_dir()):
-        matches = [name for name in sorted(known) if words[0].lower() in name]
+    guess = _closest_recipe(words[0], names) if words and words[0] not in names else None
+    is_part = bool(words) and any(words[0].lower() in other for other in names) and words[0] not in names
+    if name not in names or ((guess or is_part) and not Path(folder).is_dir()):
+        matches = [name for name in sorted(names) if words[0].lower() in name]
         hint = f"did you mean {guess!r}?" if guess else "`moefold init --list` shows the recipes"
         if len(matches) > 1:
             hint = f"these match: {', '.join(matches)}"
@@ -73,10 +73,10 @@ def _parse_name_and_folder(words: list[str], known: set[str]) -> tuple[str, Path
     return name, Path(folder)
 
 
-def _closest_recipe(word: str, known: set[str]) -> str | None:
+def _closest_recipe(word: str, names: set[str]) -> str | None:
     """Return the recipe with the most similar name, with or without its folder; None if no name is close."""
-    by_file = {name.rpartition("/")[2]: name for name in sorted(known)}
-    guess = closest_match(word, known)
+    by_file = {name.rpartition("/")[2]: name for name in sorted(names)}
+    guess = closest_match(word, names)
     return guess if guess is not None else by_file.get(closest_match(word, by_file) or "")
 
 
@@ -115,16 +115,16 @@ def _shorten(sentence: str, width: int) -> str:
     if len(sentence) <= width:
         return sentence
     ends = [match.start() for match in re.finditer(r" \(|[,:;] ", sentence) if width / 2 < match.start() <= width]
-    parts = [sentence[:end] for end in ends if sentence.count("(", 0, end) == sentence.count(")", 0, end)]
-    return parts[-1] if parts else textwrap.shorten(sentence, width, placeholder=" ...")
+    sentences = [sentence[:end] for end in ends if sentence.count("(", 0, end) == sentence.count(")", 0, end)]
+    return sentences[-1] if sentences else textwrap.shorten(sentence, width, placeholder=" ...")
 
 
 def _check_targets(targets: Iterable[Path], *, force: bool) -> None:
     """Reject files that exist, unless --force is given."""
-    found = [str(path) for path in targets if path.exists()]
-    if found and not force:
+    existing = [str(path) for path in targets if path.exists()]
+    if existing and not force:
         raise ConfigError(
-            f"{format_list(found)} exists already; add --force to replace it, or name another folder: NAME DIR"
+            f"{format_list(existing)} exists already; add --force to replace it, or name another folder: NAME DIR"
         )
 
 

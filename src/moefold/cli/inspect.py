@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
             "num_experts": balance.num_experts,
             "layers": [asdict(summary) for summary in balance.summaries()],
         }
-        record |= {key: {one.name: one.summary() for one in group} for key, group in curves.items() if group}
+        record |= {key: {curve.name: curve.summary() for curve in group} for key, group in curves.items() if group}
         print(json.dumps(record))
     else:
         from moefold.console import PrintableConsole
@@ -141,17 +141,17 @@ def print_balance(console: Console, balance: ExpertBalance, layer: int | None) -
 
 
 def _numbers(summaries: Sequence[LayerSummary]) -> list[Column]:
-    dead = [None if one.dead_experts is None else len(one.dead_experts) for one in summaries]
+    dead = [None if layer.dead_experts is None else len(layer.dead_experts) for layer in summaries]
     cells: dict[str, list[str | Text]] = {
-        "layer": [str(one.layer) for one in summaries],
-        "load start": [f"{one.load_start:.2f}" for one in summaries],
-        "end": [Text(f"{one.load_end:.2f}", style=_load_color(one.load_end)) for one in summaries],
-        "worst": [f"{one.load_worst:.2f}" for one in summaries],
-        "at step": [str(one.worst_step) for one in summaries],
-        "cv": [_format_optional(one.load_cv, "{:.3f}") for one in summaries],
+        "layer": [str(layer.layer) for layer in summaries],
+        "load start": [f"{layer.load_start:.2f}" for layer in summaries],
+        "end": [Text(f"{layer.load_end:.2f}", style=_load_color(layer.load_end)) for layer in summaries],
+        "worst": [f"{layer.load_worst:.2f}" for layer in summaries],
+        "at step": [str(layer.worst_step) for layer in summaries],
+        "cv": [_format_optional(layer.load_cv, "{:.3f}") for layer in summaries],
         "dead": [Text("-" if count is None else str(count), style=HOT if count else "") for count in dead],
-        "dropped": [_format_optional(one.dropped_fraction, "{:.1%}") for one in summaries],
-        "entropy": [_format_optional(one.router_entropy, "{:.3f}") for one in summaries],
+        "dropped": [_format_optional(layer.dropped_fraction, "{:.1%}") for layer in summaries],
+        "entropy": [_format_optional(layer.router_entropy, "{:.3f}") for layer in summaries],
     }
     return [numbers(name, column) for name, column in cells.items()]
 
@@ -245,8 +245,8 @@ def _heat_row(
 
 def _legend(edges: Sequence[tuple[int, int]], blocks: str, low: str, high: str) -> Text:
     width = max(b - a for a, b in edges)
-    every = f"each {width} recorded step{'s' if width > 1 else ''}"
-    return Text(f"{blocks[0]} {low}, {blocks[-1]} {high}; {every}", style="dim")
+    unit = f"each {width} recorded step{'s' if width > 1 else ''}"
+    return Text(f"{blocks[0]} {low}, {blocks[-1]} {high}; {unit}", style="dim")
 
 
 def _load_color(load: float) -> str:

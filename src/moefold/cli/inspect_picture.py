@@ -172,8 +172,8 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
             ("dropped tokens, %", drop_steps, 100 * np.stack([balance.dropped[a:b].mean(0) for a, b in drop_edges]))
         )
     row = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (name, at, values) in zip(row, panels, strict=True):
-        _draw_lines(axes, balance, at, values)
+    for axes, (name, xs, values) in zip(row, panels, strict=True):
+        _draw_lines(axes, balance, xs, values)
         _style_curve(axes, name)
         if name.startswith("load"):
             axes.axhline(1.0, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -188,7 +188,7 @@ def _draw_curves(figure: Any, balance: ExpertBalance) -> None:
 def _draw_rewards(figure: Any, curves: Sequence[MetricCurve]) -> None:
     """Draw a panel for each curve of reinforcement learning. The held-out reward is in the panel of the reward."""
     panels = [curve for curve in curves if curve.name != HELD_OUT] or list(curves)
-    held_out = next((one for one in curves if one.name == HELD_OUT), None)
+    held_out = next((curve for curve in curves if curve.name == HELD_OUT), None)
     for axes, curve in zip(_draw_panels(figure, panels), panels, strict=True):
         if curve.name == "reward" and held_out is not None:
             axes.plot(*held_out.binned(MAX_BINS), color="#b5301f", linewidth=1.2, marker="o", markersize=3)

@@ -274,7 +274,7 @@ def _colours(view: DrawnView, axis: str, layout: Layout) -> list[str]:
         return [_shade((stage + STAGE_HUE_SHARE / 2) / layout.pp, 0.74) for stage in stages]
     groups = view.group_indices(axis)
     members = [
-        sorted({group for group, at in zip(groups, stages, strict=True) if at == stage}) for stage in range(layout.pp)
+        sorted({group for group, s in zip(groups, stages, strict=True) if s == stage}) for stage in range(layout.pp)
     ]
     colours = []
     for group, stage in zip(groups, stages, strict=True):
@@ -328,7 +328,7 @@ def _draw_stages(
     units = [list(_units(stage, model)) for stage in plan.stages]
     left = STAGES_MARGIN
     for kind, (fill, meaning) in UNIT_COLORS.items():
-        if any(kind == one for own in units for one, _ in own):
+        if any(kind == unit for stage_units in units for unit, _ in stage_units):
             canvas.box((left, 0.99, 0.18, 0.18), fill)
             canvas.text(left + 0.26, 1.08, meaning, 9.5, FAINT)
             left += 0.5 + 0.082 * len(meaning)
@@ -336,11 +336,11 @@ def _draw_stages(
     if costs is not None:
         canvas.text(left, STAGES_HEAD_HEIGHT - 0.14, "FLOPs, of the busiest", 8.5, FAINT)
         canvas.text(left + BARS_WIDTH, STAGES_HEAD_HEIGHT - 0.14, "weights per rank", 8.5, FAINT)
-    for i, (stage, own) in enumerate(zip(plan.stages, units, strict=True)):
+    for i, (stage, stage_units) in enumerate(zip(plan.stages, units, strict=True)):
         top = STAGES_HEAD_HEIGHT + i * STAGE_ROW_HEIGHT
         box = (STAGES_MARGIN - 0.08, top + 0.03, _stage_width(costs) - 0.1, STAGE_ROW_HEIGHT - 0.06)
         canvas.box(box, TRAY if stage.pp_rank % 2 == 0 else "#f8f9fb")
-        _draw_stage(canvas, stage, own, top)
+        _draw_stage(canvas, stage, stage_units, top)
         if costs is not None:
             _draw_bars(canvas, costs, i, left, top)
 
@@ -364,8 +364,8 @@ def _draw_stage(canvas: _Canvas, stage: Stage, units: Sequence[tuple[str, str]],
 
 def _draw_bars(canvas: _Canvas, costs: Sequence[StageCost], stage: int, left: float, top: float) -> None:
     cost = costs[stage]
-    flops = cost.flops / max(1, *(one.flops for one in costs))
-    weights = cost.num_parameters / max(1, *(one.num_parameters for one in costs))
+    flops = cost.flops / max(1, *(entry.flops for entry in costs))
+    weights = cost.num_parameters / max(1, *(entry.num_parameters for entry in costs))
     bars = ((flops, f"{flops:.0%}", FLOPS_BAR_COLOR), (weights, compact_count(cost.num_parameters), WEIGHT_BAR_COLOR))
     for i, (share, label, fill) in enumerate(bars):
         start = left + i * BARS_WIDTH + BAR_TEXT_WIDTH

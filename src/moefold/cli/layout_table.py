@@ -24,7 +24,7 @@ class DrawnView:
 
     def degree(self, axis: str) -> int:
         """Return the size of one axis."""
-        return prod(self.view.degree(part) for part in self.parts_of_axis[axis])
+        return prod(self.view.degree(name) for name in self.parts_of_axis[axis])
 
     def group_indices(self, axis: str) -> tuple[int, ...]:
         """Return each rank's group index."""
@@ -81,9 +81,9 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
         factors = " x ".join(f"{axis} {degree}" for axis, degree in zip(view.axes, view.degrees, strict=True))
         console.print(f"  {name:9}  {factors}  (slowest to fastest)", highlight=False)
     console.print("  g:m is member m of group g along that axis; - is a group of one", style="dim", highlight=False)
-    whole = num_nodes <= MAX_NODES
-    for node in range(num_nodes) if whole else (*range(EDGE_NODES), num_nodes - 1):
-        if not whole and node == num_nodes - 1:
+    shows_all = num_nodes <= MAX_NODES
+    for node in range(num_nodes) if shows_all else (*range(EDGE_NODES), num_nodes - 1):
+        if not shows_all and node == num_nodes - 1:
             listed = "; --json lists every group" if layout.world_size <= MAX_LISTED_RANKS else ""
             console.print(f"\n... {num_nodes - EDGE_NODES - 1} nodes left out{listed} ...")
         first = node * gpus_per_node
@@ -110,13 +110,13 @@ def _print_node(console: Console, layout: Layout, ranks: range, node: int) -> No
     width = max(map(len, places.values()))
     per_table = max(1, (console.width - len("attention  rank  ")) // (width + 2))
     for first in range(0, len(ranks), per_table):
-        part = ranks[first : first + per_table]
-        span = f"rank {part[0]}" if len(part) == 1 else f"ranks {part[0]}-{part[-1]}"
-        table = _table(f"node {node}, {span}", ("", "rank", *(f">{rank}" for rank in part)))
+        shown = ranks[first : first + per_table]
+        span = f"rank {shown[0]}" if len(shown) == 1 else f"ranks {shown[0]}-{shown[-1]}"
+        table = _table(f"node {node}, {span}", ("", "rank", *(f">{rank}" for rank in shown)))
         for name, view in named_views(layout):
             for axis in view.axes:
                 label = name if axis == view.axes[0] else ""
-                table.add_row(label, axis, *(places[axis, rank] for rank in part), end_section=axis == view.axes[-1])
+                table.add_row(label, axis, *(places[axis, rank] for rank in shown), end_section=axis == view.axes[-1])
         console.print()
         console.print(table)
 
@@ -286,10 +286,10 @@ def _describe_sharding(etp: int) -> str:
 
 def max_nodes_spanned(groups: tuple[int, ...], gpus_per_node: int) -> int:
     """Return the largest number of nodes that one group spans, given the group of each rank."""
-    found: dict[int, set[int]] = {}
+    nodes: dict[int, set[int]] = {}
     for rank, group in enumerate(groups):
-        found.setdefault(group, set()).add(rank // gpus_per_node)
-    return max(map(len, found.values()))
+        nodes.setdefault(group, set()).add(rank // gpus_per_node)
+    return max(map(len, nodes.values()))
 
 
 def format_count(number: int, noun: str) -> str:

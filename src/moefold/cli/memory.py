@@ -141,8 +141,8 @@ def _report_formulas(
         ]
         for record, parts in zip(ranks, sampling, strict=False):
             record["sampling"] = dict(parts)
-        of_sampling = {"sampling_ranks": [dict(parts) for parts in sampling_ranks]} if sampling_ranks else {}
-        print(json.dumps({"dry": True, "note": message, "ranks": ranks, **of_sampling, "faults": faults}))
+        extra = {"sampling_ranks": [dict(parts) for parts in sampling_ranks]} if sampling_ranks else {}
+        print(json.dumps({"dry": True, "note": message, "ranks": ranks, **extra, "faults": faults}))
         return bool(faults)
     print_parts(rows, "by formula, first rank of each pipeline stage")
     _print_snapshots(dict(zip(first, snapshots, strict=True)))
@@ -161,11 +161,11 @@ def _report_formulas(
     return bool(faults)
 
 
-def _print_snapshots(of_ranks: Mapping[int, int]) -> None:
+def _print_snapshots(num_snapshots: Mapping[int, int]) -> None:
     """Print the snapshots of ranks by formula, if there are any."""
-    if any(of_ranks.values()):
+    if any(num_snapshots.values()):
         print()
-        rows = {rank: {SNAPSHOT_PART: size} for rank, size in of_ranks.items()}
+        rows = {rank: {SNAPSHOT_PART: size} for rank, size in num_snapshots.items()}
         print_parts(rows, "and in host memory, by formula, for checkpoint.peer_every")
 
 
@@ -275,14 +275,14 @@ def print_comparison(cfg: Config, layout: Layout, ranks: Sequence["MeasuredMemor
         *_formula_columns("formula", ranks, [even[rank.pp_rank].activations.total for rank in ranks]),
     ]
     # Where ranks take over tokens from other ranks, the router does not determine a rank's rows by itself.
-    uneven = any(one is not None for one in imbalances) and not chosen(cfg, DispatcherPart).moves_experts
+    uneven = any(x is not None for x in imbalances) and not chosen(cfg, DispatcherPart).moves_experts
     if uneven:
-        by_imbalance = {one: compute_rank_memory(cfg, kernels=kernels, imbalance=one) for one in set(imbalances) if one}
+        by_imbalance = {x: compute_rank_memory(cfg, kernels=kernels, imbalance=x) for x in set(imbalances) if x}
         routed = [
-            (by_imbalance[one] if one else even)[rank.pp_rank].activations.total
-            for rank, one in zip(ranks, imbalances, strict=True)
+            (by_imbalance[x] if x else even)[rank.pp_rank].activations.total
+            for rank, x in zip(ranks, imbalances, strict=True)
         ]
-        columns.append(numbers("rows", ["-" if one is None else f"{one:.2f}x" for one in imbalances]))
+        columns.append(numbers("rows", ["-" if x is None else f"{x:.2f}x" for x in imbalances]))
         columns += _formula_columns("with rows", ranks, routed)
     console.print("\nactivations at their peak, measured and by formula\n", style="bold")
     print_columns(console, columns)

@@ -18,16 +18,16 @@ def run(argv: list[str]) -> int:
     out = to_path(args.out)
     rank_env = read_rank_env()
     with report_on_local_rank0(rank_env):
-        given = [to_path(name) for name in args.checkpoints]
-        weights = check_merge(given, args.weights, out, rank_env)
+        paths = [to_path(name) for name in args.checkpoints]
+        weights = check_merge(paths, args.weights, out, rank_env)
     with conversion_job("merge") as (world, advance):
         # torch takes seconds to import: a wrong argument is reported without it.
         from moefold.convert.merge import merge_checkpoints
 
         # Rank 0 chooses the checkpoints for all ranks: a run may save another checkpoint meanwhile.
-        checkpoints = world.all_gather_object([locate_checkpoint(path) for path in given])[0]
+        checkpoints = world.all_gather_object([locate_checkpoint(path) for path in paths])[0]
         if world.is_rank0:
-            for path, checkpoint in zip(given, checkpoints, strict=True):
+            for path, checkpoint in zip(paths, checkpoints, strict=True):
                 report_skipped_for(path, checkpoint)
         conversion = merge_checkpoints(checkpoints, weights, out, world, on_bytes=advance)
         if world.is_rank0:

@@ -95,7 +95,7 @@ def run(argv: list[str]) -> int:
         console = open_console()
         print_request(console, request)
         print_families(console, families, chosen, request.device)
-        shown = [one.plan for one in sorted(families, key=lambda one: one is not chosen)]
+        shown = [family.plan for family in sorted(families, key=lambda family: family is not chosen)]
         if args.top is not None:
             shown = planner.top_plans(args.top)
         if args.top is not None or args.wide:

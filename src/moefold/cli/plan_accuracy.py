@@ -97,14 +97,14 @@ def _kinds(accuracy: Accuracy) -> Table:
     """Return the errors by GPU and kind of row; unseen: the errors of fits without the row's configuration."""
     table = Table("rows", "", "mean", "median", "bias", "unseen: mean", "median", "bias")
     for name, groups in accuracy.errors_by_kind().items():
-        seen = groups["fitted"]
-        assert seen is not None
+        fitted = groups["fitted"]
+        assert fitted is not None
         cells = [
             _percent(group[key], sign=key == "bias_pct")
-            for group in (seen, groups["unseen"] or seen)
+            for group in (fitted, groups["unseen"] or fitted)
             for key in ("mean_abs_error_pct", "median_abs_error_pct", "bias_pct")
         ]
-        table.add_row(name, str(seen["rows"]), *cells)
+        table.add_row(name, str(fitted["rows"]), *cells)
     return table
 
 

@@ -32,16 +32,16 @@ def compare_folding(request: PlanRequest, args: argparse.Namespace) -> int:
     """
     _check_options(args)
     lengths = args.compare_folding or [request.workload.seq_len]
-    found = compare_by_seq_len(request, lengths)
-    print_escaped(json.dumps(_as_dict(request, found)) if args.json else "\n".join(_lines(request, found)))
+    rows = compare_by_seq_len(request, lengths)
+    print_escaped(json.dumps(_as_dict(request, rows)) if args.json else "\n".join(_lines(request, rows)))
     return 0
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    given = [option for option in INCOMPATIBLE_OPTIONS if getattr(args, option) is not None]
-    given += ["timeline"] if args.timeline else []
-    if given:
-        raise ConfigError(f"--{given[0]} needs one ranking, and --compare-folding makes several; leave one of them out")
+    names = [option for option in INCOMPATIBLE_OPTIONS if getattr(args, option) is not None]
+    names += ["timeline"] if args.timeline else []
+    if names:
+        raise ConfigError(f"--{names[0]} needs one ranking, and --compare-folding makes several; leave one of them out")
     if args.method != FOLDED:
         raise ConfigError(f"--method {args.method} with --compare-folding: it compares the methods; leave --method out")
     for number, length in enumerate(args.compare_folding):
@@ -59,14 +59,14 @@ def _lines(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> It
     yield from _wrap(f"{head}{', with ' if fixed else ''}{fixed}; seconds a step")
     yield ""
     yield " seq len   batch    folded   coupled      gain  ep in dp      gain"
-    for one in comparisons:
-        coupled = f"{_format_seconds(one.coupled)}{_format_gain(one.gain)}"
-        within_dp = f"{_format_seconds(one.within_dp)}{_format_gain(one.gain_within_dp)}"
-        yield f"{one.seq_len:8d}{one.global_batch_size:8d}{_format_seconds(one.folded)}{coupled}{within_dp}"
-    for one in comparisons:
+    for row in comparisons:
+        coupled = f"{_format_seconds(row.coupled)}{_format_gain(row.gain)}"
+        within_dp = f"{_format_seconds(row.within_dp)}{_format_gain(row.gain_within_dp)}"
+        yield f"{row.seq_len:8d}{row.global_batch_size:8d}{_format_seconds(row.folded)}{coupled}{within_dp}"
+    for row in comparisons:
         yield ""
-        yield from _wrap(f"{one.seq_len}: {one.reason}", "    ")
-        for label, plan in _distinct_plans(one):
+        yield from _wrap(f"{row.seq_len}: {row.reason}", "    ")
+        for label, plan in _distinct_plans(row):
             yield from _wrap(f"  {label:9} {format_mapping(plan)}", " " * 12)
     yield ""
     for note in NOTES:
@@ -109,12 +109,12 @@ def _as_dict(request: PlanRequest, comparisons: Sequence[FoldingComparison]) -> 
         "fixed": {axis: format_axis_value(value) for axis, value in q.restriction.fixed.items()},
         "is_measured": False,
         "comparisons": [
-            {key: getattr(one, key) for key in ("seq_len", "global_batch_size", "gain", "gain_within_dp", "reason")}
-            | {"same_mapping": one.is_same_mapping, "saved_s": one.saved_s}
+            {key: getattr(row, key) for key in ("seq_len", "global_batch_size", "gain", "gain_within_dp", "reason")}
+            | {"same_mapping": row.is_same_mapping, "saved_s": row.saved_s}
             | {
                 name: None if plan is None else plan_as_dict(plan)
-                for name, plan in (("folded", one.folded), ("coupled", one.coupled), ("within_dp", one.within_dp))
+                for name, plan in (("folded", row.folded), ("coupled", row.coupled), ("within_dp", row.within_dp))
             }
-            for one in comparisons
+            for row in comparisons
         ],
     }

@@ -29,9 +29,9 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     Raises:
         ConfigError: an axis is wrong, or an option is incompatible with a single mapping.
     """
-    given = parse_axes(args.explain, "--explain")
-    _check_options(request.restriction.fixed, given, args)
-    request = replace(request, restriction=Restriction({**request.restriction.fixed, **given}, args.method))
+    axes = parse_axes(args.explain, "--explain")
+    _check_options(request.restriction.fixed, axes, args)
+    request = replace(request, restriction=Restriction({**request.restriction.fixed, **axes}, args.method))
     from moefold.planner.query import plan_as_dict
 
     planner = Planner(request)
@@ -55,12 +55,12 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     return 0 if plan.memory.fits else EXIT_NOT_FEASIBLE
 
 
-def _check_options(fixed: Mapping[str, Any], given: Mapping[str, Any], args: argparse.Namespace) -> None:
+def _check_options(fixed: Mapping[str, Any], axes: Mapping[str, Any], args: argparse.Namespace) -> None:
     if args.top is not None:
         raise ConfigError("--top counts mappings, and --explain shows one; leave one of them out")
     for axis, value in fixed.items():
-        if given.get(axis, value) != value:
-            raise ConfigError(f"--explain {axis}={given[axis]} and --fix {axis}={value} differ; leave one of them out")
+        if axes.get(axis, value) != value:
+            raise ConfigError(f"--explain {axis}={axes[axis]} and --fix {axis}={value} differ; leave one of them out")
 
 
 def memory_excess_reason(plan: PlannedMapping, reserve_gib: float) -> str:

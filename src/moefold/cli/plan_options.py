@@ -20,9 +20,9 @@ def request_from_args(args: argparse.Namespace) -> PlanRequest:
     """
     if args.top is not None and args.top < 1:
         raise ConfigError(f"--top {args.top} must be at least 1")
-    given = {field.name: getattr(args, field.name) for field in fields(PlanOptions)}
+    options = {field.name: getattr(args, field.name) for field in fields(PlanOptions)}
     fixed = parse_axes(args.fix, "--fix") if args.fix else {}
-    return plan_request(args.model, args.gpu, PlanOptions(**given | {"fix": fixed}))
+    return plan_request(args.model, args.gpu, PlanOptions(**options | {"fix": fixed}))
 
 
 def add_noise_options(parser: argparse.ArgumentParser, help_prefix: str = "") -> None:
@@ -56,18 +56,18 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
     from moefold.topology.layout import fold_mapping
 
     layout = fold_mapping(parallel)
-    given = parse_straggler_factors(options, layout.world_size)
-    found = dict[int, float]()
-    for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in given):
+    ranks = parse_straggler_factors(options, layout.world_size)
+    factors = dict[int, float]()
+    for pp_rank in dict.fromkeys(layout.attention.coordinate(rank, "pp") for rank in ranks):
         stage = [rank for rank in range(layout.world_size) if layout.attention.coordinate(rank, "pp") == pp_rank]
-        found[pp_rank] = max(given.get(rank, 1.0) for rank in stage)
-        fast = next((rank for rank in stage if given.get(rank, 1.0) < 1), None)
-        if fast is not None and found[pp_rank] == 1:
+        factors[pp_rank] = max(ranks.get(rank, 1.0) for rank in stage)
+        fast = next((rank for rank in stage if ranks.get(rank, 1.0) < 1), None)
+        if fast is not None and factors[pp_rank] == 1:
             raise ConfigError(
-                f"--straggler {fast}={given[fast]:g}: its stage has {len(stage)} ranks and waits for the slowest one, "
+                f"--straggler {fast}={ranks[fast]:g}: its stage has {len(stage)} ranks and waits for the slowest one, "
                 "so a single faster rank changes nothing; name all of them, or choose a factor of at least 1"
             )
-    return found
+    return factors
 
 
 def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int, float]:
@@ -76,7 +76,7 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
     Raises:
         ConfigError: an option is malformed, or a rank does not exist.
     """
-    found = dict[int, float]()
+    factors = dict[int, float]()
     for word in options:
         rank, _, factor = word.partition("=")
         try:
@@ -88,8 +88,8 @@ def parse_straggler_factors(options: Sequence[str], num_ranks: int) -> dict[int,
             raise ConfigError(f"--straggler {word}: ranks run from 0 to {num_ranks - 1}")
         if not 0 < times < float("inf"):
             raise ConfigError(f"--straggler {word}: the factor must be above 0; 1.3 computes 1.3 times as long")
-        found[number] = max(times, found.get(number, times))
-    return found
+        factors[number] = max(times, factors.get(number, times))
+    return factors
 
 
 def check_jitter_options(args: argparse.Namespace) -> None:

@@ -107,6 +107,6 @@ def format_bytes(number: float) -> str:
 def _columns(rates: Sequence[SiteRate]) -> list[Column]:
     settings = rates[0].settings
     overlap = "=every" if settings.overlap == settings.every else f" {settings.overlap}"
-    every = [f"{rate.settings.every:,}" for rate in rates]
+    intervals = [f"{rate.settings.every:,}" for rate in rates]
     sent = [format_bytes(rate.bytes_per_day) for rate in rates]
-    return [numbers(f"every, overlap{overlap}", every), numbers("a day", sent)]
+    return [numbers(f"every, overlap{overlap}", intervals), numbers("a day", sent)]

@@ -47,12 +47,12 @@ def print_request(console: Console, request: PlanRequest) -> None:
 
 def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest, device: Device) -> None:
     """Print the best mapping of each family, its distance from a measured mapping, and what is unmeasured."""
-    distinct = [one for i, one in enumerate(families) if one.plan.mapping not in [o.plan.mapping for o in families[:i]]]
-    times = [one.plan.time for one in distinct]
-    marks = ["#1" if one.plan.mapping == chosen.plan.mapping else "=" if one.is_tie else "" for one in distinct]
+    distinct = [row for i, row in enumerate(families) if row.plan.mapping not in [o.plan.mapping for o in families[:i]]]
+    times = [row.plan.time for row in distinct]
+    marks = ["#1" if row.plan.mapping == chosen.plan.mapping else "=" if row.is_tie else "" for row in distinct]
     names = [
-        " and ".join(FAMILIES[other.name].title for other in families if other.plan.mapping == one.plan.mapping)
-        for one in distinct
+        " and ".join(FAMILIES[other.name].title for other in families if other.plan.mapping == row.plan.mapping)
+        for row in distinct
     ]
     console.print()
     print_columns(
@@ -60,40 +60,40 @@ def print_families(console: Console, families: Sequence[FamilyBest], chosen: Fam
         [
             Column(name="", cells=marks),
             Column(name="family", cells=names, wraps=True),
-            Column(name="mapping", cells=[format_compact_degrees(one.plan.mapping) for one in distinct], wraps=True),
+            Column(name="mapping", cells=[format_compact_degrees(row.plan.mapping) for row in distinct], wraps=True),
             numbers("step, s", [format_seconds(time.total_s) for time in times]),
             numbers("TFLOP/s", [f"{time.tflops_per_gpu:.0f}" for time in times]),
             numbers("tokens/s", [format_rate(time.tokens_per_s_per_gpu) for time in times]),
-            numbers("GiB", [f"{one.plan.memory.total / GIB:.0f}" for one in distinct]),
+            numbers("GiB", [f"{row.plan.memory.total / GIB:.0f}" for row in distinct]),
         ],
         num_keys=2,
     )
     console.print()
-    for one in distinct:
-        print_prose(console, one.name, _describe_distance(one))
+    for row in distinct:
+        print_prose(console, row.name, _describe_distance(row))
     if device.unmeasured:
         constants = ", ".join(DECIDING_CONSTANTS[key] for key in device.unmeasured)
         text = f"unmeasured on {device.name}: {constants}; make gpu measures them (docs/gpu.md)."
         print_prose(console, "constants", text)
 
 
-def _describe_distance(one: FamilyBest) -> str:
+def _describe_distance(row: FamilyBest) -> str:
     """Describe the distance of a mapping from a measured mapping."""
-    near = one.nearest
+    near = row.nearest
     count = len(near.differences)
     axes = f"{count} {'axis' if count == 1 else 'axes'} from " if count else "measured: "
-    unmeasured = "".join(f"; unmeasured: {what}" for what in one.unmeasured)
-    strategy = describe_strategy(one.plan.mapping)
+    unmeasured = "".join(f"; unmeasured: {constant}" for constant in row.unmeasured)
+    strategy = describe_strategy(row.plan.mapping)
     changes = f": {', '.join(near.differences)}" if count else ""
-    return f"{strategy + '; ' if strategy else ''}{axes}{near.case}{changes}{unmeasured}{_describe_faster(one)}"
+    return f"{strategy + '; ' if strategy else ''}{axes}{near.case}{changes}{unmeasured}{_describe_faster(row)}"
 
 
-def _describe_faster(one: FamilyBest) -> str:
+def _describe_faster(row: FamilyBest) -> str:
     """Describe the fastest mapping of a family if the table has a mapping that is nearer to a measurement."""
-    fastest = one.fastest
-    if fastest.mapping == one.plan.mapping:
+    fastest = row.fastest
+    if fastest.mapping == row.plan.mapping:
         return ""
-    less = 1 - fastest.time.total_s / one.plan.time.total_s
+    less = 1 - fastest.time.total_s / row.plan.time.total_s
     return f"; {format_compact_degrees(fastest.mapping)} takes {less:.1%} less, within the error, but is less measured"
 
 
@@ -169,7 +169,7 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
     Raises:
         ConfigError: an axis is unknown, a value is invalid, or an axis is set twice.
     """
-    found: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
     for word in " ".join(options).replace(",", " ").split():
         key, equals, value = word.partition("=")
         if not equals or not value:
@@ -180,16 +180,16 @@ def parse_axes(options: Sequence[str], option: str) -> dict[str, Any]:
             guess = closest_match(key, AXIS_KEYS, cutoff=0.5)
             hint = f"; did you mean {guess}? The" if guess else "; the"
             raise ConfigError(f"{option} {word}: unknown axis {key!r}{hint} axes are {', '.join(AXIS_KEYS)}")
-        if key in found:
+        if key in axes:
             raise ConfigError(f"{option} {word}: {key} is set twice")
-        found[key] = _parse_value(key, value, f"{option} {word}")
-    if OFFLOAD in found:
+        axes[key] = _parse_value(key, value, f"{option} {word}")
+    if OFFLOAD in axes:
         # Optimizer moments have a separate key in a recipe.
-        found["moments"] = "host" if OPTIMIZER in found[OFFLOAD] else "none"
-        found[OFFLOAD] = tuple(part for part in found[OFFLOAD] if part != OPTIMIZER)
-    if not found:
+        axes["moments"] = "host" if OPTIMIZER in axes[OFFLOAD] else "none"
+        axes[OFFLOAD] = tuple(part for part in axes[OFFLOAD] if part != OPTIMIZER)
+    if not axes:
         raise ConfigError(f"{option} names no axis; write for example tp=2,ep=8")
-    return found
+    return axes
 
 
 def _is_searched(key: str, choice: str) -> bool:
@@ -225,11 +225,11 @@ def _parse_value(key: str, text: str, label: str) -> Any:
         if text not in SWITCH_VALUES:
             raise ConfigError(f"{label} must be {join_with_or(list(SWITCH_VALUES))}")
         return SWITCH_VALUES[text]
-    known = recompute_parts() if key == RECOMPUTE else (*COMMON_PARTS, OPTIMIZER)
+    part_names = recompute_parts() if key == RECOMPUTE else (*COMMON_PARTS, OPTIMIZER)
     parts = () if text == NO_PARTS else tuple(text.split("+"))
     for part in parts:
-        if part not in known:
-            guess = closest_match(part, known)
+        if part not in part_names:
+            guess = closest_match(part, part_names)
             hint = f"; did you mean {guess}? The" if guess else "; the"
-            raise ConfigError(f"{label}: {part!r} is no part; join some of {', '.join(known)} by +{hint}")
-    return tuple(sorted(parts, key=known.index))
+            raise ConfigError(f"{label}: {part!r} is no part; join some of {', '.join(part_names)} by +{hint}")
+    return tuple(sorted(parts, key=part_names.index))

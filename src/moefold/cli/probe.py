@@ -115,7 +115,7 @@ def _write(
         f"{machine}.",
         f"Not measured, but copied from {base.name}: {kept}.",
     ]
-    found = list(predictions(device, measured))
+    rows = list(predictions(device, measured))
     try:
         args.file.write_text(device_toml(device, comments), encoding="utf-8")
         if args.json is not None:
@@ -123,15 +123,15 @@ def _write(
                 "machine": machine,
                 "measured": asdict(measured),
                 "fitted": asdict(device),
-                "predictions": [asdict(one) for one in found],
+                "predictions": [asdict(row) for row in rows],
             }
             args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     lines = [*comments, "", f"{'':40}  {'measured':>10}  {'fitted':>10}  {'ratio':>6}"]
     lines += [
-        f"{one.name:40}  {_milliseconds(one.measured_s)}  {_milliseconds(one.predicted_s)}  {one.ratio:6.2f}"
-        for one in found
+        f"{row.name:40}  {_milliseconds(row.measured_s)}  {_milliseconds(row.predicted_s)}  {row.ratio:6.2f}"
+        for row in rows
     ]
     lines += ["", f"wrote {args.file}; use it as --gpu {args.file} of moefold plan and moefold simulate"]
     print_escaped("\n".join(lines), flush=True)

@@ -26,15 +26,15 @@ def run(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     repo = check_repo_name(args.repo)
     check_hub_package(repo)
-    given = weights_path(args.model)
-    with _hf_folder(given) as folder:
+    path = weights_path(args.model)
+    with _hf_folder(path) as folder:
         files = files_to_push(folder)
         for name, size_bytes in files.items():
             print_escaped(f"{size_bytes / 1e6:12,.3f} MB  {name}")
-        where = f"{repo}{f' ({args.revision})' if args.revision else ''}, {'public' if args.public else 'private'}"
+        target = f"{repo}{f' ({args.revision})' if args.revision else ''}, {'public' if args.public else 'private'}"
         total = f"{len(files)} files, {sum(files.values()) / 1e9:.3g} GB"
         if args.dry_run:
-            print_escaped(f"would push {total} to {where}; nothing was sent")
+            print_escaped(f"would push {total} to {target}; nothing was sent")
             return 0
         pushed = push_folder(
             folder,
@@ -46,34 +46,34 @@ def run(argv: list[str]) -> int:
         )
         if pushed.keeps_card:
             print_escaped("note: the README.md of the repository stays; --overwrite replaces it")
-        print_escaped(f"pushed {total} to {where}: {pushed.url}")
+        print_escaped(f"pushed {total} to {target}: {pushed.url}")
     return 0
 
 
 @contextmanager
-def _hf_folder(given: Path) -> Iterator[Path]:
+def _hf_folder(path: Path) -> Iterator[Path]:
     """Yield a folder of Hugging Face or PEFT: the given folder, or an export that is deleted at the end.
 
     Raises:
         ConfigError: it is not such a folder and not a checkpoint, or it is a checkpoint of only adapters.
     """
-    if is_hf_folder(given) or (given / ADAPTER_CONFIG_FILE).is_file():
-        yield given
+    if is_hf_folder(path) or (path / ADAPTER_CONFIG_FILE).is_file():
+        yield path
         return
-    if read_meta(locate_checkpoint(given)).lora:
+    if read_meta(locate_checkpoint(path)).lora:
         raise ConfigError(
-            f"{str(given)!r} has adapters: write them with moefold export, or the merged weights with --merge, and "
+            f"{str(path)!r} has adapters: write them with moefold export, or the merged weights with --merge, and "
             "push that folder"
         )
     root = cache_folders(None)[0] / "upload"
     out = root / uuid.uuid4().hex
-    check_export(given, out, None)
+    check_export(path, out, None)
     # torch takes seconds to import: a wrong argument is reported without it.
     from moefold.comm.groups import current_world
     from moefold.convert.export_folder import ExportOptions, export_folder
 
     try:
-        conversion = export_folder(given, out, current_world(), ExportOptions(), on_bytes=lambda _: None)
+        conversion = export_folder(path, out, current_world(), ExportOptions(), on_bytes=lambda _: None)
         for message in conversion.messages:
             print_escaped(f"note: {message}")
         yield out

@@ -41,12 +41,12 @@ def run(argv: list[str]) -> int:
 
 
 def _upgrade(files: Sequence[Path]) -> None:
-    found = []
+    upgrades = []
     for path in files:
         read_recipe(path)
         before = read_text(path, MAX_RECIPE_BYTES)
-        found.append((path, before, *upgrade_text(before, f"recipe {str(path)!r}")))
-    for path, before, text, left_out in found:
+        upgrades.append((path, before, *upgrade_text(before, f"recipe {str(path)!r}")))
+    for path, before, text, left_out in upgrades:
         if text == before:
             print_escaped(f"{path}: nothing to change")
             continue

@@ -66,10 +66,10 @@ def print_columns(console: "Console", columns: Sequence[Column], *, num_keys: in
         num_keys: number of leading columns that name a row and are repeated in each of the tables.
     """
     keys = columns[:num_keys]
-    for i, part in enumerate(_split_columns(columns[num_keys:], console.width - _min_table_width(keys))):
+    for i, group in enumerate(_split_columns(columns[num_keys:], console.width - _min_table_width(keys))):
         if i:
             console.print()
-        console.print(_table([*keys, *part]))
+        console.print(_table([*keys, *group]))
 
 
 def print_prose(console: "Console", head: str, text: str) -> None:
@@ -90,13 +90,13 @@ def _min_table_width(columns: Sequence[Column]) -> int:
 
 def _split_columns(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
     """Yield the columns in groups that fit next to the key columns, each group as large as possible."""
-    part: list[Column] = []
+    group: list[Column] = []
     for column in columns:
-        if part and _min_table_width([*part, column]) - GAP > width:
-            yield part
-            part = []
-        part.append(column)
-    yield part
+        if group and _min_table_width([*group, column]) - GAP > width:
+            yield group
+            group = []
+        group.append(column)
+    yield group
 
 
 def _table(columns: Sequence[Column]) -> "Table":

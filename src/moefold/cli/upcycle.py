@@ -52,8 +52,8 @@ def run(argv: list[str]) -> int:
             print_escaped(conversion_summary(conversion, out, False))
             starts_equal = preserves_outputs(model, upcycle)
             equal = "computes at first what the dense model does" if starts_equal else "does not start equal"
-            part = model.experts
-            print_escaped(f"{part.num_experts} experts, top {part.top_k}, of width {part.intermediate_size}: {equal}")
+            moe = model.experts
+            print_escaped(f"{moe.num_experts} experts, top {moe.top_k}, of width {moe.intermediate_size}: {equal}")
             print_escaped(training_command(out))
     return 0
 
@@ -71,10 +71,10 @@ def upcycled_model(
     for word in overrides:
         if not word.startswith(("model.", "checkpoint.upcycle.")):
             raise ConfigError(f"{word!r} is no key of [model] or [checkpoint.upcycle], as model.ffn.moe.top_k=2 is")
-    given = frozenset(word.partition("=")[0] for word in overrides)
-    if "model.preset" in given:
+    keys = frozenset(word.partition("=")[0] for word in overrides)
+    if "model.preset" in keys:
         raise ConfigError("model.preset has no effect on moefold upcycle: the sizes come from DENSE; leave it out")
-    if "checkpoint.upcycle.dense" in given:
+    if "checkpoint.upcycle.dense" in keys:
         raise ConfigError("checkpoint.upcycle.dense is DENSE for moefold upcycle; leave it out")
     dense_model = read_model(dense, ignored_keys)
     slices = 1 if granularity is None else granularity
@@ -93,7 +93,7 @@ def upcycled_model(
         print_escaped(message, file=sys.stderr)
     name_files(tree)
     cfg = config_from_dict(tree)
-    check_unused_keys(given, cfg)
+    check_unused_keys(keys, cfg)
     model = cfg.model
     upcycle = cfg.checkpoint.upcycle
     assert upcycle is not None, "the tree has it"

@@ -134,34 +134,34 @@ def verify(
     from moefold.data.dataset import prepare
     from moefold.verify.compare import by_cause, compare_records, one_rank_record, run_oracle, zero_gradients
 
-    one = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
-    if one is not None:
+    base = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
+    if base is not None:
         with reworded_errors((r"^", "--against one-rank: ")):
-            check_config(one)
+            check_config(base)
     parts = (part for section in fields(cfg) for part in parts_in(getattr(cfg, section.name)))
     outside = {describe_part(part): None for part in parts if not type(part).formula.__module__.startswith("moefold.")}
-    notes = (*notes, ONE_RANK_NOTE if one else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if one or outside else notes
+    notes = (*notes, ONE_RANK_NOTE if base else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if base or outside else notes
     print_escaped(_header(cfg.model, cfg.parallel, cfg.moe, cfg.train, message, notes), flush=True)
     prepare(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align)
     with WorkProgress("verify") as progress:
-        if one is not None:
-            [alone] = run_distributed(one, steps, progress.report)
+        if base is not None:
+            [alone] = run_distributed(base, steps, progress.report)
             oracle = one_rank_record(cfg.train, alone)
         else:
             oracle = run_oracle(cfg, steps, progress.report)
         progress.report(f"mapping on {cfg.parallel.world_size} ranks, starting them")
         ranks = run_distributed(cfg, steps, progress.report)
         progress.report("comparing")
-        found = compare_records(oracle, ranks)
-    print_escaped(_format_steps(oracle, ranks, "one rank" if one else "oracle"))
-    print_escaped(_format_worst(found, steps))
+        errors = compare_records(oracle, ranks)
+    print_escaped(_format_steps(oracle, ranks, "one rank" if base else "oracle"))
+    print_escaped(_format_worst(errors, steps))
     if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))
-    wrong = by_cause((difference for difference in found if difference.error > TOLERANCE), oracle.initial)
+    wrong = by_cause((difference for difference in errors if difference.error > TOLERANCE), oracle.initial)
     if not wrong:
-        print_escaped(f"equal: all {len(found)} numbers and tensors agree within {TOLERANCE:.0e}")
+        print_escaped(f"equal: all {len(errors)} numbers and tensors agree within {TOLERANCE:.0e}")
         return 0
-    print_escaped(f"NOT equal: {len(wrong)} of {len(found)} numbers and tensors differ by more than {TOLERANCE:.0e}")
+    print_escaped(f"NOT equal: {len(wrong)} of {len(errors)} numbers and tensors differ by more than {TOLERANCE:.0e}")
     print_escaped(
         "\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MAX_LISTED_DIFFERENCES])
     )
@@ -250,20 +250,20 @@ def _format_steps(oracle: "OracleRecord", ranks: Sequence["DistributedRecord"], 
 
 def _format_worst(errors: Sequence["NamedError"], steps: int) -> str:
     rows = []
-    for kind, what in (("gradients", "worst gradient"), ("weights", f"worst weight after step {steps}")):
+    for kind, title in (("gradients", "worst gradient"), ("weights", f"worst weight after step {steps}")):
         worst = next((difference for difference in errors if difference.name.startswith(kind)), None)
         if worst is None:
             # An optimizer without gradients.
             continue
-        rows.append(f"{what:28}{worst.error:.1e}  {worst.name.removeprefix(kind + ' ')}")
+        rows.append(f"{title:28}{worst.error:.1e}  {worst.name.removeprefix(kind + ' ')}")
     return "\n".join(rows)
 
 
 def _format_zeros(names: Sequence[str]) -> str:
     """List the parameters whose gradient is zero, exactly or up to rounding."""
-    more = f" and {len(names) - MAX_LISTED_DIFFERENCES} more" if len(names) > MAX_LISTED_DIFFERENCES else ""
+    suffix = f" and {len(names) - MAX_LISTED_DIFFERENCES} more" if len(names) > MAX_LISTED_DIFFERENCES else ""
     return (
-        f"{'gradients that are zero':28}{', '.join(names[:MAX_LISTED_DIFFERENCES])}{more}: compared with the largest "
+        f"{'gradients that are zero':28}{', '.join(names[:MAX_LISTED_DIFFERENCES])}{suffix}: compared with the largest "
         "gradient and weight of the layer"
     )
 

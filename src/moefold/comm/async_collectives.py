@@ -157,7 +157,7 @@ def async_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[i
         return AsyncResult(x, None)
     num_rows = split_sizes[group.rank]
     result = async_all_to_all(x, group, split_sizes, [num_rows] * group.size)
-    return replace(result, _postprocess=lambda parts: parts.view(group.size, num_rows, *parts.shape[1:]).sum(0))
+    return replace(result, _postprocess=lambda shards: shards.view(group.size, num_rows, *shards.shape[1:]).sum(0))
 
 
 def _launch(

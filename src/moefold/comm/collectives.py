@@ -235,8 +235,8 @@ def _sync_all_gather_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> 
 
 def _sync_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
     num_rows = split_sizes[group.rank]
-    parts = _sync_all_to_all(x, group, split_sizes, [num_rows] * group.size)
-    return parts.view(group.size, num_rows, *x.shape[1:]).sum(0)
+    shards = _sync_all_to_all(x, group, split_sizes, [num_rows] * group.size)
+    return shards.view(group.size, num_rows, *x.shape[1:]).sum(0)
 
 
 def _sync_shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:

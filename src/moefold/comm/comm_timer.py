@@ -78,10 +78,10 @@ class CommTimer:
         ended = (list(self._spans), self._span_start, self._now())
         self._span_start = None
         self._spans.clear()
-        known, self._previous_span = (self._previous_span, ended) if self.is_cuda else (ended, None)
-        if known is None:
+        span, self._previous_span = (self._previous_span, ended) if self.is_cuda else (ended, None)
+        if span is None:
             return 0.0, 0.0
-        spans, first, last = known
+        spans, first, last = span
         return _elapsed_s(first, last), sum(sign * _elapsed_s(start, end) for sign, start, end in spans)
 
     def _now(self) -> Timestamp:

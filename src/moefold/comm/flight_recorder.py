@@ -181,7 +181,7 @@ def decode_snapshot(content: bytes) -> FlightSnapshot | None:
         step, phase, phase_number, phase_s, offset_s = json.loads(content[_EVENT.size :].rstrip(b"\0"))
     except (ValueError, struct.error):
         return None
-    collective, group = (part.rstrip(b"\0").decode(errors="replace") for part in (name, axes))
+    collective, group = (field.rstrip(b"\0").decode(errors="replace") for field in (name, axes))
     return FlightSnapshot(
         step=step,
         phase=phase,

@@ -60,8 +60,8 @@ def begin_gather(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work
         x: contiguous; must not change until the work is done.
         handle: a gloo group, all of whose members call this.
     """
-    parts = gathered_parts(out, x, handle.size(), handle.rank())
-    return _exchange([parts[handle.rank()]] * len(parts), parts, handle, GATHER_TAG, lambda: None)
+    shards = gathered_parts(out, x, handle.size(), handle.rank())
+    return _exchange([shards[handle.rank()]] * len(shards), shards, handle, GATHER_TAG, lambda: None)
 
 
 def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist.Work:
@@ -74,22 +74,22 @@ def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist
     """
     size = handle.size()
     rank = handle.rank()
-    parts = x.view(-1).chunk(size)
+    shards = x.view(-1).chunk(size)
     total = out.view(-1)
     others = [member for member in range(size) if member != rank]
     spare = total.new_empty(max(size - 2, 0), total.numel())
-    received = dict(zip(others, [total, *spare], strict=True)) | {rank: parts[rank]}
+    received = dict(zip(others, [total, *spare], strict=True)) | {rank: shards[rank]}
     terms = [received[member] for member in range(size)]
 
-    return _exchange(parts, terms, handle, REDUCE_TAG, lambda: sum_in_order(terms, total))
+    return _exchange(shards, terms, handle, REDUCE_TAG, lambda: sum_in_order(terms, total))
 
 
 def gathered_parts(out: Tensor, x: Tensor, size: int, rank: int) -> Sequence[Tensor]:
     """Return the parts of a gathered tensor, flat, in the order of the members; this rank's own part is filled."""
-    parts = out.view(-1).chunk(size)
-    if parts[rank].data_ptr() != x.data_ptr():
-        parts[rank].copy_(x.view(-1))
-    return parts
+    shards = out.view(-1).chunk(size)
+    if shards[rank].data_ptr() != x.data_ptr():
+        shards[rank].copy_(x.view(-1))
+    return shards
 
 
 def sum_in_order(terms: Sequence[Tensor], total: Tensor) -> None:

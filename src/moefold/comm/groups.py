@@ -25,6 +25,7 @@ from moefold.comm.torch_compat import (
     release_mesh_groups,
 )
 from moefold.config.parallel import ParallelConfig
+from moefold.errors import ConfigError
 from moefold.topology.communicators import Communicator, communicator_names, communicators
 from moefold.topology.layout import Layout, fold_mapping
 
@@ -137,14 +138,14 @@ class ParallelGroups:
         separates = is_cuda if separates_purposes is None else separates_purposes
         clock = CommTimer(is_cuda=is_cuda, host_clock=recorder.clock)
         backward_overlap = BackwardOverlap()
-        of_group = communicators(layout, rank, separates_purposes=separates)
+        by_name = communicators(layout, rank, separates_purposes=separates)
         created: dict[Communicator, Group] = {}
-        for communicator, name in communicator_names(layout, of_group).items():
+        for communicator, name in communicator_names(layout, by_name).items():
             ranks = communicator.ranks
             handle = _process_group(communicator, recorder.hang_timeout_s, is_cuda=is_cuda)
             number = recorder.add_group(name, ranks)
             created[communicator] = Group(ranks, ranks.index(rank), handle, recorder, number, clock, backward_overlap)
-        groups = {name: created[communicator] for name, communicator in of_group.items()}
+        groups = {name: created[communicator] for name, communicator in by_name.items()}
         coordinates = [
             (layout.moe.coordinate(r, "ep"), layout.moe.coordinate(r, "etp")) for r in groups["experts"].ranks
         ]
@@ -261,6 +262,28 @@ class World:
 def current_world() -> World:
     """Return the world of the default process group, or without a group a world of one rank."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+
+
+def raise_on_all_ranks(world: World, reason: str) -> None:
+    """Raise the error of any process on all of them. Collective.
+
+    Raises:
+        ConfigError: a process passed a non-empty reason.
+    """
+    reasons = [text for text in world.all_gather_object(reason) if text]
+    if reasons:
+        raise ConfigError(reasons[0])
+
+
+@contextmanager
+def errors_on_all_ranks(world: World) -> Iterator[None]:
+    """Raise a ConfigError that the block raises on any process on all of them. Collective at the end of the block."""
+    reason = ""
+    try:
+        yield
+    except ConfigError as error:
+        reason = str(error)
+    raise_on_all_ranks(world, reason)
 
 
 @contextmanager

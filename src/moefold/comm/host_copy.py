@@ -59,9 +59,9 @@ def pack(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
 
 def unpack(packed: Tensor, like: Sequence[NDArray[np.generic]]) -> list[Tensor]:
     """Return the arrays of `pack` as views of its bytes on any device; only dtypes and shapes of `like` are read."""
-    found = []
+    tensors = []
     start = 0
     for array in like:
-        found.append(packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape))
+        tensors.append(packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape))
         start += array.nbytes + -array.nbytes % ALIGNMENT_BYTES
-    return found
+    return tensors

@@ -5,8 +5,8 @@ The mappings have the same ranks or disjoint ranks. If they are disjoint, the ra
 Under one mapping, two shards of a tensor are equal or disjoint boxes. So the boxes of the source mapping cut the box
 that a rank needs into parts, and each part comes from one rank: from the rank itself if it holds the part, otherwise
 from a holder on the same node, otherwise from any holder. Among several holders, the holder that sends least so far is
-chosen. Parts that are sent are cut further and collected into rounds, so that no rank sends or receives more than a
-number of bytes in one round. The plan is a function of integers: every rank computes the same plan.
+chosen. Parts that are sent are cut further and collected into buckets, so that no rank sends or receives more than a
+number of bytes in one bucket. The plan is a function of integers: every rank computes the same plan.
 """
 
 from collections import defaultdict
@@ -33,22 +33,22 @@ class ReshardPlan:
 
     local: tuple[BoxTransfer, ...]
     """Parts that a rank holds already."""
-    rounds: tuple[tuple[BoxTransfer, ...], ...]
-    """Parts that are sent; all tensors of a round have elements of the same number of bytes."""
+    buckets: tuple[tuple[BoxTransfer, ...], ...]
+    """Parts that are sent; all tensors of a bucket have elements of the same number of bytes."""
     coinciding: tuple[frozenset[str], ...]
     """Per rank, the tensors whose boxes are equal under both mappings."""
 
     @property
     def moved(self) -> Iterator[BoxTransfer]:
         """The transfers between different ranks."""
-        return (transfer for transfers in self.rounds for transfer in transfers)
+        return (transfer for transfers in self.buckets for transfer in transfers)
 
 
 def plan_reshard(
     source: WeightSharding,
     target: WeightSharding,
     itemsize: Mapping[str, int],
-    max_round_bytes: int,
+    max_bucket_bytes: int,
     ranks_per_node: int | None = None,
     *,
     first_target: int = 0,
@@ -59,7 +59,7 @@ def plan_reshard(
         source: the mapping that holds the weights.
         target: the mapping that needs them; it may lack layers of multi-token prediction.
         itemsize: bytes of an element in a message, by tensor of the target.
-        max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round; at least one element.
+        max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket; at least one element.
         ranks_per_node: consecutive ranks that share a node; None: all do.
         first_target: number of the first rank of the target mapping, where rank 0 is the first of the source mapping.
             0: both have the same ranks; otherwise at least the number of ranks of the source mapping.
@@ -78,8 +78,8 @@ def plan_reshard(
     for name, shape in target.shapes.items():
         if source.shapes.get(name) != shape:
             raise ValueError(f"the target needs {name} of shape {shape}, the source has {source.shapes.get(name)}")
-    if max_round_bytes < max(itemsize[name] for name in target.shapes):
-        raise ValueError(f"max_round_bytes={max_round_bytes} is less than one element")
+    if max_bucket_bytes < max(itemsize[name] for name in target.shapes):
+        raise ValueError(f"max_bucket_bytes={max_bucket_bytes} is less than one element")
     own_boxes = [source.boxes(rank) if rank < num_sources else {} for rank in range(world_size)]
     holders = _holders(source, target.shapes)
     wanted: dict[str, list[tuple[int, Box]]] = {name: [] for name in target.shapes}
@@ -89,15 +89,15 @@ def plan_reshard(
             wanted[name].append((rank, box))
             if own_boxes[rank].get(name) == box:
                 coinciding[rank].add(name)
-    local, rounds = plan_box_transfers(holders, wanted, itemsize, max_round_bytes, ranks_per_node or world_size)
-    return ReshardPlan(local, rounds, tuple(frozenset(names) for names in coinciding))
+    local, buckets = plan_box_transfers(holders, wanted, itemsize, max_bucket_bytes, ranks_per_node or world_size)
+    return ReshardPlan(local, buckets, tuple(frozenset(names) for names in coinciding))
 
 
 def plan_box_transfers(
     holders: Mapping[str, Mapping[Box, Sequence[int]]],
     wanted: Mapping[str, Sequence[tuple[int, Box]]],
     itemsize: Mapping[str, int],
-    max_round_bytes: int,
+    max_bucket_bytes: int,
     ranks_per_node: int,
 ) -> tuple[tuple[BoxTransfer, ...], tuple[tuple[BoxTransfer, ...], ...]]:
     """Plan how ranks get boxes from the ranks that hold the tensors.
@@ -106,11 +106,11 @@ def plan_box_transfers(
         holders: the ranks that hold each box, by tensor; the boxes of a tensor do not overlap.
         wanted: the ranks, and the box that each needs, by tensor. A part that no rank holds is left out.
         itemsize: bytes of an element in a message, by tensor.
-        max_round_bytes: bytes that a rank sends, and bytes that it receives, in one round.
+        max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket.
         ranks_per_node: consecutive ranks that share a node.
 
     Returns:
-        The parts that a rank holds already, and the rounds of parts that are sent.
+        The parts that a rank holds already, and the buckets of parts that are sent.
     """
     local: list[BoxTransfer] = []
     moved: list[BoxTransfer] = []
@@ -123,31 +123,31 @@ def plan_box_transfers(
                 continue
             if box not in parts_of:
                 parts_of[box] = _cut(box, holders[name])
-            for part, ranks in parts_of[box]:
+            for overlap, ranks in parts_of[box]:
                 sender = _choose_sender(rank, ranks, ranks_per_node, sent_bytes)
-                transfer = BoxTransfer(name, part, sender, rank)
+                transfer = BoxTransfer(name, overlap, sender, rank)
                 if sender == rank:
                     local.append(transfer)
                 else:
-                    sent_bytes[sender] += part.numel * itemsize[name]
+                    sent_bytes[sender] += overlap.numel * itemsize[name]
                     moved.append(transfer)
-    return tuple(local), pack_rounds(moved, itemsize, max_round_bytes)
+    return tuple(local), pack_buckets(moved, itemsize, max_bucket_bytes)
 
 
 def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box, list[int]]]:
     """Return the boxes of each tensor under a mapping, and the ranks that hold each box."""
-    found: dict[str, dict[Box, list[int]]] = {name: {} for name in names}
+    holders: dict[str, dict[Box, list[int]]] = {name: {} for name in names}
     for rank in range(source.layout.world_size):
         for name, box in source.boxes(rank).items():
-            if name in found:
-                found[name].setdefault(box, []).append(rank)
-    return found
+            if name in holders:
+                holders[name].setdefault(box, []).append(rank)
+    return holders
 
 
 def _cut(box: Box, holders: Mapping[Box, Sequence[int]]) -> list[tuple[Box, Sequence[int]]]:
     """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each part."""
-    parts = ((box.intersect(held), ranks) for held, ranks in holders.items())
-    return [(part, ranks) for part, ranks in parts if part is not None]
+    overlaps = ((box.intersect(other), ranks) for other, ranks in holders.items())
+    return [(overlap, ranks) for overlap, ranks in overlaps if overlap is not None]
 
 
 def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes: Mapping[int, int]) -> int:
@@ -159,14 +159,14 @@ def _choose_sender(rank: int, holders: Sequence[int], node_size: int, sent_bytes
     return min(near or holders, key=lambda holder: (sent_bytes[holder], holder))
 
 
-def pack_rounds(
+def pack_buckets(
     moved: Sequence[BoxTransfer], itemsize: Mapping[str, int], max_bytes: int
 ) -> tuple[tuple[BoxTransfer, ...], ...]:
-    """Cut transfers to at most `max_bytes`, and put each into the first round where both ranks have room.
+    """Cut transfers to at most `max_bytes`, and put each into the first bucket where both ranks have room.
 
-    Tensors of different element sizes never share a round.
+    Tensors of different element sizes never share a bucket.
     """
-    rounds: list[list[BoxTransfer]] = []
+    buckets: list[list[BoxTransfer]] = []
     for element in sorted({itemsize[transfer.name] for transfer in moved}, reverse=True):
         cut = [
             (box, transfer)
@@ -176,9 +176,9 @@ def pack_rounds(
         ]
         sizes = sorted({box.numel * element for box, _ in cut}, reverse=True)
         index_of = {size: index for index, size in enumerate(sizes)}
-        new_room = partial(_RoundRoom, sizes, max_bytes)
-        senders: defaultdict[int, _RoundRoom] = defaultdict(new_room)
-        receivers: defaultdict[int, _RoundRoom] = defaultdict(new_room)
+        new_room = partial(_BucketRoom, sizes, max_bytes)
+        senders: defaultdict[int, _BucketRoom] = defaultdict(new_room)
+        receivers: defaultdict[int, _BucketRoom] = defaultdict(new_room)
         filled: list[list[BoxTransfer]] = []
         for box, transfer in cut:
             size = box.numel * element
@@ -191,29 +191,29 @@ def pack_rounds(
             filled[number].append(
                 transfer if box is transfer.box else BoxTransfer(transfer.name, box, transfer.source, transfer.target)
             )
-        rounds += filled
-    return tuple(tuple(transfers) for transfers in rounds)
+        buckets += filled
+    return tuple(tuple(transfers) for transfers in buckets)
 
 
-class _RoundRoom:
-    """Index of the rounds where a rank has room for a transfer, which finds the first such round without a search.
+class _BucketRoom:
+    """Index of the buckets where a rank has room for a transfer, which finds the first such bucket without a search.
 
     Args:
         sizes: bytes of the transfers that occur, largest first.
-        max_bytes: bytes that the rank may send, or receive, in a round.
+        max_bytes: bytes that the rank may send, or receive, in a bucket.
     """
 
     def __init__(self, sizes: Sequence[int], max_bytes: int) -> None:
         self.full = [0] * len(sizes)
-        """For each size, the rounds without room for it, as the bits of an integer."""
+        """For each size, the buckets without room for it, as the bits of an integer."""
         self._sizes = sizes
         self._max_bytes = max_bytes
         self._filled: list[int] = []
         self._largest_fitting: list[int] = []
-        """For each round, the index of the largest size that it has room for."""
+        """For each bucket, the index of the largest size that it has room for."""
 
     def fill(self, number: int, size: int) -> None:
-        """Add bytes to a round."""
+        """Add bytes to a bucket."""
         missing = number + 1 - len(self._filled)
         self._filled.extend([0] * missing)
         self._largest_fitting.extend([0] * missing)

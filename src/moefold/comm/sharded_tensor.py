@@ -44,8 +44,8 @@ MESSAGE_ELEMENTS = 2**22
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole sharded tensor on every rank of its mesh; collective over that mesh (all-reduce)."""
-    ((_, whole),) = full_tensors({"": tensor})
-    return whole
+    ((_, full),) = full_tensors({"": tensor})
+    return full
 
 
 @torch.no_grad()
@@ -64,11 +64,11 @@ def full_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for (_, _, *groups), names in messages.items():
         wholes = [_own_part(tensors[name]) for name in names]
         if groups:
-            message = torch.cat([whole.flatten() for whole in wholes])
+            message = torch.cat([full.flatten() for full in wholes])
             for group in groups:
                 dist.all_reduce(message, group=group)
-            parts = message.split([whole.numel() for whole in wholes])
-            wholes = [part.view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
+            flat = message.split([full.numel() for full in wholes])
+            wholes = [values.view_as(full) for values, full in zip(flat, wholes, strict=True)]
         yield from zip(names, wholes, strict=True)
 
 
@@ -77,9 +77,9 @@ def _own_part(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     values, start = local_slice(tensor)
-    whole = values.new_zeros(tensor.shape)
-    whole[region_of(values, start)] = values
-    return whole
+    full = values.new_zeros(tensor.shape)
+    full[region_of(values, start)] = values
+    return full
 
 
 def _sharding_groups(tensor: Tensor) -> list[dist.ProcessGroup]:

@@ -96,9 +96,9 @@ def open_shared_memory(num_bytes: int, group: Group, purpose: str) -> Tensor:
     reasons = all_gather_objects(reason, group)
     if descriptor is not None:
         os.close(descriptor)
-    for rank, found in zip(group.ranks, reasons, strict=True):
-        if found:
-            raise RunError(f"{purpose} needs memory that ranks share, and rank {rank} has none: {found}")
+    for rank, fault in zip(group.ranks, reasons, strict=True):
+        if fault:
+            raise RunError(f"{purpose} needs memory that ranks share, and rank {rank} has none: {fault}")
     assert memory is not None
     return memory
 
@@ -228,11 +228,11 @@ def open_pipe_barrier(group: Group) -> PipeBarrier:
     reasons = all_gather_objects(reason, group)
     for _, write in ends:
         os.close(write)
-    for rank, found in zip(group.ranks, reasons, strict=True):
-        if found:
+    for rank, fault in zip(group.ranks, reasons, strict=True):
+        if fault:
             for descriptor in (*sends, *(read for read, _ in ends)):
                 os.close(descriptor)
-            raise RunError(f"rank {rank} has no barrier by pipes: {found}")
+            raise RunError(f"rank {rank} has no barrier by pipes: {fault}")
     rounds = [
         _Round(send, read, group.ranks[(group.rank - distance) % group.size])
         for send, (read, _), distance in zip(sends, ends, distances, strict=True)
@@ -285,9 +285,9 @@ class SharedExchange:
             numbers: identify the tensors among those of the caller; other numbers on another member are an error.
         """
         size = self.group.size
-        parts = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
-        totals = _room_for([of_members[self.group.rank] for of_members in parts], dtype)
-        self._sum(parts, totals, dtype, numbers)
+        shards = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
+        totals = _room_for([shares[self.group.rank] for shares in shards], dtype)
+        self._sum(shards, totals, dtype, numbers)
         return [total.view(-1, *x.shape[1:]) for total, x in zip(totals, tensors, strict=True)]
 
     def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype, numbers: Sequence[int] = ()) -> list[Tensor]:
@@ -297,7 +297,7 @@ class SharedExchange:
         """
         totals = _room_for(tensors, dtype)
         sums = [self._even_parts(total) for total in totals]
-        own_sums = [of_members[self.group.rank] for of_members in sums]
+        own_sums = [shares[self.group.rank] for shares in sums]
         self._sum([self._even_parts(x) for x in tensors], own_sums, dtype, numbers)
         self._gather(sums)
         return [total.view_as(x) for total, x in zip(totals, tensors, strict=True)]
@@ -314,13 +314,13 @@ class SharedExchange:
         dtype = tensors[0][0].dtype
         for piece in _pieces(tensors, PIECE_BYTES // dtype.itemsize):
             slots = self._next_half(dtype)
-            of_members = [piece.of(tensors, member) for member in range(self.group.size)]
-            published = [piece.inside(slot, parts) for slot, parts in zip(slots, of_members, strict=True)]
-            foreach_copy_(published[self.group.rank], of_members[self.group.rank])
+            shares = [piece.of(tensors, member) for member in range(self.group.size)]
+            published = [piece.inside(slot, shards) for slot, shards in zip(slots, shares, strict=True)]
+            foreach_copy_(published[self.group.rank], shares[self.group.rank])
             self.barrier.wait(("a gather of", dtype, piece.ranges))
             for member in range(self.group.size):
                 if member != self.group.rank:
-                    foreach_copy_(of_members[member], published[member])
+                    foreach_copy_(shares[member], published[member])
 
     def _sum(
         self,
@@ -343,18 +343,18 @@ class SharedExchange:
         for piece in _pieces(tensors, width):
             # slots[m, n]: the term that member m adds to the sum of the n-th of the other members.
             slots = self._next_half(dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
-            of_members = [piece.of(tensors, member) for member in range(size)]
-            mine = of_members.pop(rank)
-            for slot, parts in zip(slots[rank], of_members, strict=True):
-                foreach_copy_(piece.inside(slot, parts), parts)
+            shares = [piece.of(tensors, member) for member in range(size)]
+            mine = shares.pop(rank)
+            for slot, shards in zip(slots[rank], shares, strict=True):
+                foreach_copy_(piece.inside(slot, shards), shards)
             self.barrier.wait(("a sum of", dtype, piece.ranges, numbers))
             terms = [
                 piece.inside(slots[member, rank - (rank > member)], mine) for member in range(size) if member != rank
             ]
             terms.insert(rank, mine)
             sums = [totals[index][start:stop] for index, start, stop in piece.ranges]
-            for total, of_total in zip(sums, zip(*terms, strict=True), strict=True):
-                sum_in_order(of_total, total)
+            for total, addends in zip(sums, zip(*terms, strict=True), strict=True):
+                sum_in_order(addends, total)
 
     def _next_half(self, dtype: torch.dtype) -> Tensor:
         """Return the half for the next piece, [group.size, elements]."""
@@ -373,11 +373,11 @@ class _Piece:
         """Return the ranges of a member's parts."""
         return [tensors[index][member][start:stop] for index, start, stop in self.ranges]
 
-    def inside(self, slot: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    def inside(self, slot: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return where a slot has the ranges of parts."""
         lengths = [stop - start for _, start, stop in self.ranges]
         rooms = slot[: sum(lengths)].split(lengths)
-        return [room[: len(part)] for room, part in zip(rooms, parts, strict=True)]
+        return [room[: len(shard)] for room, shard in zip(rooms, shards, strict=True)]
 
 
 def _pieces(tensors: Sequence[Sequence[Tensor]], length: int) -> Iterator[_Piece]:

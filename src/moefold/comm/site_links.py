@@ -121,7 +121,7 @@ class SiteLinks:
     def begin(
         self,
         round_: SiteRound,
-        own: Tensor,
+        delta: Tensor,
         num_coded: int,
         code: WireCode,
         num_gathered: int = 0,
@@ -133,7 +133,7 @@ class SiteLinks:
 
         Args:
             round_: members and weights.
-            own: the vector of this site, on the host, of the same size and type on all members; it must not change
+            delta: the vector of this site, on the host, of the same size and type on all members; it must not change
                 before the exchange is done.
             num_coded: elements at the start of the vector that are sent as a code; all others are sent unchanged.
             code: the code.
@@ -141,16 +141,16 @@ class SiteLinks:
                 member, and its mean is not defined there.
             probe: exchanged too; all members have a probe, or no member has.
         """
-        return self._thread.submit(self._exchange, round_, own, num_coded, code, num_gathered, probe)
+        return self._thread.submit(self._exchange, round_, delta, num_coded, code, num_gathered, probe)
 
-    def send_state(self, gift: str, tensors: Sequence[Tensor]) -> int:
+    def send_state(self, transfer: str, tensors: Sequence[Tensor]) -> int:
         """Send the tensors of this rank to the equal rank of a site that joins; block, and return the bytes.
 
         Args:
-            gift: name of the transfer.
+            transfer: name of the transfer.
             tensors: local tensors, in the order of the receiver's.
         """
-        group = self._connect_pair(gift, 0)
+        group = self._connect_pair(transfer, 0)
         sent_bytes = 0
         for tensor in tensors:
             if tensor.numel():
@@ -161,14 +161,14 @@ class SiteLinks:
         return sent_bytes
 
     @torch.no_grad()
-    def receive_state(self, gift: str, tensors: Sequence[Tensor]) -> None:
+    def receive_state(self, transfer: str, tensors: Sequence[Tensor]) -> None:
         """Receive the tensors that `send_state` of another site sends, and write them to `tensors`; blocks.
 
         Args:
-            gift: name of the transfer.
+            transfer: name of the transfer.
             tensors: local tensors of the sizes and types of the sender's.
         """
-        group = self._connect_pair(gift, 1)
+        group = self._connect_pair(transfer, 1)
         for tensor in tensors:
             if tensor.numel():
                 content = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
@@ -176,8 +176,8 @@ class SiteLinks:
                     group.recv([content[first : first + PART_ELEMENTS]], 0, 0).wait()
                 tensor.copy_(content.view(tensor.dtype).view(tensor.shape))
 
-    def _connect_pair(self, gift: str, member: int) -> Any:
-        store = dist.PrefixStore(f"{gift}/{self._rank}", self._store)
+    def _connect_pair(self, transfer: str, member: int) -> Any:
+        store = dist.PrefixStore(f"{transfer}/{self._rank}", self._store)
         return gloo_group(store, member, 2, self._host, self._timeout)
 
     def drop(self) -> None:
@@ -194,7 +194,7 @@ class SiteLinks:
     def _exchange(
         self,
         round_: SiteRound,
-        own: Tensor,
+        delta: Tensor,
         num_coded: int,
         code: WireCode,
         num_gathered: int,
@@ -204,34 +204,34 @@ class SiteLinks:
         # A meeting point that was started again counts epochs from 1.
         if (round_.epoch, round_.members) != (self._epoch, self._members):
             self._connect(round_.epoch, round_.members)
-        mean = torch.empty_like(own)
-        is_lossy = num_coded > 0 and not (isinstance(code, PlainCode) and code.dtype == own.dtype)
-        decoded = own.clone() if is_lossy else own
+        mean = torch.empty_like(delta)
+        is_lossy = num_coded > 0 and not (isinstance(code, PlainCode) and code.dtype == delta.dtype)
+        decoded = delta.clone() if is_lossy else delta
         sent_bytes = 0
         num_averaged = num_coded - num_gathered
-        of_members = own.new_zeros(len(round_.members), num_gathered) if num_gathered else None
-        parts = [(part, code) for part in _slices(0, num_averaged)]
-        parts += [(part, code) for part in _slices(num_averaged, num_coded)]
-        parts += [(part, PlainCode(own.dtype)) for part in _slices(num_coded, len(own))]
-        for part, part_code in parts:
-            payload = part_code.encode(own[part])
+        gathered = delta.new_zeros(len(round_.members), num_gathered) if num_gathered else None
+        spans = [(span, code) for span in _slices(0, num_averaged)]
+        spans += [(span, code) for span in _slices(num_averaged, num_coded)]
+        spans += [(span, PlainCode(delta.dtype)) for span in _slices(num_coded, len(delta))]
+        for span, part_code in spans:
+            payload = part_code.encode(delta[span])
             received = self._all_gather(payload)
             sent_bytes += payload.nbytes * (len(round_.members) - 1)
-            total = mean[part].zero_()
-            is_gathered = num_averaged <= part.start < num_coded
+            total = mean[span].zero_()
+            is_gathered = num_averaged <= span.start < num_coded
             for member, (weight, values) in enumerate(zip(round_.weights, received, strict=True)):
                 if weight and is_gathered:
-                    assert of_members is not None
-                    place = slice(part.start - num_averaged, part.stop - num_averaged)
-                    of_members[member, place] = part_code.decode(values, total)
+                    assert gathered is not None
+                    place = slice(span.start - num_averaged, span.stop - num_averaged)
+                    gathered[member, place] = part_code.decode(values, total)
                 elif weight:
                     total.add_(part_code.decode(values, total), alpha=weight)
-            if decoded is not own:
-                decoded[part] = part_code.decode(payload, total)
+            if decoded is not delta:
+                decoded[span] = part_code.decode(payload, total)
         probes = None if probe is None else self._exchange_probe(probe)
         if probes is not None:
             sent_bytes += probes[0].nbytes * (len(round_.members) - 1)
-        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s, of_members, probes)
+        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s, gathered, probes)
 
     def _exchange_probe(self, probe: Probe) -> Tensor | None:
         """Return the values of all members; None if their keys or sizes differ."""
@@ -277,4 +277,4 @@ class SiteLinks:
 
 def _slices(first: int, end: int) -> list[slice]:
     """Return slices of at most `PART_ELEMENTS` elements."""
-    return [slice(at, min(at + PART_ELEMENTS, end)) for at in range(first, end, PART_ELEMENTS)]
+    return [slice(start, min(start + PART_ELEMENTS, end)) for start in range(first, end, PART_ELEMENTS)]

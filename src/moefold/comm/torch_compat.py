@@ -156,11 +156,11 @@ def drain_backward_queue() -> None:
     engine drops them when a later backward pass reaches them. It runs nodes that were created later first, and counts
     the nodes of each thread from 0: the only node of another thread comes after all other nodes.
     """
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(torch.ones((), requires_grad=True).clone()))
+    leaves: list[Tensor] = []
+    thread = threading.Thread(target=lambda: leaves.append(torch.ones((), requires_grad=True).clone()))
     thread.start()
     thread.join()
-    found[0].backward()  # type: ignore[no-untyped-call]
+    leaves[0].backward()  # type: ignore[no-untyped-call]
 
 
 # Kernels of the CPU and of CUDA that torch chooses by itself and does not export.

@@ -127,11 +127,11 @@ class Fp4Code(_BlockCode):
         return codes[::2] | codes[1::2] << 4
 
     def _decode(self, codes: Tensor, numel: int) -> Tensor:
-        both = torch.stack([codes & 15, codes >> 4], 1).flatten()[:numel].int()
-        level = both & 7
+        nibbles = torch.stack([codes & 15, codes >> 4], 1).flatten()[:numel].int()
+        level = nibbles & 7
         bits = level + (_EXPONENT_BIAS + _FP4_MIN_EXPONENT - 1) << _MANTISSA_BITS
         # A level of 0 is 0; the sign is the highest of 32 bits.
-        bits = bits * (level > 0) | both >> 3 << 31
+        bits = bits * (level > 0) | nibbles >> 3 << 31
         return bits.view(torch.float32)
 
 

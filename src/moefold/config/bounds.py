@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from moefold.config.field import SAME_RUN, Bound, Judged, Most, ReadIf, Trait
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
-from moefold.config.part import Part, Table, marks_of, settings_of, tables_of
+from moefold.config.part import Part, Table, metadata_of, settings_of, tables_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types, kind_settings, last_name, owner_of, sections
 
@@ -40,7 +40,7 @@ def _bounds_of(part: Any) -> tuple[tuple[str, Bound], ...]:
     return tuple(
         (setting, entry)
         for setting in settings_of(part)
-        for entry in marks_of(part)[setting]
+        for entry in metadata_of(part)[setting]
         if isinstance(entry, Bound)
     )
 
@@ -48,13 +48,13 @@ def _bounds_of(part: Any) -> tuple[tuple[str, Bound], ...]:
 @cache
 def bounds() -> tuple[tuple[str, str, Bound], ...]:
     """Return section, key and rule of every key with a range, in schema order."""
-    found = (
+    entries = (
         (section, key, entry)
         for section in sections()
-        for key, metadata in marks_of(sections()[section]).items()
+        for key, metadata in metadata_of(sections()[section]).items()
         for entry in metadata
     )
-    return tuple((section, key, entry) for section, key, entry in found if isinstance(entry, Bound))
+    return tuple((section, key, entry) for section, key, entry in entries if isinstance(entry, Bound))
 
 
 def max_magnitude(section: str, key: str) -> float | None:
@@ -73,32 +73,32 @@ def max_integer(section: str, key: str) -> int:
 
 def _own_maximum(section: str, key: str) -> int | None:
     """Return the largest magnitude that the annotation of a key sets, or None."""
-    return next((entry.value for entry in marks_of(sections()[section])[key] if isinstance(entry, Most)), None)
+    return next((entry.value for entry in metadata_of(sections()[section])[key] if isinstance(entry, Most)), None)
 
 
 @cache
 def own_maxima() -> dict[str, int]:
     """Return the largest magnitude of each key, and of each setting of a built-in part, whose annotation sets one."""
-    of_keys = {
-        f"{section}.{key}": most
+    key_maxima = {
+        f"{section}.{key}": maximum
         for section in sections()
         for key in key_types(section)
-        if (most := _own_maximum(section, key)) is not None
+        if (maximum := _own_maximum(section, key)) is not None
     }
-    of_parts = {
+    part_maxima = {
         path: entry.value
         for path in kind_settings()
-        for entry in marks_of(owner_of(path))[last_name(path)]
+        for entry in metadata_of(owner_of(path))[last_name(path)]
         if isinstance(entry, Most)
     }
-    return of_keys | of_parts
+    return key_maxima | part_maxima
 
 
 def keys_with(section: str, trait: Trait) -> frozenset[str]:
     """Return the keys of a section whose annotation has a trait, and the settings of its tables by their paths."""
-    own = {key for key, metadata in marks_of(sections()[section]).items() if trait in metadata}
-    paths = (path.partition(".") for path in kind_settings() if trait in marks_of(owner_of(path))[last_name(path)])
-    return frozenset(own | {key for owner, _, key in paths if owner == section})
+    names = {key for key, metadata in metadata_of(sections()[section]).items() if trait in metadata}
+    paths = (path.partition(".") for path in kind_settings() if trait in metadata_of(owner_of(path))[last_name(path)])
+    return frozenset(names | {key for owner, _, key in paths if owner == section})
 
 
 @cache
@@ -125,19 +125,19 @@ def read_conditions(tables: tuple[tuple[str, Any], ...]) -> dict[str, tuple[Read
     Args:
         tables: path and class of each table and part whose settings count (`chosen.tables_in`).
     """
-    of_tables = {f"{path}.{key}": marks for path, owner in tables for key, marks in marks_of(owner).items()}
-    found = {
+    table_marks = {f"{path}.{key}": marks for path, owner in tables for key, marks in metadata_of(owner).items()}
+    by_key = {
         name: tuple(mark for mark in marks if isinstance(mark, ReadIf) and mark.conditions != name)
-        for name, marks in (_marks_by_key() | of_tables).items()
+        for name, marks in (_marks_by_key() | table_marks).items()
     }
-    return {name: conditions for name, conditions in found.items() if conditions}
+    return {name: conditions for name, conditions in by_key.items() if conditions}
 
 
 @cache
 def _marks_by_key() -> dict[str, tuple[Any, ...]]:
     """Return the metadata of each key by "section.key": the section's, then the key's, which takes precedence."""
     return {
-        f"{section}.{key}": (*marks_of(Config)[section], *metadata)
+        f"{section}.{key}": (*metadata_of(Config)[section], *metadata)
         for section in sections()
-        for key, metadata in marks_of(sections()[section]).items()
+        for key, metadata in metadata_of(sections()[section]).items()
     }

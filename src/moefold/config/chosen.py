@@ -15,14 +15,14 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 
 def chosen(recipe: Config, group: type[AnyPart]) -> AnyPart:
     """Return the part of a group that a recipe chooses."""
-    return of_group(attrgetter(group.key)(recipe), group)
+    return as_part(attrgetter(group.key)(recipe), group)
 
 
 def part_of_kind(recipe: Config, group: type[AnyPart], kind: str) -> AnyPart:
     """Return the part that a recipe chooses if it has a kind, else the part of this kind with its defaults."""
     part: AnyPart = chosen(recipe, group)
-    found: AnyPart = part if part.kind == kind else make_part(group.group, kind)
-    return found
+    chosen_part: AnyPart = part if part.kind == kind else make_part(group.group, kind)
+    return chosen_part
 
 
 @cache
@@ -33,8 +33,8 @@ def default_part(group: type[AnyPart]) -> AnyPart:
 
 def with_part(recipe: Config, part: Any) -> Config:
     """Return a recipe with another part of a group."""
-    found: Config = with_key(recipe, part.key, part)
-    return found
+    changed: Config = with_key(recipe, part.key, part)
+    return changed
 
 
 def with_key(owner: Any, name: str, value: Any) -> Any:
@@ -49,10 +49,10 @@ def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
     Args:
         section: the section of a recipe, such as `cfg.train`.
     """
-    return of_group(getattr(section, group.key.partition(".")[2]), group)
+    return as_part(getattr(section, group.key.partition(".")[2]), group)
 
 
-def of_group(value: Any, group: type[AnyPart]) -> AnyPart:
+def as_part(value: Any, group: type[AnyPart]) -> AnyPart:
     """Return a part with its type checked against its group."""
     assert isinstance(value, group), "the loader builds parts of the group of the key"
     return value
@@ -60,8 +60,8 @@ def of_group(value: Any, group: type[AnyPart]) -> AnyPart:
 
 def chosen_parts(recipe: Config) -> Iterator[Part]:
     """Yield the part of each group that a recipe chooses; some kinds do not have every group."""
-    found = (read_key(recipe, group.key) for group in groups())
-    return (part for part in found if part is not None)
+    parts = (read_key(recipe, group.key) for group in groups())
+    return (part for part in parts if part is not None)
 
 
 def tables_in(recipe: Config) -> Iterator[tuple[str, Any]]:

@@ -43,11 +43,11 @@ def edit(cfg: Config, settings: Mapping[str, Any]) -> Config:
             value = counted_layers(before, value) if key == "layers" and type(value) is int else value
             value = _whole(name, value, before)
             trees.setdefault(section, {})[key] = list(value) if isinstance(value, tuple) else value
-    given = config_from_dict(trees)
+    edited = config_from_dict(trees)
     for name, value in sorted(settings.items(), key=lambda item: item[0].count(".")):
         section, *names = name.split(".")
         if len(names) == 1 and name in plain:
-            value = getattr(getattr(given, section), names[0])
+            value = getattr(getattr(edited, section), names[0])
         cfg = replace(cfg, **{section: _edited(getattr(cfg, section), section, names, value)})
     return cfg
 
@@ -71,13 +71,13 @@ def _edited(owner: Any, path: str, names: list[str], value: Any) -> Any:
         return replace(owner, **{name: value})
     kind = owner.kind if isinstance(owner, Part) else ""
     part: Any = type(owner)
-    whole = {key: getattr(owner, key) for key in settings_of(part)}
-    return replace(owner, **checked_settings(path, kind, part, {**whole, name: value}))
+    table = {key: getattr(owner, key) for key in settings_of(part)}
+    return replace(owner, **checked_settings(path, kind, part, {**table, name: value}))
 
 
 def _whole(path: str, value: Any, before: Any) -> Any:
     """Return a value; a table of the same kind is completed from the value that it changes."""
     kind = before.kind if isinstance(before, Part) else None
     is_change = value.get("kind", kind) == kind if isinstance(value, dict) else kind and isinstance(value, str)
-    found = merged(path, as_plain(before), value) if is_change else value
-    return value if found == {"kind": value} else found
+    table = merged(path, as_plain(before), value) if is_change else value
+    return value if table == {"kind": value} else table

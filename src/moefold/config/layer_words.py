@@ -45,7 +45,7 @@ def parse_layers(layers: int | str) -> tuple[LayerWords, ...]:
         if not 1 <= layers <= MAX_LAYERS:
             raise ValueError(f"must be 1 to {MAX_LAYERS} layers")
         return (LayerWords(),) * layers
-    found: tuple[LayerWords, ...] = ()
+    parsed: tuple[LayerWords, ...] = ()
     end = 0
     while end < len(layers) or not layers:
         entry = _ENTRY.match(layers, end)
@@ -55,10 +55,10 @@ def parse_layers(layers: int | str) -> tuple[LayerWords, ...]:
         end = entry.end()
         unit = (_words_of(entry[4]),) if entry[4] else parse_layers(entry[2])
         count = int(entry[1] or entry[3] or 1)
-        if not 1 <= count * len(unit) <= MAX_LAYERS - len(found):
+        if not 1 <= count * len(unit) <= MAX_LAYERS - len(parsed):
             raise ValueError(f"must be 1 to {MAX_LAYERS} layers, and each count at least 1")
-        found += count * unit
-    return found
+        parsed += count * unit
+    return parsed
 
 
 def _words_of(text: str) -> LayerWords:
@@ -89,7 +89,7 @@ def spell_layers(rows: Sequence[LayerWords]) -> int | str:
             word for column, word in row._asdict().items() if word != getattr(default, column) or column in is_mixed
         ]
         names.append("/".join(kept) or default.attention)
-    found = ", ".join(_runs(names))
+    spelled = ", ".join(_runs(names))
     for start in range(4):
         for size in range(2, 9):
             unit = names[start : start + size]
@@ -97,10 +97,10 @@ def spell_layers(rows: Sequence[LayerWords]) -> int | str:
             while unit and names[start + count * size : start + (count + 1) * size] == unit:
                 count += 1
             if count > 1:
-                rest = names[start + count * size :]
-                text = ", ".join([*_runs(names[:start]), f"{count} x ({', '.join(_runs(unit))})", *_runs(rest)])
-                found = min(found, text, key=len)
-    return found
+                tail = names[start + count * size :]
+                text = ", ".join([*_runs(names[:start]), f"{count} x ({', '.join(_runs(unit))})", *_runs(tail)])
+                spelled = min(spelled, text, key=len)
+    return spelled
 
 
 def _runs(names: Sequence[str]) -> list[str]:

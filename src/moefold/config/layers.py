@@ -13,7 +13,7 @@ from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layer_words import LayerWords
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import make_part, marks_of
+from moefold.config.part import make_part, metadata_of
 from moefold.config.part_registry import unknown_kind
 from moefold.errors import ConfigError
 
@@ -117,7 +117,7 @@ def layers_of(model: Any) -> tuple[Layer, ...]:
     for key in ("attention", "linear_attention", "norm", "residual"):
         if isinstance(kind := getattr(model, key), str):
             owner: Any = type(model)
-            [mark] = marks_of(owner)[key]
+            [mark] = metadata_of(owner)[key]
             raise ConfigError(unknown_kind(f"model.{key}", mark.group, kind, mark.words))
     built = {
         row: Layer(

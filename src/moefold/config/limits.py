@@ -61,8 +61,8 @@ def non_unicode_reason(text: str) -> str:
         code = ord(text[error.start])
         # Python's file names have surrogates instead of such bytes (PEP 383).
         is_byte = 0xDC80 <= code <= 0xDCFF
-        what = f"the byte 0x{code - 0xDC00:02X}, which is not UTF-8" if is_byte else f"a lone surrogate U+{code:04X}"
-        return f"has {what}; rename the file or folder, or link to it by a name in UTF-8"
+        fault = f"the byte 0x{code - 0xDC00:02X}, which is not UTF-8" if is_byte else f"a lone surrogate U+{code:04X}"
+        return f"has {fault}; rename the file or folder, or link to it by a name in UTF-8"
     return ""
 
 

@@ -95,20 +95,20 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
     """
     if FORMAT_KEY in tree:
         tree = check_format(tree, "the recipe")
-    given = nested(tree)
-    names = {f"{section}.{key}" for section, keys in given.items() if isinstance(keys, dict) for key in keys}
-    moved = {name: moved_key_refusal(given, name) for name in MOVED if name in names}
-    tree, wrong_preset = _with_preset(given)
+    tables = nested(tree)
+    names = {f"{section}.{key}" for section, keys in tables.items() if isinstance(keys, dict) for key in keys}
+    moved = {name: moved_key_refusal(tables, name) for name in MOVED if name in names}
+    tree, wrong_preset = _with_preset(tables)
     tree, parts, wrong_parts = _take_tables(tree)
     problems: Problems = {**_structure_problems(tree), **wrong_preset, **wrong_parts, **moved}
     filled = _known_keys(tree, problems, parts.get(SiteMethodPart.key))
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
     except ValidationError as error:
-        for where in dict.fromkeys(item["loc"][:2] for item in error.errors(include_url=False)):
-            if len(where) == 2:
-                section = str(where[0])
-                key = str(where[1])
+        for path in dict.fromkeys(item["loc"][:2] for item in error.errors(include_url=False)):
+            if len(path) == 2:
+                section = str(path[0])
+                key = str(path[1])
                 problems.setdefault(f"{section}.{key}", _type_problem(section, key, filled[section][key]))
         raise_all(problems.values())
         raise
@@ -159,11 +159,11 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
     Raises:
         MissingPartError: see `config_from_dict`.
     """
-    found: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     problems: Problems = {}
-    rest = dict(tree)
+    remaining = dict(tree)
     for section, owner in sections().items():
-        keys = rest.get(section)
+        keys = remaining.get(section)
         for key in tables_of(owner):
             if not isinstance(keys, dict) or key not in keys:
                 continue
@@ -171,12 +171,12 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
             try:
                 if not isinstance(keys[key], Part | Table) and not is_table_value(name, keys[key]):
                     continue
-                found[name] = build_table(name, keys[key], default_of(section, key))
+                taken[name] = build_table(name, keys[key], default_of(section, key))
             except ConfigError as error:
                 problems[name] = error
-            rest[section] = {other: value for other, value in rest[section].items() if other != key}
+            remaining[section] = {other: value for other, value in remaining[section].items() if other != key}
     raise_missing(problems.values())
-    return rest, found, problems
+    return remaining, taken, problems
 
 
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:
@@ -291,7 +291,7 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodP
         method: the part of sites.method, if it is from outside.
     """
     # A key with an error is omitted, because other checks might fail on it.
-    known = {
+    filled = {
         section: {
             key: value
             for key, value in keys.items()
@@ -300,9 +300,9 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodP
         for section, keys in tree.items()
         if section in sections() and isinstance(keys, dict)
     }
-    if "sites" in known:
-        known["sites"] = {**_method_values(known["sites"], method), **known["sites"]}
-    return known
+    if "sites" in filled:
+        filled["sites"] = {**_method_values(filled["sites"], method), **filled["sites"]}
+    return filled
 
 
 def _method_values(keys: Mapping[str, Any], method: SiteMethodPart | None) -> Mapping[str, Any]:

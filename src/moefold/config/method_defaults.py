@@ -49,8 +49,8 @@ REINFORCEMENT = MethodRates(
 @cache
 def all_methods() -> tuple[MethodRates, ...]:
     """Return the methods of training, then the built-in optimizers that need their own rates."""
-    own = (find_part("optimizer", kind).rates for kind in built_in_kinds("optimizer"))
-    return PRETRAINING, FINE_TUNING, PREFERENCES, REINFORCEMENT, *(rates for rates in own if rates is not None)
+    optional = (find_part("optimizer", kind).rates for kind in built_in_kinds("optimizer"))
+    return PRETRAINING, FINE_TUNING, PREFERENCES, REINFORCEMENT, *(rates for rates in optional if rates is not None)
 
 
 def method_of(settings: Mapping[str, Any]) -> MethodRates:
@@ -59,9 +59,9 @@ def method_of(settings: Mapping[str, Any]) -> MethodRates:
     Args:
         settings: the values of METHOD_KEYS, by key.
     """
-    own: MethodRates | None = _rates_of_optimizer(settings["train.optimizer"])
-    if own is not None:
-        return own
+    rates: MethodRates | None = _rates_of_optimizer(settings["train.optimizer"])
+    if rates is not None:
+        return rates
     if settings["rl.group_size"]:
         return REINFORCEMENT
     if "preference" in (settings["data.kind"], class_of("alignment", settings["align.method"]).data_kind):

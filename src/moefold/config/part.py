@@ -38,13 +38,13 @@ class KindOf(NamedTuple):
     @property
     def words(self) -> tuple[str, ...]:
         """Built-in kinds that the key may name; empty: all."""
-        return kinds_with(self.group, *self.asked) if self.fact else ()
+        return kinds_with(self.group, *self.required) if self.fact else ()
 
     def takes(self, kind: str) -> bool:
         """Return whether the key may name a kind; the class of a built-in kind is imported to read the fact."""
         if kind not in built_in_kinds(self.group):
             return kind in kinds(self.group)
-        name, value = self.asked
+        name, value = self.required
         return not self.fact or getattr(find_part(self.group, kind), name) == value
 
     def classes(self) -> Iterator[Any]:
@@ -52,7 +52,7 @@ class KindOf(NamedTuple):
         return (find_part(self.group, kind) for kind in built_in_kinds(self.group) if self.takes(kind))
 
     @property
-    def asked(self) -> tuple[str, bool]:
+    def required(self) -> tuple[str, bool]:
         """Class attribute of `fact`, and its value in the kinds that the key may name."""
         name = self.fact.removeprefix("not ")
         return name, name == self.fact
@@ -154,16 +154,16 @@ def describe_part(part: Part) -> str:
     return describe_class(type(part))
 
 
-def built(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
+def checked_build(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
     """Return the result of a part's `build`; raise RunError if it is of another class."""
     owner: Any = kind
     if not isinstance(value, owner):
         raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, which is no {owner.__name__}")
-    found: Built = value
-    return found
+    built_value: Built = value
+    return built_value
 
 
-def lacks(part: Part, method: str) -> RunError:
+def missing_method(part: Part, method: str) -> RunError:
     """Return the error for a part without a method that its group requires of some parts."""
     return RunError(f"{describe_part(part)} lacks the method {method}")
 
@@ -221,8 +221,8 @@ def without_source(value: Any, *names: str) -> Any:
 @cache
 def settings_of(part: Any) -> tuple[str, ...]:
     """Return the fields of a class of parts that a recipe sets, in order: all except `of_layers`."""
-    of_layers = part.of_layers if issubclass(part, Part) else ()
-    return tuple(entry.name for entry in fields(part) if entry.init and entry.name not in of_layers)
+    layer_fields = part.of_layers if issubclass(part, Part) else ()
+    return tuple(entry.name for entry in fields(part) if entry.init and entry.name not in layer_fields)
 
 
 @cache
@@ -232,33 +232,33 @@ def tables_of(owner: Any) -> dict[str, "KindOf | type[Table]"]:
     The kind of table is the mark of a part, or the class of a table without `kind`.
     """
     hints = get_type_hints(owner, include_extras=True)
-    found: dict[str, KindOf | type[Table]] = {}
+    tables: dict[str, KindOf | type[Table]] = {}
     for name in [entry.name for entry in fields(owner)]:
         marks = getattr(hints[name], "__metadata__", ())
         mark = next((mark for mark in marks if isinstance(mark, KindOf)), None)
         plain = hints[name].__origin__ if marks else hints[name]
         arms = [arm for arm in (get_args(plain) or (plain,)) if isinstance(arm, type)]
         if mark is not None:
-            found[name] = mark
+            tables[name] = mark
         elif table := next((arm for arm in arms if issubclass(arm, Table)), None):
-            found[name] = table
-    return found
+            tables[name] = table
+    return tables
 
 
 @cache
 def default_of_field(owner: Any, name: str) -> Any:
     """Return the default of a field of a section, a table or a class of parts; None if it must be given."""
-    found = next(entry for entry in fields(owner) if entry.name == name)
-    if found.default_factory is not MISSING:
-        return found.default_factory()
-    return None if found.default is MISSING else found.default
+    entry = next(entry for entry in fields(owner) if entry.name == name)
+    if entry.default_factory is not MISSING:
+        return entry.default_factory()
+    return None if entry.default is MISSING else entry.default
 
 
 @cache
 def required_settings(owner: Any) -> frozenset[str]:
     """Return the fields of a table or a class of parts without a default."""
-    found = (entry for entry in fields(owner) if entry.default is MISSING and entry.default_factory is MISSING)
-    return frozenset(entry.name for entry in found)
+    required = (entry for entry in fields(owner) if entry.default is MISSING and entry.default_factory is MISSING)
+    return frozenset(entry.name for entry in required)
 
 
 def by_default(group: str, kind: str) -> Any:
@@ -267,7 +267,7 @@ def by_default(group: str, kind: str) -> Any:
 
 
 @cache
-def marks_of(owner: Any) -> dict[str, tuple[Any, ...]]:
+def metadata_of(owner: Any) -> dict[str, tuple[Any, ...]]:
     """Return the metadata in the annotation of each field of a class of parts, or of a section, in order."""
     hints = get_type_hints(owner, include_extras=True)
     return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields(owner)}
@@ -308,5 +308,5 @@ def make_part(group: str, kind: str, **settings: Any) -> Any:
 @cache
 def _part_marks(section: Any) -> tuple[tuple[str, KindOf], ...]:
     """Return the keys of a section that choose a part with its own settings, each with its mark."""
-    found = ((name, entry) for name, marks in marks_of(section).items() for entry in marks)
-    return tuple((name, entry) for name, entry in found if isinstance(entry, KindOf))
+    entries = ((name, entry) for name, marks in metadata_of(section).items() for entry in marks)
+    return tuple((name, entry) for name, entry in entries if isinstance(entry, KindOf))

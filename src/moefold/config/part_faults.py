@@ -32,33 +32,33 @@ def guard_methods(part: Any) -> None:
         # A part that this one inherits from was guarded when it was made.
         if _is_of_package(owner.__module__) or (owner is not part and issubclass(owner, ours[-1])):
             continue
-        asked = next(vars(base)[name] for base in ours if name in vars(base))
+        declared = next(vars(base)[name] for base in ours if name in vars(base))
         match vars(owner)[name]:
-            case property() as found:
-                guarded: Any = property(_guarded(part, name, found.fget, asked))
-            case cached_property() as found:
-                guarded = cached_property(_guarded(part, name, found.func, asked))
+            case property() as method:
+                guarded: Any = property(_guarded(part, name, method.fget, declared))
+            case cached_property() as method:
+                guarded = cached_property(_guarded(part, name, method.func, declared))
                 guarded.__set_name__(part, name)
-            case classmethod() | staticmethod() as found:
-                guarded = type(found)(_guarded(part, name, found.__func__, asked))
-            case found if isfunction(found):
-                guarded = _guarded(part, name, found, asked)
+            case classmethod() | staticmethod() as method:
+                guarded = type(method)(_guarded(part, name, method.__func__, declared))
+            case method if isfunction(method):
+                guarded = _guarded(part, name, method, declared)
             case _:
                 continue
         setattr(part, name, guarded)
 
 
-def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., Any]:
+def _guarded(part: Any, name: str, function: Any, method: Any) -> Callable[..., Any]:
     """Return a wrapper whose errors name the part, and that checks the type of the result.
 
     Args:
         part: the class that defines it, or inherits it.
         name: name of the method.
         function: the method in the class.
-        asked: the method in the base class of the group.
+        method: the method in the base class of the group.
     """
     code = getattr(function, "__code__", None)
-    hint_with = cache(lambda has_torch: _returns(asked, has_torch))
+    hint_with = cache(lambda has_torch: _returns(method, has_torch))
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +87,8 @@ def _guarded(part: Any, name: str, function: Any, asked: Any) -> Callable[..., A
 
 def _class_of(part: Any, args: tuple[Any, ...]) -> Any:
     """Return the class of the object whose method is called: the method may be of a base class of it."""
-    found = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else part
-    return found if issubclass(found, part) else part
+    owner = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else part
+    return owner if issubclass(owner, part) else part
 
 
 def failure_of_part(error: BaseException) -> RunError | None:
@@ -99,15 +99,15 @@ def failure_of_part(error: BaseException) -> RunError | None:
     parts = [part for group in all_groups() for part in _subclasses(group) if not _is_of_package(part.__module__)]
     for name in _modules_of(error):
         shared = {part: _count_shared(part.__module__, name) for part in parts if origin_of(part)[1].as_dict()}
-        if most := max(shared.values(), default=0):
-            return _failure([part for part, count in shared.items() if count == most], "", error)
+        if longest := max(shared.values(), default=0):
+            return _failure([part for part, count in shared.items() if count == longest], "", error)
     return None
 
 
 def _count_shared(module: str, other: str) -> int:
     """Return the number of leading names that the paths of two modules have in common."""
     pairs = list(zip(module.split("."), other.split("."), strict=False))
-    return next((i for i, (one, two) in enumerate(pairs) if one != two), len(pairs))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def _subclasses(base: Any) -> Iterator[Any]:
@@ -116,14 +116,14 @@ def _subclasses(base: Any) -> Iterator[Any]:
         yield from _subclasses(part)
 
 
-def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType | None = None) -> RunError | None:
+def _failure(parts: list[Any], method: str, error: BaseException, code: CodeType | None = None) -> RunError | None:
     """Return the error that names a failed part; None: another cause.
 
     Other causes are errors that moefold raised, full memory, and a lost rank in a collective.
 
     Args:
         parts: class of the part, or several classes of one package if any of them may have failed.
-        where: the method, for the text after "fails in"; empty: the first called function of its package or file.
+        method: the method, for the text after "fails in"; empty: the first called function of its package or file.
         code: code object of the method, for calls that do not match its signature; None: it has no line.
     """
     part = parts[0]
@@ -141,10 +141,10 @@ def _failure(parts: list[Any], where: str, error: BaseException, code: CodeType 
         for (frame, line), name in zip(walk_tb(error.__traceback__), names, strict=True)
         if name.partition(".")[0] == root
     ]
-    where = where or f"{frames[0][0].co_qualname}()"
+    method = method or f"{frames[0][0].co_qualname}()"
     named = describe_class(part) if len(parts) == 1 else str(origin_of(part)[1])
-    what = f"{named} fails in {where}: {type(error).__name__}: {printable(error)}"
-    return RunError(f"{what}; {_way_out(part, *frames[-1]) if frames else _way_out(part, code)}")
+    fault = f"{named} fails in {method}: {type(error).__name__}: {printable(error)}"
+    return RunError(f"{fault}; {_way_out(part, *frames[-1]) if frames else _way_out(part, code)}")
 
 
 def _way_out(part: Any, code: CodeType | None = None, line: int = 0) -> str:
@@ -160,9 +160,9 @@ def _is_of_package(module: str) -> bool:
     return module.startswith("moefold.")
 
 
-def _returns(asked: Any, has_torch: bool) -> Any:
+def _returns(method: Any, has_torch: bool) -> Any:
     """Return the annotated result type of a method or property of a base class; Any if it cannot be read."""
-    function = getattr(asked, "fget", None) or getattr(asked, "func", None) or getattr(asked, "__func__", asked)
+    function = getattr(method, "fget", None) or getattr(method, "func", None) or getattr(method, "__func__", method)
     names = {"Tensor": modules["torch"].Tensor} if has_torch else {}
     try:
         hint = get_type_hints(function, localns=names, include_extras=True)["return"]

@@ -34,7 +34,7 @@ def built_in_kinds(group: str) -> tuple[str, ...]:
     `_1f1b.py`.
     """
     folder = Path(__file__).parents[1] / "parts" / group
-    names = (found.name for found in pkgutil.iter_modules([str(folder)]))
+    names = (module.name for module in pkgutil.iter_modules([str(folder)]))
     return tuple(sorted(name.removeprefix("_").replace("__", "-") for name in names))
 
 
@@ -55,7 +55,7 @@ def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
     Args:
         words: the built-in kinds that count; empty: all.
     """
-    others = (f"{kind!r} ({origin_of_entry(found[0])})" for kind, found in entry_points_of(group).items())
+    others = (f"{kind!r} ({origin_of_entry(points[0])})" for kind, points in entry_points_of(group).items())
     return one_of([*map(repr, words or built_in_kinds(group)), *others])
 
 
@@ -121,9 +121,9 @@ def find_group(name: str) -> Any:
 def all_groups() -> tuple[Any, ...]:
     """Return the base classes of all groups, sorted by name."""
     folder = Path(__file__).parent / "groups"
-    modules = [importlib.import_module(f"{GROUPS}.{found.name}") for found in pkgutil.iter_modules([str(folder)])]
-    found = [value for module in modules for value in vars(module).values() if _is_part(value, module.__name__)]
-    return tuple(sorted((base for base in found if "group" in vars(base)), key=lambda base: base.group))
+    modules = [importlib.import_module(f"{GROUPS}.{module.name}") for module in pkgutil.iter_modules([str(folder)])]
+    bases = [value for module in modules for value in vars(module).values() if _is_part(value, module.__name__)]
+    return tuple(sorted((base for base in bases if "group" in vars(base)), key=lambda base: base.group))
 
 
 @cache
@@ -154,25 +154,25 @@ def find_part(group: str, kind: str) -> Any:
     return part
 
 
-def check_class(part: Any, base: type[Any], where: str) -> None:
+def check_class(part: Any, base: type[Any], origin: str) -> None:
     """Check that an object from a package or file is a class of parts of a group.
 
     Args:
         part: the class.
-        where: its name and origin, the start of the message.
+        origin: its name and origin, the start of the message.
 
     Raises:
         ConfigError: it is not.
     """
     if faults := "; it ".join(class_faults(part, base)):
-        raise ConfigError(f"{where} {faults}")
+        raise ConfigError(f"{origin} {faults}")
 
 
 def check_not_shadowed(group: str, kind: str) -> None:
     """Check that no installed package has a part with the name of a built-in kind; raise ConfigError if one has."""
-    if found := entry_points_of(group).get(kind):
+    if entry := entry_points_of(group).get(kind):
         raise ConfigError(
-            f"{origin_of_entry(found[0])} brings the {group} {kind!r}, which is the name of a built-in kind; uninstall "
+            f"{origin_of_entry(entry[0])} brings the {group} {kind!r}, which is the name of a built-in kind; uninstall "
             "it, or let it use another name"
         )
 
@@ -209,9 +209,9 @@ def _class_in(group: str, kind: str) -> Any:
     if hasattr(module, "__path__"):
         name += ".part"
         module = importlib.import_module(name)
-    found = [value for key, value in vars(module).items() if key[0] != "_" and _is_part(value, name)]
-    assert len(found) == 1, f"{name} must define one part, and defines {found}"
-    return found[0]
+    classes = [value for key, value in vars(module).items() if key[0] != "_" and _is_part(value, name)]
+    assert len(classes) == 1, f"{name} must define one part, and defines {classes}"
+    return classes[0]
 
 
 def _is_part(value: Any, module: str) -> bool:

@@ -133,11 +133,11 @@ def build_table(name: str, value: Any, default: Any) -> Any:
     mark = mark_at(name)
     assert mark is not None
     if not isinstance(value, dict) and not (isinstance(mark, KindOf) and isinstance(value, str)):
-        what = "a table" if default is not None else 'a table, or "none"'
+        expected = "a table" if default is not None else 'a table, or "none"'
         keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
         needed = [key for owner in owners_of(mark) for key in required_settings(owner)]
         hint = f"; did you mean {name}.{needed[0]}={value}?" if isinstance(value, str) and len(needed) == 1 else ""
-        raise ConfigError(f"{name}={brief_value(value)} must be {what}; its keys are {', '.join(keys)}{hint}")
+        raise ConfigError(f"{name}={brief_value(value)} must be {expected}; its keys are {', '.join(keys)}{hint}")
     if isinstance(mark, KindOf):
         kind = default.kind if isinstance(default, Part) else default
         kind = kind or next(filter(mark.takes, built_in_kinds(mark.group)))
@@ -214,20 +214,20 @@ def settings_of_other_kind(
         part = find_part(mark.group, kind)
     else:
         return {}, {}
-    known = settings_of(part)
-    kept = {key: value for key, value in settings.items() if key in known}
-    return kept, {key: value for key, value in settings.items() if key not in known}
+    own_settings = settings_of(part)
+    kept = {key: value for key, value in settings.items() if key in own_settings}
+    return kept, {key: value for key, value in settings.items() if key not in own_settings}
 
 
 def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table, given its path, without the parts from outside of this package."""
-    found = {}
+    filtered = {}
     for key, value in table.items():
         group = group_at(f"{path}.{key}")
         kind = value.get("kind") if isinstance(value, dict) else value
         if group is None or not isinstance(kind, str) or kind in (*built_in_kinds(group), NONE):
-            found[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
-    return found
+            filtered[key] = known_parts(f"{path}.{key}", value) if isinstance(value, dict) else value
+    return filtered
 
 
 def toml_value(value: Any) -> str:
@@ -357,20 +357,20 @@ def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
         raise ConfigError(f"{name}={kind!r} of {origin} {fault}")
 
 
-def _report_difference(name: str, kind: str, recorded: Origin, found: Origin) -> None:
+def _report_difference(name: str, kind: str, recorded: Origin, now: Origin) -> None:
     """Log that a part differs from the recorded one; raise ConfigError if it comes from another distribution."""
-    if recorded.distribution != found.distribution and recorded.distribution:
+    if recorded.distribution != now.distribution and recorded.distribution:
         raise ConfigError(
-            f"{name}={kind!r} is a part of {recorded}, and the one that is installed is of {found}; install the first, "
+            f"{name}={kind!r} is a part of {recorded}, and the one that is installed is of {now}; install the first, "
             "or leave the second out"
         )
-    if recorded.sha256 and recorded.sha256 != found.sha256:
+    if recorded.sha256 and recorded.sha256 != now.sha256:
         logger.warning(
             "moefold: %s=%r is recorded with sha256 %s, and %s has %s: the file has changed since",
-            *(name, kind, recorded.sha256[:12], found.file, found.sha256[:12]),
+            *(name, kind, recorded.sha256[:12], now.file, now.sha256[:12]),
         )
-    elif recorded.version != found.version and recorded.version:
-        logger.warning("moefold: %s=%r is recorded from %s, and %s is installed", name, kind, recorded, found)
+    elif recorded.version != now.version and recorded.version:
+        logger.warning("moefold: %s=%r is recorded from %s, and %s is installed", name, kind, recorded, now)
 
 
 def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,10 +395,10 @@ def checked_settings(name: str, kind: str, part: Any, table: Mapping[str, Any]) 
                 problems[key] = error
         elif reason := value_unsupported_reason(hints[key], MAX_NUMBER, value):
             problems[key] = Problem(f"{name}.{key}", value, reason)
-    known = {key: value for key, value in table.items() if key not in problems and key not in values}
+    legal = {key: value for key, value in table.items() if key not in problems and key not in values}
     try:
-        found = _model(part).model_validate_json(json.dumps(known, default=lambda value: {"no setting": str(value)}))
-        values |= {name.removeprefix(_PREFIX): getattr(found, name) for name in found.model_fields_set}
+        model = _model(part).model_validate_json(json.dumps(legal, default=lambda value: {"no setting": str(value)}))
+        values |= {name.removeprefix(_PREFIX): getattr(model, name) for name in model.model_fields_set}
     except ValidationError as error:
         for item in error.errors(include_url=False):
             key = str(item["loc"][0])
@@ -436,10 +436,10 @@ def _model(part: Any) -> type[BaseModel]:
     kind, origin = ("", None) if issubclass(part, Table) else origin_of(part)
     keys: dict[str, Any] = {}
     bases = (base for base in part.__mro__[1:] if base.__module__.startswith("moefold.") and is_dataclass(base))
-    of_base = {field.name for base in bases for field in fields(base)}
+    base_fields = {field.name for base in bases for field in fields(base)}
     for key, hint in _hints(part).items():
         if key in tables_of(part):
-            if not (issubclass(part, Table) or is_built_in(part) or key in of_base):
+            if not (issubclass(part, Table) or is_built_in(part) or key in base_fields):
                 raise ConfigError(f"part {kind!r} of {origin}: KindOf is for built-in kinds; {key} has one")
             continue
         checked = Annotated[hint, AfterValidator(_bounds_of(hint))]  # type: ignore[valid-type]

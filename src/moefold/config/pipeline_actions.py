@@ -97,8 +97,8 @@ def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_ba
     for rank, row in enumerate(rows):
         for action in (action for slot in row for action in slot):
             if not 0 <= action.stage < len(stage_ranks) or stage_ranks[action.stage] != rank:
-                own = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
-                return f": rank {rank} has {action}, and the stages {own}"
+                stages = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
+                return f": rank {rank} has {action}, and the stages {stages}"
             kinds = done.setdefault((action.stage, action.micro_batch), [])
             if action.kind in kinds:
                 return f": {action} occurs twice; leave one out"

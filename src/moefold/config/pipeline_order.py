@@ -95,7 +95,7 @@ def interleaved_stages(rank: int, pp: int, num_stages: int, count: int) -> tuple
 
 def interleaved_bubble_s(forward_s: Any, backward_s: Any, pp: int, num_stages: Any, count: int) -> Any:
     """Return the bubble (pp-1)(f+b)/vpp, plus (pp-n)(f+b) if a chunk waits for the last rank of the previous chunk."""
-    both = forward_s + backward_s
+    step_s = forward_s + backward_s
     if count >= pp:
-        return (pp - 1) * both / num_stages
-    return both * ((pp - count) + (count - 1) / num_stages)
+        return (pp - 1) * step_s / num_stages
+    return step_s * ((pp - count) + (count - 1) / num_stages)

@@ -78,9 +78,9 @@ def import_file(kind: str, folder: Path = Path()) -> tuple[str, Origin]:
     Raises:
         ConfigError: the file is missing or too large, raises at import, or lacks the class.
     """
-    found = split_file_kind(kind)
-    assert found is not None, "FILE.py:CLASS"
-    path, name = found
+    split = split_file_kind(kind)
+    assert split is not None, "FILE.py:CLASS"
+    path, name = split
     if reason := non_unicode_reason(kind) or ("has a NUL character" if "\0" in kind else ""):
         raise ConfigError(f"part {kind!r} {reason}")
     file = folder / path
@@ -130,15 +130,15 @@ def imported_class(kind: str, origin: Origin) -> tuple[Any, Origin]:
     """
     file, _, name = kind.rpartition(":")
     modules = [module for key, module in sys.modules.items() if key.startswith(_FILE_MODULE)]
-    found = [(_origin_of_module(module), module) for module in modules if hasattr(module, name)]
+    candidates = [(_origin_of_module(module), module) for module in modules if hasattr(module, name)]
     ranked = sorted(
-        (one for one in found if Path(one[0].file).name == Path(file).name),
-        key=lambda one: (one[0] == origin, one[0].sha256 == origin.sha256),
+        (candidate for candidate in candidates if Path(candidate[0].file).name == Path(file).name),
+        key=lambda candidate: (candidate[0] == origin, candidate[0].sha256 == origin.sha256),
     )
     if not ranked:
-        known = f"{origin.file}:{name}" if Path(origin.file).is_file() else kind
-        where = f", which was {origin.file}" if origin.file else ""
-        raise MissingPartError(f"was trained with {kind}{where}; name it: --part {shlex.quote(known)}")
+        part = f"{origin.file}:{name}" if Path(origin.file).is_file() else kind
+        former = f", which was {origin.file}" if origin.file else ""
+        raise MissingPartError(f"was trained with {kind}{former}; name it: --part {shlex.quote(part)}")
     return getattr(ranked[-1][1], name), ranked[-1][0]
 
 
@@ -155,19 +155,19 @@ def rebuild(kind: str, origin: Origin, values: Mapping[str, Any]) -> Any:
     """
     name = kind.rpartition(":")[2]
     if _module_name(origin) not in sys.modules:
-        _, found = import_file(f"{origin.file}:{name}")
-        if found != origin:
+        _, current = import_file(f"{origin.file}:{name}")
+        if current != origin:
             raise ConfigError(f"part {origin.file}:{name} has changed while the run was starting; start it again")
     return getattr(sys.modules[_module_name(origin)], name)(**values)
 
 
 def entry_point_of(group: str, kind: str) -> EntryPoint:
     """Return the entry point of a kind; raise ConfigError if two distributions have it."""
-    found = entry_points_of(group)[kind]
-    if len(found) > 1:
-        names = " and ".join(str(origin_of_entry(one)) for one in found)
+    points = entry_points_of(group)[kind]
+    if len(points) > 1:
+        names = " and ".join(str(origin_of_entry(point)) for point in points)
         raise ConfigError(f"{names} both bring the {group} {kind!r}; uninstall one of them")
-    return found[0]
+    return points[0]
 
 
 def load_entry_point(point: EntryPoint, key: str) -> Any:
@@ -204,11 +204,11 @@ def origin_of(part: Any) -> tuple[str, Origin]:
 @cache
 def entry_points_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     """Return the entry points of a group by kind; a kind of several distributions has several entry points."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    by_kind: dict[str, tuple[EntryPoint, ...]] = {}
     for point in _all_entry_points():
         if point.group == f"{ENTRY_POINTS}{group}":
-            found[point.name] = (*found.get(point.name, ()), point)
-    return dict(sorted(found.items()))
+            by_kind[point.name] = (*by_kind.get(point.name, ()), point)
+    return dict(sorted(by_kind.items()))
 
 
 def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
@@ -241,9 +241,9 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
     for name in dir(base):
         if isfunction(getattr_static(base, name)) and not callable(getattr(part, name)):
             yield f"has {name}={getattr(part, name)!r}, which must be a method"
-    own = sorted(_RESERVED & {field.name for field in fields(part)})
-    if own:
-        yield f"has a field {own[0]}, a word that recipes and parts use themselves"
+    reserved = sorted(_RESERVED & {field.name for field in fields(part)})
+    if reserved:
+        yield f"has a field {reserved[0]}, a word that recipes and parts use themselves"
 
 
 def _is_left_open(method: Any) -> bool:
@@ -260,7 +260,7 @@ def _is_left_open(method: Any) -> bool:
 @cache
 def _entry_of(part: Any) -> tuple[str, Origin]:
     """Return kind and distribution of the entry point of a class; MODULE:CLASS for a class of a program."""
-    points = [point for of_kind in entry_points_of(part.group).values() for point in of_kind]
+    points = [point for kind_points in entry_points_of(part.group).values() for point in kind_points]
     root = part.__module__.partition(".")[0]
     name = f"{part.__module__}:{part.__qualname__}"
     # Other entry points of the package may be broken; a recipe that names them is refused.
@@ -273,9 +273,9 @@ def _entry_of(part: Any) -> tuple[str, Origin]:
 
 @cache
 def _all_entry_points() -> tuple[EntryPoint, ...]:
-    found = entry_points()
-    groups = sorted(group for group in found.groups if group.startswith(ENTRY_POINTS))
-    return tuple(point for group in groups for point in found.select(group=group))
+    points = entry_points()
+    groups = sorted(group for group in points.groups if group.startswith(ENTRY_POINTS))
+    return tuple(point for group in groups for point in points.select(group=group))
 
 
 def _import_content(kind: str, origin: Origin, content: bytes) -> None:

@@ -81,7 +81,7 @@ def shipped_files() -> dict[str, tuple[Path, ...]]:
     files = dict[str, tuple[Path, ...]]()
     for path in folder.rglob("*.toml"):
         name = path.relative_to(folder).with_suffix("").as_posix()
-        files[name] = (path, *(folder / more for more in EXTRA_FILES.get(name, ())))
+        files[name] = (path, *(folder / extra for extra in EXTRA_FILES.get(name, ())))
     files |= {name: (folder / file,) for name, file in TEMPLATES.items() if (folder / file).is_file()}
     return dict(sorted(files.items()))
 
@@ -111,8 +111,8 @@ def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
 def _resolve_path(path: object, folder: Path) -> object:
     if not isinstance(path, str) or not path or "\0" in path:
         return path
-    found = folder / path
+    target = folder / path
     try:
-        return str(found) if found.exists() else path
+        return str(target) if target.exists() else path
     except OSError:
         return path

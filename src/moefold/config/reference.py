@@ -92,7 +92,7 @@ def _help_of_table(path: str) -> str:
             owners.setdefault(_help_of_setting(owner, setting), []).append(kind)
     if len(owners) == 1:
         return next(iter(owners))
-    return " ".join(f"{', '.join(found)}: {text[0].lower()}{text[1:]}" for text, found in owners.items())
+    return " ".join(f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in owners.items())
 
 
 def _help_of_setting(part: type, setting: str) -> str:
@@ -117,9 +117,9 @@ def keys_text(pattern: str = "") -> str:
         ConfigError: no key matches.
     """
     lines: list[str] = []
-    found = _matching_keys(pattern)
+    matches = _matching_keys(pattern)
     for section in sections():
-        keys = [key for key in recipe_keys(section) if key.name in found]
+        keys = [key for key in recipe_keys(section) if key.name in matches]
         lines += [f"[{section}]  {_without_links(section_help(section))}", ""] if keys else []
         for key in keys:
             kinds = f", of {join_with_or(list(map(repr, key.kinds)))}" if key.kinds else ""
@@ -138,12 +138,12 @@ def _matching_keys(pattern: str) -> set[str]:
     keys = {key.name: key.help for section in sections() for key in recipe_keys(section)}
     wanted = pattern.lower()
     if any(char in wanted for char in "*?["):
-        found = {name for name in keys if fnmatchcase(name, wanted) or fnmatchcase(name.partition(".")[2], wanted)}
+        matches = {name for name in keys if fnmatchcase(name, wanted) or fnmatchcase(name.partition(".")[2], wanted)}
     else:
-        found = {name for name in keys if wanted in name}
-        found = found or {name for name, text in keys.items() if wanted in text.lower()}
-    if found:
-        return found
+        matches = {name for name in keys if wanted in name}
+        matches = matches or {name for name, text in keys.items() if wanted in text.lower()}
+    if matches:
+        return matches
     guess = closest_match(wanted, [*keys, *(name.partition(".")[2] for name in keys)])
     hint = key_hint(pattern) or (f"did you mean {guess!r}?" if guess else "`moefold train --keys` lists all")
     raise ConfigError(f"--keys {pattern!r}: no key has it in its name or help; {hint}")

@@ -14,7 +14,7 @@ Rule = Callable[..., Iterator[Any]]
 `cfg` and `recipe` are the whole recipe."""
 
 
-def ask(rule: Rule, cfg: Config) -> Iterator[Any]:
+def apply_rule(rule: Rule, cfg: Config) -> Iterator[Any]:
     """Return the violations of a rule, which is called with the sections of a recipe."""
     # Methods are cached by their function, because the hash of the object would read all its fields.
     names = _sections_of(rule.__func__)[1:] if inspect.ismethod(rule) else _sections_of(rule)
@@ -24,7 +24,7 @@ def ask(rule: Rule, cfg: Config) -> Iterator[Any]:
 
 def part_problems(part: Part, recipe: Config) -> list[Problem]:
     """Return the settings of a recipe that are incompatible with a part."""
-    return list(ask(part.check, recipe))
+    return list(apply_rule(part.check, recipe))
 
 
 @cache

@@ -56,8 +56,8 @@ class SmallSizes:
         """Return the number of experts: enough for `top_k` of the best groups, two per ep rank and two per group."""
         step = lcm(self.ep, self.num_groups)
         if self.num_groups > 1:
-            least = max(-(-top_k * self.num_groups // self.top_groups), 2 * self.num_groups)
+            fewest = max(-(-top_k * self.num_groups // self.top_groups), 2 * self.num_groups)
         else:
             # One more expert, so that the router has a choice.
-            least = 2 * top_k
-        return min(num_experts, step * -(-max(least, 2 * self.ep) // step))
+            fewest = 2 * top_k
+        return min(num_experts, step * -(-max(fewest, 2 * self.ep) // step))

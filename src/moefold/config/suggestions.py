@@ -106,18 +106,18 @@ def tables() -> dict[str, KindOf | type[Table]]:
 
     A key precedes the keys of its table. A path that several kinds have is returned once.
     """
-    found: dict[str, KindOf | type[Table]] = {}
+    marks: dict[str, KindOf | type[Table]] = {}
 
     def add(path: str, owner: Any) -> None:
         for name, mark in tables_of(owner).items():
-            if f"{path}.{name}" not in found:
-                found[f"{path}.{name}"] = mark
+            if f"{path}.{name}" not in marks:
+                marks[f"{path}.{name}"] = mark
                 for inner in owners_of(mark):
                     add(f"{path}.{name}", inner)
 
     for section, owner in sections().items():
         add(section, owner)
-    return found
+    return marks
 
 
 def owners_of(mark: KindOf | type[Table]) -> Iterator[Any]:
@@ -128,10 +128,10 @@ def owners_of(mark: KindOf | type[Table]) -> Iterator[Any]:
 def mark_at(path: str) -> KindOf | type[Table] | None:
     """Return the class of the table at a path like `tables`, or None."""
     section, *names = path.split(".")
-    found: Any = sections().get(section) if names else None
+    entry: Any = sections().get(section) if names else None
     for name in names:
-        found = found and _mark_in(found, name)
-    mark: KindOf | type[Table] | None = found
+        entry = entry and _mark_in(entry, name)
+    mark: KindOf | type[Table] | None = entry
     return mark
 
 
@@ -145,7 +145,7 @@ def _mark_in(owner: Any, name: str) -> KindOf | type[Table] | None:
     if isinstance(owner, KindOf):
         base = find_group(owner.group)
         owners = [base] if name in settings_of(base) else owners_of(owner)
-    return next((tables_of(one)[name] for one in owners if name in tables_of(one)), None)
+    return next((tables_of(table)[name] for table in owners if name in tables_of(table)), None)
 
 
 def group_at(path: str) -> str | None:
@@ -176,8 +176,8 @@ def slot_fault(name: str, part: Any) -> str:
     if not reason:
         return ""
     others = [path for path in part_marks() if not _slot_reason(path, part)]
-    where = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"
-    return f"{reason}; {where}"
+    place = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"
+    return f"{reason}; {place}"
 
 
 def _slot_reason(name: str, part: Any) -> str:
@@ -190,7 +190,7 @@ def _slot_reason(name: str, part: Any) -> str:
     missing = [base for base in (find_group(mark.group), *arms) if not issubclass(part, base)]
     if missing:
         return f"is not a subclass of {missing[0].__module__}.{missing[0].__qualname__}, which this key takes"
-    fact, value = mark.asked
+    fact, value = mark.required
     if fact and getattr(part, fact) is not value:
         return f"has {fact}={not value}, and this key takes kinds with {fact}={value}"
     return ""
@@ -205,13 +205,13 @@ def part_keys() -> dict[str, str]:
 @cache
 def kind_settings() -> dict[str, tuple[str, ...]]:
     """Return the kinds with each setting of a table, by its path, in schema order; empty for tables without kinds."""
-    found: dict[str, tuple[str, ...]] = {}
+    settings: dict[str, tuple[str, ...]] = {}
     for name, mark in tables().items():
         for owner in owners_of(mark):
             for setting in settings_of(owner):
                 kind = (kind_of(owner),) if isinstance(mark, KindOf) else ()
-                found[f"{name}.{setting}"] = (*found.get(f"{name}.{setting}", ()), *kind)
-    return found
+                settings[f"{name}.{setting}"] = (*settings.get(f"{name}.{setting}", ()), *kind)
+    return settings
 
 
 @cache
@@ -276,14 +276,14 @@ def describe_type(hint: Any) -> str:
 
 def closest_match(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the candidate most similar to `name`, or None if none is close."""
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
 
 
 def paths_with(key: str) -> list[str]:
     """Return the paths "section.key" of all keys and settings of parts with a given name."""
-    of_sections = [f"{section}.{key}" for section in sections() if key in key_types(section)]
-    return [*of_sections, *(path for path in kind_settings() if path.endswith(f".{key}"))]
+    section_keys = [f"{section}.{key}" for section in sections() if key in key_types(section)]
+    return [*section_keys, *(path for path in kind_settings() if path.endswith(f".{key}"))]
 
 
 def list_advice(name: str, value: Any) -> str:

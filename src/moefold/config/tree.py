@@ -17,16 +17,16 @@ def nested(tree: Mapping[str, Any]) -> Tree:
 
     A text becomes the kind of its table.
     """
-    found: Tree = {}
+    result: Tree = {}
     for section, keys in tree.items():
         if not isinstance(keys, dict):
-            found[section] = keys
+            result[section] = keys
             continue
-        found[section] = {}
+        result[section] = {}
         for key, value in keys.items():
             is_setting = mark_at(f"{section}.{key.partition('.')[0]}") is not None
-            put(found, [section, *(key.split(".") if is_setting else [key])], value)
-    return found
+            put(result, [section, *(key.split(".") if is_setting else [key])], value)
+    return result
 
 
 def put(tree: Tree, names: Sequence[str], value: Any) -> None:

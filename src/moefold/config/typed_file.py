@@ -25,8 +25,8 @@ def within(bound: Bound) -> WrapValidator:
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
-            if bound.is_legal(found := validate(value)):
-                return found
+            if bound.is_legal(checked := validate(value)):
+                return checked
         except ValidationError as error:
             if error.errors()[0]["loc"]:
                 raise
@@ -35,20 +35,20 @@ def within(bound: Bound) -> WrapValidator:
     return WrapValidator(check)
 
 
-def parse_table(text: str, where: str) -> dict[str, Any]:
+def parse_table(text: str, location: str) -> dict[str, Any]:
     """Parse the TOML of a file; raise ConfigError if it is not TOML."""
     try:
         return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not TOML: {error}") from None
+        raise ConfigError(f"{location}: not TOML: {error}") from None
 
 
-def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str = "") -> T:
+def from_table(kind: type[T], tree: Mapping[str, Any], location: str, advice: str = "") -> T:
     """Build the dataclass of a file.
 
     Args:
         tree: keys of the file, unchecked.
-        where: the file, for the start of an error.
+        location: the file, for the start of an error.
         advice: text after "give them" for missing keys at the top of the file.
 
     Raises:
@@ -59,7 +59,7 @@ def from_table(kind: type[T], tree: Mapping[str, Any], where: str, advice: str =
         text = json.dumps(tree, default=lambda date: {"no setting": {"date": str(date)}})
         return cast(T, TypeAdapter(cast(Any, kind)).validate_json(text))
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_describe_fault(kind, error, advice)}") from None
+        raise ConfigError(f"{location}: {_describe_fault(kind, error, advice)}") from None
 
 
 def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
@@ -68,9 +68,9 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
     for key, item in faults.items():
         if item["type"] == "unexpected_keyword_argument":
             *path, name = item["loc"]
-            guess = closest_match(str(name), known := _keys_at(kind, path), cutoff=0.5)
+            guess = closest_match(str(name), legal := _keys_at(kind, path), cutoff=0.5)
             other = f"did you mean {'.'.join(map(str, [*path, guess]))!r}?"
-            return f"unknown key {key!r}; " + (other if guess else f"the keys are {', '.join(known)}")
+            return f"unknown key {key!r}; " + (other if guess else f"the keys are {', '.join(legal)}")
     if lacking := [key for key, item in faults.items() if item["type"] == "missing"]:
         way_out = f"give {'it' if len(lacking) == 1 else 'them'}" + advice * any("." not in key for key in lacking)
         return f"{', '.join(lacking)} missing; {way_out}"

@@ -136,10 +136,10 @@ def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     Raises:
         ConfigError: the format is newer than this version of moefold.
     """
-    found = tree.get(FORMAT_KEY, FORMAT)
-    if type(found) is not int or not 1 <= found <= FORMAT:
-        way_out = "update it" if type(found) is int and found > FORMAT else f"write {FORMAT_KEY} = {FORMAT}"
-        raise ConfigError(f"{name} has format {found!r}, and this version of moefold reads up to {FORMAT}; {way_out}")
+    version = tree.get(FORMAT_KEY, FORMAT)
+    if type(version) is not int or not 1 <= version <= FORMAT:
+        way_out = "update it" if type(version) is int and version > FORMAT else f"write {FORMAT_KEY} = {FORMAT}"
+        raise ConfigError(f"{name} has format {version!r}, and this version of moefold reads up to {FORMAT}; {way_out}")
     return {key: value for key, value in tree.items() if key != FORMAT_KEY}
 
 
@@ -149,24 +149,24 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Args:
         tree: sections, unchecked; tables of parts are kept.
     """
-    found = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
-    base = _preset_of(found)
-    if isinstance(model := found.get("model"), dict):
+    sections = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in tree.items()}
+    base = _preset_of(sections)
+    if isinstance(model := sections.get("model"), dict):
         _put_layers(model, base.get("model", {}))
-    is_clear = not isinstance(sites := found.get("sites"), dict) or _put_site_method(sites)
+    is_clear = not isinstance(sites := sections.get("sites"), dict) or _put_site_method(sites)
     unread = []
     for name, place in MOVED.items():
         section, _, key = name.partition(".")
-        keys = found.get(section)
+        keys = sections.get(section)
         if str(place) == LAYERS or not isinstance(keys, dict) or key not in keys or (keys is sites and not is_clear):
             continue
         value = keys.pop(key)
         path, owner = str(place), place.key
-        kind = _kind_at(owner, found, base)
+        kind = _kind_at(owner, sections, base)
         if place.setting == KIND:
-            other = next((one for one in place.kinds if one.endswith(f"_{kind}")), "")
+            other = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
             if value and other:
-                put(found, owner.split("."), other)
+                put(sections, owner.split("."), other)
             elif not value or kind not in place.kinds:
                 unread.append(name)
             continue
@@ -174,14 +174,14 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             value = {} if value else NONE
         elif name in OFF and not value:
             path, value = owner, NONE
-        if not _is_read(owner if name in OFF else path, found, base, place.kinds):
+        if not _is_read(owner if name in OFF else path, sections, base, place.kinds):
             unread.append(name)
         elif value != NONE or value_at(path, base) is not None:
-            at = owner.split(".", 1)
-            if group_at(owner) and value != NONE and (section != "model" or default_of(*at) is None):
-                put(found, [*owner.split("."), KIND], kind or choices_of(*at)[0])
-            put(found, path.split("."), value)
-    return found, unread
+            owner_path = owner.split(".", 1)
+            if group_at(owner) and value != NONE and (section != "model" or default_of(*owner_path) is None):
+                put(sections, [*owner.split("."), KIND], kind or choices_of(*owner_path)[0])
+            put(sections, path.split("."), value)
+    return sections, unread
 
 
 def _preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def _preset_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _put_site_method(sites: dict[str, Any]) -> bool:
     """Set the method that flat keys of [sites] need, and the keys that it would change; return whether it was set."""
-    given = sites.get("method", "mean")
-    before = given.get(KIND) if isinstance(given, dict) else given
+    method = sites.get("method", "mean")
+    before = method.get(KIND) if isinstance(method, dict) else method
     method_of = {key: MOVED[f"sites.{key}"].kinds[0] for key in (*SITES_OFF, *SITES_MORE)}
     # Absent keys have the defaults of the given method, which enable it; for another method they count as off.
     silent = {key: None if method_of[key] == before else off for key, off in SITES_OFF.items()}
@@ -209,8 +209,8 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
         return False
     if after == before:
         return True
-    every = sites.get("every", default_of("sites", "every"))
-    old, new = (find_part("site_method", kind)().values(every) for kind in (before, after))
+    period = sites.get("every", default_of("sites", "every"))
+    old, new = (find_part("site_method", kind)().values(period) for kind in (before, after))
     defaults = {key: default_of("sites", key) for key in {**old, **new}}
     kept = {key: off for key, off in {**SITES_OFF, **SITES_MORE}.items() if method_of[key] == after}
     kept |= {key: old.get(key, off) for key, off in defaults.items() if new.get(key, off) != old.get(key, off)}
@@ -222,24 +222,24 @@ def _put_layers(model: dict[str, Any], preset: Mapping[str, Any]) -> None:
     """Replace the number of layers and their patterns by words; unknown patterns stay, to be refused later."""
     # Checkpoints have the pattern repeated to the length of the model.
     model.pop("layer_kinds", None)
-    given = {key: model[key] for key in ("num_layers", *PATTERNS) if key in model}
-    if not given:
+    former = {key: model[key] for key in ("num_layers", *PATTERNS) if key in model}
+    if not former:
         return
     try:
         rows = parse_layers(model.get("layers", preset.get("layers", 4)))
-        rows = repeat_layers(rows, len(parse_layers(given.get("num_layers", len(rows)))))
+        rows = repeat_layers(rows, len(parse_layers(former.get("num_layers", len(rows)))))
         for key, (column, words) in PATTERNS.items():
-            if key in given:
-                found = _expanded(given[key], words, len(rows))
-                rows = tuple(row._replace(**{column: found[i % len(found)]}) for i, row in enumerate(rows))
+            if key in former:
+                cells = _expanded(former[key], words, len(rows))
+                rows = tuple(row._replace(**{column: cells[i % len(cells)]}) for i, row in enumerate(rows))
     except (KeyError, TypeError, ValueError):
         return
-    for key in given:
+    for key in former:
         del model[key]
     model["layers"] = spell_layers(rows)
 
 
-def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
+def _expanded(pattern: str, words: Mapping[str, str], num_layers: int) -> list[str]:
     """Return the words of a pattern of letters with counts, such as "D3M2".
 
     Raises:
@@ -248,17 +248,17 @@ def _expanded(pattern: str, words: Mapping[str, str], most: int) -> list[str]:
     """
     runs = [(letter, int(count or 1)) for letter, count in re.findall(r"([A-Z])(\d{0,5})", pattern)]
     counts = [count for _, count in runs]
-    if not re.fullmatch(r"([A-Z]\d{0,5})+", pattern) or not all(counts) or sum(counts) > most:
+    if not re.fullmatch(r"([A-Z]\d{0,5})+", pattern) or not all(counts) or sum(counts) > num_layers:
         raise ValueError(f"unexpected pattern {pattern!r}")
     return [words[letter] for letter, count in runs for _ in range(count)]
 
 
-def _kind_at(path: str, found: Any, base: Any) -> str | None:
+def _kind_at(path: str, tree: Any, base: Any) -> str | None:
     """Return the kind of a part in a recipe, its preset or by default; "" for a table without kinds; None: no table."""
     section, _, key = path.partition(".")
     if not key:
         return ""
-    values = [value_at(path, found), value_at(path, base), default_of(section, key)]
+    values = [value_at(path, tree), value_at(path, base), default_of(section, key)]
     for value in values:
         kind = value.get(KIND) if isinstance(value, dict) else getattr(value, KIND, value)
         if kind == NONE and NONE not in choices_of(section, key):
@@ -268,12 +268,12 @@ def _kind_at(path: str, found: Any, base: Any) -> str | None:
     return None if values == [None] * 3 else next(iter(choices_of(section, key)), "")
 
 
-def _is_read(path: str, found: Any, base: Any, kinds: tuple[str, ...] = ()) -> bool:
+def _is_read(path: str, tree: Any, base: Any, kinds: tuple[str, ...] = ()) -> bool:
     """Return whether the parts of a recipe read a key of `kinds`; empty: of the built-in kinds with the setting."""
     owner = path.rpartition(".")[0]
     if not owner.count("."):
         return True
-    kind = _kind_at(owner, found, base) if _is_read(owner, found, base) else None
+    kind = _kind_at(owner, tree, base) if _is_read(owner, tree, base) else None
     kinds = kinds or kind_settings().get(path, ())
     return kind is not None and (kind in kinds if kinds else path in kind_settings())
 
@@ -303,16 +303,16 @@ def states_by_object(fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: a field has another type.
     """
-    found = {name: value for name, value in fields.items() if value is not None}
-    states = {name: {key: found.pop(key) for key in keys if key in found} for name, keys in _FORMER_STATES.items()}
-    states |= {name: found.pop(name) for name in ("guard", "schedule", "lora", "sites") if name in found}
+    flat = {name: value for name, value in fields.items() if value is not None}
+    states = {name: {key: flat.pop(key) for key in keys if key in flat} for name, keys in _FORMER_STATES.items()}
+    states |= {name: flat.pop(name) for name in ("guard", "schedule", "lora", "sites") if name in flat}
     for name in ("guard", "schedule"):
         if not isinstance(states.get(name, {}), dict):
             raise TypeError(f"{name} is not an object")
     guard = states.get("guard", {})
     states["position"]["skipped"] = guard.get("left_out", [])
     states["weights"].setdefault("moment_updates", states["position"].get("step", 0) - guard.get("num_skipped", 0))
-    return found | {"states": states | {"schedule": upgraded_keys(states.get("schedule", {}))}}
+    return flat | {"states": states | {"schedule": upgraded_keys(states.get("schedule", {}))}}
 
 
 def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,14 +321,14 @@ def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         values: values of `keys_of` by "section.key".
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and name.partition(".")[2] and ("kind" in value or mark_at(name) is not None):
             kind = {name: value["kind"]} if "kind" in value else {}
-            found |= kind | flat_settings({f"{name}.{key}": entry for key, entry in value.items() if key != "kind"})
+            flat |= kind | flat_settings({f"{name}.{key}": entry for key, entry in value.items() if key != "kind"})
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat
 
 
 def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
@@ -340,20 +340,20 @@ def moved_key_refusal(tree: Mapping[str, Any], name: str) -> str:
     """
     place = MOVED[name]
     section, _, key = name.partition(".")
-    found, unread = upgraded(tree)
+    sections, unread = upgraded(tree)
     owners = place.kinds or kind_settings().get(str(place), ())
     key_of = f"a key of {join_with_or(list(map(repr, owners)))}" if owners else f"a key of {place.key}"
-    if key in found[section]:
+    if key in sections[section]:
         if str(place) == LAYERS:
             return f'{name} is {place} now: write the layers by name, such as {place} = "3 dense, 58 moe"'
         return f"{name} is {place} now, {key_of}, and no installed method does all of [sites]; leave out a part"
     if name in unread:
-        kind = _kind_at(place.key, found, _preset_of(found))
-        which = f"not of {kind!r}" if kind else "that is absent"
-        return f"{name} is {place} now, {key_of}, and {which}; leave it out"
+        kind = _kind_at(place.key, sections, _preset_of(sections))
+        owner_kind = f"not of {kind!r}" if kind else "that is absent"
+        return f"{name} is {place} now, {key_of}, and {owner_kind}; leave it out"
     path = place.key if name in OFF and not tree[section][key] else str(place)
     owner = path if path.startswith("model.") else ".".join(path.split(".")[:2])
-    table = f"{owner} = {toml_value(value_at(owner, found))}"
+    table = f"{owner} = {toml_value(value_at(owner, sections))}"
     return f"{name} is {place} now: write {table}, or run moefold recipe upgrade FILE"
 
 
@@ -399,14 +399,14 @@ def upgraded_word(word: str, tree: Mapping[str, Any]) -> str:
     keys = tree.get(section)
     before = keys if isinstance(keys, dict) else {}
     tree = {**tree, section: {**before, key: parsed_value(text)}}
-    found, unread = upgraded(tree)
-    kind = _kind_at(place.key, found, _preset_of(found))
-    if key in found[section] or (name in unread and kind is not None):
+    sections, unread = upgraded(tree)
+    kind = _kind_at(place.key, sections, _preset_of(sections))
+    if key in sections[section] or (name in unread and kind is not None):
         raise ConfigError(moved_key_refusal(tree, name))
     if str(place) == LAYERS:
-        return f"{LAYERS}={shown_value(found[section]['layers'])}"
+        return f"{LAYERS}={shown_value(sections[section]['layers'])}"
     if section != "sites" and place.setting != KIND:
         return _word(name, text)
-    old, new = (flat_settings({f"{section}.{key}": keys[key] for key in keys}) for keys in (before, found[section]))
-    words = [f"{at}={toml_value(now).strip(chr(34))}" for at, now in new.items() if old.get(at) != now]
+    old, new = (flat_settings({f"{section}.{key}": keys[key] for key in keys}) for keys in (before, sections[section]))
+    words = [f"{key}={toml_value(value).strip(chr(34))}" for key, value in new.items() if old.get(key) != value]
     return " ".join(words) or f"{place.key}={kind}"

@@ -33,7 +33,7 @@ class _Statement(NamedTuple):
         """Comment after the value of a key of one line; empty if there is none."""
         line = self.lines[0]
         marks = (match.start() for match in re.finditer("#", line))
-        return next((line[mark:] for mark in marks if _is_whole([line[:mark]])), "") if len(self.lines) == 1 else ""
+        return next((line[start:] for start in marks if _is_whole([line[:start]])), "") if len(self.lines) == 1 else ""
 
     @property
     def value(self) -> str:
@@ -71,9 +71,9 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     ]
     statements = list(_statements(text))
     spelled = {
-        str(MOVED[found.name]): found.value
-        for found in statements
-        if found.name in MOVED and found.name not in unread and MOVED[found.name].setting not in (KIND, "layers")
+        str(MOVED[entry.name]): entry.value
+        for entry in statements
+        if entry.name in MOVED and entry.name not in unread and MOVED[entry.name].setting not in (KIND, "layers")
     }
     found_tables = {owner: value_at(owner, wanted) for owner in owners}
     entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items()}
@@ -83,12 +83,12 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     short = {owner: entry for owner, entry in entries.items() if owner not in blocks}
     lines = _with_tables(statements, {*old, *blocks}, short)
     lines = _with_blocks(lines, blocks)
-    found = "\n".join(_with_format(lines, tree)) + "\n"
-    if _parsed(found) != {**wanted, FORMAT_KEY: FORMAT}:
+    text_out = "\n".join(_with_format(lines, tree)) + "\n"
+    if _parsed(text_out) != {**wanted, FORMAT_KEY: FORMAT}:
         words = ", ".join(f"{key} ({MOVED[key]})" for key in old)
         by_hand = f"move by hand: {words}" if words else "write each section as [section] with its keys below"
         raise ConfigError(f"{name} cannot be rewritten, as it has keys in an unusual form; {by_hand}")
-    return found, unread
+    return text_out, unread
 
 
 def _keys(tree: dict[str, Any], section: str) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def _block(path: str, table: Mapping[str, Any], spelled: Mapping[str, str]) -> l
     """Return the lines of a table under its own headers."""
     entries = {key: _entry(f"{path}.{key}", value, spelled) for key, value in _in_order(path, table)}
     apart = [key for key in entries if isinstance(table[key], dict) and (not _fits(entries[key]) or key in APART)]
-    own = [entry for key, entry in entries.items() if key not in apart]
-    lines = ["", f"[{path}]", *own] if own else []
+    keys = [entry for key, entry in entries.items() if key not in apart]
+    lines = ["", f"[{path}]", *keys] if keys else []
     return lines + [line for key in apart for line in _block(f"{path}.{key}", table[key], spelled)]
 
 
@@ -158,10 +158,10 @@ def _statements(text: str) -> Iterator[_Statement]:
             section = header[1]
             yield _Statement(section, (line,), is_header=True)
         elif key := _KEY.match(line):
-            found = [line]
-            while not _is_whole(found):
-                found.append(next(lines))
-            yield _Statement(f"{section}.{key[1]}", tuple(found))
+            statement = [line]
+            while not _is_whole(statement):
+                statement.append(next(lines))
+            yield _Statement(f"{section}.{key[1]}", tuple(statement))
         else:
             yield _Statement("", (line,))
 
@@ -181,16 +181,16 @@ def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, 
     """Return the lines with the tables of parts instead of the flat keys."""
     lines: list[str] = []
     named = {statement.name for statement in statements}
-    left = dict(tables)
+    remaining = dict(tables)
     # If the key that chooses the part is absent, its table replaces the first of its flat keys.
     places = {key: key for key in tables if key in named}
     for name in (statement.name for statement in statements if statement.name in MOVED):
         owner = ".".join(str(MOVED[name]).split(".")[:2])
         if owner in tables and owner.partition(".")[0] == name.partition(".")[0]:
             places.setdefault(owner, name)
-    at = {name: owner for owner, name in places.items()}
+    owners = {name: owner for owner, name in places.items()}
     for statement in statements:
-        entry = left.pop(at[statement.name], None) if statement.name in at else None
+        entry = remaining.pop(owners[statement.name], None) if statement.name in owners else None
         if entry is None and statement.name not in old:
             lines += statement.lines
             continue
@@ -200,10 +200,10 @@ def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, 
             lines.append(f"{indent}{entry}{f'  {comment}' if comment else ''}")
         elif comment:
             lines.append(f"{indent}{comment}")
-    for owner, entry in left.items():
+    for owner, entry in remaining.items():
         section = owner.partition(".")[0]
         headers = [
-            number for number, line in enumerate(lines) if (found := _HEADER.match(line)) and found[1] == section
+            number for number, line in enumerate(lines) if (match := _HEADER.match(line)) and match[1] == section
         ]
         if headers:
             lines.insert(headers[0] + 1, entry)

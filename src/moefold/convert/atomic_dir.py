@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moefold.cache_dir import cache_folders
-from moefold.comm.groups import World
+from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.convert.preflight import new_folder_unsupported_reason
 from moefold.errors import ConfigError
 from moefold.file_lock import FileLock, is_locked
@@ -61,28 +61,6 @@ def atomic_directory(final: Path, world: World) -> Iterator[Path]:
         if lock is not None:
             lock.close()
     raise_on_all_ranks(world, "")
-
-
-def raise_on_all_ranks(world: World, reason: str) -> None:
-    """Raise the error of any process on all of them. Collective.
-
-    Raises:
-        ConfigError: a process passed a non-empty reason.
-    """
-    reasons = [given for given in world.all_gather_object(reason) if given]
-    if reasons:
-        raise ConfigError(reasons[0])
-
-
-@contextmanager
-def errors_on_all_ranks(world: World) -> Iterator[None]:
-    """Raise a ConfigError that the block raises on any process on all of them. Collective at the end of the block."""
-    reason = ""
-    try:
-        yield
-    except ConfigError as error:
-        reason = str(error)
-    raise_on_all_ranks(world, reason)
 
 
 def _temporary_path(final: Path, world: World) -> Path:

@@ -65,8 +65,8 @@ class Renamed:
         also: other spellings of the key, which are read but not written.
         copies: other keys of [model] with the same value; different values do not read back as the same model.
         default_key: key of config.json whose value replaces an absent or null key.
-        least: smallest value.
-        most: largest value.
+        minimum: smallest value.
+        maximum: largest value.
         writes_null: write null for 0.
     """
 
@@ -76,13 +76,13 @@ class Renamed:
     also: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     default_key: str = ""
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
     writes_null: bool = False
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Convert exactly to the type of the [model] key."""
-        name, value = self._given(hf_config)
+        name, value = self._first_value(hf_config)
         if value is None and self.default_key:
             value = hf_config.get(self.default_key)
         if value is None:
@@ -95,8 +95,8 @@ class Renamed:
         if not is_number or not abs(value) < _MAX_NUMBER or value != kind(value):
             described = {bool: "true or false", int: "a whole number"}.get(kind, "a number")
             raise ConfigError(f"config.json has {name}={value!r}, which should be {described}")
-        if not self.least <= value <= self.most:
-            bounds = f"{self.least} or more" if self.most == math.inf else f"{self.least} to {self.most}"
+        if not self.minimum <= value <= self.maximum:
+            bounds = f"{self.minimum} or more" if self.maximum == math.inf else f"{self.minimum} to {self.maximum}"
             raise ConfigError(f"config.json has {name}={kind(value)}, which should be {bounds}")
         if self._is_table:
             return {self.key: {} if value else NONE}
@@ -117,16 +117,16 @@ class Renamed:
         """Return whether the switch represents the presence of a table."""
         return f"model.{self.key}" in tables()
 
-    def _given(self, hf_config: Json) -> tuple[str, Any]:
+    def _first_value(self, hf_config: Json) -> tuple[str, Any]:
         """Return the present spelling and its value."""
-        found = [(name, hf_config.get(name)) for name in (self.hf_key, *self.also)]
-        found = [pair for pair in found if pair[1] is not None] or found
-        for other, value in found[1:]:
-            if value is not None and plain(value) != plain(found[0][1]):
+        pairs = [(name, hf_config.get(name)) for name in (self.hf_key, *self.also)]
+        pairs = [pair for pair in pairs if pair[1] is not None] or pairs
+        for other, value in pairs[1:]:
+            if value is not None and plain(value) != plain(pairs[0][1]):
                 raise ConfigError(
-                    f"config.json has {found[0][0]}={found[0][1]!r} and {other}={value!r}, two spellings of one key"
+                    f"config.json has {pairs[0][0]}={pairs[0][1]!r} and {other}={value!r}, two spellings of one key"
                 )
-        return found[0]
+        return pairs[0]
 
 
 def renamed(**keys: str | tuple[str, Any]) -> tuple[Renamed, ...]:
@@ -233,17 +233,17 @@ class AttentionMultiplier:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the factor; 1/sqrt(head_dim) is the default of moefold."""
-        found = Renamed("attention_multiplier", "attention.scale", 1.0).read(hf_config)
-        if found["attention.scale"] <= 0:
+        settings = Renamed("attention_multiplier", "attention.scale", 1.0).read(hf_config)
+        if settings["attention.scale"] <= 0:
             raise ConfigError(
-                f"config.json has attention_multiplier={found['attention.scale']}, which should be above 0"
+                f"config.json has attention_multiplier={settings['attention.scale']}, which should be above 0"
             )
         hidden = hf_config.get("hidden_size")
         heads = hf_config.get("num_attention_heads")
         if is_int(hidden) and is_int(heads) and heads > 0:
             head_size = hf_config.get("head_dim") or hidden // heads
-            return {} if found["attention.scale"] == head_size**-0.5 else found
-        return found
+            return {} if settings["attention.scale"] == head_size**-0.5 else settings
+        return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the factor."""
@@ -295,14 +295,14 @@ class HunyuanSharedExpert:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the width; reject folders with experts of other widths or with several shared experts."""
-        found = Renamed("intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
-        width = found.get("ffn.moe.shared.intermediate_size", 0)
+        settings = Renamed("intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
+        width = settings.get("ffn.moe.shared.intermediate_size", 0)
         for key, legal in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
             value = hf_config.get(key, legal)
             values = value if isinstance(value, list) else [value]
             if any(other != legal for other in values):
                 raise ConfigError(f"config.json has {key}={value!r}, which moefold does not compute; only {legal}")
-        return found
+        return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return no keys; the width reads back as the width of a routed expert."""
@@ -315,14 +315,14 @@ class GatedSharedExpert:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the width. For width 0, transformers creates empty tensors, which moefold does not read."""
-        found = Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
-        width = found.get("ffn.moe.shared.intermediate_size", 0)
+        settings = Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
+        width = settings.get("ffn.moe.shared.intermediate_size", 0)
         if width < 1:
             raise ConfigError(
                 f"config.json has shared_expert_intermediate_size={width}, whose empty tensors moefold does not read; "
                 "it reads folders with a shared expert of width 1 or more"
             )
-        return found | {"ffn.moe.shared.gate": True}
+        return settings | {"ffn.moe.shared.gate": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the width; a model without a gate reads back with a gate."""
@@ -431,9 +431,11 @@ def attention_bias(*, has_output: bool) -> Renamed:
     return Renamed("attention_bias", "attention.qkv_bias", False, copies=("attention.output_bias",) * has_output)
 
 
-NUM_LAYERS = Renamed("num_hidden_layers", "layers", least=1, most=MAX_LAYERS)
+NUM_LAYERS = Renamed("num_hidden_layers", "layers", minimum=1, maximum=MAX_LAYERS)
 """Number of layers, without MTP layers."""
-MTP_LAYERS = Renamed("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), least=0, most=MAX_LAYERS)
+MTP_LAYERS = Renamed(
+    "num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",), minimum=0, maximum=MAX_LAYERS
+)
 """Number of multi-token prediction (MTP) layers, in the spelling of released folders; transformers 5 differs."""
 
 
@@ -452,7 +454,7 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 def interval_of(hf_config: Json, key: str, default: int) -> int:
     """Return the n of a key for every n-th layer; raise ConfigError if it is not a whole number of at least 1."""
-    every = hf_config.get(key, default)
-    if not is_int(every) or every < 1:
-        raise ConfigError(f"config.json has {key}={every!r}, which should be a whole number from 1 on")
-    return every
+    interval = hf_config.get(key, default)
+    if not is_int(interval) or interval < 1:
+        raise ConfigError(f"config.json has {key}={interval!r}, which should be a whole number from 1 on")
+    return interval

@@ -26,9 +26,9 @@ from moefold.checkpoint.streaming_io import (
     checked_while_read,
     split_into_chunks,
 )
-from moefold.comm.groups import World
+from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.model import ModelConfig
-from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.atomic_dir import atomic_directory
 from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.family import Family
 from moefold.convert.hf_config import (
@@ -500,8 +500,8 @@ class _Target:
         shape = mapping.hf_shapes[name]
         if name in self.quantization.names:
             for rows in self.quantization.row_chunks(shape, CHUNK_BYTES):
-                part = TensorChunk(name, rows.start, rows.stop)
-                values = assemble_rows(source, mapping, part, torch.float32)
+                block = TensorChunk(name, rows.start, rows.stop)
+                values = assemble_rows(source, mapping, block, torch.float32)
                 check_finite(values, name, source.path, TRAINED_WAY_OUT)
                 yield self.quantization.quantize(name, values)
             return
@@ -525,7 +525,7 @@ def _write_tensors(
                 digests |= _write_chunks(writer, chunks, target.locations, thread, on_bytes)
             source.clear_cache()
     mine = {name: digest.hexdigest() for name, digest in digests.items()}
-    return {name: digest for part in world.all_gather_object(mine) for name, digest in part.items()}
+    return {name: digest for digests in world.all_gather_object(mine) for name, digest in digests.items()}
 
 
 def _write_chunks(
@@ -538,8 +538,8 @@ def _write_chunks(
     """Write the rows of some tensors chunk by chunk; return the SHA-256 of each tensor, computed by a thread."""
     digests: dict[str, Any] = {}
     done: Counter[str] = Counter()
-    for parts in chunks:
-        for name, values in parts.items():
+    for tensors in chunks:
+        for name, values in tensors.items():
             data = bytes_of(values)
             writer.write(locations[name], data, done[name])
             thread.drain()

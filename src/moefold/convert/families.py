@@ -125,16 +125,16 @@ def _sparse_attention(index_heads: int, *, is_interleaved: bool) -> tuple[Config
     """Return the fields of families with a lightning indexer, given the defaults of its heads and its RoPE."""
     return (
         *_LATENT,
-        Renamed("q_lora_rank", "attention.q_lora_rank", least=1),
+        Renamed("q_lora_rank", "attention.q_lora_rank", minimum=1),
         MlpLayerTypes(default=3),
         *allowed(moe_layer_freq=(1,), rope_interleave=(True, None), mlp_bias=(False, None)),
         *renamed(routed_scaling_factor=("ffn.moe.router.scaling_factor", 2.5)),
         Constants({"rope.interleaved": True, "attention.indexer.rope_interleaved": is_interleaved}),
         *_DEEPSEEK_V3_ROUTER,
         OneLayerType("indexed_attention"),
-        Renamed("index_topk", "attention.indexer.top_k", 2048, least=1),
-        Renamed("index_n_heads", "attention.indexer.num_heads", index_heads, least=1),
-        Renamed("index_head_dim", "attention.indexer.head_dim", 128, least=1),
+        Renamed("index_topk", "attention.indexer.top_k", 2048, minimum=1),
+        Renamed("index_n_heads", "attention.indexer.num_heads", index_heads, minimum=1),
+        Renamed("index_head_dim", "attention.indexer.head_dim", 128, minimum=1),
     )
 
 
@@ -339,7 +339,7 @@ DECODER_FAMILIES = {
 
 FILED_FAMILIES: dict[str, Family] = {
     name: import_module(f"{family_files.__name__}.{name}").FAMILY
-    for name in sorted(found.name for found in pkgutil.iter_modules(family_files.__path__))
+    for name in sorted(module.name for module in pkgutil.iter_modules(family_files.__path__))
 }
 """Family of each file of `family_files`."""
 

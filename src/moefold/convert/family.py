@@ -82,10 +82,10 @@ class MultimodalFolder:
         """
         around = keys = hf_config
         for key in self.config_path:
-            found = keys.get(key)
-            if not isinstance(found, Mapping):
-                raise ConfigError(f"config.json of model_type={self.model_type!r} has {key}={found!r}, no object")
-            around, keys = keys, found
+            config = keys.get(key)
+            if not isinstance(config, Mapping):
+                raise ConfigError(f"config.json of model_type={self.model_type!r} has {key}={config!r}, no object")
+            around, keys = keys, config
         values = {key: around[key] for key in ("tie_word_embeddings",) if key in around}
         for key in self.pairs:
             if isinstance(pair := keys.get(key), list):
@@ -149,7 +149,7 @@ class Family:
 
     def name_in_transformers(self, module: str) -> str:
         """Return the name in transformers' model of a module of a folder."""
-        return ".".join(self.renamed_modules.get(part, part) for part in module.split("."))
+        return ".".join(self.renamed_modules.get(word, word) for word in module.split("."))
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor of a folder is ignored."""
@@ -186,16 +186,16 @@ def fused(
 ) -> dict[str, TensorRule]:
     """Return the rules of parameters that one HF tensor of the layer fuses; see `TensorBlock`."""
     return {
-        f"layers.{{l}}.{name}": TensorBlock(f"{LAYER}.{theirs}", part, axis, step, dims)
-        for part, name in enumerate(ours)
+        f"layers.{{l}}.{name}": TensorBlock(f"{LAYER}.{theirs}", index, axis, step, dims)
+        for index, name in enumerate(ours)
     }
 
 
 def grouped(ours: Iterable[str], theirs: str, groups: RowGroups, num_dims: int = 2) -> dict[str, TensorRule]:
     """Return the rules of parameters whose rows alternate by groups in an HF tensor of a layer; see `GroupedRows`."""
     return {
-        f"layers.{{l}}.{name}": GroupedRows(f"{LAYER}.{theirs}", groups, part, num_dims)
-        for part, name in enumerate(ours)
+        f"layers.{{l}}.{name}": GroupedRows(f"{LAYER}.{theirs}", groups, index, num_dims)
+        for index, name in enumerate(ours)
     }
 
 
@@ -212,21 +212,21 @@ def untransposed_experts(gate_up: str, down: str) -> dict[str, TensorRule]:
 
 
 def expert_layouts(
-    each: str, names: Sequence[str] = PROJECTIONS, stacked: str = "", layer: str = LAYER
+    path: str, names: Sequence[str] = PROJECTIONS, stacked: str = "", layer: str = LAYER
 ) -> tuple[TensorRules, TensorRules]:
     """Return the layouts of experts: a tensor for each expert, and stacked as in the memory of transformers 5.
 
     Args:
-        each: module of the layer that holds the experts.
+        path: module of the layer that holds the experts.
         names: names of the matrices of one expert.
-        stacked: module that holds the stacked tensors; empty: `each`.
+        stacked: module that holds the stacked tensors; empty: `path`.
         layer: module of the layer.
     """
     pairs = zip(("gate", "up", "down"), names, strict=True)
     single = {
-        f"layers.{{l}}.ffn.experts.w_{x}": PerExpertTensors(f"{layer}.{each}.{{e}}.{name}.weight") for x, name in pairs
+        f"layers.{{l}}.ffn.experts.w_{x}": PerExpertTensors(f"{layer}.{path}.{{e}}.{name}.weight") for x, name in pairs
     }
-    return single, stacked_experts(f"{stacked or each}.gate_up_proj", f"{stacked or each}.down_proj")
+    return single, stacked_experts(f"{stacked or path}.gate_up_proj", f"{stacked or path}.down_proj")
 
 
 def mla_rules(module: str = "self_attn", layer: str = LAYER) -> dict[str, TensorRule]:
@@ -250,9 +250,9 @@ def by_attention(recurrent: TensorRules, softmax: TensorRules) -> dict[str, Tens
     return {**recurrent, **softmax} | {name: ByAttention(recurrent[name], softmax[name]) for name in shared}
 
 
-def merge_rules(*parts: TensorRules) -> dict[str, TensorRule]:
+def merge_rules(*rules: TensorRules) -> dict[str, TensorRule]:
     """Merge several tables; a later rule of a parameter replaces an earlier rule."""
-    return {ours: row for part in parts for ours, row in part.items()}
+    return {ours: row for group in rules for ours, row in group.items()}
 
 
 def layouts(*tables: TensorRules, experts: Sequence[TensorRules] | None = None) -> tuple[TensorRules, ...]:

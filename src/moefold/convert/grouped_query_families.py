@@ -395,20 +395,20 @@ class ChunkedLayers:
         mark_read(hf_config, "attn_temperature_tuning", "use_qk_norm")
         has_rope = _layers_with_rope(hf_config)
         words = _attention_words(hf_config, has_rope)
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "layers.attention": words,
             "layers.position": ["rope" if value else "nope" for value in has_rope],
         }
         if "chunk" in words:
-            found |= Renamed("attention_chunk_size", "attention_chunk_size").read(hf_config)
+            settings |= Renamed("attention_chunk_size", "attention_chunk_size").read(hf_config)
         if _switch(hf_config, "use_qk_norm") and any(has_rope):
-            found |= {"attention.qk_norm.weight": False, "attention.qk_norm.after_rope": True}
-            found |= {"attention.qk_norm.in_nope": False} if not all(has_rope) else {}
+            settings |= {"attention.qk_norm.weight": False, "attention.qk_norm.after_rope": True}
+            settings |= {"attention.qk_norm.in_nope": False} if not all(has_rope) else {}
         if _switch(hf_config, "attn_temperature_tuning") and not all(has_rope):
             scale = Renamed("attn_scale", "attention.temperature.scale", 0.1).read(hf_config)
-            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192, least=1).read(hf_config)
-            found |= scale | tokens if "attention.temperature.scale" in scale else {}
-        return found
+            tokens = Renamed("floor_scale", "attention.temperature.tokens", 8192, minimum=1).read(hf_config)
+            settings |= scale | tokens if "attention.temperature.scale" in scale else {}
+        return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the kind of every layer; other options of norms and windows do not read back as the same model."""
@@ -438,8 +438,8 @@ def _layers_with_rope(hf_config: Json) -> list[bool]:
     count = num_layers_of(hf_config)
     values = hf_config.get("no_rope_layers") or []
     if not values:
-        every = interval_of(hf_config, "no_rope_layer_interval", 4)
-        return [(i + 1) % every != 0 for i in range(count)]
+        interval = interval_of(hf_config, "no_rope_layer_interval", 4)
+        return [(i + 1) % interval != 0 for i in range(count)]
     if not isinstance(values, list) or len(values) < count or any(value not in (0, 1) for value in values):
         raise ConfigError(
             f"config.json has no_rope_layers={values!r}, which should be 0 or 1 for each of {count} layers"

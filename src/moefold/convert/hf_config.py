@@ -118,8 +118,8 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
 
 def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> MultimodalFolder | None:
     """Return the description of a multimodal folder whose text model has the family; None for other folders."""
-    found = family.multimodal
-    return found if found is not None and hf_config.get("model_type") == found.model_type else None
+    folder = family.multimodal
+    return folder if folder is not None and hf_config.get("model_type") == folder.model_type else None
 
 
 def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
@@ -175,15 +175,15 @@ def inspect_config(
     model: dict[str, Any] = {}
     try:
         spelled = _spell_both_ways(hf_config, family)
-        whole = KeyReader(spelled)
-        text = text_config(whole, family)
+        root = KeyReader(spelled)
+        text = text_config(root, family)
         if reason := quantization_unsupported_reason(plain(text.get(QUANTIZATION_KEY))):
             raise ConfigError(reason)
         defaults = {key: value for key, value in family.default_keys.items() if key not in text}
         text = overlay(text, defaults)
         for entry in family.config_fields:
             model |= entry.read(text)
-        report = _sort_config(hf_config, whole, family, ignored_keys)
+        report = _sort_config(hf_config, root, family, ignored_keys)
         cfg = config_from_dict({"model": joined_layers(model)})
         check_config(cfg, is_training=False)
     except ConfigError as error:
@@ -211,25 +211,25 @@ def _spell_both_ways(hf_config: Mapping[str, Any], family: Family) -> dict[str, 
 
 
 def _sort_config(
-    hf_config: Mapping[str, Any], whole: KeyReader, family: Family, ignored_keys: Collection[str]
+    hf_config: Mapping[str, Any], root: KeyReader, family: Family, ignored_keys: Collection[str]
 ) -> KeyReport:
     """Sort the keys of a config.json whose fields have been read."""
     for alias, name in declared_keys().aliases.get(family.name, {}).items():
-        whole.asked |= {alias} if name in whole.asked else set()
-    given = KeyReader(hf_config)
-    given.asked = whole.asked
-    given.nested = {key: inner for key, inner in whole.nested.items() if key in hf_config}
+        root.read_keys |= {alias} if name in root.read_keys else set()
+    reader = KeyReader(hf_config)
+    reader.read_keys = root.read_keys
+    reader.nested = {key: inner for key, inner in root.nested.items() if key in hf_config}
     multimodal = multimodal_folder(hf_config, family)
     text_keys = config_known_keys(family.name)
     if quantization := hf_config.get(QUANTIZATION_KEY):
-        given.nested[QUANTIZATION_KEY] = KeyReader(quantization)
+        reader.nested[QUANTIZATION_KEY] = KeyReader(quantization)
     top = text_keys if multimodal is None else multimodal_known_keys(multimodal.model_type)
     paths = () if multimodal is None else tuple(accumulate(multimodal.config_path, "{}.{}".format))
-    known = {QUANTIZATION_KEY: QUANTIZATION_KEYS} | dict.fromkeys(paths, top)
-    known |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": QUANTIZATION_KEYS} if paths else {}
-    found = [sort_keys(CONFIG_FILE, given, top, ignored_keys)]
-    found += nested_reports(CONFIG_FILE, given, known, ignored_keys)
-    report = join_reports(CONFIG_FILE, found)
+    key_sets = {QUANTIZATION_KEY: QUANTIZATION_KEYS} | dict.fromkeys(paths, top)
+    key_sets |= {paths[-1]: text_keys, f"{paths[-1]}.{QUANTIZATION_KEY}": QUANTIZATION_KEYS} if paths else {}
+    reports = [sort_keys(CONFIG_FILE, reader, top, ignored_keys)]
+    reports += nested_reports(CONFIG_FILE, reader, key_sets, ignored_keys)
+    report = join_reports(CONFIG_FILE, reports)
     classes = hf_config.get("architectures")
     if multimodal is None and isinstance(classes, list) and classes and family.architecture not in classes:
         report = replace(report, ignored=(*report.ignored, f"architectures={classes!r}"))

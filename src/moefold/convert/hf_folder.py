@@ -63,15 +63,15 @@ def open_hf_folder(path: Path, ignored_keys: Collection[str] = ()) -> HfFolder:
 
 def _text_tensors(tensors: dict[str, TensorLocation], multimodal: MultimodalFolder) -> dict[str, TensorLocation]:
     """Return the tensors of the text model under the names of a folder of only that model, with its rows of each."""
-    found: dict[str, TensorLocation] = {}
+    text_tensors: dict[str, TensorLocation] = {}
     for name, stored in tensors.items():
         alone = multimodal.text_name(name)
-        if alone in found:
+        if alone in text_tensors:
             raise ConfigError(f"tensor {name} of {str(stored.file)!r} is there under another name too")
         if re.fullmatch(multimodal.pair_tensors, alone) and stored.shape:
             stored = replace(stored, shape=(stored.shape[0] // 2, *stored.shape[1:]))
-        found[alone] = stored
-    return found
+        text_tensors[alone] = stored
+    return text_tensors
 
 
 def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:
@@ -123,10 +123,10 @@ def _is_inside(folder: Path, file: str) -> bool:
 
 def _read_index(path: Path, index: Path, *, allows_quantized: bool) -> dict[str, TensorLocation]:
     try:
-        given = read_json(index, MAX_INDEX_BYTES)["weight_map"]
-        bad = sorted({file for file in given.values() if not _is_inside(path, file)})
+        file_of = read_json(index, MAX_INDEX_BYTES)["weight_map"]
+        bad = sorted({file for file in file_of.values() if not _is_inside(path, file)})
         # "./FILE" is equal to FILE, as in transformers.
-        weight_map = {name: str(PurePosixPath(file)) for name, file in given.items()}
+        weight_map = {name: str(PurePosixPath(file)) for name, file in file_of.items()}
         files = sorted(set(weight_map.values()))
     except OSError as error:
         raise ConfigError(f"{str(index)!r} cannot be read: {error.strerror}") from None

@@ -80,7 +80,7 @@ def read_manifest(path: Path) -> Manifest | None:
         others = fields.get("metadata", {})
         if not isinstance(family, str) or (family in FAMILIES and layout not in range(len(FAMILIES[family].layouts))):
             raise ValueError(layout)
-        metadata = {file: {str(key): str(value) for key, value in found.items()} for file, found in others.items()}
+        metadata = {file: {str(key): str(value) for key, value in entries.items()} for file, entries in others.items()}
         return Manifest(family, layout, entries, metadata)
     except FileNotFoundError:
         return None
@@ -110,8 +110,8 @@ def hash_tensor(location: TensorLocation) -> str:
 
 def changed_tensors(manifest: Manifest, hashes: Mapping[str, str]) -> list[str]:
     """Return the tensors whose hashes differ from the manifest."""
-    known = manifest.tensors
-    return [name for name, found in hashes.items() if name in known and known[name].sha256 != found]
+    entries = manifest.tensors
+    return [name for name, digest in hashes.items() if name in entries and entries[name].sha256 != digest]
 
 
 def copy_sidecar_files(source: Path, target: Path, *, excluded: Collection[str] = ()) -> list[str]:
@@ -148,10 +148,10 @@ def copy_index(source: Path, target: Path) -> None:
 
 def save_sidecar_files(source: Path, run: RunConfig, checkpoint: CheckpointConfig) -> None:
     """Copy the sidecar files of a run's initial weights next to the run's checkpoints."""
-    found = source if (source / "config.json").is_file() else find_sidecar_dir(source)
+    folder = source if (source / "config.json").is_file() else find_sidecar_dir(source)
     target = checkpoint_folder(run, checkpoint) / SIDECAR_DIR
-    if found is not None and not target.exists():
-        copy_sidecar_files(found, target)
+    if folder is not None and not target.exists():
+        copy_sidecar_files(folder, target)
 
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -182,12 +182,12 @@ def assign_shards(
         separates_mtp: put MTP layers into separate new files, which no index lists.
     """
     tensors = {name: (dtypes[name], shape) for name, shape in mapping.hf_shapes.items()}
-    known = {} if imported is None else {name: entry for name, entry in imported.tensors.items() if name in tensors}
-    if known.keys() == tensors.keys():
-        found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        for name, entry in known.items():
-            found.setdefault(entry.file, {})[name] = tensors[name]
-        return dict(found)
+    entries = {} if imported is None else {name: entry for name, entry in imported.tensors.items() if name in tensors}
+    if entries.keys() == tensors.keys():
+        shards: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        for name, entry in entries.items():
+            shards.setdefault(entry.file, {})[name] = tensors[name]
+        return dict(shards)
     names = [name for group in group_by_parameters(mapping) for name in group]
     mtp_names = {name for name in names if separates_mtp and is_mtp_tensor(name, model.num_layers)}
     files = _split_shards((name for name in names if name not in mtp_names), tensors, shard_bytes, MODEL_STEM)
@@ -224,8 +224,8 @@ def write_index(tmp_dir: Path, layouts: Mapping[str, FileLayout], sidecar_dir: P
 def _index_matches(index: Path, weight_map: Mapping[str, str], size: int) -> bool:
     """Return whether an index has this weight map and, if it gives a total size, this size."""
     try:
-        found = read_json(index, MAX_INDEX_BYTES)
-        return bool(found["weight_map"] == weight_map and found.get("metadata", {}).get("total_size", size) == size)
+        content = read_json(index, MAX_INDEX_BYTES)
+        return bool(content["weight_map"] == weight_map and content.get("metadata", {}).get("total_size", size) == size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

@@ -18,13 +18,13 @@ from moefold.checkpoint.streaming_io import (
     write_chunks,
     write_manifest_in_parallel,
 )
-from moefold.comm.groups import World
+from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.part import keys_of
 from moefold.config.part_table import toml_value
 from moefold.config.upgrade import FORMAT
-from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.atomic_dir import atomic_directory
 from moefold.convert.hf_config import parse_model_config
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
 from moefold.convert.hf_shards import (
@@ -159,8 +159,8 @@ def write_weights(source: WeightSource, tmp_dir: Path, world: World, on_bytes: O
         # A view of a cached read, which DCP would copy to fresh memory.
         return memory.empty(values.shape, values.dtype).copy_(values)
 
-    parts = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
-    chunks = assign_chunks(parts, source, world)
+    pieces = [chunk for name, shape in source.shapes.items() for chunk in split_into_chunks(name, shape, dtypes[name])]
+    chunks = assign_chunks(pieces, source, world)
     return write_chunks(tmp_dir, source.shapes, dtypes, chunks, read)
 
 
@@ -296,17 +296,17 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
     return share_of_rank(chunks, [row_bytes[chunk.name] * (chunk.stop - chunk.start) for chunk in chunks], world)
 
 
-def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manifest:
+def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:
     """Hash the tensors of a folder, each in one process; reject tensors that differ from the folder's own manifest.
 
     Args:
-        known: hashes that this process has computed already.
+        digests: hashes that this process has computed already.
     """
     folder: HfFolder = source.folder
-    hashes = {name: digest for part in world.all_gather_object(dict(known)) for name, digest in part.items()}
+    hashes = {name: digest for table in world.all_gather_object(dict(digests)) for name, digest in table.items()}
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)
-    own = read_manifest(folder.path)
-    if own is not None and (changed := changed_tensors(own, hashes | _hashes_of_parts(folder, world))):
+    written = read_manifest(folder.path)
+    if written is not None and (changed := changed_tensors(written, hashes | _hashes_of_parts(folder, world))):
         raise ConfigError(
             f"{str(folder.path)!r}: changed since its manifest was written: {format_list(sorted(changed))}"
         )
@@ -316,22 +316,22 @@ def _manifest(source: HfSource, known: Mapping[str, str], world: World) -> Manif
         for name, stored in ((name, folder.tensors[name]) for name in in_order)
     }
     files = sorted({stored.file for stored in folder.tensors.values()})
-    metadata = {file.name: found for file in files if (found := read_metadata(file)) != DEFAULT_METADATA}
+    metadata = {file.name: meta for file in files if (meta := read_metadata(file)) != DEFAULT_METADATA}
     return Manifest(folder.family.name, source.layout, entries, metadata)
 
 
 def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
     """Hash the stored parts of quantised weights."""
-    parts = {
-        part: location
+    locations = {
+        key: location
         for name, stored in folder.tensors.items()
         if isinstance(stored, DequantizedTensor)
-        for part, location in stored.parts(name).items()
+        for key, location in stored.parts(name).items()
     }
-    return _hash_together(parts, world)
+    return _hash_together(locations, world)
 
 
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:
     """Hash tensors, each in one process."""
     mine = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
-    return {name: digest for found in world.all_gather_object(mine) for name, digest in found.items()}
+    return {name: digest for digests in world.all_gather_object(mine) for name, digest in digests.items()}

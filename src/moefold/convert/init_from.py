@@ -20,12 +20,11 @@ from moefold.checkpoint.checkpoint_dir import check_integrity, skipped_checkpoin
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer, trained_tokenizer
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
-from moefold.comm.groups import World, current_world
+from moefold.comm.groups import World, current_world, errors_on_all_ranks
 from moefold.config.checkpoint import CheckpointConfig, UpcycleConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
-from moefold.convert.atomic_dir import errors_on_all_ranks
 from moefold.convert.hf_config import inspect_folder, is_hf_folder
 from moefold.convert.hf_shards import save_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, tokenizer_unsupported_reason
@@ -67,12 +66,12 @@ def load_initial_weights(
     Raises:
         ConfigError: the weights cannot be read, or belong to another model; raised on every rank.
     """
-    given = checkpoint.start
+    start = checkpoint.start
     upcycle = checkpoint.upcycle
-    if not given:
+    if not start:
         return ""
     world = current_world()
-    named = weights_path(given)
+    named = weights_path(start)
     path: Path = folder or world.all_gather_object(resolve_weights_folder(named))[0]
     skipped = skipped_checkpoints(named, path) if is_first_rank else []
     if not is_hf_folder(path):
@@ -105,7 +104,7 @@ def load_initial_weights(
     elif is_first_rank and (left_out := read_model(path, ALL_KEYS).mtp_layers - sizes.mtp_layers):
         notes.append(f"without the layers of multi-token prediction, of which the weights have {left_out}")
     # A copy on this machine is described by its source.
-    origin = given if is_remote(given) and is_hf_folder(path) else path
+    origin = start if is_remote(start) and is_hf_folder(path) else path
     summary = f"{'upcycled from' if upcycle else 'weights from'} {origin}"
     return "; note: ".join([summary, *filter(None, notes)])
 
@@ -194,8 +193,8 @@ class UpcycledSource:
         """Return one expert, [H, F], or [F, H] for w_down, in float32."""
         model = self._model
         dense_name = name.replace(".experts.", ".")
-        part = e % self._granularity
-        inner = slice(part * model.ffn.moe.intermediate_size, (part + 1) * model.ffn.moe.intermediate_size)
+        piece = e % self._granularity
+        inner = slice(piece * model.ffn.moe.intermediate_size, (piece + 1) * model.ffn.moe.intermediate_size)
         outer = slice(0, model.hidden_size)
         is_down = name.endswith("w_down")
         values = self._dense.read(dense_name, (outer, inner) if is_down else (inner, outer)).float().t()

@@ -17,17 +17,17 @@ class KeyReader(Mapping[str, Any]):
 
     Attributes:
         values_by_key: the object.
-        asked: accessed keys, present or not.
+        read_keys: accessed keys, present or not.
         nested: readers of the accessed nested objects.
     """
 
     def __init__(self, values: Json) -> None:
         self.values_by_key = dict(values)
-        self.asked: set[str] = set()
+        self.read_keys: set[str] = set()
         self.nested: dict[str, KeyReader] = {}
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
+        self.read_keys.add(key)
         value = self.values_by_key[key]
         if not isinstance(value, dict):
             return value
@@ -35,7 +35,7 @@ class KeyReader(Mapping[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         if isinstance(key, str):
-            self.asked.add(key)
+            self.read_keys.add(key)
         return key in self.values_by_key
 
     def __iter__(self) -> Iterator[str]:
@@ -50,7 +50,7 @@ class KeyReader(Mapping[str, Any]):
     def with_values(self, values: Json) -> "KeyReader":
         """Return a reader with some other values, which records into the same sets."""
         other = KeyReader({**self.values_by_key, **values})
-        other.asked = self.asked
+        other.read_keys = self.read_keys
         other.nested = self.nested
         return other
 

@@ -281,7 +281,7 @@ def _kind_of(key: str, value: Any, keys: KeyReader, known: KnownKeys, is_ignored
     """Return the kind of a key, and the reason if it is refused."""
     if is_ignored:
         return "ignored", ""
-    if key in keys.asked:
+    if key in keys.read_keys:
         return "read", ""
     if key in known.declared and _is_same(value, known.declared[key]):
         return "constant", ""
@@ -329,9 +329,9 @@ def nested_reports(
 _PLAIN = KnownKeys({}, void=_VENDORS)
 
 
-def join_reports(file: str, found: Collection[tuple[KeyReport, list[str]]]) -> KeyReport:
+def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) -> KeyReport:
     """Return the kinds of all keys of a file; raise ConfigError if some are refused."""
-    refused = [reason for _, reasons in found for reason in reasons]
+    refused = [reason for _, reasons in reports for reason in reasons]
     if refused:
         names = [reason.partition("=")[0] for reason in refused]
         options = " ".join(f"--ignore-key {name}" for name in names)
@@ -339,12 +339,12 @@ def join_reports(file: str, found: Collection[tuple[KeyReport, list[str]]]) -> K
             f"{file} has {'; '.join(refused)}; if the model computes the same without, add {options} "
             f"(checkpoint.ignore_keys of a recipe)"
         )
-    parts = [report for report, _ in found]
+    merged = [report for report, _ in reports]
     return KeyReport(
         file,
-        tuple(key for part in parts for key in part.read),
-        tuple(key for part in parts for key in part.constant),
-        tuple(key for part in parts for key in part.ignored),
+        tuple(key for report in merged for key in report.read),
+        tuple(key for report in merged for key in report.constant),
+        tuple(key for report in merged for key in report.ignored),
     )
 
 

@@ -22,8 +22,8 @@ class SparseLayers:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read which layers have experts."""
         count = num_layers_of(hf_config)
-        given = hf_config.get("decoder_sparse_step") is not None
-        step = interval_of(hf_config, "decoder_sparse_step", 1) if given else 1
+        has_step = hf_config.get("decoder_sparse_step") is not None
+        step = interval_of(hf_config, "decoder_sparse_step", 1) if has_step else 1
         dense = hf_config.get("mlp_only_layers")
         dense = list(self.default_dense) if dense is None else dense
         if not isinstance(dense, list) or not all(map(is_int, dense)):
@@ -85,14 +85,14 @@ class ExpertLayerRange:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read which layers have experts."""
         count = num_layers_of(hf_config)
-        found = {}
+        bounds = {}
         for name, default in (("start_index", 1), ("end_index", -1), ("interval", 1)):
             value = hf_config.get(f"moe_layer_{name}", default)
             if not is_int(value) or value < (1 if name == "interval" else -1):
                 raise ConfigError(f"config.json has moe_layer_{name}={value!r}, which should be a whole number")
-            found[name] = value
-        last = count - 1 if found["end_index"] == -1 else found["end_index"]
-        layers = [i for i in range(found["start_index"], last + 1) if (i + 1) % found["interval"] == 0]
+            bounds[name] = value
+        last = count - 1 if bounds["end_index"] == -1 else bounds["end_index"]
+        layers = [i for i in range(bounds["start_index"], last + 1) if (i + 1) % bounds["interval"] == 0]
         return {"layers.ffn": ["moe" if i in layers else "dense" for i in range(count)]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -149,9 +149,9 @@ class EveryNthFull:
         return types_by_interval(count, interval_of(hf_config, self.hf_key, self.default), self.others)
 
 
-def types_by_interval(count: int, every: int, others: str) -> list[str]:
+def types_by_interval(count: int, interval: int, others: str) -> list[str]:
     """Return full attention for every n-th layer, another type for other layers."""
-    return [others if (i + 1) % every else "full_attention" for i in range(count)]
+    return [others if (i + 1) % interval else "full_attention" for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -204,12 +204,12 @@ class SlidingWindowLayers:
         window = hf_config.get("sliding_window", self.default_window)
         types = hf_config.get("layer_types") or self.default_types(hf_config, num_layers_of(hf_config))
         words = words_of(overlay(hf_config, {"layer_types": types}), "layer_types", self.words)
-        found: dict[str, Any] = {"layers.attention": words, "sliding_window": 0}
+        settings: dict[str, Any] = {"layers.attention": words, "sliding_window": 0}
         if "window" in words:
-            found |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
+            settings |= Renamed("sliding_window", "sliding_window").read({"sliding_window": window})
         if self.full_layers == "nope" or (self.full_layers == "nope with a window" and window is not None):
-            found["layers.position"] = ["nope" if word == "full" else "rope" for word in words]
-        return found
+            settings["layers.position"] = ["nope" if word == "full" else "rope" for word in words]
+        return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the type of every layer."""
@@ -226,7 +226,7 @@ class UniformWindow:
         longest = hf_config.get("max_position_embeddings")
         if window is None or (is_int(window) and is_int(longest) and window >= longest):
             return {"sliding_window": 0}
-        return {"layers.attention": "window", **Renamed("sliding_window", "sliding_window", least=1).read(hf_config)}
+        return {"layers.attention": "window", **Renamed("sliding_window", "sliding_window", minimum=1).read(hf_config)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the window; layers of several kinds do not read back as the same model."""
@@ -298,14 +298,14 @@ class IndexerTypes:
             return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
         if pattern is not None:
             return list(pattern) if isinstance(pattern, list) else [pattern]
-        every = hf_config.get("index_topk_freq", 1)
+        interval = hf_config.get("index_topk_freq", 1)
         offset = hf_config.get("index_skip_topk_offset", 2)
-        if not is_int(every) or not is_int(offset):
+        if not is_int(interval) or not is_int(offset):
             raise ConfigError(
-                f"config.json has index_topk_freq={every!r} and index_skip_topk_offset={offset!r}, which should be "
+                f"config.json has index_topk_freq={interval!r} and index_skip_topk_offset={offset!r}, which should be "
                 "whole numbers"
             )
-        return ["full" if max(i - offset + 1, 0) % max(every, 1) == 0 else "shared" for i in range(count)]
+        return ["full" if max(i - offset + 1, 0) % max(interval, 1) == 0 else "shared" for i in range(count)]
 
 
 def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: settings of [model]; a column is a word of all layers, or a list with a word for each.
     """
-    found = {key: value for key, value in settings.items() if not key.startswith("layers")}
+    merged = {key: value for key, value in settings.items() if not key.startswith("layers")}
     columns = [settings.get(f"layers.{column}", word) for column, word in LayerWords()._asdict().items()]
     columns = [[words] * settings["layers"] if isinstance(words, str) else words for words in columns]
-    return found | {"layers": spell_layers([LayerWords(*words) for words in zip(*columns, strict=True)])}
+    return merged | {"layers": spell_layers([LayerWords(*words) for words in zip(*columns, strict=True)])}

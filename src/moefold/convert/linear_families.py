@@ -158,10 +158,10 @@ class QwenMTPLayers:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the number; 0 if absent, and `count_mtp_layers` then searches for the layer."""
-        found = Renamed(self.hf_key, "mtp_layers", 0).read(hf_config)
-        if found["mtp_layers"] not in (0, 1):
-            raise ConfigError(f"config.json has {self.hf_key}={found['mtp_layers']}; moefold reads 0 or 1")
-        return found
+        settings = Renamed(self.hf_key, "mtp_layers", 0).read(hf_config)
+        if settings["mtp_layers"] not in (0, 1):
+            raise ConfigError(f"config.json has {self.hf_key}={settings['mtp_layers']}; moefold reads 0 or 1")
+        return settings
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the number; an MTP layer of a different kind reads back as no layer."""
@@ -256,9 +256,9 @@ class KimiLinearSizes:
             "linear_conv_kernel_dim": ("short_conv_kernel_size", 4),
         }
         keys = {key: nested.get(name, hf_config.get(key, default)) for key, (name, default) in names.items()}
-        found = {key: value for entry in _SIZES for key, value in entry.read(keys).items()}
+        settings = {key: value for entry in _SIZES for key, value in entry.read(keys).items()}
         types = hf_config.get("layer_types") or self._layer_types(nested, num_layers_of(hf_config))
-        return found | LINEAR_LAYERS.read(overlay(hf_config, {"layer_types": types}))
+        return settings | LINEAR_LAYERS.read(overlay(hf_config, {"layer_types": types}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write the keys of transformers; heads of several sizes do not read back as the same model."""
@@ -294,10 +294,10 @@ class LingLayers:
             "linear_conv_kernel_dim": ("short_conv_kernel_size", 4),
         }
         sizes = {key: hf_config.get(key, hf_config.get(name, default)) for key, (name, default) in names.items()}
-        every = hf_config.get("layer_group_size", 6)
+        interval = hf_config.get("layer_group_size", 6)
         types = hf_config.get("layer_types")
-        if types is None and is_int(every) and every > 0:
-            types = types_by_interval(num_layers_of(hf_config), every, "linear_attention")
+        if types is None and is_int(interval) and interval > 0:
+            types = types_by_interval(num_layers_of(hf_config), interval, "linear_attention")
         return KimiLinearSizes().read(overlay(hf_config, {**sizes, "layer_types": types or []}))
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -316,14 +316,14 @@ class DecayBound:
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the bound; 0: no bound."""
         is_bounded = hf_config.get("kda_safe_gate", True)
-        found = Renamed("kda_lower_bound", "linear_attention.decay_bound", -5.0).read(hf_config)
-        if not isinstance(is_bounded, bool) or found["linear_attention.decay_bound"] >= 0:
+        settings = Renamed("kda_lower_bound", "linear_attention.decay_bound", -5.0).read(hf_config)
+        if not isinstance(is_bounded, bool) or settings["linear_attention.decay_bound"] >= 0:
             raise ConfigError(
                 f"config.json has kda_safe_gate={is_bounded!r} and "
-                f"kda_lower_bound={found['linear_attention.decay_bound']}, "
+                f"kda_lower_bound={settings['linear_attention.decay_bound']}, "
                 "which should be true or false, and below 0"
             )
-        return found if is_bounded else {}
+        return settings if is_bounded else {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write switch and bound."""

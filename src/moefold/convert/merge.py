@@ -75,8 +75,8 @@ class MergedSource:
         mean: Tensor | None = None
         for source, fraction in zip(self._sources, self.fractions, strict=True):
             # The first product is not added to zero, which would turn -0 into 0.
-            part = source.read_rows(name, region[0])[inner].double().mul_(fraction)
-            mean = part if mean is None else mean.add_(part)
+            block = source.read_rows(name, region[0])[inner].double().mul_(fraction)
+            mean = block if mean is None else mean.add_(block)
         assert mean is not None
         return mean.to(self.dtype(name))
 
@@ -159,9 +159,9 @@ def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str])
     Raises:
         ConfigError: two differ.
     """
-    known = [(path, name) for path, name in zip(checkpoints, tokenizers, strict=True) if name]
-    for path, name in known[1:]:
-        first_path, first = known[0]
+    named = [(path, name) for path, name in zip(checkpoints, tokenizers, strict=True) if name]
+    for path, name in named[1:]:
+        first_path, first = named[0]
         is_same = (
             name == first if "bytes" in (name, first) else have_same_ids(_tokenizer_file(first), _tokenizer_file(name))
         )
@@ -185,11 +185,11 @@ def matched_rows(first: Tensor, second: Tensor) -> tuple[int, int]:
         The number of matches, and of rows that were compared.
     """
     is_nonzero = (first.abs().sum(1) > 0) & (second.abs().sum(1) > 0)
-    one, other = (rows[is_nonzero] for rows in (first, second))
-    if not len(one):
+    ours, theirs = (rows[is_nonzero] for rows in (first, second))
+    if not len(ours):
         return 0, 0
-    similarity = (one / one.norm(dim=1, keepdim=True)) @ (other / other.norm(dim=1, keepdim=True)).T
-    return int((similarity.diagonal() >= similarity.amax(1) - 1e-9).sum()), len(one)
+    similarity = (ours / ours.norm(dim=1, keepdim=True)) @ (theirs / theirs.norm(dim=1, keepdim=True)).T
+    return int((similarity.diagonal() >= similarity.amax(1) - 1e-9).sum()), len(ours)
 
 
 def _matched_embeddings(first: CheckpointSource, other: CheckpointSource) -> tuple[int, int]:
@@ -223,12 +223,12 @@ def _shapes(source: CheckpointSource) -> dict[str, Shape]:
 
 
 def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
-    here = _shapes(first)
-    there = _shapes(other)
+    ours = _shapes(first)
+    theirs = _shapes(other)
     wrong = [
-        f"{name} of shape {list(here.get(name, ()))} and {list(there.get(name, ()))}"
-        for name in sorted(here.keys() | there.keys())
-        if here.get(name) != there.get(name)
+        f"{name} of shape {list(ours.get(name, ()))} and {list(theirs.get(name, ()))}"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
     ]
     if wrong:
         raise ConfigError(

@@ -111,12 +111,12 @@ def _base_model(start: str) -> str:
         try:
             if not start or is_remote(start) or not path.is_dir() or is_hf_folder(path):
                 return ""
-            found = locate_checkpoint(path)
-            if origin := read_meta(found).origin:
+            checkpoint = locate_checkpoint(path)
+            if origin := read_meta(checkpoint).origin:
                 # "import of FOLDER" or "upcycle of FOLDER".
                 start = origin.partition(" of ")[2]
                 continue
-            cfg = find_run_config(found, read_model(found))
+            cfg = find_run_config(checkpoint, read_model(checkpoint))
         except ConfigError:
             # The earlier weights are missing, or were replaced: their source is unknown.
             return ""
@@ -234,5 +234,5 @@ def _shortest(name: str, value: Any) -> Any:
 
 
 def _may_be_path(value: Any) -> bool:
-    parts = value if isinstance(value, list) else [value]
-    return any(isinstance(part, str) and ("/" in part or "\\" in part) for part in parts)
+    entries = value if isinstance(value, list) else [value]
+    return any(isinstance(entry, str) and ("/" in entry or "\\" in entry) for entry in entries)

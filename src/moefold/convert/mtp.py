@@ -31,8 +31,8 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
     """Return whether a tensor of a folder belongs to MTP: to a layer after the last layer, or by its name."""
     if re.match(r"(model\.)?mtp[._]", name):
         return True
-    found = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    return found is not None and int(found[1]) >= num_layers
+    match = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    return match is not None and int(match[1]) >= num_layers
 
 
 def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> ModelConfig:

@@ -15,11 +15,11 @@ from moefold.checkpoint.adapter_settings import folder_digest
 from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
 from moefold.checkpoint.streaming_io import CheckpointSource
-from moefold.comm.groups import World
+from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.convert.atomic_dir import atomic_directory, raise_on_all_ranks
+from moefold.convert.atomic_dir import atomic_directory
 from moefold.convert.export_folder import EXPORT_DTYPES, TRAINED_WAY_OUT
 from moefold.convert.family import Family
 from moefold.convert.hf_config import families_for, find_family, is_hf_folder, read_hf_config
@@ -148,17 +148,17 @@ def _parameters_to_stack(
     has_halves = len(matrices & {"w_gate", "w_up"}) != 1
     if not matrices or (has_halves and family.name in declared_keys().stacked_by_peft):
         return {}
-    found = stacked_parameters(model, family, adapted_weights(model, LoraConfig(rank=1)))
-    if not found:
+    stacked = stacked_parameters(model, family, adapted_weights(model, LoraConfig(rank=1)))
+    if not stacked:
         raise ConfigError(
             f"PEFT has no place for adapters of {format_list(sorted(matrices))} of the experts of {family.name}: "
             "export with --merge"
         )
-    return found
+    return stacked
 
 
 def _read_pair(source: CheckpointSource, name: str) -> tuple[Tensor, Tensor]:
-    a, b = (source.read(part, tuple(slice(0, size) for size in source.shapes[part])) for part in adapter_names(name))
+    a, b = (source.read(half, tuple(slice(0, size) for size in source.shapes[half])) for half in adapter_names(name))
     source.clear_cache()
     return a, b
 
@@ -201,16 +201,16 @@ def _add_stacked(keys: dict[str, Any], parameters: Mapping[str, list[StackedPara
     If gate and up projections both have adapters, the rank is doubled with the same scale.
     """
     targets = {
-        each.target: sum(piece.name in stacked for piece in each.pieces)
+        parameter.target: sum(piece.name in stacked for piece in parameter.pieces)
         for several in parameters.values()
-        for each in several
+        for parameter in several
     }
     adapted = {target: count for target, count in targets.items() if count}
     if not adapted:
         return
     keys["target_parameters"] = sorted({*(keys["target_parameters"] or ()), *adapted})
-    for key, of_one in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        keys[key] = {target: count * keys[of_one] for target, count in adapted.items() if count > 1}
+    for key, key_of_one in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        keys[key] = {target: count * keys[key_of_one] for target, count in adapted.items() if count > 1}
 
 
 def _base_name(base: Path) -> tuple[str, str]:
@@ -377,12 +377,12 @@ def split_targets(
         others: names of the modules without adapters; targets with the same last name as one of these are in full.
         family: the model's family.
     """
-    taken = declared_keys().stacked_by_peft.get(family.name, [])
+    stacked = declared_keys().stacked_by_peft.get(family.name, [])
     ambiguous = {leaf(name) for name in others}
-    weights = {name for name in modules if leaf(name) in taken}
+    weights = {name for name in modules if leaf(name) in stacked}
     named = {leaf(name) for name in experts}
     for name in modules:
         if name not in weights:
             names = (name, family.name_in_transformers(name))
-            named |= {*names} if leaf(name) in ambiguous else {leaf(each) for each in names}
+            named |= {*names} if leaf(name) in ambiguous else {leaf(target) for target in names}
     return sorted(named), sorted(f"{name}.weight" for name in weights)

@@ -63,11 +63,11 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
                 f"{str(path)!r} has {key}={keys[key]!r}, which moefold does not compute; it reads {value!r}"
             )
     _check_scale(path, keys)
-    known = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
+    table = KnownKeys(dict.fromkeys(_NEUTRAL_KEYS), {**declared_keys().adapter, **CONSTANT_KEYS}, "PEFT's LoRA", VOID)
     reader = KeyReader(keys)
-    reader.asked |= {"peft_type", *_READ_KEYS}
+    reader.read_keys |= {"peft_type", *_READ_KEYS}
     try:
-        report = join_reports(CONFIG_FILE, [sort_keys(CONFIG_FILE, reader, known, ignored_keys)])
+        report = join_reports(CONFIG_FILE, [sort_keys(CONFIG_FILE, reader, table, ignored_keys)])
     except ConfigError as error:
         raise ConfigError(f"{str(folder)!r}: {error}") from None
     _check_weights_file(folder)
@@ -129,9 +129,9 @@ def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Pa
         ConfigError: the weights do not exist.
     """
     named = keys.get("base_model_name_or_path") if base is None else str(base)
-    found = [] if not isinstance(named, str) or not named else [Path(named)]
-    found += [folder / path for path in found if base is None and not path.is_absolute()]
-    for path in found:
+    paths = [] if not isinstance(named, str) or not named else [Path(named)]
+    paths += [folder / path for path in paths if base is None and not path.is_absolute()]
+    for path in paths:
         if path.is_dir():
             return resolve_weights_folder(path)
     key = "--base" if base is not None else "base_model_name_or_path"

@@ -75,24 +75,24 @@ def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, Param
     Raises:
         ConfigError: the family has no separate module for a matrix, in any layout of its tensors.
     """
-    found = find_modules(model, family, weights)
-    if fused := sorted(weights.keys() - {module.name for module in found}):
+    modules = find_modules(model, family, weights)
+    if fused := sorted(weights.keys() - {module.name for module in modules}):
         raise ConfigError(
             f"PEFT adapts modules, and models of the family {family.name} have none of their own for "
             f"{format_list(fused)}; moefold export --merge writes the merged weights instead"
         )
-    return found
+    return modules
 
 
 def find_modules(model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]) -> list[PeftModule]:
     """Return the modules like `peft_modules`, for all matrices with a module in some layout of the family's tensors."""
-    found: list[PeftModule] = []
+    matches: list[PeftModule] = []
     for rules in family.layouts:
         mapping = family_mapping(model, rules, family)
         modules = [module for name, weight in weights.items() for module in _modules_of(mapping, name, weight)]
-        if len({module.name for module in modules}) > len({module.name for module in found}):
-            found = modules
-    return found
+        if len({module.name for module in modules}) > len({module.name for module in matches}):
+            matches = modules
+    return matches
 
 
 def other_modules(model: ModelConfig, family: Family, adapted: Collection[PeftModule]) -> set[str]:
@@ -168,11 +168,11 @@ class StackedParameter:
 
     def stack(self, adapters: Mapping[str, Pair]) -> Pair:
         """Return A and B of PEFT, given A [E, in, r] and B [E, r, out] of our matrices, by name."""
-        parts = [(piece, *adapters[piece.name]) for piece in self.pieces if piece.name in adapters]
-        experts, _, rank = parts[0][1].shape
-        a_ERI = torch.cat([a.transpose(1, 2) for _, a, _ in parts], dim=1)
+        trained = [(piece, *adapters[piece.name]) for piece in self.pieces if piece.name in adapters]
+        experts, _, rank = trained[0][1].shape
+        a_ERI = torch.cat([a.transpose(1, 2) for _, a, _ in trained], dim=1)
         b_ERO = a_ERI.new_zeros(experts, a_ERI.shape[1], self.outputs)
-        for number, (piece, _, b) in enumerate(parts):
+        for number, (piece, _, b) in enumerate(trained):
             b_ERO[:, number * rank : (number + 1) * rank, self._outputs_of(piece)] = b
         if self.is_swapped:
             return b_ERO.reshape(-1, self.outputs), a_ERI.permute(2, 1, 0).reshape(self.inputs, -1)
@@ -190,22 +190,22 @@ class StackedParameter:
         a_ERI, b_ERO = (by_rank, by_expert) if self.is_swapped else (by_expert, by_rank)
         width = a_ERI.shape[1]
         is_diagonal = width == rank * len(self.pieces) > rank
-        found = {}
+        pairs = {}
         for number, piece in enumerate(self.pieces):
             columns_ERO = b_ERO[:, :, self._outputs_of(piece)]
-            own = slice(number * rank, (number + 1) * rank) if is_diagonal else slice(None)
+            columns = slice(number * rank, (number + 1) * rank) if is_diagonal else slice(None)
             others = columns_ERO.clone()
-            others[:, own] = 0
+            others[:, columns] = 0
             if (width != rank and not is_diagonal) or others.any():
                 raise ConfigError(
                     f"the adapter of {self.module} has rank {width}, and r={rank} in adapter_config.json; moefold "
                     "reads one rank for all modules"
                 )
-            found[piece.name] = (
-                a_ERI[:, own].transpose(1, 2).contiguous(),
-                columns_ERO[:, own].contiguous(),
+            pairs[piece.name] = (
+                a_ERI[:, columns].transpose(1, 2).contiguous(),
+                columns_ERO[:, columns].contiguous(),
             )
-        return found
+        return pairs
 
     def _outputs_of(self, piece: SliceMapping) -> slice:
         """Return the outputs of one of our matrices."""
@@ -223,20 +223,20 @@ def stacked_parameters(
         family: the model's family; its last layout with stacked experts is the layout of transformers' model.
         weights: the matrices that may have adapters, by name.
     """
-    found: dict[str, list[StackedParameter]] = {}
+    stacked: dict[str, list[StackedParameter]] = {}
     for rules in family.layouts:
         mapping = family_mapping(model, rules, family)
         by_tensor: dict[str, list[SliceMapping]] = {}
         for name, weight in weights.items():
             for piece in mapping.by_name[name] if weight.is_expert else ():
                 by_tensor.setdefault(piece.hf_name, []).append(piece)
-        parameters = [_parameter(family, name, mapping.hf_shapes[name], parts) for name, parts in by_tensor.items()]
+        parameters = [_parameter(family, name, mapping.hf_shapes[name], pieces) for name, pieces in by_tensor.items()]
         if None in parameters:
             continue
-        found = {}
+        stacked = {}
         for parameter in sorted(filter(None, parameters), key=lambda parameter: -len(parameter.pieces)):
-            found.setdefault(parameter.module, []).append(parameter)
-    return found
+            stacked.setdefault(parameter.module, []).append(parameter)
+    return stacked
 
 
 def _parameter(family: Family, hf_name: str, shape: Shape, pieces: list[SliceMapping]) -> StackedParameter | None:
@@ -244,9 +244,9 @@ def _parameter(family: Family, hf_name: str, shape: Shape, pieces: list[SliceMap
     _, in_dim, out_dim = pieces[0].dims
     if len(shape) != 3 or in_dim is None or out_dim is None:
         return None
-    parts = tuple(sorted(pieces, key=lambda piece: piece.hf_start[out_dim]))
+    ordered = tuple(sorted(pieces, key=lambda piece: piece.hf_start[out_dim]))
     is_swapped = in_dim < out_dim and family.name not in _WITH_INPUTS_FIRST
-    return StackedParameter(hf_name, shape[in_dim], shape[out_dim], parts, is_swapped)
+    return StackedParameter(hf_name, shape[in_dim], shape[out_dim], ordered, is_swapped)
 
 
 def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> dict[str, Tensor]:
@@ -256,14 +256,14 @@ def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[St
         adapters: adapters of our matrices, A [E, in, r] and B [E, r, out], by name.
         parameters: result of `stacked_parameters`; parameters without an adapter are ignored.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for module, candidates in parameters.items():
         adapted = [parameter for parameter in candidates if any(piece.name in adapters for piece in parameter.pieces)]
         # PEFT wraps the parameters one after the other.
         names = reversed(_pair_names(module)[: len(adapted)])
         for parameter, pair_names in zip(adapted, names, strict=True):
-            found |= dict(zip(pair_names, parameter.stack(adapters), strict=True))
-    return found
+            tensors |= dict(zip(pair_names, parameter.stack(adapters), strict=True))
+    return tensors
 
 
 def read_stacked(
@@ -278,7 +278,7 @@ def read_stacked(
     Raises:
         ConfigError: an adapter has another rank, or shapes that fit no parameter.
     """
-    found: dict[str, Pair] = {}
+    pairs: dict[str, Pair] = {}
     for module, candidates in parameters.items():
         for name_a, name_b in _pair_names(module):
             if name_a not in tensors or name_b not in tensors:
@@ -290,16 +290,16 @@ def read_stacked(
                 raise ConfigError(
                     f"{name_a} is {list(a.shape)} and its B {list(b.shape)}, sizes of no parameter of {module}"
                 )
-            found |= fitting[0].unstack(a, b, rank)
-    untrained = _untrained_halves(found, parameters)
-    kept = {name: pair for name, pair in found.items() if leaf(name) not in untrained}
-    return {part: values for name, pair in kept.items() for part, values in zip(adapter_names(name), pair, strict=True)}
+            pairs |= fitting[0].unstack(a, b, rank)
+    untrained = _untrained_halves(pairs, parameters)
+    kept = {name: pair for name, pair in pairs.items() if leaf(name) not in untrained}
+    return {half: values for name, pair in kept.items() for half, values in zip(adapter_names(name), pair, strict=True)}
 
 
-def _untrained_halves(found: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
+def _untrained_halves(pairs: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:
     """Return the matrices, such as w_up, with a zero adapter in all layers where the other adapter is not zero."""
-    trained = {leaf(name) for name, (_, b) in found.items() if b.any()}
-    halves = [{leaf(piece.name) for piece in each.pieces} for several in parameters.values() for each in several]
+    trained = {leaf(name) for name, (_, b) in pairs.items() if b.any()}
+    halves = [{leaf(piece.name) for piece in group.pieces} for several in parameters.values() for group in several]
     return set().union(*(half - trained for half in halves if half & trained))
 
 

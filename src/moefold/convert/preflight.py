@@ -299,9 +299,9 @@ def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
     Raises:
         ConfigError: on the first error.
     """
-    found = locate_checkpoint(checkpoint)
-    check_file_sizes(found)
-    read_model(found)
+    folder = locate_checkpoint(checkpoint)
+    check_file_sizes(folder)
+    read_model(folder)
     check_out(out, rank_env)
 
 
@@ -331,18 +331,18 @@ def check_merge(
         raise ConfigError("--weights have a sum above the largest number; only their ratios matter, so divide them all")
     if hf_folders := [path for path in checkpoints if is_hf_folder(path)]:
         raise ConfigError(f"{str(hf_folders[0])!r} is a Hugging Face folder; convert it with moefold import first")
-    found = [locate_checkpoint(path) for path in checkpoints]
-    if adapters := [path for path in found if read_meta(path).lora]:
+    paths = [locate_checkpoint(path) for path in checkpoints]
+    if adapters := [path for path in paths if read_meta(path).lora]:
         raise ConfigError(
             f"{str(adapters[0])!r} only has adapters, whose products are not averaged with them; export each with "
             "moefold export --merge, and import the result"
         )
-    first = read_model(found[0])
-    for path in found:
+    first = read_model(paths[0])
+    for path in paths:
         check_file_sizes(path)
         if different := model_differences(model_sizes(read_model(path)), first):
             raise ConfigError(
-                f"{str(path)!r} is of another model than {str(found[0])!r}: {different}; merge checkpoints of one model"
+                f"{str(path)!r} is of another model than {str(paths[0])!r}: {different}; merge checkpoints of one model"
             )
     check_out(out, rank_env)
     return shares

@@ -49,31 +49,31 @@ def dequantize_tensors(
         ConfigError: a part is missing, or its shape or dtype contradicts the other parts.
     """
     is_fp8 = quantization["quant_method"] == "fp8"
-    found = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
+    pairs = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
     wrong = [
         f"tensor {name} of type {stored.dtype} lacks its other part"
-        for name, stored in found.items()
+        for name, stored in pairs.items()
         if stored.dtype in QUANTIZED_DTYPES
     ]
     wrong += [
         f"tensor {name} does not fit the shape {list(t.values.shape)} of its values"
-        for name, t in found.items()
+        for name, t in pairs.items()
         if isinstance(t, DequantizedTensor) and not t.has_matching_parts()
     ]
     if wrong:
         raise ConfigError(f"{str(folder)!r}: {format_list(sorted(wrong))}")
-    return found
+    return pairs
 
 
 def _pair_fp8(tensors: Mapping[str, TensorLocation], block: Sequence[int]) -> dict[str, TensorLocation]:
-    found: dict[str, TensorLocation] = {}
+    pairs: dict[str, TensorLocation] = {}
     for name, stored in tensors.items():
         original = tensors.get(name.removesuffix(FP8_SCALES)) if name.endswith(FP8_SCALES) else None
         if original is not None and original.dtype == "F8_E4M3":
             continue
         scales = tensors.get(name + FP8_SCALES)
         if stored.dtype == "F8_E4M3" and scales is not None:
-            found[name] = BlockFp8Tensor(
+            pairs[name] = BlockFp8Tensor(
                 stored.file,
                 DEQUANTIZED_DTYPE,
                 stored.shape,
@@ -83,23 +83,23 @@ def _pair_fp8(tensors: Mapping[str, TensorLocation], block: Sequence[int]) -> di
                 block=(block[0], block[1]),
             )
         else:
-            found[name] = stored
-    return found
+            pairs[name] = stored
+    return pairs
 
 
 def _pair_mxfp4(tensors: Mapping[str, TensorLocation]) -> dict[str, TensorLocation]:
-    found: dict[str, TensorLocation] = {}
+    pairs: dict[str, TensorLocation] = {}
     for name, stored in tensors.items():
         stem = re.sub(f"({MXFP4_BLOCKS}|{MXFP4_SCALES})$", "", name)
         blocks = tensors.get(stem + MXFP4_BLOCKS)
         scales = tensors.get(stem + MXFP4_SCALES)
         if stem == name or blocks is None or scales is None or len(blocks.shape) != 4:
-            found[name] = stored
+            pairs[name] = stored
         elif name.endswith(MXFP4_BLOCKS):
             experts, rows, groups, _ = blocks.shape
             shape = (experts, groups * MXFP4_GROUP, rows)
-            found[stem] = Mxfp4Tensor(blocks.file, DEQUANTIZED_DTYPE, shape, blocks.start, values=blocks, scales=scales)
-    return found
+            pairs[stem] = Mxfp4Tensor(blocks.file, DEQUANTIZED_DTYPE, shape, blocks.start, values=blocks, scales=scales)
+    return pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,8 @@ class Mxfp4Tensor(DequantizedTensor):
     def read(self, index: Sequence[slice], on_rows: OnRows | None = None) -> Tensor:
         """Read a part; only one whole expert at a time is in memory."""
         experts = range(index[0].start, index[0].stop, index[0].step or 1)
-        parts = [self._expert(expert)[index[1], index[2]] for expert in experts]
-        return torch.stack(parts) if parts else torch.empty(0, *self.shape[1:], dtype=torch.bfloat16)
+        blocks = [self._expert(expert)[index[1], index[2]] for expert in experts]
+        return torch.stack(blocks) if blocks else torch.empty(0, *self.shape[1:], dtype=torch.bfloat16)
 
     def _expert(self, number: int) -> Tensor:
         """Dequantise one expert, [in, out]."""
@@ -300,8 +300,8 @@ def quantize_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = padded.view(height, FP8_BLOCK, width, FP8_BLOCK).abs().amax((1, 3))
     maximum = torch.finfo(torch.float8_e4m3fn).max
     scales = torch.where(largest > 0, largest / maximum, 1.0)
-    each = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)[:rows, :columns]
-    return (values / each).clamp(-maximum, maximum).to(torch.float8_e4m3fn), scales
+    expanded = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)[:rows, :columns]
+    return (values / expanded).clamp(-maximum, maximum).to(torch.float8_e4m3fn), scales
 
 
 def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,9 +338,9 @@ def expand_files(
     """Return the tensors of each file, with quantised tensors replaced by their parts."""
     return {
         file: {
-            part: spec
+            tensor_name: spec
             for name, (dtype, shape) in tensors.items()
-            for part, spec in quantization.part_specs(name, dtype, shape).items()
+            for tensor_name, spec in quantization.part_specs(name, dtype, shape).items()
         }
         for file, tensors in files.items()
     }

@@ -34,48 +34,48 @@ class RopeParameters:
         """Read theta and the RoPE scaling."""
         # As in transformers, the older key takes precedence.
         mark_read(hf_config, *_OUTER_KEYS)
-        given = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+        scaling = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         if hf_config.get("rope_scaling"):
             mark_read(hf_config, "rope_parameters")
-        if not given and self.is_required:
+        if not scaling and self.is_required:
             raise ConfigError("config.json lacks rope_parameters")
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"config.json has rope_parameters={given!r}, which should be an object")
-        found: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
-        found |= {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
-        found |= {"rope_type": given["type"]} if "type" in given else {}
-        found |= {key: given[key] for key in _ROPE_KEYS if key in given}
-        if found["rope_type"] == "deepseek_yarn":
-            found["rope_type"] = "yarn"
-        if "mrope_section" in given:
-            mark_read(given, "interleaved")
-        kind = found["rope_type"]
-        keys = Renamed("rope_theta", "rope.theta").read(found) | self._read_fraction(found, hf_config)
+        if not isinstance(scaling, Mapping):
+            raise ConfigError(f"config.json has rope_parameters={scaling!r}, which should be an object")
+        rope: dict[str, Any] = {"rope_theta": self.theta, "rope_type": "default"}
+        rope |= {"rope_theta": hf_config["rope_theta"]} if hf_config.get("rope_theta") is not None else {}
+        rope |= {"rope_type": scaling["type"]} if "type" in scaling else {}
+        rope |= {key: scaling[key] for key in _ROPE_KEYS if key in scaling}
+        if rope["rope_type"] == "deepseek_yarn":
+            rope["rope_type"] = "yarn"
+        if "mrope_section" in scaling:
+            mark_read(scaling, "interleaved")
+        kind = rope["rope_type"]
+        keys = Renamed("rope_theta", "rope.theta").read(rope) | self._read_fraction(rope, hf_config)
         if kind == "default":
             return keys
-        if kind == "dynamic" and given.get("alpha"):
+        if kind == "dynamic" and scaling.get("alpha"):
             # Hunyuan's folders: a fixed factor of theta, not a dynamic one.
-            found["alpha"] = given["alpha"]
-            return {**keys, **_read(kind, found)}
-        kinds = ("default", LONGROPE) if self.has_mscale else tuple(one for one in sorted(_kinds()) if one != "dynamic")
+            rope["alpha"] = scaling["alpha"]
+            return {**keys, **_read(kind, rope)}
+        kinds = ("default", LONGROPE) if self.has_mscale else tuple(k for k in sorted(_kinds()) if k != "dynamic")
         if not isinstance(kind, str) or kind not in kinds:
             legal = ", ".join(map(repr, kinds))
             raise ConfigError(f"config.json has rope_type={kind!r}, which moefold does not compute; only {legal}")
         # As in transformers: the original length outside of rope_parameters has precedence, and the context length of
         # the model replaces an absent one.
         if hf_config.get("original_max_position_embeddings") is not None:
-            found["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
-        found.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
+            rope["original_max_position_embeddings"] = hf_config["original_max_position_embeddings"]
+        rope.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
         if kind == LONGROPE:
-            return {**keys, "rope.scaling": _kinds()[kind], **self._read_longrope(found, hf_config)}
-        if self.scales_scores and kind != "yarn" and found.get("mscale_all_dim"):
+            return {**keys, "rope.scaling": _kinds()[kind], **self._read_longrope(rope, hf_config)}
+        if self.scales_scores and kind != "yarn" and rope.get("mscale_all_dim"):
             raise ConfigError(
-                f"config.json has mscale_all_dim={found['mscale_all_dim']!r} of rope_type={kind!r}, with which moefold "
+                f"config.json has mscale_all_dim={rope['mscale_all_dim']!r} of rope_type={kind!r}, with which moefold "
                 "does not scale scores; only of 'yarn'"
             )
         if kind == "yarn":
-            self._resolve_yarn(found, hf_config)
-        return {**keys, **_read(kind, found)}
+            self._resolve_yarn(rope, hf_config)
+        return {**keys, **_read(kind, rope)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Write `rope_parameters` like transformers 5."""
@@ -95,12 +95,12 @@ class RopeParameters:
                 values |= entry.write(model)
         return {"rope_parameters": values}
 
-    def _read_longrope(self, found: Json, hf_config: Json) -> dict[str, Any]:
+    def _read_longrope(self, rope_keys: Json, hf_config: Json) -> dict[str, Any]:
         """Read the factors of each pair and the attention factors of LongRoPE."""
-        keys = _ORIGINAL_SEQ_LEN.read(found)
-        keys |= Renamed("factor", "rope.scaling.factor", 1.0).read({"factor": _factor_of(found, hf_config)})
+        keys = _ORIGINAL_SEQ_LEN.read(rope_keys)
+        keys |= Renamed("factor", "rope.scaling.factor", 1.0).read({"factor": _factor_of(rope_keys, hf_config)})
         for name in ("short", "long"):
-            factors = found.get(f"{name}_factor")
+            factors = rope_keys.get(f"{name}_factor")
             if not isinstance(factors, list):
                 raise ConfigError(f"config.json has {name}_factor={factors!r}, which should be a list of numbers")
             pair = f"{name}_factor"
@@ -109,20 +109,20 @@ class RopeParameters:
             )
             mscale = f"{name}_mscale" if self.has_mscale else "attention_factor"
             default = REQUIRED if self.has_mscale else 0.0
-            keys |= Renamed(mscale, f"rope.scaling.{name}_mscale", default).read(found)
-            if found.get(mscale) is not None and keys[f"rope.scaling.{name}_mscale"] <= 0:
-                raise ConfigError(f"config.json has {mscale}={found[mscale]!r}, which should be above 0")
+            keys |= Renamed(mscale, f"rope.scaling.{name}_mscale", default).read(rope_keys)
+            if rope_keys.get(mscale) is not None and keys[f"rope.scaling.{name}_mscale"] <= 0:
+                raise ConfigError(f"config.json has {mscale}={rope_keys[mscale]!r}, which should be above 0")
         return keys
 
-    def _resolve_yarn(self, found: dict[str, Any], hf_config: Json) -> None:
+    def _resolve_yarn(self, keys: dict[str, Any], hf_config: Json) -> None:
         """Remove the keys that transformers ignores: mscale next to attention_factor, or without mscale_all_dim."""
-        found["factor"] = _factor_of(found, hf_config)
-        if found.get("attention_factor") is not None or not (found.get("mscale") and found.get("mscale_all_dim")):
-            found["mscale"] = None
-        if not found["mscale"] and not self.scales_scores:
-            found["mscale_all_dim"] = None
+        keys["factor"] = _factor_of(keys, hf_config)
+        if keys.get("attention_factor") is not None or not (keys.get("mscale") and keys.get("mscale_all_dim")):
+            keys["mscale"] = None
+        if not keys["mscale"] and not self.scales_scores:
+            keys["mscale_all_dim"] = None
         for key in ("beta_fast", "beta_slow"):
-            found[key] = found.get(key) or None
+            keys[key] = keys.get(key) or None
 
     def _write_longrope(self, part: Any) -> dict[str, Any]:
         """Write the parameters of LongRoPE; settings without a key of the family do not read back."""
@@ -136,9 +136,9 @@ class RopeParameters:
             return values | {"short_mscale": part.short_mscale, "long_mscale": part.long_mscale}
         return values | ({"attention_factor": part.short_mscale} if part.short_mscale else {})
 
-    def _read_fraction(self, found: Json, hf_config: Json) -> dict[str, Any]:
+    def _read_fraction(self, keys: Json, hf_config: Json) -> dict[str, Any]:
         """Read the share of the head dims that RoPE rotates."""
-        fraction = found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+        fraction = keys.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
         if not self.fraction:
             if fraction not in (None, 1, 1.0):
                 raise ConfigError(
@@ -176,17 +176,17 @@ def _entries(kind: str) -> tuple[Renamed, ...]:
     )
 
 
-def _read(rope_type: str, found: Json) -> dict[str, Any]:
+def _read(rope_type: str, keys: Json) -> dict[str, Any]:
     """Read the kind of a RoPE scaling and its parameters."""
     kind = _kinds()[rope_type]
-    return {"rope.scaling": kind} | {key: value for entry in _entries(kind) for key, value in entry.read(found).items()}
+    return {"rope.scaling": kind} | {key: value for entry in _entries(kind) for key, value in entry.read(keys).items()}
 
 
-def _factor_of(found: Json, hf_config: Json) -> Any:
+def _factor_of(keys: Json, hf_config: Json) -> Any:
     """Return the scaling factor; if absent, it is the ratio of both context lengths, as in transformers."""
-    factor = found.get("factor")
+    factor = keys.get("factor")
     longest = hf_config.get("max_position_embeddings")
-    original = found.get("original_max_position_embeddings")
+    original = keys.get("original_max_position_embeddings")
     if factor is None and is_int(longest) and is_int(original) and longest > original > 0:
         return longest / original
     return factor

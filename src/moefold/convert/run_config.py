@@ -49,8 +49,8 @@ def missing_parts(path: Path, error: MissingPartError) -> str:
     """Return the missing parts of a checkpoint: all missing parts of its run, if the run's config is available."""
     try:
         config_from_dict(upgraded(read_json_object(path.parent.parent / CONFIG_FILE))[0])
-    except ConfigError as of_run:
-        error = of_run if isinstance(of_run, MissingPartError) else error
+    except ConfigError as run_error:
+        error = run_error if isinstance(run_error, MissingPartError) else error
     return str(error)
 
 

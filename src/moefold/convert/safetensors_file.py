@@ -79,8 +79,8 @@ class TensorLocation:
         values = _read_values(self.file, start, num_rows * math.prod(row_shape), dtype).view(num_rows, *row_shape)
         if on_rows is not None:
             on_rows(self, start - self.start, values)
-        part = values[(slice(0, num_rows, rows.step), *index[1:])]
-        return part if part.numel() == values.numel() else part.contiguous()
+        region = values[(slice(0, num_rows, rows.step), *index[1:])]
+        return region if region.numel() == values.numel() else region.contiguous()
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Read some rows of the tensor, or its only value."""
@@ -122,7 +122,7 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
         raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror}") from None
     except ValueError:
         raise ConfigError(f"{str(file)!r} is not a safetensors file: its header is not JSON") from None
-    found = {}
+    locations = {}
     end = 0
     legal = _STORED_DTYPES if allows_quantized else DTYPES
     entries = [item for item in header.items() if item[0] != "__metadata__"] if isinstance(header, dict) else []
@@ -135,8 +135,8 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
                 raise ConfigError(
                     f"{str(file)!r}: tensor {name} has type {entry['dtype']}; moefold reads {', '.join(legal)} here"
                 )
-            found[name] = TensorLocation(file, entry["dtype"], _parse_sizes(entry["shape"]), 8 + length + first)
-            if first != end or last - first != found[name].num_bytes:
+            locations[name] = TensorLocation(file, entry["dtype"], _parse_sizes(entry["shape"]), 8 + length + first)
+            if first != end or last - first != locations[name].num_bytes:
                 raise ConfigError(f"{str(file)!r}: tensor {name} does not fill the bytes that the header gives it")
             end = last
     except ConfigError:
@@ -145,17 +145,17 @@ def read_header(file: Path, *, allows_quantized: bool = False) -> dict[str, Tens
         raise ConfigError(f"{str(file)!r} is not a safetensors file: its header makes no sense") from None
     if size != 8 + length + end:
         lacking = 8 + length + end - size
-        has, which = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")
-        raise ConfigError(f"{str(file)!r} {has} {abs(lacking)} bytes at its end that {which}")
-    return found
+        has, promise = ("lacks", "its header promises") if lacking > 0 else ("has", "no tensor owns")
+        raise ConfigError(f"{str(file)!r} {has} {abs(lacking)} bytes at its end that {promise}")
+    return locations
 
 
 def read_metadata(file: Path) -> dict[str, str]:
     """Return the metadata of a file that `read_header` accepts."""
     with open_regular(file) as opened:
         header = parse_json(opened.read(int.from_bytes(opened.read(8), "little")))
-    found = header.get("__metadata__", {})
-    return {key: value for key, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
+    table = header.get("__metadata__", {})
+    return {key: value for key, value in table.items() if isinstance(value, str)} if isinstance(table, dict) else {}
 
 
 def _parse_sizes(numbers: Any) -> tuple[int, ...]:
@@ -165,11 +165,11 @@ def _parse_sizes(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def bytes_equal(one: TensorLocation, other: TensorLocation) -> bool:
+def bytes_equal(first: TensorLocation, other: TensorLocation) -> bool:
     """Return whether two tensors have the same dtype, shape and bytes."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (first.dtype, first.shape) != (other.dtype, other.shape):
         return False
-    return all(a == b for a, b in zip(one.blocks(), other.blocks(), strict=True))
+    return all(a == b for a, b in zip(first.blocks(), other.blocks(), strict=True))
 
 
 def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tensor:

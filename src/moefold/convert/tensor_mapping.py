@@ -59,9 +59,9 @@ class SliceMapping:
         first = self.hf_start[0]
         step = self.hf_step[0]
         dim = self.dims.index(0)
-        begin, end = (max(0, -(-(row - first) // step)) for row in (start, stop))
+        first_row, stop_row = (max(0, -(-(row - first) // step)) for row in (start, stop))
         region = [slice(a, a + n) for a, n in zip(self.start, self.size, strict=True)]
-        region[dim] = slice(self.start[dim] + begin, self.start[dim] + end)
+        region[dim] = slice(self.start[dim] + first_row, self.start[dim] + stop_row)
         return self.intersect(tuple(region))
 
     def region(self) -> Region:
@@ -78,8 +78,8 @@ class SliceMapping:
 
     def permutation(self) -> tuple[int, ...]:
         """Return the HF dims in the order of our dims, after the HF dims without a counterpart."""
-        own = tuple(dim for dim in self.dims if dim is not None)
-        return (*(dim for dim in range(len(self.hf_start)) if dim not in own), *own)
+        mapped = tuple(dim for dim in self.dims if dim is not None)
+        return (*(dim for dim in range(len(self.hf_start)) if dim not in mapped), *mapped)
 
     def inverse_permutation(self) -> tuple[int, ...]:
         """Return the inverse of `permutation`."""
@@ -114,12 +114,12 @@ def build_mapping(slices: Iterable[SliceMapping], shapes: Mapping[str, Shape]) -
     for piece in slices:
         by_name[piece.name].append(piece)
         by_hf_name.setdefault(piece.hf_name, []).append(piece)
-    hf_shapes = {name: _bounding_shape(parts) for name, parts in by_hf_name.items()}
-    for name, parts, shape in (*_with_shapes(by_name, shapes), *_with_shapes(by_hf_name, hf_shapes)):
-        assert sum(math.prod(piece.size) for piece in parts) == math.prod(shape), (name, shape)
+    hf_shapes = {name: _bounding_shape(pieces) for name, pieces in by_hf_name.items()}
+    for name, pieces, shape in (*_with_shapes(by_name, shapes), *_with_shapes(by_hf_name, hf_shapes)):
+        assert sum(math.prod(piece.size) for piece in pieces) == math.prod(shape), (name, shape)
     return StateDictMapping(
-        {name: tuple(parts) for name, parts in by_name.items()},
-        {name: tuple(parts) for name, parts in by_hf_name.items()},
+        {name: tuple(pieces) for name, pieces in by_name.items()},
+        {name: tuple(pieces) for name, pieces in by_hf_name.items()},
         dict(shapes),
         hf_shapes,
     )
@@ -133,8 +133,8 @@ def _bounding_shape(slices: list[SliceMapping]) -> Shape:
 def _with_shapes(
     groups: Mapping[str, list[SliceMapping]], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, list[SliceMapping], Shape]]:
-    for name, parts in groups.items():
-        yield name, parts, shapes[name]
+    for name, pieces in groups.items():
+        yield name, pieces, shapes[name]
 
 
 class TensorRule(Protocol):
@@ -209,12 +209,12 @@ class GroupedRows:
         size = widths[self.part]
         offset = sum(widths[: self.part])
         hf_name = fill_in_layer(self.hf_name, layer)
-        rest = (0,) * (self.num_dims - 1)
+        zeros = (0,) * (self.num_dims - 1)
         step = (1,) * self.num_dims
         columns = shape[1:]
         dims = (0, *(self.num_dims - 1 for _ in columns))
         for group in range(count):
-            start = (group * sum(widths) + offset, *rest)
+            start = (group * sum(widths) + offset, *zeros)
             ours = (group * size, *(0 for _ in columns))
             yield SliceMapping(param_name, ours, (size, *columns), hf_name, start, step, dims)
 

@@ -124,13 +124,13 @@ def _choose_copy(
     """Choose the tokenizer that was copied next to a checkpoint, unless the imported tokenizer has the same ids."""
     file = tokenizer_file(run_tokenizer)
     files = {
-        name: found
-        for name, found in declaring_files(run_tokenizer).items()
+        name: path
+        for name, path in declaring_files(run_tokenizer).items()
         if name not in (TOKENIZER_FILE, *SLOW_FILES, CONFIG_FILE, GENERATION_FILE)
     }
     if sidecar_dir is not None and have_same_ids(tokenizer_file(sidecar_dir), file):
-        own = str(meta.order.get("chat_template", ""))
-        return TokenizerChoice(sidecar_files={CHAT_TEMPLATE_FILE: files[CHAT_TEMPLATE_FILE]} if own else {})
+        path = str(meta.order.get("chat_template", ""))
+        return TokenizerChoice(sidecar_files={CHAT_TEMPLATE_FILE: files[CHAT_TEMPLATE_FILE]} if path else {})
     separator = JsonTokenizer(run_tokenizer).separator_id
     ignored = (f"ignored, as they belong to another tokenizer: {format_list(list(imported))}",) if imported else ()
     return TokenizerChoice(file, files, imported, _token_ids(separator), ignored)
@@ -182,11 +182,11 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
     tokenizer = JsonTokenizer(folder)
     try:
         template = load_chat_template(DataConfig(kind="sft", tokenizer=str(folder)), tokenizer)
-        ids, mark = end_of_turn_marker(template, tokenizer)
+        ids, marker = end_of_turn_marker(template, tokenizer)
     except ConfigError as error:
         return (f"{GENERATION_FILE} has no end of a turn: {error}",)
     if not ids:
-        how = f"with {mark!r}, which is several tokens" if mark else "with no mark"
+        how = f"with {marker!r}, which is several tokens" if marker else "with no mark"
         return (f"{GENERATION_FILE} has no end of a turn: the chat template ends one {how}; pass it as a stop string",)
     keys = _read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {}
     declared = keys.get("eos_token_id")
@@ -235,8 +235,8 @@ def _trained_tokenizer(weights_folder: Path) -> str:
             return "bytes"
         choice = choose_tokenizer(meta, folder, find_run_tokenizer(weights_folder))
         if choice.file is not None:
-            found = trained_tokenizer(weights_folder, meta)
-            return tokenizer_name(meta.order) if found and not found.startswith(str(weights_folder.parent)) else found
+            name = trained_tokenizer(weights_folder, meta)
+            return tokenizer_name(meta.order) if name and not name.startswith(str(weights_folder.parent)) else name
         folder = None if choice.excluded else folder
     return str(tokenizer_file(folder)) if folder is not None and tokenizer_file(folder).is_file() else ""
 
@@ -282,8 +282,8 @@ def _sidecar_files(file: Path, meta: CheckpointMeta) -> tuple[dict[str, Path], t
 def _own_template(meta: CheckpointMeta) -> dict[str, tuple[str, Path]]:
     """Return data.chat_template of a run, by its name in an exported folder: its recorded name, and its path."""
     # Untrusted metadata may name any file: without a fingerprint from the training, no file is copied.
-    own = str(meta.order.get("chat_template", ""))
-    return {CHAT_TEMPLATE_FILE: (own, _expand_user(own))} if own and meta.data_files.get(own) else {}
+    path = str(meta.order.get("chat_template", ""))
+    return {CHAT_TEMPLATE_FILE: (path, _expand_user(path))} if path and meta.data_files.get(path) else {}
 
 
 def _usable_files(

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from moefold.checkpoint.streaming_io import split_into_chunks
-from moefold.comm.groups import World, current_world
-from moefold.convert.atomic_dir import raise_on_all_ranks
+from moefold.comm.groups import World, current_world, raise_on_all_ranks
 from moefold.convert.hf_config import QUANTIZATION_KEY
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import TensorSpecs, write_index
@@ -64,10 +63,10 @@ class WeightExport:
             except OSError as error:
                 reason = f"{str(self.out)!r} cannot be written: {error.strerror or error}"
         raise_on_all_ranks(self._world, reason)
-        found = self._world.all_gather_object(layout)[0]
-        assert isinstance(found, _Layout)
-        self._mapping = found.mapping
-        self._dtypes = {name: dtype for specs in found.files.values() for name, (dtype, _) in specs.items()}
+        first_layout = self._world.all_gather_object(layout)[0]
+        assert isinstance(first_layout, _Layout)
+        self._mapping = first_layout.mapping
+        self._dtypes = {name: dtype for specs in first_layout.files.values() for name, (dtype, _) in specs.items()}
 
     @torch.no_grad()
     def write(self) -> None:

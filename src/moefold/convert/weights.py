@@ -16,10 +16,9 @@ from moefold.checkpoint.checkpoint_dir import check_integrity
 from moefold.checkpoint.hashed_files import OrderedHashes
 from moefold.checkpoint.save_load import OPTIONAL_BUFFER_SUFFIX
 from moefold.checkpoint.streaming_io import CheckpointSource, ReusedMemory, TensorChunk, split_into_chunks
-from moefold.comm.groups import World, current_world
+from moefold.comm.groups import World, current_world, raise_on_all_ranks
 from moefold.comm.sharded_tensor import local_slice, region_of
 from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.convert.atomic_dir import raise_on_all_ranks
 from moefold.convert.family import Family, TensorRules
 from moefold.convert.hf_config import is_hf_folder, multimodal_folder
 from moefold.convert.hf_folder import HfFolder, open_hf_folder
@@ -99,19 +98,19 @@ class HfSource:
 
     def read(self, name: str, region: Region) -> Tensor:
         """Read exactly the rows of the files that the region needs."""
-        shape = [part.stop - part.start for part in region]
+        shape = [span.stop - span.start for span in region]
         values = (self.memory or ReusedMemory()).empty(shape, self.dtype(name))
         for piece in self.mapping.by_name[name]:
-            part = piece.intersect(region)
-            if part is None:
+            overlap = piece.intersect(region)
+            if overlap is None:
                 continue
             box = tuple(
-                slice(a - r.start, a - r.start + n) for a, n, r in zip(part.start, part.size, region, strict=True)
+                slice(a - r.start, a - r.start + n) for a, n, r in zip(overlap.start, overlap.size, region, strict=True)
             )
-            on_rows = None if self.hashes is None else partial(self.hashes.add_rows, part.hf_name)
-            hf_values = self.location(part.hf_name).read(part.hf_region(), on_rows)
-            check_finite(hf_values, part.hf_name, self.folder.path)
-            copy_permuted(values[box], hf_values.permute(part.permutation()))
+            on_rows = None if self.hashes is None else partial(self.hashes.add_rows, overlap.hf_name)
+            hf_values = self.location(overlap.hf_name).read(overlap.hf_region(), on_rows)
+            check_finite(hf_values, overlap.hf_name, self.folder.path)
+            copy_permuted(values[box], hf_values.permute(overlap.permutation()))
         return values
 
 
@@ -223,7 +222,7 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
 
 def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tuple[StateDictMapping, int]:
     """Return the mapping of the folder's layout and its index; reject a folder that matches no layout."""
-    found = {name: stored for name, stored in folder.tensors.items() if name not in ignored}
+    tensors = {name: stored for name, stored in folder.tensors.items() if name not in ignored}
     _check_counts(folder, model)
     try:
         mappings = [family_mapping(model, table, folder.family) for table in folder.family.layouts]
@@ -231,15 +230,15 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
         # torch rejects sizes whose product overflows.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
-    mapping = min(mappings, key=lambda mapping: _distance(mapping.hf_shapes, found))
+    mapping = min(mappings, key=lambda mapping: _distance(mapping.hf_shapes, tensors))
     layout = mappings.index(mapping)
-    reasons = [f"tensor {name} is missing" for name in sorted(mapping.hf_shapes.keys() - found.keys())]
-    reasons += [_unmapped_reason(name, folder, model) for name in sorted(found.keys() - mapping.hf_shapes.keys())]
+    reasons = [f"tensor {name} is missing" for name in sorted(mapping.hf_shapes.keys() - tensors.keys())]
+    reasons += [_unmapped_reason(name, folder, model) for name in sorted(tensors.keys() - mapping.hf_shapes.keys())]
     for name, shape in mapping.hf_shapes.items():
-        if name in found and found[name].shape != shape:
-            reasons.append(f"tensor {name} has shape {list(found[name].shape)}, config.json means {list(shape)}")
-    for name, parts in mapping.by_name.items():
-        kinds = {found[piece.hf_name].dtype for piece in parts if piece.hf_name in found}
+        if name in tensors and tensors[name].shape != shape:
+            reasons.append(f"tensor {name} has shape {list(tensors[name].shape)}, config.json means {list(shape)}")
+    for name, pieces in mapping.by_name.items():
+        kinds = {tensors[piece.hf_name].dtype for piece in pieces if piece.hf_name in tensors}
         if len(kinds) > 1:
             reasons.append(f"the parts of {name} have different types: {', '.join(sorted(kinds))}")
     if reasons:
@@ -247,10 +246,10 @@ def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tu
     return mapping, layout
 
 
-def _distance(shapes: Mapping[str, Shape], found: Mapping[str, TensorLocation]) -> tuple[int, int]:
+def _distance(shapes: Mapping[str, Shape], tensors: Mapping[str, TensorLocation]) -> tuple[int, int]:
     """Return the number of different tensor names, and of different shapes under the same name."""
-    both = shapes.keys() & found.keys()
-    return len(shapes.keys() ^ found.keys()), sum(shapes[name] != found[name].shape for name in both)
+    shared = shapes.keys() & tensors.keys()
+    return len(shapes.keys() ^ tensors.keys()), sum(shapes[name] != tensors[name].shape for name in shared)
 
 
 def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
@@ -309,8 +308,8 @@ def assemble_rows(
 
 def rows_equal(location: TensorLocation, rows: TensorChunk, values: Tensor) -> bool:
     """Return whether some rows of a tensor in a file equal `values`, byte by byte."""
-    found = location.read_rows(rows.start, rows.stop)
-    return found.dtype == values.dtype and torch.equal(_as_bytes(found), _as_bytes(values))
+    stored = location.read_rows(rows.start, rows.stop)
+    return stored.dtype == values.dtype and torch.equal(_as_bytes(stored), _as_bytes(values))
 
 
 def _as_bytes(values: Tensor) -> Tensor:
@@ -377,8 +376,8 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
     target = target.squeeze()
     source = source.squeeze().to(target.dtype)
     if target.dim() > 2 and source.stride(-1) != 1 and source.stride(-2) == 1:
-        for one, other in zip(target, source, strict=True):
-            copy_permuted(one, other)
+        for inner, other in zip(target, source, strict=True):
+            copy_permuted(inner, other)
         return
     if source.dim() == 2 and source.stride(0) == 1 and not target.is_contiguous():
         source = source.contiguous()
@@ -510,7 +509,7 @@ FLOAT = torch.float32
 
 def _closed(region: Region, shape: Shape) -> Region:
     """Return a region whose slices all have a start and an end."""
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(region, shape, strict=True))
+    return tuple(slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True))
 
 
 def _fits(shape: Shape, adapters: WeightSource, names: tuple[str, str]) -> bool:

@@ -120,8 +120,8 @@ class BestFitSamples(SampleSource):
 
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample; its padding is the last document."""
-        parts = [self._stream.read(first, first + length) for first, length in self._parts_of(number)]
-        return packed_sample(parts, self.seq_len + 1, self._pad_id)
+        documents = [self._stream.read(first, first + length) for first, length in self._parts_of(number)]
+        return packed_sample(documents, self.seq_len + 1, self._pad_id)
 
     def origin(self, number: int) -> str:
         """Return file and position of the first document of a sample; empty if the stream has no files."""
@@ -129,8 +129,8 @@ class BestFitSamples(SampleSource):
 
     def _parts_of(self, number: int) -> list[tuple[int, int]]:
         """Return first token and number of tokens of the parts of a sample."""
-        parts = self._read_parts(int(self._first_parts[number]), int(self._first_parts[number + 1]))
-        return [(first >> 1, length) for first, length in parts.tolist()]
+        rows = self._read_parts(int(self._first_parts[number]), int(self._first_parts[number + 1]))
+        return [(first >> 1, length) for first, length in rows.tolist()]
 
     def _read_parts(self, first: int, stop: int) -> NDArray[np.integer]:
         return self._packing[_NUM_COUNTS + 2 * first : _NUM_COUNTS + 2 * stop].reshape(-1, 2)
@@ -195,12 +195,12 @@ def pack_documents(lengths: Sequence[int], seq_len: int) -> list[list[tuple[int,
         For each sample its parts: document, first token in the document, tokens. Samples are in the order of their
         first part. Documents of one token are in no sample.
     """
-    parts = [
+    pieces = [
         (document, first, min(seq_len + 1, length - first))
         for document, length in enumerate(lengths)
         for first in range(0, length - 1, seq_len)
     ]
-    return [[parts[i] for i in members] for members in pack_best_fit([part[2] for part in parts], seq_len + 1)]
+    return [[pieces[i] for i in members] for members in pack_best_fit([piece[2] for piece in pieces], seq_len + 1)]
 
 
 def document_windows(
@@ -250,8 +250,8 @@ def _write_packing(file: BinaryIO, num_tokens: int, boundaries: DocumentBoundari
         samples = pack_documents(lengths.tolist(), seq_len)
         rows = [
             (2 * (int(bounds[document]) + first) + (place == 0), length)
-            for parts in samples
-            for place, (document, first, length) in enumerate(parts)
+            for pieces in samples
+            for place, (document, first, length) in enumerate(pieces)
         ]
         counts.num_samples += len(samples)
         counts.num_tokens += sum(length for _, length in rows)

@@ -168,13 +168,13 @@ def write_tokens(
     num_tokens = num_documents = 0
     for pieces in batch_by_size(chunks, lambda piece: len(piece.text), _BATCH_CHARACTERS):
         ends: list[int] = []
-        parts: list[NDArray[np.int64]] = []
+        arrays: list[NDArray[np.int64]] = []
         for piece, ids in zip(pieces, encode_documents(tokenizer, [piece.text for piece in pieces]), strict=True):
-            parts += [ids, separator] if piece.ends_document else [ids]
+            arrays += [ids, separator] if piece.ends_document else [ids]
             num_tokens += len(ids) + (len(separator) if piece.ends_document else 0)
             if piece.ends_document:
                 ends.append(num_tokens)
-        file.write(np.concatenate(parts).astype(dtype).tobytes())
+        file.write(np.concatenate(arrays).astype(dtype).tobytes())
         if index is not None:
             index.write(np.array(ends, dtype="<i8").tobytes())
         num_documents += len(ends)

@@ -187,15 +187,15 @@ class ChatTemplate:
         self.source = source
         self.location = location
         sources = (source, *([tool_source] if tool_source else []))
-        date = [CHAT_DATE.isoformat()] if any("strftime_now" in one for one in sources) else []
-        parts = [_RENDERING_VERSION, *sources, sorted(special_tokens.items()), *date]
-        self.identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        date = [CHAT_DATE.isoformat()] if any("strftime_now" in source for source in sources) else []
+        fields = [_RENDERING_VERSION, *sources, sorted(special_tokens.items()), *date]
+        self.identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
         self.reward_prompt: RewardPrompt | None = None
         """Reward that `render_prompt` writes into the turn before the answer."""
         self._tool_source = tool_source or source
         self._list_roles: dict[tuple[str, bool], bool] = {}
         marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
-        programs = tuple((one, bool(_GENERATION.search(one))) for one in sources)
+        programs = tuple((source, bool(_GENERATION.search(source))) for source in sources)
         program = TemplateProgram(programs, dict(special_tokens), marks, CHAT_DATE.isoformat())
         self._process = TemplateProcess(program, limits or TemplateLimits(), location)
 
@@ -218,13 +218,13 @@ class ChatTemplate:
     def render_all(self, conversations: Sequence[ChatRequest]) -> Iterator[RenderedChat | ConfigError]:
         """Render conversations in batches; return the error for a conversation that cannot be rendered."""
         requests = []
-        for one in conversations:
-            messages = self._join_parts(one.messages, one.tools)
+        for conversation in conversations:
+            messages = self._join_parts(conversation.messages, conversation.tools)
             assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-            targets = assistant if one.targets is None else list(one.targets)
-            requests.append({"messages": messages, "tools": one.tools, "prompts": None, "targets": targets})
-        for answer, one in zip(self._process.process_requests(requests), conversations, strict=True):
-            yield self._to_rendered_chat(answer, one.location)
+            targets = assistant if conversation.targets is None else list(conversation.targets)
+            requests.append({"messages": messages, "tools": conversation.tools, "prompts": None, "targets": targets})
+        for answer, conversation in zip(self._process.process_requests(requests), conversations, strict=True):
+            yield self._to_rendered_chat(answer, conversation.location)
 
     def check_roles(self, conversation: ChatRequest) -> None:
         """Raise ConfigError if a message has a role that chat templates in general and this template do not know."""
@@ -286,8 +286,8 @@ class ChatTemplate:
 
     def _join_parts(self, messages: Sequence[Message], tools: Any) -> list[dict[str, Any]]:
         """Return messages whose contents the template can write."""
-        given = [dict(message) for message in messages]
-        return join_parts(given, self.source_for(tools), lambda role: self._reads_lists(role, tools is not None))
+        copies = [dict(message) for message in messages]
+        return join_parts(copies, self.source_for(tools), lambda role: self._reads_lists(role, tools is not None))
 
     def _reads_lists(self, role: str, has_tools: bool) -> bool:
         """Return whether the template writes the texts of a list in a message of a role, and not the list itself."""
@@ -295,14 +295,14 @@ class ChatTemplate:
         if key not in self._list_roles:
             lists, joined = (self._render_probe(role, content, has_tools) for content in (_LIST_PROBE, _TEXT_PROBE))
             marks = [text.count("type") + text.count("{") for text in (lists, joined)]
-            self._list_roles[key] = all(part["text"] in lists for part in _LIST_PROBE) and marks[0] == marks[1]
+            self._list_roles[key] = all(item["text"] in lists for item in _LIST_PROBE) and marks[0] == marks[1]
         return self._list_roles[key]
 
     def _render_probe(self, role: str, content: Any, has_tools: bool) -> str:
         """Render a short conversation with a content for a role; return "" if the template refuses it."""
         turns: dict[str, Any] = {"user": "question", "assistant": "answer"}
         turns = {role: content, **turns} if role in ("system", "developer") else {**turns, role: content}
-        messages = [{"role": name, "content": one} for name, one in turns.items()]
+        messages = [{"role": name, "content": text} for name, text in turns.items()]
         request = {"messages": messages, "tools": [] if has_tools else None, "prompts": False, "targets": []}
         (answer,) = self._process.process_requests([request])
         return str(answer.get("text", ""))

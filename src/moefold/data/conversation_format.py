@@ -64,26 +64,26 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
     """
     fields = record.fields
     place = record.location
-    found = replace(_parse_turns(fields, place), tools=_parse_tools(fields.get("tools"), place))
-    return _with_system(found, fields, place) if fields.get("system") else found
+    conversation = replace(_parse_turns(fields, place), tools=_parse_tools(fields.get("tools"), place))
+    return _with_system(conversation, fields, place) if fields.get("system") else conversation
 
 
-def _with_system(found: Conversation, fields: dict[str, Any], location: str) -> Conversation:
+def _with_system(conversation: Conversation, fields: dict[str, Any], location: str) -> Conversation:
     """Put the text "system" of a record before its messages.
 
     Raises:
         ConfigError: "system" is not a text, or there is another system message.
     """
     text = column_text(fields, "system", location)
-    first = found.messages[0]
+    first = conversation.messages[0]
     if first["role"] in ("system", "developer"):
         if first.get("content") == text:
-            return found
+            return conversation
         raise ConfigError(f'{location} has a "system" and another system message; remove one')
     return Conversation(
-        ({"role": "system", "content": text}, *found.messages),
-        found.tools,
-        frozenset(number + 1 for number in found.untrained),
+        ({"role": "system", "content": text}, *conversation.messages),
+        conversation.tools,
+        frozenset(number + 1 for number in conversation.untrained),
     )
 
 
@@ -113,15 +113,15 @@ def _parse_turns(fields: dict[str, Any], place: str) -> Conversation:
 
 def _parse_completion(fields: dict[str, Any], answer: str, location: str) -> Conversation:
     """Return the conversation of two lists of messages: the prompt, which is not trained, and the completion."""
-    parts = []
+    lists = []
     for name in ("prompt", answer):
         if not isinstance(fields.get(name), list):
             raise ConfigError(
                 f'{location}: one of "prompt" and "{answer}" is a list of messages, and the other is not; make them '
                 "alike: two texts, or two lists"
             )
-        parts.append(parse_messages(fields[name], f'{location}: "{name}"'))
-    prompt, completion = parts
+        lists.append(parse_messages(fields[name], f'{location}: "{name}"'))
+    prompt, completion = lists
     size = len(prompt.messages)
     prompts = {i for i, message in enumerate(prompt.messages) if message["role"] == "assistant"}
     return Conversation(
@@ -169,8 +169,8 @@ def _parse_sharegpt(fields: dict[str, Any], location: str) -> Conversation:
 def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any], ...]:
     """Return the messages of an Alpaca record: a nonempty "input" follows the instruction after an empty line."""
     question = column_text(fields, "instruction", location)
-    more = column_text(fields, "input", location) if fields.get("input") is not None else ""
-    content = f"{question}\n\n{more}" if more else question
+    context = column_text(fields, "input", location) if fields.get("input") is not None else ""
+    content = f"{question}\n\n{context}" if context else question
     answer = column_text(fields, "output", location)
     return ({"role": "user", "content": content}, {"role": "assistant", "content": answer})
 
@@ -183,7 +183,7 @@ def parse_messages(messages: object, location: str) -> Conversation:
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(f'{location}: "messages" must be a list of at least one message; fix it or remove the line')
-    found = []
+    parsed = []
     untrained = set()
     for number, message in enumerate(messages, 1):
         place = f"{location}: message {number}"
@@ -199,8 +199,8 @@ def parse_messages(messages: object, location: str) -> Conversation:
             untrained.add(number - 1)
         if (content := _parse_content(message, place)) is not None:
             message["content"] = content
-        found.append(_with_reasoning(message))
-    return Conversation(tuple(found), untrained=frozenset(untrained))
+        parsed.append(_with_reasoning(message))
+    return Conversation(tuple(parsed), untrained=frozenset(untrained))
 
 
 def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str) -> None:
@@ -249,10 +249,10 @@ def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, 
     if content is None and message.get("tool_calls"):
         return None
     if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "text" and isinstance(part.get("text"), str):
-                reject_surrogates(part["text"], place)
+        for item in content:
+            kind = item.get("type") if isinstance(item, dict) else None
+            if kind == "text" and isinstance(item.get("text"), str):
+                reject_surrogates(item["text"], place)
                 continue
             named = f"a part of type {kind!r}" if kind else "a part without a type"
             raise ConfigError(
@@ -291,12 +291,12 @@ def join_parts(
         reads_lists: returns whether the template writes the texts of a list in a message of a role.
     """
     absent = None if _TESTS_NULL.search(template) else ""
-    found = []
+    joined = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list) and not reads_lists(str(message["role"])):
-            message = {**message, "content": "\n".join(part["text"] for part in content)}
+            message = {**message, "content": "\n".join(item["text"] for item in content)}
         elif content is None and message.get("tool_calls"):
             message = {**message, "content": absent}
-        found.append(message)
-    return found
+        joined.append(message)
+    return joined

@@ -56,9 +56,9 @@ class RowReport:
 
     def notes(self) -> list[str]:
         """Return the notes, one line for each kind."""
-        found = [note] if (note := self.skipped.note()) else []
+        notes = [note] if (note := self.skipped.note()) else []
         if self.mismatched:
-            found.append(
+            notes.append(
                 f"the chat template of {self._template}: in {len(self.mismatched)} rows, the prompt at inference has "
                 f"other tokens than the conversation in training (first: {next(iter(self.mismatched))}): a token "
                 "spans the end of the prompt, or the prompt does not begin a turn as the conversation does. All tokens "
@@ -66,18 +66,18 @@ class RowReport:
                 "a finished turn begins (data.chat_template)"
             )
         if self.altered:
-            found.append(
+            notes.append(
                 f"the chat template of {self._template}: in {len(self.altered)} turns, it leaves out a part of the "
                 f"answer, such as its reasoning, since other turns follow (first: {next(iter(self.altered))}); this "
                 "part is not trained. To train it, give such a turn as the last of a row"
             )
-        for what, rows in self.unwritten.items():
-            found.append(
-                f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {what} (first: "
+        for field, rows in self.unwritten.items():
+            notes.append(
+                f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {field} (first: "
                 f"{next(iter(rows))}), so that the model does not see them. Set a template that does "
                 "(data.chat_template), or remove them from the rows"
             )
-        return found
+        return notes
 
 
 def stored_notes(cached: Path, report: RowReport) -> list[str]:
@@ -116,31 +116,31 @@ def tokenize_conversations(
     """
     chats: list[RenderedChat | None] = []
     refused: set[str] = set()
-    for one, rendered in zip(conversations, template.render_all(conversations), strict=True):
+    for req, rendered in zip(conversations, template.render_all(conversations), strict=True):
         try:
-            chats.append(_checked(rendered, one, tokenizer, template))
+            chats.append(_checked(rendered, req, tokenizer, template))
         except ConfigError as error:
             chats.append(None)
-            if one.location not in refused:
+            if req.location not in refused:
                 report.skipped.refuse(error)
-            refused.add(one.location)
-    used = [None if one.location in refused else chat for one, chat in zip(conversations, chats, strict=True)]
+            refused.add(req.location)
+    used = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
     kept = [chat for chat in used if chat is not None]
     encoded = tokenizer.encode_with_offsets([chat.text for chat in kept])
     prompts_of = iter(_encode_prompts(kept, encoded, tokenizer))
     tokens_of = iter(encoded)
-    for one, chat in zip(conversations, used, strict=True):
+    for req, chat in zip(conversations, used, strict=True):
         if chat is None:
             yield None
             continue
         ids, places = next(tokens_of)
         prompts = next(prompts_of)
         if chat.altered_turn:
-            report.altered[f"{one.location}, turn {chat.altered_turn}"] = None
-        for what in _unwritten(one, chat, template.source_for(one.tools)):
-            report.unwritten[what][one.location] = None
+            report.altered[f"{req.location}, turn {chat.altered_turn}"] = None
+        for field in _unwritten(req, chat, template.source_for(req.tools)):
+            report.unwritten[field][req.location] = None
         if any(_common_length(ids, prompt) < len(prompt) for prompt in prompts):
-            report.mismatched[one.location] = None
+            report.mismatched[req.location] = None
         yield TokenizedConversation(ids, _targets(chat, ids, places, prompts))
 
 
@@ -164,48 +164,48 @@ def _encode_prompts(
             starts.append(ids[:first])
             texts.append(prompt[int(places[first, 0]) if first else 0 :])
     pairs = zip(starts, (ids for ids, _ in tokenizer.encode_with_offsets(texts)), strict=True)
-    whole = iter([np.concatenate([start, rest]) for start, rest in pairs])
-    return [[next(whole) for _ in chat.prompts] for chat in chats]
+    joined = iter([np.concatenate([start, tail]) for start, tail in pairs])
+    return [[next(joined) for _ in chat.prompts] for chat in chats]
 
 
 def _checked(
-    chat: RenderedChat | ConfigError, one: ChatRequest, tokenizer: OffsetTokenizer, template: ChatTemplate
+    chat: RenderedChat | ConfigError, req: ChatRequest, tokenizer: OffsetTokenizer, template: ChatTemplate
 ) -> RenderedChat:
     """Return a rendered conversation.
 
     Raises:
         ConfigError: the conversation could not be rendered, or its text cannot be tokenised.
     """
-    template.check_roles(one)
+    template.check_roles(req)
     if isinstance(chat, ConfigError):
         raise chat
-    calls = [number for number, message in enumerate(one.messages, 1) if message.get("tool_calls")]
-    if calls and "tool_call" not in template.source_for(one.tools):
+    calls = [number for number, message in enumerate(req.messages, 1) if message.get("tool_calls")]
+    if calls and "tool_call" not in template.source_for(req.tools):
         raise ConfigError(
-            f"{one.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
+            f"{req.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
             "write; set a template that does (data.chat_template), or remove the row"
         )
     # The text may also contain other fields than the content, such as names and tool calls.
-    reject_surrogates(chat.text, f"{one.location}: the rendered conversation")
+    reject_surrogates(chat.text, f"{req.location}: the rendered conversation")
     if not chat.text:
-        raise ConfigError(f"{one.location}: the chat template renders the conversation as no text; remove it")
-    reject_nul(tokenizer, [*one.messages, one.tools], f"{one.location}: the conversation")
+        raise ConfigError(f"{req.location}: the chat template renders the conversation as no text; remove it")
+    reject_nul(tokenizer, [*req.messages, req.tools], f"{req.location}: the conversation")
     return chat
 
 
-def _unwritten(one: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
+def _unwritten(req: ChatRequest, chat: RenderedChat, source: str) -> list[str]:
     """Return the parts of a conversation that are not in its text: tools, and reasoning of answers to train on."""
-    found = []
-    if one.tools and ("tools" not in source or not all(_is_written(_tool_name(tool), chat.text) for tool in one.tools)):
-        found.append(TOOLS)
-    answers = [i for i, message in enumerate(one.messages) if message["role"] == "assistant"]
-    targets = answers if one.targets is None else list(one.targets)
+    missing = []
+    if req.tools and ("tools" not in source or not all(_is_written(_tool_name(tool), chat.text) for tool in req.tools)):
+        missing.append(TOOLS)
+    answers = [i for i, message in enumerate(req.messages) if message["role"] == "assistant"]
+    targets = answers if req.targets is None else list(req.targets)
     # A turn that changes because others follow has its own note.
     checked = targets[-1:] if chat.altered_turn else targets
-    reasoning = [one.messages[i].get("reasoning_content") for i in checked]
+    reasoning = [req.messages[i].get("reasoning_content") for i in checked]
     if not all(_is_written(text, chat.text) for text in reasoning if isinstance(text, str)):
-        found.append(REASONING)
-    return found
+        missing.append(REASONING)
+    return missing
 
 
 def _tool_name(tool: object) -> str:
@@ -215,9 +215,9 @@ def _tool_name(tool: object) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _is_written(part: str, text: str) -> bool:
+def _is_written(field: str, text: str) -> bool:
     """Return whether each line of a part is in a text, verbatim or escaped as in JSON."""
-    lines = [line.strip() for line in part.splitlines()]
+    lines = [line.strip() for line in field.splitlines()]
     return all(line in text or json.dumps(line)[1:-1] in text for line in lines)
 
 

@@ -191,10 +191,10 @@ class _DatasetBuilder:
         tokenizer = load_tokenizer(data, vocab_size=self.vocab_size)
         if data.weights:
             paths = (data.path,) if isinstance(data.path, str) else data.path
-            parts = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]
+            sources = [replace(self, data=replace(data, path=path, weights=())).open() for path in paths]
             return Dataset(
-                Mixture([part.train for part in parts], data.weights),
-                Mixture([part.validation for part in parts], data.weights),
+                Mixture([source.train for source in sources], data.weights),
+                Mixture([source.validation for source in sources], data.weights),
                 tokenizer,
             )
         if self.token_file_set is None and data.drops_files:

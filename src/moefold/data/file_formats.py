@@ -106,9 +106,9 @@ class JsonStream:
                     return value, text
             except json.JSONDecodeError as error:
                 is_too_long = len(self._text) - self._position > MAX_LINE_BYTES
-                where = f"{error.msg} at character {error.pos - self._position}"
+                fault = f"{error.msg} at character {error.pos - self._position}"
                 if is_too_long or not self._fill():
-                    raise self._error(f"is not JSON ({where}); fix or remove the element") from None
+                    raise self._error(f"is not JSON ({fault}); fix or remove the element") from None
             except RecursionError:
                 raise self._error("is not JSON (it is nested too deep); fix or remove the element") from None
 
@@ -129,13 +129,13 @@ class JsonStream:
     def _fill(self) -> bool:
         """Read as many characters as are left in the buffer; return whether there were any."""
         self._count_lines()
-        left = self._text[self._position :]
-        parts = [left]
+        unread = self._text[self._position :]
+        blocks = [unread]
         size = 0
-        while size < max(1, len(left)) and (block := next(self._blocks, "")):
-            parts.append(block)
+        while size < max(1, len(unread)) and (block := next(self._blocks, "")):
+            blocks.append(block)
             size += len(block)
-        self._text = "".join(parts)
+        self._text = "".join(blocks)
         self._position = self._counted = 0
         return size > 0
 
@@ -256,10 +256,10 @@ def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlR
     try:
         fields = parse_json(decoded)
     except ValueError as error:
-        where = str(error)
+        fault = str(error)
         if isinstance(error, json.JSONDecodeError):
-            where = f"{error.msg} at column {error.colno}"
-        raise ConfigError(f"{place} is not JSON ({where}); fix or remove the line") from None
+            fault = f"{error.msg} at column {error.colno}"
+        raise ConfigError(f"{place} is not JSON ({fault}); fix or remove the line") from None
     if not isinstance(fields, dict):
         texts = fields if isinstance(fields, list) else [fields] if element else []
         is_texts = texts != [] and all(isinstance(text, str) for text in texts)

@@ -44,18 +44,18 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
     sources = named_sources(data)
     skipped = _skipped(data, cache_dir)
     num_middle = _MIDDLE_BLOCKS if len(sources) <= _MAX_FILES_WITH_MIDDLE_BLOCKS else 0
-    found = {}
+    digests = {}
     for name, file in sources:
         try:
-            found[name] = SKIPPED if file in skipped else _fingerprint_file(name, file, num_middle)
+            digests[name] = SKIPPED if file in skipped else _fingerprint_file(name, file, num_middle)
         except ConfigError:
             if not data.drops_files:
                 raise
-            found[name] = SKIPPED
+            digests[name] = SKIPPED
     if data.kind == "python-docs":
-        text = "\n".join(f"{name} {seen}" for name, seen in found.items())
-        found = {"python-docs": f"{len(found)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
-    return found | settings_fingerprints(data)
+        text = "\n".join(f"{name} {digest}" for name, digest in digests.items())
+        digests = {"python-docs": f"{len(digests)} {hashlib.sha256(text.encode()).hexdigest()[:16]}"}
+    return digests | settings_fingerprints(data)
 
 
 def settings_fingerprints(data: DataConfig) -> dict[str, str]:
@@ -91,28 +91,28 @@ def size_differences_by_file(first: Mapping[str, str], local: Mapping[str, str])
     """Return the differences of `size_differences` by file name."""
     if not local:
         return {}
-    missing = {n: f"{n} is not there" for n, seen in first.items() if n not in local and seen != SKIPPED}
-    sizes = {name: (first[name].split()[0] if name in first else "none", seen) for name, seen in local.items()}
+    missing = {n: f"{n} is not there" for n, size in first.items() if n not in local and size != SKIPPED}
+    sizes = {name: (first[name].split()[0] if name in first else "none", size) for name, size in local.items()}
     return missing | {
-        name: f"{name} has {seen} bytes, and {theirs} there" for name, (theirs, seen) in sizes.items() if theirs != seen
+        name: f"{name} has {size} bytes, and {theirs} there" for name, (theirs, size) in sizes.items() if theirs != size
     }
 
 
 def matches_fingerprint(file: Path, recorded: str) -> bool:
     """Return whether a file still has a recorded fingerprint; raise ConfigError if the file cannot be read."""
     blocks = recorded.split()[:2]
-    whole = recorded.split()[2:]
+    hashes = recorded.split()[2:]
     if not any(blocks == _fingerprint_file(file.name, file, num_middle).split() for num_middle in (_MIDDLE_BLOCKS, 0)):
         return False
-    return not whole or whole == [_whole_hash(file.name, file)]
+    return not hashes or hashes == [_whole_hash(file.name, file)]
 
 
 def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
     """Return the skipped files, determined as for the samples: separately per part of a mixture, except token files."""
     if not data.weights or isinstance(data.path, str) or data.kind == "tokens":
         return skipped_files(data, cache_dir=cache_dir)
-    parts = [replace(data, path=path, weights=()) for path in data.path]
-    return frozenset(file for part in parts for file in skipped_files(part, cache_dir=cache_dir))
+    sources = [replace(data, path=path, weights=()) for path in data.path]
+    return frozenset(file for source in sources for file in skipped_files(source, cache_dir=cache_dir))
 
 
 def _whole_hash(name: str, file: Path) -> str:
@@ -175,12 +175,12 @@ def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
     sources: list[list[str]] = [[] for _ in paths]
     current = 0
     for name in names:
-        found = next((i for i in range(current, len(paths)) if is_below(Path(name), Path(paths[i]))), None)
-        if name in roles and (found is None or not settings.keys() & {roles[name]}):
+        index = next((i for i in range(current, len(paths)) if is_below(Path(name), Path(paths[i]))), None)
+        if name in roles and (index is None or not settings.keys() & {roles[name]}):
             settings[roles[name]] = name
-        elif found is not None:
-            current = found
-            sources[found].append(name)
+        elif index is not None:
+            current = index
+            sources[index].append(name)
     return DataFiles(paths, tuple(map(tuple, sources)), settings, order.get("kind") == "huggingface")
 
 
@@ -196,48 +196,48 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
 
 
 def names_now(
-    then: DataFiles, saved: Mapping[str, str], now: DataFiles, fingerprints: Mapping[str, str]
+    old: DataFiles, saved: Mapping[str, str], new: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the current names of the files of a checkpoint, by their names in the checkpoint; a file may be missing.
 
     Args:
         saved: their fingerprints.
     """
-    found = {name: now.settings.get(role, name) for role, name in then.settings.items()}
-    if len(then.paths) == len(now.paths):
-        for i, (before, after) in enumerate(zip(then.sources, now.sources, strict=True)):
-            found |= _matched(then, before, saved, now, after, fingerprints) or {
-                name: _place_now(name, then, i, now.paths[i]) for name in before
+    renamed = {name: new.settings.get(role, name) for role, name in old.settings.items()}
+    if len(old.paths) == len(new.paths):
+        for i, (before, after) in enumerate(zip(old.sources, new.sources, strict=True)):
+            renamed |= _matched(old, before, saved, new, after, fingerprints) or {
+                name: _place_now(name, old, i, new.paths[i]) for name in before
             }
-    elif all(then.sources) and all(now.sources):
-        before = tuple(name for names in then.sources for name in names)
-        after = tuple(name for names in now.sources for name in names)
-        found |= _matched(then, before, saved, now, after, fingerprints)
-    return found
+    elif all(old.sources) and all(new.sources):
+        before = tuple(name for names in old.sources for name in names)
+        after = tuple(name for names in new.sources for name in names)
+        renamed |= _matched(old, before, saved, new, after, fingerprints)
+    return renamed
 
 
 def _matched(
-    then: DataFiles,
+    old: DataFiles,
     before: Sequence[str],
     saved: Mapping[str, str],
-    now: DataFiles,
+    new: DataFiles,
     after: Sequence[str],
     fingerprints: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the new names by the old names if all files have the same content in the same order; else {}."""
     if len(before) != len(after):
         return {}
-    for one, other in zip(before, after, strict=True):
-        same = has_same_content(saved[one], fingerprints[other]) and saved[one] != SKIPPED
-        if not same or (then.by_folder and _meaning(then, one) != _meaning(now, other)):
+    for name, other in zip(before, after, strict=True):
+        same = has_same_content(saved[name], fingerprints[other]) and saved[name] != SKIPPED
+        if not same or (old.by_folder and _meaning(old, name) != _meaning(new, other)):
             return {}
     return dict(zip(before, after, strict=True))
 
 
-def _place_now(name: str, then: DataFiles, index: int, root: str) -> str:
+def _place_now(name: str, old: DataFiles, index: int, root: str) -> str:
     """Return the name below the recipe's path of a file below a path of the checkpoint."""
-    relative = _relative(name, then.paths[index])
-    if not relative and then.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
+    relative = _relative(name, old.paths[index])
+    if not relative and old.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
         return name
     return _joined(root, relative)
 
@@ -260,34 +260,34 @@ def _joined(root: str, relative: str) -> str:
     return f"{root.rstrip('/')}/{relative}" if is_remote(root) else str(Path(root) / relative)
 
 
-def comparable(then: DataFiles, now: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:
+def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Return the fingerprints, without the tokenizer's if the checkpoint is of an old version that lacks it."""
-    if TOKENIZER_FILE in then.settings:
+    if TOKENIZER_FILE in old.settings:
         return dict(fingerprints)
-    unknown = {name for role, name in now.settings.items() if role != "data.chat_template"}
-    return {name: seen for name, seen in fingerprints.items() if name not in unknown}
+    unknown = {name for role, name in new.settings.items() if role != "data.chat_template"}
+    return {name: digest for name, digest in fingerprints.items() if name not in unknown}
 
 
-def unmatched_locations(then: DataFiles, now: DataFiles, order: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def unmatched_locations(old: DataFiles, new: DataFiles, order: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Return the keys of `LOCATION_KEYS` with different values and without files to compare.
 
     Args:
-        then: the files of the checkpoint.
+        old: the files of the checkpoint.
         order: settings of the checkpoint.
-        own: settings of the recipe.
+        mine: settings of the recipe.
     """
     wrong = []
-    hub_then = [path for path, names in zip(then.paths, then.sources, strict=True) if not names]
-    hub_now = [path for path, names in zip(now.paths, now.sources, strict=True) if not names]
-    places_then = [i for i, names in enumerate(then.sources) if not names]
-    places_now = [i for i, names in enumerate(now.sources) if not names]
+    hub_then = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
+    hub_now = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
+    places_then = [i for i, names in enumerate(old.sources) if not names]
+    places_now = [i for i, names in enumerate(new.sources) if not names]
     has_other_hub = hub_then != hub_now or (
-        bool(hub_now) and (places_then != places_now or len(then.paths) != len(now.paths))
+        bool(hub_now) and (places_then != places_now or len(old.paths) != len(new.paths))
     )
-    if order.get("path") != own.get("path") and has_other_hub:
+    if order.get("path") != mine.get("path") and has_other_hub:
         wrong.append("path")
     for key, role in (("tokenizer", TOKENIZER_FILE), ("chat_template", "data.chat_template")):
-        is_compared = role in then.settings and role in now.settings
-        if not is_compared and order.get(key) != own.get(key):
+        is_compared = role in old.settings and role in new.settings
+        if not is_compared and order.get(key) != mine.get(key):
             wrong.append(key)
     return wrong

@@ -48,13 +48,13 @@ class TextTable:
         Paths, sizes and times of local files; name and revision of a data set on the hub: without a revision, later
         changes on the hub are not noticed.
         """
-        found: list[str | int] = [self.split, self.column, self.subset]
+        fields: list[str | int] = [self.split, self.column, self.subset]
         if self.path is None:
-            return [*found, self.name, self.revision]
+            return [*fields, self.name, self.revision]
         for file in files_below(self.path):
             status = file.stat()
-            found += [str(file), status.st_size, status.st_mtime_ns]
-        return found
+            fields += [str(file), status.st_size, status.st_mtime_ns]
+        return fields
 
     def files(self) -> list[Path]:
         """Return the files of the split, in order.
@@ -85,9 +85,9 @@ class TextTable:
             first, start = map(int, place)
         elif place is not None:
             # A state of the package from an earlier version: the rows have the same order.
-            for text, row, found in self._file_documents(0, None):
+            for text, row, position in self._file_documents(0, None):
                 if row >= number:
-                    yield text, row, found
+                    yield text, row, position
             return
         for index in range(first, len(files)):
             for row, text in text_rows(files[index], self.column, start):
@@ -138,9 +138,9 @@ class TextTable:
             )
         text = row[self.column]
         if not isinstance(text, str):
-            what = "nothing" if text is None else f"{type(text).__name__}"
+            kind = "nothing" if text is None else f"{type(text).__name__}"
             raise ConfigError(
-                f"data.column={self.column!r} of {self.name} holds {what}, not text, in row {number + 1}; "
+                f"data.column={self.column!r} of {self.name} holds {kind}, not text, in row {number + 1}; "
                 "name a column of text"
             )
         return text
@@ -178,10 +178,10 @@ class TextTables:
         A state is JSON-serialisable: the number of the source, of the row, and its place (`TextTable.documents`).
         """
         first, number, place = (0, 0, None) if state is None else state
-        for which in range(first, len(self.tables)):
-            for text, row, found in self.tables[which].documents(number, place):
+        for number_of_table in range(first, len(self.tables)):
+            for text, row, position in self.tables[number_of_table].documents(number, place):
                 if text:
-                    yield text, (which, row, found)
+                    yield text, (number_of_table, row, position)
             number = 0
             place = None
 
@@ -209,7 +209,7 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
         TextTable(name, path, split, data.column, data.subset, data.revision)
         for name, path in zip(names, paths, strict=True)
     ]
-    return TextTables(tuple(table for whole in tables for table in _exclude_files(whole, skipped)))
+    return TextTables(tuple(table for listed in tables for table in _exclude_files(listed, skipped)))
 
 
 def _exclude_files(table: TextTable, skipped: Set[Path]) -> list[TextTable]:

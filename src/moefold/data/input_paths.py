@@ -166,31 +166,31 @@ ENDS_SUFFIXES = (ENDS_SUFFIX, ".idx")
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
     """Return descriptions of the changed files by name; a fingerprint is "SIZE HASH [HASH]", or "skipped"."""
-    found = {}
+    differences = {}
     for name in [*saved, *(name for name in current if name not in saved)]:
         before = saved.get(name)
         after = current.get(name)
         if before == after or (before is not None and after is not None and has_same_content(before, after)):
             continue
         if after is None:
-            found[name] = f"data file {name} is gone"
+            differences[name] = f"data file {name} is gone"
         elif before is None:
-            found[name] = f"data file {name} is new"
+            differences[name] = f"data file {name} is new"
         elif after == SKIPPED:
-            found[name] = f"data file {name} is left out as corrupt, and was not then"
+            differences[name] = f"data file {name} is left out as corrupt, and was not then"
         elif before == SKIPPED:
-            found[name] = f"data file {name} was left out as corrupt then, and is not now"
+            differences[name] = f"data file {name} was left out as corrupt then, and is not now"
         else:
-            found[name] = f"data file {name} has other content than then"
-    return found
+            differences[name] = f"data file {name} has other content than then"
+    return differences
 
 
 def has_same_content(saved: str, current: str) -> bool:
     """Return whether two fingerprints have the same content; old versions wrote no hash of all bytes."""
-    one = saved.split()
+    first = saved.split()
     other = current.split()
-    length = min(len(one), len(other))
-    return saved == current or (length > 1 and one[:length] == other[:length])
+    length = min(len(first), len(other))
+    return saved == current or (length > 1 and first[:length] == other[:length])
 
 
 def separate_dropped_files(
@@ -208,7 +208,7 @@ def separate_dropped_files(
     """
     lost = {}
     others = {}
-    left_out = [name for name, seen in saved.items() if seen == SKIPPED] if tokens else []
+    left_out = [name for name, digest in saved.items() if digest == SKIPPED] if tokens else []
     file_of = {str(Path(name).with_suffix(suffix)): name for name in [*left_out, *tokens] for suffix in ENDS_SUFFIXES}
     for name, difference in differences.items():
         if name in tokens or name in left_out:
@@ -232,15 +232,15 @@ def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[s
         path: data.path of the run.
         tokens: names of its token files, in the order of `files`; empty if unknown.
     """
-    known = list(files)
+    listed = list(files)
     tokens = list(tokens)
-    if odd := [name for name in known if not Path(name).name]:
+    if odd := [name for name in listed if not Path(name).name]:
         raise TypeError(f"data_files names no file: {odd[0]!r}")
     for key, names in (("data_tokens", tokens), ("data_lost", list(dropped))):
-        if odd := [name for name in names if name not in known]:
+        if odd := [name for name in names if name not in listed]:
             raise TypeError(f"{key} names {odd[0]!r}, which is not among data_files")
     wanted = frozenset(tokens)
-    if tokens != [name for name in known if name in wanted]:
+    if tokens != [name for name in listed if name in wanted]:
         raise TypeError("data_tokens has another order than data_files")
     paths = path if isinstance(path, list) else [path]
     roots = [Path(root) for root in paths if isinstance(root, str)]

@@ -56,11 +56,11 @@ def set_memory_limit(soft: int, hard: int = 0) -> None:
         hard: limit that the soft limit cannot exceed later; 0: unchanged.
     """
     reserved = RESERVED_BYTES_PER_CORE * (os.cpu_count() or 1)
-    for kind, more in ((resource.RLIMIT_DATA, 0), (resource.RLIMIT_AS, reserved)):
-        most = resource.getrlimit(kind)[1]
-        highest = [value for value in (most, hard + more if hard else most) if value != resource.RLIM_INFINITY]
+    for kind, extra in ((resource.RLIMIT_DATA, 0), (resource.RLIMIT_AS, reserved)):
+        limit = resource.getrlimit(kind)[1]
+        highest = [value for value in (limit, hard + extra if hard else limit) if value != resource.RLIM_INFINITY]
         top = min(highest) if highest else resource.RLIM_INFINITY
-        value = soft + more if top == resource.RLIM_INFINITY else min(soft + more, top)
+        value = soft + extra if top == resource.RLIM_INFINITY else min(soft + extra, top)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (value, top))
 

@@ -89,14 +89,14 @@ class PackedPairs(PackedMembers):
         """Return one sample."""
         size = self.seq_len + 1
         packed = self._bins[number]
-        found = [
+        sides = [
             self._conversations.read(2 * pair + i, length)
             for pair in packed.tolist()
             for i, length in enumerate(self._length_of_pair[pair])
         ]
-        ids = [np.where(targets, sequence, -1) for sequence, (_, targets) in enumerate(found)]
+        ids = [np.where(targets, sequence, -1) for sequence, (_, targets) in enumerate(sides)]
         weights = [
-            targets / targets.sum() if i % 2 == 0 else np.zeros(len(targets)) for i, (_, targets) in enumerate(found)
+            targets / targets.sum() if i % 2 == 0 else np.zeros(len(targets)) for i, (_, targets) in enumerate(sides)
         ]
         slots = self._max_pairs - len(packed)
         sample_columns: dict[str, NDArray[Any]] = {"pair_ids": np.pad(packed, (0, slots), constant_values=-1)}
@@ -106,7 +106,7 @@ class PackedPairs(PackedMembers):
         if chosen_in(self._align, AlignmentPart).has_reference:
             sample_columns["reference_log_probs"] = np.pad(self.reference.values[packed].ravel(), (0, 2 * slots))
         return packed_sample(
-            [tokens for tokens, _ in found],
+            [tokens for tokens, _ in sides],
             size,
             self._pad_id,
             weights=fill_up(weights, size, 0)[1:],
@@ -143,9 +143,9 @@ def pack_pairs(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         # With labels, a row may become two pairs.
-        where = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
+        location = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
         raise ConfigError(
-            f"{where}: the pair has {int(lengths[number].sum())} tokens, and "
+            f"{location}: the pair has {int(lengths[number].sum())} tokens, and "
             f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
             f'raise it to {int(lengths.sum(1).max()) - 1}, or set data.overlong="cut"'
         )
@@ -158,8 +158,8 @@ def pack_pairs(
         )
     reference = ReferenceLogProbs(num_targets)
     training, validation = (
-        PackedPairs(conversations, part, reference, align, seq_len=seq_len, pad_id=pad_id)
-        for part in hold_out(pairs, data.validation_fraction)
+        PackedPairs(conversations, split, reference, align, seq_len=seq_len, pad_id=pad_id)
+        for split in hold_out(pairs, data.validation_fraction)
     )
     if reports:
         logger.warning(
@@ -174,11 +174,11 @@ def pack_pairs(
     return training, validation
 
 
-def cut_lengths(lengths: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Cut pairs to `most` tokens: a sequence keeps half of them, or what the other does not need; [pairs, 2]."""
-    half = most // 2
+def cut_lengths(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Cut pairs to `size` tokens: a sequence keeps half of them, or what the other does not need; [pairs, 2]."""
+    half = size // 2
     other = lengths[:, ::-1]
-    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, most - np.minimum(other, most)))
+    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, size - np.minimum(other, size)))
     return cut
 
 
@@ -276,10 +276,10 @@ def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
 def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
     """Split off the longest common prefix of both completions as the prompt, like TRL."""
     if isinstance(record.fields["chosen"], list):
-        parts = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
-        pairs = zip(*parts, strict=False)
-        shared = next((i for i, (one, other) in enumerate(pairs) if one != other), min(map(len, parts)))
-        prompt, ends = parts[0][:shared], [part[shared:] for part in parts]
+        answers = [_as_messages(record, column, "assistant") for column in ("chosen", "rejected")]
+        pairs = zip(*answers, strict=False)
+        shared = next((i for i, (first, other) in enumerate(pairs) if first != other), min(map(len, answers)))
+        prompt, ends = answers[0][:shared], [answer[shared:] for answer in answers]
     else:
         texts = [column_text(record.fields, column, record.location) for column in ("chosen", "rejected")]
         shared = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
@@ -324,10 +324,10 @@ def _as_messages(record: JsonlRecord, column: str, role: str) -> Messages:
     value = record.fields[column]
     place = f'{record.location}: "{column}"'
     if isinstance(value, list):
-        found = parse_messages(value, place)
-        if found.untrained and column != "prompt":
+        parsed = parse_messages(value, place)
+        if parsed.untrained and column != "prompt":
             raise ConfigError(f"{place} has a message of weight 0, which no preference can train; remove the weight")
-        return list(found.messages)
+        return list(parsed.messages)
     text = column_text(record.fields, column, record.location)
     # A completion may be empty, if the model ended immediately.
     if not text and column == "prompt":

@@ -45,9 +45,9 @@ CheckPrompt = Callable[[Prompt], None]
 class TaskPrompts:
     """Problems of a task as prompts; the reward function receives their columns."""
 
-    def __init__(self, problems: Problems, tokenizer: Tokenizer, want: RewardPrompt | None = None) -> None:
+    def __init__(self, problems: Problems, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None = None) -> None:
         self._problems = problems
-        self._want = want
+        self._reward_prompt = reward_prompt
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class TaskPrompts:
     def prompt(self, index: int) -> Prompt:
         """Return prompt `index`."""
         problem = self._problems.problem(index)
-        text = problem.prompt if self._want is None else self._want.fill(problem.prompt)
+        text = problem.prompt if self._reward_prompt is None else self._reward_prompt.fill(problem.prompt)
         ids = tuple(self._tokenizer.encode(text).tolist())
         return Prompt(problem.prompt, text, ids, problem.columns, f"problem {index}")
 
@@ -118,7 +118,7 @@ def open_prompts(
     check_task_tokenizer(data, tokenizer)
     has_validation = data.validation_fraction > 0
     if data.kind == "task":
-        training, held_out = (Problems(data, seed, is_validation=part) for part in (False, True))
+        training, held_out = (Problems(data, seed, is_validation=is_held_out) for is_held_out in (False, True))
         return PromptData(
             TaskPrompts(training, tokenizer), TaskPrompts(held_out, tokenizer) if has_validation else None
         )
@@ -144,7 +144,7 @@ def open_prompts(
 def read_prompts(
     data: DataConfig,
     tokenizer: Tokenizer,
-    want: RewardPrompt | None = None,
+    reward_prompt: RewardPrompt | None = None,
     *,
     check: CheckPrompt | None = None,
     report: Callable[[str], None] | None = None,
@@ -152,14 +152,14 @@ def read_prompts(
     """Read and tokenise all prompts of the files that data.path names.
 
     Args:
-        want: wanted reward for the text of each prompt; None: no reward.
+        reward_prompt: wanted reward for the text of each prompt; None: no reward.
         report: called with a message on the rows that data.skip_bad_rows skips.
 
     Raises:
         ConfigError: see `open_prompts`.
     """
     skipped = SkippedRows(skips=data.skip_bad_rows)
-    prompts = list(_usable_prompts(_PromptReader(data, tokenizer, want), data, check, skipped))
+    prompts = list(_usable_prompts(_PromptReader(data, tokenizer, reward_prompt), data, check, skipped))
     if not prompts:
         raise ConfigError(
             f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
@@ -198,21 +198,21 @@ def _usable_prompts(
 class _PromptReader:
     """Reader of the prompt of a row."""
 
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer, want: RewardPrompt | None) -> None:
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None) -> None:
         self._data = data
         self._tokenizer = tokenizer
-        self._want = want
+        self._reward_prompt = reward_prompt
         self._template: ChatTemplate | None = None
 
     def read(self, record: JsonlRecord) -> Prompt:
         """Return the prompt of a row; raise ConfigError if the row has no prompt, or it cannot be rendered."""
         source = prompt_of_row(record)
         if isinstance(source, str):
-            text = source if self._want is None else self._want.fill(source)
+            text = source if self._reward_prompt is None else self._reward_prompt.fill(source)
             return _make_prompt(record, source, text, self._tokenizer)
         if self._template is None:
             self._template = load_chat_template(self._data, self._tokenizer)
-            self._template.reward_prompt = self._want
+            self._template.reward_prompt = self._reward_prompt
         self._template.check_roles(ChatRequest(source, None, record.location))
         text = self._template.render_prompt(source, record.location, add_generation_prompt=True)
         return _make_prompt(record, source, text, self._tokenizer)

@@ -26,10 +26,10 @@ class RewardPrompt:
 
     def fill_message(self, messages: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
         """Return messages with the reward written into one of them, if its number exists and it is a text."""
-        found = [dict(message) for message in messages]
-        if number >= 0 and isinstance(content := found[number].get("content"), str):
-            found[number]["content"] = self.fill(content)
-        return found
+        filled = [dict(message) for message in messages]
+        if number >= 0 and isinstance(content := filled[number].get("content"), str):
+            filled[number]["content"] = self.fill(content)
+        return filled
 
 
 def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPrompt | None:

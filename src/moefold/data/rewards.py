@@ -69,8 +69,8 @@ class Rewards:
             is_best = np.concatenate(([True], prompts[1:] != prompts[:-1]))
             kept = np.sort(members[order[is_best]])
         else:
-            least = float(np.quantile(reward, number)) if kind == "quantile" else number
-            kept = members[reward >= least]
+            cutoff = float(np.quantile(reward, number)) if kind == "quantile" else number
+            kept = members[reward >= cutoff]
             if not len(kept):
                 raise ConfigError(
                     f"align.method.threshold={threshold!r} keeps none of {len(members)} conversations, whose "
@@ -170,8 +170,8 @@ def conditioned_reader(method: AlignmentPart) -> ConversationReader:
 
 def _conditioned(records: Iterator[JsonlRecord], method: AlignmentPart) -> Iterator[ConversationToRender]:
     for record in records:
-        found = parse_conversation(record)
-        messages = list(found.messages)
+        parsed = parse_conversation(record)
+        messages = list(parsed.messages)
         number = _prompt_length(messages) - 1
         prompt = messages[number].get("content") if number >= 0 else None
         if not isinstance(prompt, str):
@@ -180,7 +180,7 @@ def _conditioned(records: Iterator[JsonlRecord], method: AlignmentPart) -> Itera
             **messages[number],
             "content": fill_template(method.prompt_template, prompt, reward_of(record, method.reward_column)),
         }
-        yield ConversationToRender(messages, found.tools, record.location, record.size_bytes, found.untrained)
+        yield ConversationToRender(messages, parsed.tools, record.location, record.size_bytes, parsed.untrained)
 
 
 def _prompt_length(messages: list[Any]) -> int:
@@ -191,9 +191,9 @@ def _prompt_length(messages: list[Any]) -> int:
 
 def _reward_row(record: JsonlRecord, column: str) -> tuple[float, int]:
     """Return reward and hash of the prompt of a row."""
-    found = parse_conversation(record)
-    prompt = list(found.messages)[: _prompt_length(list(found.messages))]
-    return reward_of(record, column), prompt_hash(prompt, found.tools)
+    parsed = parse_conversation(record)
+    prompt = list(parsed.messages)[: _prompt_length(list(parsed.messages))]
+    return reward_of(record, column), prompt_hash(prompt, parsed.tools)
 
 
 def prompt_hash(prompt: Sequence[Message], tools: Any = None) -> int:

@@ -84,14 +84,14 @@ class TraceShape:
 
 def trace_shape(model: ModelConfig, train: TrainConfig) -> TraceShape:
     """Return the shape of the trace that a run writes."""
-    part = model.routed
+    moe = model.routed
     return TraceShape(
         layers=model.moe_layer_numbers,
-        num_experts=part.num_choices if part else 0,
-        top_k=part.top_k if part else 0,
+        num_experts=moe.num_choices if moe else 0,
+        top_k=moe.top_k if moe else 0,
         global_batch_size=train.global_batch_size,
         seq_len=train.seq_len,
-        zero_experts=part.zero_experts if part else 0,
+        zero_experts=moe.zero_experts if moe else 0,
     )
 
 
@@ -185,9 +185,9 @@ class RoutingTrace:
         self.folder = folder / TRACE_FOLDER if (folder / TRACE_FOLDER / MANIFEST).is_file() else folder
         path = self.folder / MANIFEST
         if not path.is_file():
-            what = "holds no routing trace" if folder.is_dir() else "does not exist"
+            fault = "holds no routing trace" if folder.is_dir() else "does not exist"
             raise ConfigError(
-                f"{self._key} {what}: {MANIFEST} is missing; name the folder RUN_DIR/{TRACE_FOLDER} of a run with "
+                f"{self._key} {fault}: {MANIFEST} is missing; name the folder RUN_DIR/{TRACE_FOLDER} of a run with "
                 "moe.trace_every"
             )
         try:

@@ -225,10 +225,10 @@ def stack_samples(samples: list[Sample], seq_len: int) -> SampleBatch:
 
 def _stack_columns(columns: list[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
     """Stack the columns of samples, which must have the same columns."""
-    for part in columns:
-        if part.keys() != columns[0].keys():
-            raise ValueError(f"samples of one batch have the columns {sorted(columns[0])} and {sorted(part)}")
-    return {name: np.stack([part[name] for part in columns]) for name in columns[0]}
+    for row in columns:
+        if row.keys() != columns[0].keys():
+            raise ValueError(f"samples of one batch have the columns {sorted(columns[0])} and {sorted(row)}")
+    return {name: np.stack([row[name] for row in columns]) for name in columns[0]}
 
 
 def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
@@ -238,24 +238,24 @@ def annotate_documents(tokens: NDArray[np.int64], end_id: int) -> Sample:
     return Sample(tokens, documents)
 
 
-def fill_up(parts: Sequence[NDArray[Any]], size: int, value: float) -> NDArray[Any]:
+def fill_up(arrays: Sequence[NDArray[Any]], size: int, value: float) -> NDArray[Any]:
     """Return concatenated arrays, filled to a size with a value."""
-    whole = np.concatenate(parts)
-    return np.concatenate((whole, np.full(size - len(whole), value, whole.dtype)))
+    joined = np.concatenate(arrays)
+    return np.concatenate((joined, np.full(size - len(joined), value, joined.dtype)))
 
 
-def packed_sample(parts: Sequence[NDArray[np.int64]], size: int, pad_id: int, **annotations: Any) -> Sample:
+def packed_sample(arrays: Sequence[NDArray[np.int64]], size: int, pad_id: int, **annotations: Any) -> Sample:
     """Return a sample of whole documents, with padding as its last document.
 
     Args:
-        parts: tokens of each document.
+        arrays: tokens of each document.
         size: tokens of the sample.
         annotations: other fields of `Sample`.
     """
-    lengths = [len(part) for part in parts]
+    lengths = [len(array) for array in arrays]
     filled = sum(lengths)
-    documents = np.repeat(np.arange(len(parts) + 1, dtype=np.int32), [*lengths, size - filled])
-    return Sample(fill_up(parts, size, pad_id), documents, is_padding=np.arange(size) >= filled, **annotations)
+    documents = np.repeat(np.arange(len(arrays) + 1, dtype=np.int32), [*lengths, size - filled])
+    return Sample(fill_up(arrays, size, pad_id), documents, is_padding=np.arange(size) >= filled, **annotations)
 
 
 class ReferenceLogProbs:

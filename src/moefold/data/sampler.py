@@ -47,8 +47,8 @@ class IndexRanges:
         """Return the sample number at a position of the concatenated list."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside [0, {len(self)})")
-        which = bisect_right(self._ends, index)
-        return self.ranges[which][index - (self._ends[which - 1] if which else 0)]
+        index_of_range = bisect_right(self._ends, index)
+        return self.ranges[index_of_range][index - (self._ends[index_of_range - 1] if index_of_range else 0)]
 
     def count_in(self, others: Sequence[range]) -> int:
         """Return the number of these sample numbers in other ranges, which are also ascending and disjoint."""
@@ -57,10 +57,10 @@ class IndexRanges:
         for mine in self.ranges:
             while first < len(others) and others[first].stop <= mine.start:
                 first += 1
-            which = first
-            while which < len(others) and others[which].start < mine.stop:
-                total += min(mine.stop, others[which].stop) - max(mine.start, others[which].start)
-                which += 1
+            position = first
+            while position < len(others) and others[position].start < mine.stop:
+                total += min(mine.stop, others[position].stop) - max(mine.start, others[position].start)
+                position += 1
         return total
 
 
@@ -187,14 +187,14 @@ class PackedSamples(SampleSource):
     @property
     def dropped_samples(self) -> list[range]:
         """Ranges of the numbers of the dropped samples, ascending and disjoint."""
-        found: list[range] = []
+        dropped: list[range] = []
         for tokens in self.stream.dropped_tokens:
             # Sample i has the tokens i * S to i * S + S, both included.
-            first = max(-(-(tokens.start - self.seq_len) // self.seq_len), found[-1].stop if found else 0)
+            first = max(-(-(tokens.start - self.seq_len) // self.seq_len), dropped[-1].stop if dropped else 0)
             end = min((tokens.stop - 1) // self.seq_len + 1, len(self))
             if first < end:
-                found.append(range(first, end))
-        return found
+                dropped.append(range(first, end))
+        return dropped
 
 
 class IndexAnnotatedSamples(PackedSamples):
@@ -255,18 +255,18 @@ class Sampler(SampleSource):
                 f"no {self.split_name} sample is left: the files of all of them are left out "
                 "(data.corrupt='skip'); restore them, or give the run other data"
             )
-        blocked = [part for part in skipped_ranges if part.stop > first]
-        if not self.num_dropped and all(part.start >= first + count for part in blocked):
+        blocked = [span for span in skipped_ranges if span.stop > first]
+        if not self.num_dropped and all(span.start >= first + count for span in blocked):
             return range(first, first + count)
-        taken: list[int] = []
-        while len(taken) < count:
-            if ends := [part.stop for part in blocked if first in part]:
+        indices: list[int] = []
+        while len(indices) < count:
+            if ends := [span.stop for span in blocked if first in span]:
                 first = max(ends)
                 continue
             if not self.is_dropped(first):
-                taken.append(first)
+                indices.append(first)
             first += 1
-        return taken
+        return indices
 
     @property
     def num_dropped(self) -> int:
@@ -380,30 +380,30 @@ _OFFSET = _MODULUS // 2
 class Mixture(Sampler):
     """Samplers interleaved by their shares; each advances independently, in its own epochs."""
 
-    def __init__(self, parts: Sequence[Sampler], shares: Sequence[float]) -> None:
+    def __init__(self, sources: Sequence[Sampler], shares: Sequence[float]) -> None:
         """Interleave samplers.
 
         Args:
-            parts: the samplers, all of the same sequence length.
+            sources: the samplers, all of the same sequence length.
             shares: share of each part, above 0, in any unit.
         """
-        self.seq_len = parts[0].seq_len
-        self.split_name = parts[0].split_name
-        self._parts = tuple(parts)
+        self.seq_len = sources[0].seq_len
+        self.split_name = sources[0].split_name
+        self._parts = tuple(sources)
         total = sum(shares)
         self._shares = tuple(share / total for share in shares)
-        self.has_annotations = any(part.has_annotations for part in parts)
-        self.filled = sum(share * part.filled for share, part in zip(self._shares, parts, strict=True))
+        self.has_annotations = any(source.has_annotations for source in sources)
+        self.filled = sum(share * source.filled for share, source in zip(self._shares, sources, strict=True))
         ends = [round(end / total * _MODULUS) for end in accumulate(shares)]
         self._ends = [*ends[:-1], _MODULUS]
 
     def __len__(self) -> int:
         """Return the length of a mixture epoch: the number of samples before any part repeats."""
-        if not all(len(part) for part in self._parts):
+        if not all(len(source) for source in self._parts):
             return 0
-        first = int(min(len(part) / share for part, share in zip(self._parts, self._shares, strict=True)))
+        first = int(min(len(source) / share for source, share in zip(self._parts, self._shares, strict=True)))
         # The exact counts differ from the shares by a few samples.
-        while any(self._count(which, first) > len(part) for which, part in enumerate(self._parts)):
+        while any(self._count(source, first) > len(sub) for source, sub in enumerate(self._parts)):
             first -= 1
         return first
 
@@ -411,55 +411,53 @@ class Mixture(Sampler):
         """Return the part that sample `index` comes from, and the sample's index there."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
-        which = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
-        return which, self._count(which, index)
+        source = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
+        return source, self._count(source, index)
 
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run."""
-        which, number = self.locate(index)
-        return self._parts[which].annotated_sample(number)
+        source, number = self.locate(index)
+        return self._parts[source].annotated_sample(number)
 
     def origin(self, index: int) -> str:
         """Return the sample's part, and its origin there."""
-        which, number = self.locate(index)
-        return f"part {which}, {self._parts[which].origin(number)}"
+        source, number = self.locate(index)
+        return f"part {source}, {self._parts[source].origin(number)}"
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files in all parts; each part ignores the names of other parts."""
         wanted = frozenset(names)
-        for part in self._parts:
-            part.drop_files(wanted)
+        for source in self._parts:
+            source.drop_files(wanted)
 
     def is_dropped(self, index: int) -> bool:
         """Return whether the sample is dropped in its part."""
-        which, number = self.locate(index)
-        return self._parts[which].is_dropped(number)
+        source, number = self.locate(index)
+        return self._parts[source].is_dropped(number)
 
     @property
     def num_dropped(self) -> int:
         """Estimated number of dropped samples in an epoch, from each part's share."""
         length = len(self)
-        lost = [
-            part.num_dropped / len(part) * self._count(i, length) for i, part in enumerate(self._parts) if len(part)
-        ]
-        if all(part.num_dropped == len(part) for part in self._parts):
+        lost = [sub.num_dropped / len(sub) * self._count(i, length) for i, sub in enumerate(self._parts) if len(sub)]
+        if all(source.num_dropped == len(source) for source in self._parts):
             return length
         return min(length - 1, math.ceil(sum(lost)))
 
     def state(self, index: int) -> Any:
         """Return the states of the parts; None if no part has a state."""
-        states = [part.state(self._count(which, index)) for which, part in enumerate(self._parts)]
+        states = [sub.state(self._count(source, index)) for source, sub in enumerate(self._parts)]
         return None if all(state is None for state in states) else states
 
     def restore(self, state: Any) -> None:
         """Restore the state of each part."""
-        for part, part_state in zip(self._parts, state or [], strict=False):
-            part.restore(part_state)
+        for sub, part_state in zip(self._parts, state or [], strict=False):
+            sub.restore(part_state)
 
-    def _count(self, which: int, num_samples: int) -> int:
+    def _count(self, source: int, num_samples: int) -> int:
         """Return the number of the first samples that come from a part."""
-        start = self._ends[which - 1] if which else 0
-        return _count_below(self._ends[which], num_samples) - _count_below(start, num_samples)
+        start = self._ends[source - 1] if source else 0
+        return _count_below(self._ends[source], num_samples) - _count_below(start, num_samples)
 
 
 def _count_below(end: int, num_samples: int) -> int:
@@ -467,8 +465,8 @@ def _count_below(end: int, num_samples: int) -> int:
     if end == 0:
         return 0
     # floor(y) - floor(y - t) is 1 where frac(y) < t, for 0 < t <= 1.
-    whole = floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET)
-    return whole - floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET - end + _MODULUS) + num_samples
+    total = floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET)
+    return total - floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET - end + _MODULUS) + num_samples
 
 
 def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:

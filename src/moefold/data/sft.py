@@ -181,7 +181,7 @@ class PackedMembers(SampleSource):
 
     def origin(self, number: int) -> str:
         """Return the members of a sample, by their numbers in the order of the files."""
-        return f"{self.noun} {', '.join(str(int(one)) for one in self._bins[number])}"
+        return f"{self.noun} {', '.join(str(int(member)) for member in self._bins[number])}"
 
 
 class PackedConversations(PackedMembers):
@@ -208,16 +208,16 @@ class PackedConversations(PackedMembers):
     def annotated_sample(self, number: int) -> Sample:
         """Return one sample; its weights are 1 for targets that the assistant wrote, else 0."""
         size = self.seq_len + 1
-        found = [self._conversations.read(int(one), size) for one in self._bins[number]]
+        conversations = [self._conversations.read(int(member), size) for member in self._bins[number]]
         scale = None
         if self._scales is not None:
-            lengths = [len(ids) for ids, _ in found]
+            lengths = [len(ids) for ids, _ in conversations]
             scale = fill_up([np.repeat(self._scales[self._bins[number]], lengths)], size, 1)[1:]
         return packed_sample(
-            [ids for ids, _ in found],
+            [ids for ids, _ in conversations],
             size,
             self._pad_id,
-            weights=fill_up([targets for _, targets in found], size, False)[1:],
+            weights=fill_up([targets for _, targets in conversations], size, False)[1:],
             weight_scale=scale,
         )
 
@@ -322,15 +322,15 @@ def pack_conversations(
     num_skipped = len(conversations) - len(members)
     selected = ScaledMembers(members) if select is None else select(members)
     training, validation = hold_out(selected.members, data.validation_fraction)
-    parts = (
+    splits = (
         PackedConversations(conversations, training, seq_len=seq_len, pad_id=pad_id, scales=selected.scales),
         PackedConversations(conversations, validation, seq_len=seq_len, pad_id=pad_id, scales=selected.scales),
     )
     if reports:
         if selected.message:
             logger.warning("%s", selected.message)
-        _report(num_skipped, int(is_long[selected.members].sum()), len(selected.members), parts[0])
-    return parts
+        _report(num_skipped, int(is_long[selected.members].sum()), len(selected.members), splits[0])
+    return splits
 
 
 def conversation_files(data: DataConfig) -> tuple[Path, ...]:
@@ -350,8 +350,8 @@ def conversation_files(data: DataConfig) -> tuple[Path, ...]:
 def read_conversations(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRender]:
     """Yield each record as one conversation."""
     for record in records:
-        found = parse_conversation(record)
-        yield ConversationToRender(found.messages, found.tools, record.location, record.size_bytes, found.untrained)
+        parsed = parse_conversation(record)
+        yield ConversationToRender(parsed.messages, parsed.tools, record.location, record.size_bytes, parsed.untrained)
 
 
 def _readable(
@@ -377,7 +377,7 @@ class Tokenization:
 
     def tokenize(self, conversations: Sequence[ConversationToRender]) -> Iterator[TokenizedConversation | None]:
         """Tokenise conversations, grouped by their rows; see `tokenize_conversations`."""
-        requests = [one.request() for one in conversations]
+        requests = [conversation.request() for conversation in conversations]
         return tokenize_conversations(requests, self.tokenizer, self.template, self.report)
 
 
@@ -393,7 +393,7 @@ def usable_records(files: Sequence[Path], reader: ConversationReader, job: Token
     records = (record for path in files for record in jsonl_records(path, skipped.refuse))
     readable = _readable(records, reader, skipped)
     while batch := list(islice(readable, _BATCH_ROWS)):
-        tokenized = job.tokenize([one for _, conversations in batch for one in conversations])
+        tokenized = job.tokenize([conversation for _, conversations in batch for conversation in conversations])
         for record, conversations in batch:
             is_used = [next(tokenized) is not None for _ in conversations]
             if all(is_used):
@@ -408,15 +408,15 @@ def _write_conversations(
     file.write(npy_header(dtype, 0))
     num_tokens = 0
     # The conversations of one row stay together, because a row is skipped as a whole.
-    rows = (list(of_row) for _, of_row in groupby(conversations, key=lambda one: one.location))
+    rows = (list(group) for _, group in groupby(conversations, key=lambda conversation: conversation.location))
     while batch := list(islice(rows, _BATCH_ROWS)):
-        flat = [one for row in batch for one in row]
-        for one, found in zip(flat, job.tokenize(flat), strict=True):
-            if found is not None:
-                flagged = _flag(found, has_label=one.has_label)
+        flat = [conversation for row in batch for conversation in row]
+        for conversation, encoded in zip(flat, job.tokenize(flat), strict=True):
+            if encoded is not None:
+                flagged = _flag(encoded, has_label=conversation.has_label)
                 file.write(flagged.astype(dtype).tobytes())
                 num_tokens += len(flagged)
-        progress.advance(sum(one.size_bytes for one in flat))
+        progress.advance(sum(conversation.size_bytes for conversation in flat))
     file.seek(0)
     file.write(npy_header(dtype, num_tokens))
     return num_tokens
@@ -504,15 +504,15 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         sufficient = spaces >> length
         if sufficient:
             space = length + (sufficient & -sufficient).bit_length() - 1
-            which = with_space[space].pop()
+            number_of_bin = with_space[space].pop()
             if not with_space[space]:
                 spaces &= ~(1 << space)
         else:
             space = capacity
-            which = len(bins)
+            number_of_bin = len(bins)
             bins.append([])
-        bins[which].append(i)
-        with_space[space - length].append(which)
+        bins[number_of_bin].append(i)
+        with_space[space - length].append(number_of_bin)
         if space > length:
             spaces |= 1 << (space - length)
     return sorted(sorted(members) for members in bins)

@@ -43,8 +43,8 @@ class DataFileError(Exception):
 
     def __str__(self) -> str:
         """Return the message that ends a run."""
-        where = f"{self.seen_at}: " if self.seen_at else ""
-        return f"{where}{self.cause}; {self.remedy}"
+        place = f"{self.seen_at}: " if self.seen_at else ""
+        return f"{place}{self.cause}; {self.remedy}"
 
     def with_reporter(self, seen_at: str) -> Self:
         """Return the same error with the rank that found it."""
@@ -104,9 +104,9 @@ class ShardReader:
         """Return the number of ids."""
         return self._ids.count
 
-    def __getitem__(self, part: slice) -> NDArray[np.integer]:
+    def __getitem__(self, rows: slice) -> NDArray[np.integer]:
         """Return the ids of a slice without a step, as for an array; errors are as for `read`."""
-        start, stop, step = part.indices(len(self))
+        start, stop, step = rows.indices(len(self))
         assert step == 1
         return self.read(start, max(start, stop))
 
@@ -119,13 +119,13 @@ class ShardReader:
         ids = self._ids
         size_bytes = (stop - start) * ids.dtype.itemsize
         try:
-            found = os.pread(self._handle, size_bytes, ids.offset_bytes + start * ids.dtype.itemsize)
-            if len(found) < size_bytes:
+            content = os.pread(self._handle, size_bytes, ids.offset_bytes + start * ids.dtype.itemsize)
+            if len(content) < size_bytes:
                 self._check_length(os.fstat(self._handle).st_size)
-                raise ids.broken_error(f"{len(found)} of {size_bytes} bytes at {start} were read")
+                raise ids.broken_error(f"{len(content)} of {size_bytes} bytes at {start} were read")
         except OSError as error:
             raise ids.broken_error(f"it cannot be read ({error.strerror})") from error
-        numbers: NDArray[np.integer] = np.frombuffer(found, dtype=ids.dtype)
+        numbers: NDArray[np.integer] = np.frombuffer(content, dtype=ids.dtype)
         return numbers
 
     def _check_length(self, size_bytes: int) -> None:

@@ -66,9 +66,9 @@ def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]
     faults = {}
     for file in files:
         try:
-            found = read_header(file, data.token_dtype)
-            if data.document_index and found.num_tokens:
-                open_document_ends(file, found.num_tokens)
+            header = read_header(file, data.token_dtype)
+            if data.document_index and header.num_tokens:
+                open_document_ends(file, header.num_tokens)
         except BrokenShardError as error:
             faults[str(file)] = error.cause
         except ConfigError as error:

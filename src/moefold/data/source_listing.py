@@ -30,20 +30,20 @@ def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
         return [(file.path.name, file.path) for file in python_docs_corpus().files]
     if data.kind in ("synthetic", "program", "task"):
         return []
-    found = []
+    sources = []
     for name in (data.path,) if isinstance(data.path, str) else data.path:
         if data.kind == "huggingface" and not is_remote(name) and not Path(name).expanduser().exists():
             continue
         if is_skippable_missing_file(data, name):
-            found.append((name, Path(name).expanduser().absolute()))
+            sources.append((name, Path(name).expanduser().absolute()))
             continue
         root = existing_path("data.path", name)
         for file in files_below(root):
             if not root.is_dir():
-                found.append((name, file))
+                sources.append((name, file))
             elif _is_source(data, file):
-                found.append((name_below(name, file.relative_to(root)), file))
-    return found
+                sources.append((name_below(name, file.relative_to(root)), file))
+    return sources
 
 
 def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
@@ -56,14 +56,14 @@ def is_skippable_missing_file(data: DataConfig, name: str) -> bool:
 
 def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
     """Return the files next to the sources that affect tokenisation: tokenizer and chat template."""
-    found = []
+    entries = []
     if data.kind not in ("synthetic", "program") and data.tokenizer != "bytes":
         path = existing_path("data.tokenizer", data.tokenizer)
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        found = [(file.name, file), *((name, file.with_name(name)) for name in TOKENIZER_CONFIG_FILES)]
+        entries = [(file.name, file), *((name, file.with_name(name)) for name in TOKENIZER_CONFIG_FILES)]
     if data.chat_template:
-        found.append((data.chat_template, existing_path("data.chat_template", data.chat_template)))
-    return [(name, file) for name, file in found if file.is_file()]
+        entries.append((data.chat_template, existing_path("data.chat_template", data.chat_template)))
+    return [(name, file) for name, file in entries if file.is_file()]
 
 
 def _is_source(data: DataConfig, file: Path) -> bool:

@@ -112,10 +112,10 @@ class StreamingSampler(Sampler):
         filled = 0
         while filled < size:
             document = self._current_document()
-            part = document.ids[document.used : document.used + size - filled]
-            tokens[filled : filled + len(part)] = part
-            document.used += len(part)
-            filled += len(part)
+            ids = document.ids[document.used : document.used + size - filled]
+            tokens[filled : filled + len(ids)] = ids
+            document.used += len(ids)
+            filled += len(ids)
         # Consecutive samples share a token, so the last token is also the first token of the next block.
         document = self._current_document()
         tokens[size] = document.ids[document.used]
@@ -147,9 +147,9 @@ class StreamingSampler(Sampler):
                 break
         separator = [] if self._tokenizer.separator_id is None else [self._tokenizer.separator_id]
         for ids, state in zip(encode_documents(self._tokenizer, texts), states, strict=True):
-            whole = np.concatenate([ids, separator]).astype(np.int64)
-            if len(whole) > self._num_used:
-                self._queue.append(_TokenizedDocument(whole, self._epoch, state, self._num_used))
+            document = np.concatenate([ids, separator]).astype(np.int64)
+            if len(document) > self._num_used:
+                self._queue.append(_TokenizedDocument(document, self._epoch, state, self._num_used))
             self._num_used = 0
         if size < _BATCH_CHARACTERS:
             self._epoch += 1

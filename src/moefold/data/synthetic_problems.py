@@ -131,9 +131,9 @@ class Problems:
             problem = self._make(draw_numbers(hash_ints(self._key, number, attempt)), self._size)
             if (_prompt_hash(problem.prompt) < self._limit) == self._is_validation:
                 return problem
-        part = "held-out" if self._is_validation else "training"
+        split = "held-out" if self._is_validation else "training"
         raise ConfigError(
-            f"data.validation_fraction={self._limit / _HASH_RANGE:g} leaves no {part} problem of this data.task_size; "
+            f"data.validation_fraction={self._limit / _HASH_RANGE:g} leaves no {split} problem of this data.task_size; "
             "choose a larger task_size, or another fraction"
         )
 

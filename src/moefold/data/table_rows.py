@@ -79,9 +79,9 @@ def text_rows(file: Path, column: str, start: int = 0) -> Iterator[tuple[int, st
 def _checked(values: Iterator[tuple[int, Any]], file: Path, column: str) -> Iterator[tuple[int, str]]:
     for row, value in values:
         if not isinstance(value, str):
-            what = "nothing" if value is None else type(value).__name__
+            kind = "nothing" if value is None else type(value).__name__
             raise ColumnError(
-                f"data.column={column!r} of {file} holds {what}, not text, in row {row + 1}; name a column of text, or "
+                f"data.column={column!r} of {file} holds {kind}, not text, in row {row + 1}; name a column of text, or "
                 "remove the row"
             )
         yield row, value
@@ -111,11 +111,11 @@ def _arrow_values(file: Path, column: str, start: int) -> Iterator[tuple[int, An
     row = 0
     try:
         with open_seekable(file) as opened:
-            for part in _arrow_parts(opened, file, column):
-                if row + len(part) > start:
-                    values = python_values(part, file, column, row)
+            for chunk in _arrow_parts(opened, file, column):
+                if row + len(chunk) > start:
+                    values = python_values(chunk, file, column, row)
                     yield from ((row + i, value) for i, value in enumerate(values) if row + i >= start)
-                row += len(part)
+                row += len(chunk)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(
             f"{file} is damaged after row {row} ({str(error).splitlines()[0]}); copy it again or leave it out"
@@ -156,7 +156,7 @@ def _line_texts(file: Path, column: str) -> Iterator[str]:
 def _csv_texts(file: Path, column: str) -> Iterator[str]:
     # The limit applies to the process; by default, a cell of more than 128 KiB is an error.
     csv.field_size_limit(MAX_LINE_BYTES)
-    lines = (part for line in decoded_lines(file) for part in (_INNER_LINE_END.split(line) if "\r" in line else [line]))
+    lines = (text for line in decoded_lines(file) for text in (_INNER_LINE_END.split(line) if "\r" in line else [line]))
     rows = csv.reader(chain(lines, [_END]), delimiter="\t" if table_suffix(file) == ".tsv" else ",")
     row = 0
     try:
@@ -278,7 +278,7 @@ def split_files(folder: Path, split: str, subset: str) -> list[Path]:
             raise ConfigError(f"data.subset={subset!r}: the {_CARD} of {folder} names no configurations; leave it out")
         by_split = _named_splits(names)
     _check_split(split, by_split, folder)
-    return [folder / name for name in _of_one_format(by_split[split], folder)]
+    return [folder / name for name in _files_of_one_format(by_split[split], folder)]
 
 
 def _is_listed(file: Path, folder: Path) -> bool:
@@ -314,15 +314,15 @@ def _read(file: Path) -> Any:
     return read_json(file, MAX_DESCRIPTION_BYTES)
 
 
-def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
+def _files_of_one_format(names: Sequence[str], folder: Path) -> list[str]:
     """Return the files of the most frequent format."""
     formats = Counter(table_suffix(Path(name)) for name in names)
     tables = [(count, suffix) for suffix, count in formats.items() if suffix in FOLDER_SUFFIXES]
     if not tables:
-        found = ", ".join(sorted(suffix or "no suffix" for suffix in formats)) or "none"
-        raise ConfigError(f"{folder} has no file in {', '.join(FOLDER_SUFFIXES)} for this split (found: {found})")
-    most = max(tables)[0]
-    best = [suffix for count, suffix in tables if count == most]
+        suffixes = ", ".join(sorted(suffix or "no suffix" for suffix in formats)) or "none"
+        raise ConfigError(f"{folder} has no file in {', '.join(FOLDER_SUFFIXES)} for this split (found: {suffixes})")
+    largest = max(tables)[0]
+    best = [suffix for count, suffix in tables if count == largest]
     # A description such as stats.json may be next to the only file with text.
     best = [suffix for suffix in best if suffix not in (".json", ".txt")] or best
     if len(best) > 1:
@@ -330,8 +330,8 @@ def _of_one_format(names: Sequence[str], folder: Path) -> list[str]:
             f"{folder} has as many files in {best[0]} as in {best[1]} for this split; name the files in data.path"
         )
     if left_out := [name for name in names if table_suffix(Path(name)) != best[0]]:
-        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        logger.warning("data.path: %s is read in %s; left out %s%s", folder, best[0], left_out[0], more)
+        suffix = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        logger.warning("data.path: %s is read in %s; left out %s%s", folder, best[0], left_out[0], suffix)
     return [name for name in names if table_suffix(Path(name)) == best[0]]
 
 
@@ -347,7 +347,7 @@ def _named_splits(names: Sequence[str]) -> dict[str, list[str]]:
         return by_split
     for patterns in data_files.ALL_DEFAULT_PATTERNS:
         by_split = {str(split): _matching(names, wanted) for split, wanted in patterns.items()}
-        if by_split := {split: found for split, found in by_split.items() if found}:
+        if by_split := {split: files for split, files in by_split.items() if files}:
             return by_split
     return {}
 
@@ -356,12 +356,12 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match some patterns, in the order of the patterns."""
     from fsspec.utils import glob_translate
 
-    found: dict[str, None] = {}
+    matched: dict[str, None] = {}
     for pattern in patterns:
         # A file with exactly this name takes precedence over a pattern.
         matches = re.compile(glob_translate(pattern)).match
-        found |= dict.fromkeys([pattern] if pattern in names else [name for name in names if matches(name)])
-    return list(found)
+        matched |= dict.fromkeys([pattern] if pattern in names else [name for name in names if matches(name)])
+    return list(matched)
 
 
 def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[str, list[str]] | None:
@@ -375,8 +375,8 @@ def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[s
         defaults = list(by_name)
     wanted = subset or next(iter(defaults), "")
     if wanted not in by_name:
-        given = f"data.subset={subset!r} is none of" if subset else "data.subset is empty, and must be one of"
-        raise ConfigError(f"{given} the configurations of {folder}: {', '.join(by_name)}")
+        fault = f"data.subset={subset!r} is none of" if subset else "data.subset is empty, and must be one of"
+        raise ConfigError(f"{fault} the configurations of {folder}: {', '.join(by_name)}")
     config = by_name[wanted]
     if others := sorted(map(str, config.keys() - _CONFIG_KEYS)):
         raise ConfigError(
@@ -389,7 +389,7 @@ def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[s
     by_split = (
         _files_of_patterns(config["data_files"], inner, folder) if "data_files" in config else _named_splits(inner)
     )
-    return {split: [prefix + name for name in found] for split, found in by_split.items()}
+    return {split: [prefix + name for name in files] for split, files in by_split.items()}
 
 
 def _files_of_patterns(patterns: Any, names: Sequence[str], folder: Path) -> dict[str, list[str]]:
@@ -399,7 +399,7 @@ def _files_of_patterns(patterns: Any, names: Sequence[str], folder: Path) -> dic
         wanted = data_files.sanitize_patterns(patterns)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the {_CARD} of {folder} has data_files that are not understood ({error})") from error
-    return {str(split): _matching(names, [str(one).removeprefix("./") for one in few]) for split, few in wanted.items()}
+    return {str(split): _matching(names, [str(p).removeprefix("./") for p in few]) for split, few in wanted.items()}
 
 
 def _configurations(folder: Path) -> list[dict[str, Any]]:

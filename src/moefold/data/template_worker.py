@@ -38,7 +38,7 @@ class TemplateWorker:
         del payload
         self._settings = request
         date = datetime.fromisoformat(request["date"])
-        self._programs = [(_compile(one, request["marks"], date), has_marks) for one, has_marks in request["sources"]]
+        self._programs = [(_compile(text, request["marks"], date), has_marks) for text, has_marks in request["sources"]]
         return {}, b""
 
     def render(self, request: Mapping[str, Any], payload: bytes) -> tuple[Answer, bytes]:
@@ -50,9 +50,9 @@ class TemplateWorker:
         if request["prompts"] is not None:
             text, _ = conversation.write(len(messages), prompts=request["prompts"])
             return {"text": text, "spans": [], "prompts": [], "is_marked": has_marks, "altered": 0}, b""
-        found = conversation.marked_turns if has_marks else conversation.unmarked_turns
+        render_turns = conversation.marked_turns if has_marks else conversation.unmarked_turns
         try:
-            return {**found(request["targets"]), "is_marked": has_marks}, b""
+            return {**render_turns(request["targets"]), "is_marked": has_marks}, b""
         except TurnMovedError as error:
             return {"moved": error.turn}, b""
 
@@ -103,13 +103,13 @@ class _Conversation:
         text, spans = self.write(len(self._messages), prompts=False)
         assistant = [i for i, message in enumerate(self._messages) if message["role"] == "assistant"]
         if list(targets) != assistant:
-            found = []
+            turns = []
             for i in targets:
-                counts = [len(self.write(i + more, prompts=False)[1]) if i + more else 0 for more in (0, 1)]
+                counts = [len(self.write(i + step, prompts=False)[1]) if i + step else 0 for step in (0, 1)]
                 if not counts[0] < counts[1] <= len(spans):
                     raise TurnMovedError(i + 1)
-                found += spans[counts[0] : counts[1]]
-            spans = found
+                turns += spans[counts[0] : counts[1]]
+            spans = turns
         prompts: list[int | str] = []
         for i in targets:
             # Some templates refuse a conversation that ends before an answer; the marks are correct anyway.
@@ -150,11 +150,11 @@ class _Conversation:
             raise TurnMovedError(i + 1)
         probed = [*self._messages]
         probed[i] = {**probed[i], "content": _PROBE}
-        whole, found, tail = self.write(len(probed), prompts=False, messages=probed)[0].partition(_PROBE)
+        rendered, probe, tail = self.write(len(probed), prompts=False, messages=probed)[0].partition(_PROBE)
         end = self.write(i + 1, prompts=False, messages=probed)[0].rstrip().partition(_PROBE)[2]
-        start = _common_length(text, whole)
+        start = _common_length(text, rendered)
         stop = len(text) - len(tail)
-        if not found or not text.endswith(tail) or not start <= stop:
+        if not probe or not text.endswith(tail) or not start <= stop:
             raise TurnMovedError(i + 1)
         is_whole = content.strip() in text[start:stop]
         return (start, stop + _common_length(tail, end)), is_whole
@@ -172,16 +172,16 @@ def _common_length(first: str, second: str) -> int:
 
 def _split_at_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
     """Return a text without its marks, and the character spans between them."""
-    parts: list[str] = []
+    blocks: list[str] = []
     spans: list[tuple[int, int]] = []
     length = 0
-    for part in marked.split(begin):
-        inside, found, rest = part.partition(end)
-        if found:
+    for block in marked.split(begin):
+        inside, mark, tail = block.partition(end)
+        if mark:
             spans.append((length, length + len(inside)))
-        parts += [inside, rest]
-        length += len(inside) + len(rest)
-    return "".join(parts), spans
+        blocks += [inside, tail]
+        length += len(inside) + len(tail)
+    return "".join(blocks), spans
 
 
 def _compile(source: str, marks: Sequence[str], date: datetime) -> Render:

@@ -81,8 +81,8 @@ class MegatronIndex:
         ends = np.full(stop - start, self.num_tokens, dtype=np.int64)
         if len(inner):
             first = int(inner.min())
-            found = offsets.read(first, int(inner.max()) + 1)
-            ends[firsts < self.num_sequences] = found[inner - first] // self.dtype.itemsize
+            bounds = offsets.read(first, int(inner.max()) + 1)
+            ends[firsts < self.num_sequences] = bounds[inner - first] // self.dtype.itemsize
         return ends
 
     def _open(self, offset_bytes: int, count: int) -> ShardReader:
@@ -167,13 +167,13 @@ def read_megatron_index(path: Path) -> MegatronIndex | None:
     needed_bytes = _MEGATRON_HEADER.size + 12 * num_sequences + 8 * num_ends
     if index_bytes < needed_bytes or not num_ends:
         raise ConfigError(f"{index} has {index_bytes} of {needed_bytes} bytes; copy it again")
-    found = MegatronIndex(index, dtype, num_sequences, num_ends - 1, size_bytes // dtype.itemsize)
-    end_bytes = _end_of_last_sequence(found)
+    megatron = MegatronIndex(index, dtype, num_sequences, num_ends - 1, size_bytes // dtype.itemsize)
+    end_bytes = _end_of_last_sequence(megatron)
     if end_bytes != size_bytes:
         raise ConfigError(
             f"{path} has {size_bytes} bytes, and {index.name} is the index of a file with {end_bytes}; copy both again"
         )
-    return found
+    return megatron
 
 
 def _end_of_last_sequence(index: MegatronIndex) -> int:
@@ -256,8 +256,8 @@ class TokenFileStream(TokenStream):
         self._ends = tuple(accumulate(file.num_tokens for file in files))
         self._vocab_size = vocab_size
         self._is_indexed = is_indexed
-        self._document_ends = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda which: self._open_document_ends(files[which]))
-        self._open = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda which: files[which].open())
+        self._document_ends = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda index: self._open_document_ends(files[index]))
+        self._open = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda index: files[index].open())
         self._dropped: frozenset[int] = frozenset()
         self.drop_files(dropped)
 
@@ -268,7 +268,7 @@ class TokenFileStream(TokenStream):
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files by name; names of other files are ignored."""
         wanted = frozenset(names)
-        self._dropped |= {which for which, file in enumerate(self._files) if file.name in wanted}
+        self._dropped |= {index for index, file in enumerate(self._files) if file.name in wanted}
 
     @property
     def dropped_tokens(self) -> list[range]:
@@ -277,7 +277,7 @@ class TokenFileStream(TokenStream):
 
     def is_dropped(self, start: int, stop: int) -> bool:
         """Return whether any of the tokens start .. stop-1 belongs to a dropped file."""
-        return bool(self._dropped) and any(which in self._dropped for which, _, _ in self._file_segments(start, stop))
+        return bool(self._dropped) and any(index in self._dropped for index, _, _ in self._file_segments(start, stop))
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens start .. stop-1, int64 [stop - start], across file boundaries.
@@ -290,8 +290,8 @@ class TokenFileStream(TokenStream):
             raise IndexError(f"tokens {start} .. {stop - 1} are outside [0, {len(self)})")
         tokens = np.empty(stop - start, dtype=np.int64)
         done = 0
-        for which, offset, length in self._file_segments(start, stop):
-            tokens[done : done + length] = self._read_segment(which, offset, length)
+        for index, offset, length in self._file_segments(start, stop):
+            tokens[done : done + length] = self._read_segment(index, offset, length)
             done += length
         return tokens
 
@@ -300,13 +300,13 @@ class TokenFileStream(TokenStream):
 
         Raises no exception, because messages of other errors use it.
         """
-        which, offset, _ = next(self._file_segments(token, token + 1))
-        file = self._files[which]
+        index, offset, _ = next(self._file_segments(token, token + 1))
+        file = self._files[index]
         location = f"{file.path}, token {offset}"
-        if which in self._dropped or not self._is_indexed:
+        if index in self._dropped or not self._is_indexed:
             return location
         try:
-            return f"{location}, document {self._document_ends(which).document_of(offset)}"
+            return f"{location}, document {self._document_ends(index).document_of(offset)}"
         except (ConfigError, BrokenShardError):
             return location
 
@@ -319,11 +319,11 @@ class TokenFileStream(TokenStream):
         """
         begins = np.zeros(stop - start, dtype=np.bool_)
         done = 0
-        for which, offset, length in self._file_segments(start, stop):
-            part = begins[done : done + length]
-            part[self._document_ends(which).between(offset, offset + length) - offset] = True
+        for index, offset, length in self._file_segments(start, stop):
+            segment = begins[done : done + length]
+            segment[self._document_ends(index).between(offset, offset + length) - offset] = True
             if offset == 0:
-                part[0] = True
+                segment[0] = True
             done += length
         return begins
 
@@ -333,19 +333,19 @@ class TokenFileStream(TokenStream):
         Returns:
             The errors by file name; reading of a bad file stops at its first error.
         """
-        found: dict[str, BrokenShardError | OutOfVocabError] = {}
+        faults: dict[str, BrokenShardError | OutOfVocabError] = {}
         num_probes = min(_MAX_PROBED_TOKENS // _PROBE_TOKENS, -(-len(self) // _PROBE_TOKENS))
         for i in range(num_probes):
             start = i * len(self) // num_probes
-            for which, offset, length in self._file_segments(start, min(start + _PROBE_TOKENS, len(self))):
-                name = self._files[which].display_name
-                if which in self._dropped or name in found:
+            for index, offset, length in self._file_segments(start, min(start + _PROBE_TOKENS, len(self))):
+                name = self._files[index].display_name
+                if index in self._dropped or name in faults:
                     continue
                 try:
-                    self._read_segment(which, offset, length)
+                    self._read_segment(index, offset, length)
                 except (BrokenShardError, OutOfVocabError) as error:
-                    found[name] = error
-        return found
+                    faults[name] = error
+        return faults
 
     def probe(self) -> None:
         """Raise the first error that `find_bad_files` finds.
@@ -359,28 +359,28 @@ class TokenFileStream(TokenStream):
 
     def _file_segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the file segments that contain tokens start .. stop-1: file index, offset in the file and length."""
-        which = bisect_right(self._ends, start)
+        index = bisect_right(self._ends, start)
         while start < stop:
-            offset = start - (self._ends[which] - self._files[which].num_tokens)
-            length = min(stop, self._ends[which]) - start
-            yield which, offset, length
-            which = which + 1
+            offset = start - (self._ends[index] - self._files[index].num_tokens)
+            length = min(stop, self._ends[index]) - start
+            yield index, offset, length
+            index = index + 1
             start = start + length
 
-    def _read_segment(self, which: int, offset: int, length: int) -> NDArray[np.integer]:
-        file = self._files[which]
-        assert which not in self._dropped, f"{file.display_name} was dropped, but is read"
-        part = self._open(which).read(offset, offset + length)
-        strange = (part < 0) | (part >= self._vocab_size)
+    def _read_segment(self, index: int, offset: int, length: int) -> NDArray[np.integer]:
+        file = self._files[index]
+        assert index not in self._dropped, f"{file.display_name} was dropped, but is read"
+        ids = self._open(index).read(offset, offset + length)
+        strange = (ids < 0) | (ids >= self._vocab_size)
         if strange.any():
             place = int(np.argmax(strange))
             raise OutOfVocabError(
-                f"{file.path} holds id {int(part[place])} at token {offset + place}, but ids must be at least 0 and "
+                f"{file.path} holds id {int(ids[place])} at token {offset + place}, but ids must be at least 0 and "
                 f"below model.vocab_size={self._vocab_size}",
                 "raise it, or check data.token_dtype and the tokenizer",
                 file.name,
             )
-        return part
+        return ids
 
     def _open_document_ends(self, file: TokenFile) -> DocumentEnds:
         try:

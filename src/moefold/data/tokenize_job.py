@@ -87,10 +87,10 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
         ConfigError: a name does not exist, is given twice or is part of the output, or all files are empty.
     """
     roots = [existing_path("INPUT", name) for name in names]
-    own = out.resolve()
-    if inside := [root for root in roots if root.is_relative_to(own)]:
+    target = out.resolve()
+    if inside := [root for root in roots if root.is_relative_to(target)]:
         raise ConfigError(f"INPUT {inside[0]} lies in --out {out}, where the tokens go; choose another folder for them")
-    paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(own)]
+    paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(target)]
     check_no_duplicates(tuple(path.resolve() for path in paths))
     for root in roots:
         if not root.is_dir():
@@ -224,29 +224,29 @@ def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: Skipp
         if input_slice.start:
             file.seek(input_slice.start - 1)
             _skip_line(file)
-        while (at := file.tell()) < input_slice.stop and (line := file.readline(MAX_LINE_BYTES + 1)):
+        while (offset := file.tell()) < input_slice.stop and (line := file.readline(MAX_LINE_BYTES + 1)):
             if len(line) > MAX_LINE_BYTES:
-                raise LongLineError(1 + _count_lines(path, at), MAX_LINE_BYTES)
+                raise LongLineError(1 + _count_lines(path, offset), MAX_LINE_BYTES)
             try:
-                text = _line_text(line, path, 2 if at else 1, column)
+                text = _line_text(line, path, 2 if offset else 1, column)
             except ConfigError as error:
                 # Only the message needs the line number, which requires reading the file.
-                skipped.refuse(error if skipped.count else _numbered_error(line, path, at, column))
+                skipped.refuse(error if skipped.count else _numbered_error(line, path, offset, column))
                 continue
             yield text, len(line)
 
 
-def _numbered_error(line: bytes, path: Path, at: int, column: TextColumn) -> ConfigError:
-    """Return the error of a line that begins at byte `at`, with the number of the line."""
+def _numbered_error(line: bytes, path: Path, offset: int, column: TextColumn) -> ConfigError:
+    """Return the error of a line that begins at byte `offset`, with the number of the line."""
     try:
-        _line_text(line, path, 1 + _count_lines(path, at), column)
+        _line_text(line, path, 1 + _count_lines(path, offset), column)
     except ConfigError as error:
         return error
     raise AssertionError("the line has an error")
 
 
 def _skip_line(file: BinaryIO) -> None:
-    while (part := file.readline(_BLOCK_BYTES)) and not part.endswith(b"\n"):
+    while (block := file.readline(_BLOCK_BYTES)) and not block.endswith(b"\n"):
         pass
 
 
@@ -285,8 +285,8 @@ def _parquet_documents(input_slice: InputSlice, column: TextColumn, skipped: Ski
 
 def _row_text(value: Any, location: str, column: TextColumn) -> str:
     if not isinstance(value, str):
-        what = "nothing" if value is None else type(value).__name__
-        raise ConfigError(f"{location}: column {column.name!r} holds {what}, not text")
+        kind = "nothing" if value is None else type(value).__name__
+        raise ConfigError(f"{location}: column {column.name!r} holds {kind}, not text")
     return column.check(value, location)
 
 
@@ -392,14 +392,14 @@ def _skipped_path(path: Path) -> Path:
 def _read_skipped(path: Path) -> tuple[int, str]:
     """Return the number of skipped rows of a token file, and the first error."""
     try:
-        found = read_json(_skipped_path(path), MAX_LINE_BYTES)
+        skipped = read_json(_skipped_path(path), MAX_LINE_BYTES)
     except FileNotFoundError:
         return 0, ""
     except (OSError, ValueError) as error:
         raise ConfigError(f"{_skipped_path(path)} cannot be read ({error}); remove it with {path.name}") from None
-    if not (isinstance(found, list) and [type(one) for one in found] == [int, str]):
+    if not (isinstance(skipped, list) and [type(value) for value in skipped] == [int, str]):
         raise ConfigError(f"{_skipped_path(path)} is broken; remove it with {path.name}")
-    return found[0], found[1]
+    return skipped[0], skipped[1]
 
 
 FORMAT_VERSION = 2
@@ -498,8 +498,8 @@ def _write_missing(writer: ShardWriter, shards: list[Shard], num_processes: int)
     total_bytes = sum(shard.size_bytes for shard in shards)
     try:
         with ReadProgress("Tokenising", total_bytes) as progress:
-            found = run_tasks(writer.write, shards, num_processes, progress.advance)
-            return [(shards[i].number, size) for i, size in found]
+            sizes = run_tasks(writer.write, shards, num_processes, progress.advance)
+            return [(shards[i].number, size) for i, size in sizes]
     finally:
         # Processes that are terminated when one fails leave temporary files.
         _remove_tmp_files(writer.out)
@@ -570,21 +570,21 @@ def _remove_without_shards(out: Path) -> None:
 
 def _check_same_job(out: Path, info: dict[str, Any]) -> None:
     try:
-        found = read_json(out / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
+        stored = read_json(out / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
     except FileNotFoundError:
         if any(path.name != ".lock" for path in out.iterdir()):
             raise ConfigError(f"--out {out} is not empty and holds no tokens of this program; choose another") from None
         return
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        stored = None
+    if not isinstance(stored, dict):
         raise ConfigError(
             f"{out / TOKENIZE_INFO_FILE} is broken, so the input of its tokens is unknown; remove --out {out}"
         )
-    if found.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
+    if stored.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
         # A call that failed before its first shard does not restrict the input of this call.
         return
-    wrong = [key for key, value in info.items() if found.get(key) != value]
+    wrong = [key for key, value in info.items() if stored.get(key) != value]
     if wrong:
         raise ConfigError(
             f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[wrong[0]]}); choose another "

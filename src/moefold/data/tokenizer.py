@@ -183,7 +183,7 @@ def _before_nul(value: Any) -> str | None:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return next((before for one in value if (before := _before_nul(one)) is not None), None)
+        return next((before for entry in value if (before := _before_nul(entry)) is not None), None)
     return None
 
 

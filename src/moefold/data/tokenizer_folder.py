@@ -100,9 +100,9 @@ class ClassTable:
         entry = self.classes.get(name)
         if entry is None:
             return None
-        given = {name: settings[name] for name in entry["switches"] if name in settings}
-        known = {name: value for name, value in given.items() if value in (True, False)}
-        number = entry["forms"].get(form_key(given), entry["forms"][form_key(known)])
+        switches = {name: settings[name] for name in entry["switches"] if name in settings}
+        booleans = {name: value for name, value in switches.items() if value in (True, False)}
+        number = entry["forms"].get(form_key(switches), entry["forms"][form_key(booleans)])
         fields = ("special_tokens", "takes_unk_token", "replaces_post_processor", "reads_merges")
         return TokenizerClass(entry["parts"][number], **{name: entry[name] for name in fields})
 
@@ -188,12 +188,12 @@ class TokenizerFolder:
         if self.usable_end is not None:
             return self.usable_end, ""
         for name in END_OF_TEXT_NAMES:
-            if (found := self.ids.get(name)) is not None:
+            if (number := self.ids.get(name)) is not None:
                 note = (
-                    f"{self.file}: no file declares an eos_token: {name} (id {found}) is taken for the end of a text; "
+                    f"{self.file}: no file declares an eos_token: {name} (id {number}) is taken for the end of a text; "
                     f'declare it: {{"eos_token": ...}} in {SETTINGS_FILE} next to it'
                 )
-                return found, note
+                return number, note
         return None, f"{self.file}: no file declares an eos_token, so no token ends a document"
 
 
@@ -208,11 +208,11 @@ def tokenizer_file(path: Path) -> Path:
 
 def missing_file_reason(folder: Path) -> str:
     """Return the reason why a folder without a tokenizer.json cannot be read, and the way out."""
-    found = [file.name for pattern in UNREAD_FILES for file in sorted(folder.glob(pattern))]
-    if not found:
+    unread = [file.name for pattern in UNREAD_FILES for file in sorted(folder.glob(pattern))]
+    if not unread:
         return f"{str(folder)!r} has no tokenizer ({TOKENIZER_FILE}), so the model could read no text; add its files"
     return (
-        f"{str(folder)!r} has {found[0]}, but no {TOKENIZER_FILE}, which moefold reads text with; save one with "
+        f"{str(folder)!r} has {unread[0]}, but no {TOKENIZER_FILE}, which moefold reads text with; save one with "
         "transformers, which converts it (pip install transformers sentencepiece tiktoken protobuf): "
         "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
     )
@@ -236,10 +236,10 @@ def declaring_files(path: Path) -> dict[str, Path]:
     """
     file = tokenizer_file(path)
     names = [SETTINGS_FILE, TOKENS_MAP_FILE, ADDED_TOKENS_FILE, TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE]
-    names += [f"{TEMPLATE_DIR}/{one.name}" for one in sorted((file.parent / TEMPLATE_DIR).glob("*.jinja"))]
+    names += [f"{TEMPLATE_DIR}/{template.name}" for template in sorted((file.parent / TEMPLATE_DIR).glob("*.jinja"))]
     is_slow = file.name == SLOW_FILES[0]
-    own = {name: file.with_name(name) for name in SLOW_FILES} if is_slow else {TOKENIZER_FILE: file}
-    return own | {name: file.parent / name for name in names if (file.parent / name).is_file()}
+    files = {name: file.with_name(name) for name in SLOW_FILES} if is_slow else {TOKENIZER_FILE: file}
+    return files | {name: file.parent / name for name in names if (file.parent / name).is_file()}
 
 
 def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> TokenizerFolder:
@@ -282,19 +282,19 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
         "asked_ids": ends[:1],
     }
     with translate_tokenizer_errors(file, "has parts or added tokens that do not fit it"):
-        found = process.declare(declarations)
+        answer = process.declare(declarations)
     templates, template_file = _read_templates(folder, settings)
     return TokenizerFolder(
         file=file,
         process=process,
-        vocab_size=found["vocab_size"],
-        added_ids=tuple(found["added_ids"]),
-        ids=found["ids"],
-        special_tokens=found["special_tokens"],
+        vocab_size=answer["vocab_size"],
+        added_ids=tuple(answer["added_ids"]),
+        ids=answer["ids"],
+        special_tokens=answer["special_tokens"],
         templates=templates,
         template_file=template_file,
         ends=ends,
-        usable_end=ends[0] if found["known_ids"] else None,
+        usable_end=ends[0] if answer["known_ids"] else None,
         notes=tuple(notes),
     )
 
@@ -333,14 +333,14 @@ def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any
         ConfigError: a file has an unknown form.
     """
     # A template may be long, and declares no token.
-    given = {key: value for key, value in settings.items() if key != "chat_template"}
-    if "added_tokens_decoder" not in given:
+    declared = {key: value for key, value in settings.items() if key != "chat_template"}
+    if "added_tokens_decoder" not in declared:
         others = {"tokens_map": TOKENS_MAP_FILE, "added_tokens": ADDED_TOKENS_FILE}
-        return {"settings": given, **{key: _read_object(folder / name) for key, name in others.items()}}
-    entries = given["added_tokens_decoder"]
+        return {"settings": declared, **{key: _read_object(folder / name) for key, name in others.items()}}
+    entries = declared["added_tokens_decoder"]
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ConfigError(f"{folder / SETTINGS_FILE}: added_tokens_decoder must be an object of objects; mend it")
-    return {"settings": given, "tokens_map": {}, "added_tokens": {}}
+    return {"settings": declared, "tokens_map": {}, "added_tokens": {}}
 
 
 def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: str) -> list[str]:
@@ -360,17 +360,17 @@ def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: s
 
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
     """Return the chat templates of a folder by name, and their origin; files replace all templates in the settings."""
-    found = {}
+    templates = {}
     file = folder / TEMPLATE_FILE
     if file.is_file():
-        found[DEFAULT_TEMPLATE] = read_template(file)
+        templates[DEFAULT_TEMPLATE] = read_template(file)
     for other in sorted((folder / TEMPLATE_DIR).glob("*.jinja")):
-        found[other.name.removesuffix(".jinja")] = read_template(other)
-    if found:
-        return found, file
+        templates[other.name.removesuffix(".jinja")] = read_template(other)
+    if templates:
+        return templates, file
     declared = settings.get("chat_template")
     if isinstance(declared, list):
-        declared = {str(one.get("name")): one.get("template") for one in declared if isinstance(one, dict)}
+        declared = {str(entry.get("name")): entry.get("template") for entry in declared if isinstance(entry, dict)}
     if not isinstance(declared, dict):
         declared = {DEFAULT_TEMPLATE: declared}
     named = {name: source for name, source in declared.items() if isinstance(source, str)}
@@ -393,14 +393,14 @@ def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
 def _read_object(file: Path) -> dict[str, Any]:
     """Return the object of a JSON file; empty if the file does not exist."""
     try:
-        found = read_json(file, MAX_CONFIG_BYTES)
+        content = read_json(file, MAX_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not a readable {file.name} ({error}); fix or remove it") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{file} is not a {file.name}: it holds no object; fix or remove it")
-    return found
+    return content
 
 
 def has_same_content_hash(first: Path, second: Path) -> bool:

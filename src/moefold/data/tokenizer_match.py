@@ -36,10 +36,10 @@ def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: s
             if made_with[0] != tokenizer.folder.process.sha256:
                 unknown.append(str(folder))
         else:
-            known = str(info.get("tokenizer_name", "")) or "another one"
+            recorded = str(info.get("tokenizer_name", "")) or "another one"
             raise ConfigError(
                 f"data.tokenizer={name!r} is not the tokenizer that made the ids of {folder}: `moefold tokenize` had "
-                f"{known!r}; set data.tokenizer to that one"
+                f"{recorded!r}; set data.tokenizer to that one"
             )
     if not unknown or name == "bytes":
         return ""

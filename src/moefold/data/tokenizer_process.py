@@ -114,8 +114,8 @@ class TokenizerProcess:
 
     def decode(self, ids: NDArray[np.int64]) -> str:
         """Return the text of ids; ids that are not tokens are ignored."""
-        known = np.where((ids < 0) | (ids > _MAX_ID), _MAX_ID, ids).astype(np.uint32)
-        return self._ask({"do": "decode"}, known.tobytes())[1].decode()
+        clipped = np.where((ids < 0) | (ids > _MAX_ID), _MAX_ID, ids).astype(np.uint32)
+        return self._ask({"do": "decode"}, clipped.tobytes())[1].decode()
 
     def serialize(self) -> bytes:
         """Return a tokenizer.json with the declarations."""
@@ -123,15 +123,15 @@ class TokenizerProcess:
 
     def content_hash(self) -> str:
         """Return a hash of the facts that determine ids and text, whatever the bytes of the files."""
-        found: str = self._ask({"do": "content_hash"}, b"")[0]["sha256"]
-        return found
+        digest: str = self._ask({"do": "content_hash"}, b"")[0]["sha256"]
+        return digest
 
     def pieces(self) -> tuple[list[bytes], frozenset[int]]:
         """Return the bytes of each id in a text, empty for ids that are not tokens, and the ids of special tokens."""
         header, data = self._ask({"do": "pieces"}, b"")
         ends = np.cumsum(header["sizes"], dtype=np.int64).tolist()
-        found = [data[end - size : end] for end, size in zip(ends, header["sizes"], strict=True)]
-        return found, frozenset(header["special"])
+        pieces = [data[end - size : end] for end, size in zip(ends, header["sizes"], strict=True)]
+        return pieces, frozenset(header["special"])
 
     def _ask(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
         if self._owner != os.getpid():

@@ -54,18 +54,18 @@ class TokenizerWorker:
     def declare(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Apply the declarations of the files next to the tokenizer, and return facts of its vocabulary."""
         del request
-        found: dict[str, Any] = json.loads(payload)
-        names = _apply_declarations(self._tokenizer, found)
+        spec: dict[str, Any] = json.loads(payload)
+        names = _apply_declarations(self._tokenizer, spec)
         self._post_processor = self._tokenizer.post_processor
-        self._cleans_up = _cleans_up(found["settings"], is_bpe=isinstance(self._tokenizer.model, tokenizers.models.BPE))
+        self._cleans_up = _cleans_up(spec["settings"], is_bpe=isinstance(self._tokenizer.model, tokenizers.models.BPE))
         # Without special tokens, a post-processor would only trim the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         entries = self._tokenizer.get_vocab(with_added_tokens=True)
         ids = set(entries.values())
         answer = {
             "special_tokens": names,
-            "ids": {text: entries[text] for text in (*names.values(), *found["asked_tokens"]) if text in entries},
-            "known_ids": [number for number in found["asked_ids"] if number in ids],
+            "ids": {text: entries[text] for text in (*names.values(), *spec["asked_tokens"]) if text in entries},
+            "known_ids": [number for number in spec["asked_ids"] if number in ids],
             "vocab_size": max(ids, default=-1) + 1,
             "added_ids": sorted(self._tokenizer.get_added_tokens_decoder()),
         }
@@ -80,7 +80,7 @@ class TokenizerWorker:
         data = b"".join(array.array("I", encoding.ids).tobytes() for encoding in encodings)
         if request["offsets"]:
             ranges = (array.array("I", itertools.chain.from_iterable(encoding.offsets)) for encoding in encodings)
-            data += b"".join(part.tobytes() for part in ranges)
+            data += b"".join(column.tobytes() for column in ranges)
         return {"counts": [len(encoding) for encoding in encodings]}, data
 
     def decode(self, request: dict[str, Any], payload: bytes) -> Answer:
@@ -97,21 +97,21 @@ class TokenizerWorker:
         added = self._tokenizer.get_added_tokens_decoder()
         decoders = {step["type"] for step in _steps(json.loads(self._tokenizer.to_str())["decoder"])}
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        found = []
+        pieces = []
         for number in range(size):
             piece = self._tokenizer.id_to_token(number)
             if number in added or piece is None:
-                found.append((added[number].content if number in added else "").encode())
+                pieces.append((added[number].content if number in added else "").encode())
             elif "ByteLevel" in decoders:
-                found.append(_unmapped(piece))
+                pieces.append(_unmapped(piece))
             elif not decoders & {"Metaspace", "ByteFallback"}:
-                found.append(self._tokenizer.decode([number], skip_special_tokens=False).encode())
+                pieces.append(self._tokenizer.decode([number], skip_special_tokens=False).encode())
             elif "ByteFallback" in decoders and (match := _BYTE_PIECE.fullmatch(piece)):
-                found.append(bytes([int(match[1], 16)]))
+                pieces.append(bytes([int(match[1], 16)]))
             else:
-                found.append(piece.replace("\u2581", " ").encode())
+                pieces.append(piece.replace("\u2581", " ").encode())
         special = sorted(number for number, token in added.items() if token.special)
-        return {"sizes": [len(piece) for piece in found], "special": special}, b"".join(found)
+        return {"sizes": [len(piece) for piece in pieces], "special": special}, b"".join(pieces)
 
     def serialize(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Return a tokenizer.json with the declarations."""
@@ -130,26 +130,26 @@ class TokenizerWorker:
         """
         del request, payload
         tree = json.loads(self._tokenizer.to_str())
-        parts = [tree[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")]
-        parts += ["clean up"] * self._cleans_up
-        content = json.dumps(_without_defaults(parts), sort_keys=True).encode()
+        settings = [tree[name] for name in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")]
+        settings += ["clean up"] * self._cleans_up
+        content = json.dumps(_without_defaults(settings), sort_keys=True).encode()
         return {"sha256": hashlib.sha256(content).hexdigest()}, b""
 
 
 class _Tokens:
     """Special and added tokens of a folder, from its files and the class."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, found: Mapping[str, Any]) -> None:
-        settings = found["settings"]
-        defaults = dict(found["class"]["special_tokens"]) if found["class"] else {}
+    def __init__(self, backend: tokenizers.Tokenizer, declarations: Mapping[str, Any]) -> None:
+        settings = declarations["settings"]
+        defaults = dict(declarations["class"]["special_tokens"]) if declarations["class"] else {}
         declared = dict(settings)
         by_id: dict[int, tokenizers.AddedToken] = {}
         if "added_tokens_decoder" in settings:
             by_id = {int(number): _added_token(entry) for number, entry in settings["added_tokens_decoder"].items()}
         else:
-            declared |= found["tokens_map"]
+            declared |= declarations["tokens_map"]
             special = {*_named({**defaults, **declared}).values(), *_texts(_extra(declared))}
-            for text, number in found["added_tokens"].items():
+            for text, number in declarations["added_tokens"].items():
                 is_special = text in special
                 by_id[int(number)] = tokenizers.AddedToken(text, normalized=not is_special, special=is_special)
         # Like transformers: a token of another file is replaced by its id.
@@ -162,17 +162,17 @@ class _Tokens:
         if isinstance(extra, dict):
             self._declared |= extra
             extra = []
-        self.extra = [_special_token(one) for one in extra]
+        self.extra = [_special_token(token) for token in extra]
         self.names = _named(self._declared)
         """The special tokens by name."""
 
     def special(self) -> list[tokenizers.AddedToken]:
         """Return the named special tokens with their flags."""
-        known = {token.content: token for token in self.by_id.values()}
-        found = []
+        by_text = {token.content: token for token in self.by_id.values()}
+        tokens = []
         for name, text in self.names.items():
-            found.append(known.get(text, _special_token(self._declared[name])))
-        return found
+            tokens.append(by_text.get(text, _special_token(self._declared[name])))
+        return tokens
 
 
 def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
@@ -189,12 +189,12 @@ def _special_token(declared: Any) -> tokenizers.AddedToken:
 
 def _named(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens among settings, by name."""
-    found = {}
+    names = {}
     for name, value in values.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return {name: found[name] for name in (*_STANDARD_TOKENS, *found) if name in found}
+            names[name] = text
+    return {name: names[name] for name in (*_STANDARD_TOKENS, *names) if name in names}
 
 
 def _extra(settings: Mapping[str, Any]) -> Any:
@@ -204,29 +204,29 @@ def _extra(settings: Mapping[str, Any]) -> Any:
 
 def _texts(extra: Any) -> set[str]:
     values = extra.values() if isinstance(extra, dict) else extra
-    return {str(one.get("content")) if isinstance(one, dict) else str(one) for one in values}
+    return {str(value.get("content")) if isinstance(value, dict) else str(value) for value in values}
 
 
-def _apply_declarations(backend: tokenizers.Tokenizer, found: Mapping[str, Any]) -> dict[str, str]:
+def _apply_declarations(backend: tokenizers.Tokenizer, declarations: Mapping[str, Any]) -> dict[str, str]:
     """Give a tokenizer the parts of its class, the declared tokens and the declared post-processor.
 
     Returns:
         The special tokens by name.
     """
-    tokens = _Tokens(backend, found)
-    settings, rebuilt = found["settings"], found["class"]
+    tokens = _Tokens(backend, declarations)
+    settings, rebuilt = declarations["settings"], declarations["class"]
     if rebuilt:
         _replace_parts(backend, rebuilt, tokens.names)
     # Adding a token again gives it the last declared flags.
     backend.add_tokens([token for _, token in sorted(tokens.by_id.items())])
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_tokens([token for token in [*tokens.special(), *tokens.extra] if token.content not in known])
+    special = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in [*tokens.special(), *tokens.extra] if token.content not in special])
     if settings.get("split_special_tokens") is True:
         backend.encode_special_tokens = True
     # A file may enable both (sentence embedding models do), which would truncate and pad documents.
     backend.no_truncation()
     backend.no_padding()
-    if found["is_slow"]:
+    if declarations["is_slow"]:
         backend.post_processor = _start_and_end(backend, settings, tokens.names)
     elif rebuilt and rebuilt["replaces_post_processor"]:
         backend.post_processor = _start_and_end(backend, {}, {})
@@ -288,8 +288,8 @@ def _read_merges(content: bytes) -> list[tuple[str, str]]:
 def _without_defaults(value: Any) -> Any:
     """Return a tree without the entries that are null, false or empty: newer versions of the package write more."""
     if isinstance(value, dict):
-        return {name: _without_defaults(one) for name, one in value.items() if one or one == 0 and one is not False}
-    return [_without_defaults(one) for one in value] if isinstance(value, list) else value
+        return {name: _without_defaults(v) for name, v in value.items() if v or v == 0 and v is not False}
+    return [_without_defaults(v) for v in value] if isinstance(value, list) else value
 
 
 def _split(payload: bytes, sizes: Sequence[int]) -> list[bytes]:
@@ -321,7 +321,7 @@ _BYTES = _byte_of_character()
 
 def _unmapped(piece: str) -> bytes:
     """Return the bytes of an entry of a byte-level vocabulary."""
-    return bytes(_BYTES[one] for one in piece) if all(one in _BYTES for one in piece) else piece.encode()
+    return bytes(_BYTES[c] for c in piece) if all(c in _BYTES for c in piece) else piece.encode()
 
 
 if __name__ == "__main__":

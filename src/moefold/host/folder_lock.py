@@ -45,19 +45,19 @@ class Owner:
     @classmethod
     def current(cls) -> "Owner":
         """Return this process."""
-        own = ProcessId.current()
-        return cls(own.host, own.number, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}", own.machine, own.started)
+        this = ProcessId.current()
+        return cls(this.host, this.number, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}", this.machine, this.started)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Owner | None":
         """Parse the text of a lock file; None if it names no process."""
         try:
             fields = json.loads(text)
-            found = cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
+            owner = cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
         except (ValueError, TypeError, RecursionError):
             return None
-        texts = (found.host, found.since, found.machine, found.started)
-        return found if type(found.process) is int and all(isinstance(text, str) for text in texts) else None
+        texts = (owner.host, owner.since, owner.machine, owner.started)
+        return owner if type(owner.process) is int and all(isinstance(text, str) for text in texts) else None
 
     def to_json(self) -> str:
         """Return the text of a lock file."""
@@ -65,8 +65,8 @@ class Owner:
 
     def is_running_here(self) -> bool:
         """Return whether it is another process of this machine that has not ended; False if that is unknown."""
-        own = ProcessId.current()
-        if not self.machine or self.machine != own.machine or self.process == own.number:
+        this = ProcessId.current()
+        if not self.machine or self.machine != this.machine or self.process == this.number:
             return False
         return ProcessId(self.machine, self.host, self.process, self.started).state() != GONE
 

@@ -24,17 +24,17 @@ LINGER_BYTES = 16 << 20
 
 
 def make_server(
-    app: Any, listener: socket.socket, *, most: int | None = None, **timeouts: float
+    app: Any, listener: socket.socket, *, max_connections: int | None = None, **timeouts: float
 ) -> tuple[uvicorn.Server, list[socket.socket]]:
     """Return a server with limits, and the sockets to run it with.
 
     Args:
         app: the ASGI application.
         listener: listening socket, which is taken over.
-        most: maximum number of connections; None for all that the descriptors allow.
+        max_connections: maximum number of connections; None for all that the descriptors allow.
         timeouts: timeouts of a connection, by the names of `GuardedProtocol`'s arguments.
     """
-    guard = ConnectionGuard(lambda line: print_escaped(f"moefold: {line}", flush=True), most)
+    guard = ConnectionGuard(lambda line: print_escaped(f"moefold: {line}", flush=True), max_connections)
 
     def protocol(**keywords: Any) -> GuardedProtocol:
         return GuardedProtocol(guard, keywords, **timeouts)

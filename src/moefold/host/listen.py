@@ -46,8 +46,8 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         # A name may have several addresses; IPv4 is preferred, as clients of "localhost" try both.
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
         # The address :: stands for all addresses, IPv4 addresses included.
         is_dual = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
@@ -81,14 +81,14 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class ConnectionGuard:
     """Limit of the connections of a listener: it closes the oldest silent connection if there are too many."""
 
-    def __init__(self, log: Callable[[str], None], most: int | None = None) -> None:
+    def __init__(self, log: Callable[[str], None], max_connections: int | None = None) -> None:
         """Raise the limit of descriptors of this process.
 
         Args:
             log: called with each line of the log, at most once in `LOG_INTERVAL_S` for a reason.
-            most: maximum number of connections; None for all that the descriptors allow.
+            max_connections: maximum number of connections; None for all that the descriptors allow.
         """
-        self.most = most_connections() if most is None else most
+        self.max_connections = most_connections() if max_connections is None else max_connections
         self._log = log
         self._logged_s: dict[str, float] = {}
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -111,11 +111,11 @@ class ConnectionGuard:
 
     def make_room(self) -> bool:
         """Return whether one more connection is allowed; if not, close the oldest silent connection."""
-        if self._num_sockets >= self.most:
-            self._num_sockets = sum(each.fileno() >= 0 for each in self._sockets)
-        if self._num_sockets < self.most:
+        if self._num_sockets >= self.max_connections:
+            self._num_sockets = sum(sock.fileno() >= 0 for sock in self._sockets)
+        if self._num_sockets < self.max_connections:
             return True
-        self.log_once("full", f"{self.most} connections are open, the most that this server takes")
+        self.log_once("full", f"{self.max_connections} connections are open, the most that this server takes")
         return False
 
     def close_oldest(self) -> bool:

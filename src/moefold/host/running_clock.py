@@ -67,7 +67,7 @@ class RunningClock:
             busy_s = _busy_s(self._computing_thread), _busy_s(self._own_thread)
             if self._beat_s is not None:
                 elapsed_s = now_s - self._beat_s
-                computed_s, own_s = (now - before for now, before in zip(busy_s, self._beat_busy_s, strict=True))
+                computed_s, own_s = (busy - last for busy, last in zip(busy_s, self._beat_busy_s, strict=True))
                 stopped_s = elapsed_s - BEAT_S - max(0.0, computed_s - BEAT_S) - max(0.0, own_s)
                 if stopped_s >= MIN_STOP_S:
                     self._stopped_s += stopped_s

@@ -183,8 +183,8 @@ def prepare_evaluation(
     inference = InferenceRequest.of(options, request.overrides, seq_len=seq_len, batch_size=options.batch_size)
     cfg = launched_config(source, inference, "evaluate", rank_env)
     _check_logits(request)
-    given, name = _token_ids(request, source)
-    ids = open_ids(given) if isinstance(given, Path) else given
+    tokens, name = _token_ids(request, source)
+    ids = open_ids(tokens) if isinstance(tokens, Path) else tokens
     dataset = TokenDataset(ids, seq_len, options.keep_tail)
     check_dataset(dataset, source.model.vocab_size, name)
     _check_disk_space(request.logits, dataset, source.model.vocab_size)
@@ -199,7 +199,7 @@ def prepare_evaluation(
         source=source,
         cfg=cfg,
         device_type=device_type,
-        ids=given,
+        ids=tokens,
         seq_len=seq_len,
         keeps_tail=options.keep_tail,
         logits=request.logits,
@@ -225,12 +225,12 @@ def prepare_generation(
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
-    for given, option, name in (
+    for value, option, name in (
         (options.chat_template, "--chat-template", "the template"),
         (options.want, f"--want {options.want}", "--want"),
         (options.system, "--system", "the system message"),
     ):
-        if given and not options.chat:
+        if value and not options.chat:
             raise ConfigError(f"{option} has no effect without --chat; add it, or leave {name} out")
     source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
@@ -280,10 +280,10 @@ def cache_of_requests(
         ConfigError: the cache that the settings allow is too small for a request.
     """
     sizes = cache_sizes(cfg, device_type)
-    num_pages = max(pages_needed(one, settings, sizes.page_positions) for one in requests)
+    num_pages = max(pages_needed(batch, settings, sizes.page_positions) for batch in requests)
     max_pages = cache_pages(sizes, settings)
     if max_pages is not None:
-        check_requests([request for one in requests for request in one], max_pages, sizes.page_positions)
+        check_requests([request for batch in requests for request in batch], max_pages, sizes.page_positions)
         num_pages = min(num_pages, max_pages)
     return sizes.total_bytes(num_pages, min(settings.slots, max(map(len, requests))), settings.cache)
 
@@ -361,8 +361,8 @@ def _encode_chat(
     ):
         template = open_chat_template(source, options.tokenizer, options.chat_template)
         ids = encode_messages(template, tokenizer, messages, options.system)
-        ends, mark = end_of_turn_marker(template, tokenizer)
-    return ids, ends, mark
+        ends, marker = end_of_turn_marker(template, tokenizer)
+    return ids, ends, marker
 
 
 def _check_logits(request: EvalRequest) -> None:

@@ -21,7 +21,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.inference.scoring import GenerateRequest, Score, ServedModel
 from moefold.inference.text import open_tokenizer, stop_token_ids
 from moefold.launch.exit import hard_exit
-from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import choose_device, init_distributed, single_rank_env
 
 ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -230,20 +230,20 @@ class _GenerationArguments:
         self.sampling = sampling
 
 
-def _parse_generation_arguments(given: dict[str, Any], default_max_tokens: int) -> _GenerationArguments:
+def _parse_generation_arguments(arguments: dict[str, Any], default_max_tokens: int) -> _GenerationArguments:
     """Parse a task's generation arguments; reject unknown arguments."""
-    known = dict(given)
-    until = known.pop("until", [])
+    items = dict(arguments)
+    until = items.pop("until", [])
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    lengths = [known.pop(name) for name in names if name in known]
-    temperature = float(known.pop("temperature", 0.0))
-    do_sample = known.pop("do_sample", None)
-    top_p = float(known.pop("top_p", 1.0))
-    top_k = int(known.pop("top_k", 0))
-    min_p = float(known.pop("min_p", 0.0))
-    seed = int(known.pop("seed", 0))
-    if known:
-        raise ConfigError(f"generation argument {next(iter(known))}= is unknown to moefold; leave it out of gen_kwargs")
+    lengths = [items.pop(name) for name in names if name in items]
+    temperature = float(items.pop("temperature", 0.0))
+    do_sample = items.pop("do_sample", None)
+    top_p = float(items.pop("top_p", 1.0))
+    top_k = int(items.pop("top_k", 0))
+    min_p = float(items.pop("min_p", 0.0))
+    seed = int(items.pop("seed", 0))
+    if items:
+        raise ConfigError(f"generation argument {next(iter(items))}= is unknown to moefold; leave it out of gen_kwargs")
     if do_sample is True and temperature == 0:
         temperature = 1.0
     is_greedy = do_sample is False or temperature == 0

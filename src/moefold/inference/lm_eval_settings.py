@@ -56,32 +56,32 @@ class LmSettings:
         Raises:
             ConfigError: an argument is unknown, missing or out of range.
         """
-        known = {field.name: field.type for field in fields(cls)}
-        given = {key: value for key, value in arguments.items() if value is not None}
-        if "max_batch_size" in given or str(given.get("batch_size", "")).startswith("auto"):
+        types = {field.name: field.type for field in fields(cls)}
+        values = {key: value for key, value in arguments.items() if value is not None}
+        if "max_batch_size" in values or str(values.get("batch_size", "")).startswith("auto"):
             raise ConfigError(
                 "--batch_size auto (and its --max_batch_size) is not supported: moefold does not search for the "
                 "largest batch that fits in memory; give a number, or leave it out for 8"
             )
-        if unknown := [key for key in given if key not in known]:
-            raise ConfigError(f"--model_args {unknown[0]}= is unknown; the arguments are {', '.join(known)}")
-        if "path" not in given:
+        if unknown := [key for key in values if key not in types]:
+            raise ConfigError(f"--model_args {unknown[0]}= is unknown; the arguments are {', '.join(types)}")
+        if "path" not in values:
             raise ConfigError("--model_args needs path=MODEL: a checkpoint, a run folder or a Hugging Face folder")
         # lm-eval's default is "cuda:0" on every machine.
-        if str(given.get("device", "")).startswith("cuda:"):
-            del given["device"]
-        for key, value in given.items():
-            if known[key] is int:
+        if str(values.get("device", "")).startswith("cuda:"):
+            del values["device"]
+        for key, value in values.items():
+            if types[key] is int:
                 text = str(value)
-                least = 0 if key in ("world_size", "max_length") else 1
-                if not text.isdecimal() or int(text) < least:
-                    raise ConfigError(f"--model_args {key}={value} must be a number, at least {least}")
-                given[key] = int(text)
-        if str(given.get("add_bos_token", "")).lower() not in ("", "true", "false"):
-            raise ConfigError(f"--model_args add_bos_token={given['add_bos_token']} must be true or false")
-        if "add_bos_token" in given:
-            given["add_bos_token"] = str(given["add_bos_token"]).lower()
-        typed: dict[str, Any] = {key: value if known[key] is int else str(value) for key, value in given.items()}
+                minimum = 0 if key in ("world_size", "max_length") else 1
+                if not text.isdecimal() or int(text) < minimum:
+                    raise ConfigError(f"--model_args {key}={value} must be a number, at least {minimum}")
+                values[key] = int(text)
+        if str(values.get("add_bos_token", "")).lower() not in ("", "true", "false"):
+            raise ConfigError(f"--model_args add_bos_token={values['add_bos_token']} must be true or false")
+        if "add_bos_token" in values:
+            values["add_bos_token"] = str(values["add_bos_token"]).lower()
+        typed: dict[str, Any] = {key: value if types[key] is int else str(value) for key, value in values.items()}
         return cls(**typed)
 
     def resolve(self, world_size: int | None) -> tuple[ModelSource, Config]:
@@ -176,5 +176,5 @@ def _parse_pairs(text: str) -> dict[str, str]:
         except ValueError as error:
             raise ConfigError(f"--model_args {text} is not valid JSON ({error}); write path=MODEL,tp=2") from error
         return {key: str(value) for key, value in tree.items()}
-    parts = (part.partition("=") for part in text.split(",") if part)
-    return {key: value for key, _, value in parts}
+    pairs = (pair.partition("=") for pair in text.split(",") if pair)
+    return {key: value for key, _, value in pairs}

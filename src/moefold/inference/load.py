@@ -8,18 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from moefold.checkpoint.save_load import load_weights
-from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.groups import ParallelGroups, current_world, errors_on_all_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.convert.atomic_dir import errors_on_all_ranks
 from moefold.convert.weights import load_hf_weights, load_merged_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import reworded_errors
 from moefold.host.rank_env import RankEnv
 from moefold.inference.settings import EXPERTS_OPTION, KERNELS_OPTION, explain_oom
 from moefold.inference.source import ModelSource
-from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_distributed
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.paged_decoder import decoding_notice

@@ -115,12 +115,12 @@ def prepare_rollouts(
     settings = EngineSettings(
         slots=request.slots, pass_tokens=max(EngineSettings.pass_tokens, request.slots), cache_gib=request.cache_gib
     )
-    one = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
+    largest = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
 
     def cache_bytes(device_type: str) -> dict[str, int]:
         with reworded_errors(*ENGINE_OPTIONS):
             settings.check()
-            at_once = [one] * min(request.slots, num_prompts * request.samples)
+            at_once = [largest] * min(request.slots, num_prompts * request.samples)
             num_bytes = cache_of_requests(cfg, device_type, [at_once], settings)
         return {f"the cache of {request.slots} rollouts": num_bytes}
 
@@ -143,10 +143,10 @@ def open_rollout_prompts(
         return TaskPrompts(problems, tokenizer, source.want)
     with reworded_errors(*ROLLOUT_WORDS):
         check = check_columns(data, reward)
-        found: list[Prompt] = read_prompts(
+        prompts: list[Prompt] = read_prompts(
             data, tokenizer, source.want, check=check, report=_log_note if reports else None
         )
-    return FilePrompts(found, None)
+    return FilePrompts(prompts, None)
 
 
 def _log_note(note: str) -> None:

@@ -49,10 +49,10 @@ def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
             at_once = max(shards, ROUNDS_OF_SLOTS * job.settings.slots * shards // request.samples)
             for first in range(0, job.num_prompts, at_once):
                 indices = range(first, min(first + at_once, job.num_prompts))
-                found = collector.collect(indices, prompts.prompt, request.samples, request.sampling)
-                summary.add(found.groups, found.rollout_s)
+                collected = collector.collect(indices, prompts.prompt, request.samples, request.sampling)
+                summary.add(collected.groups, collected.rollout_s)
                 if file is not None:
-                    _write(file, found.groups, collector)
+                    _write(file, collected.groups, collector)
         if is_first:
             print(json.dumps(summary.record()))
     return 0
@@ -83,20 +83,20 @@ class RolloutSummary:
         for group in groups:
             self._scores.append(group.scores)
             self._parts.append(group.parts)
-            self._num_tokens += sum(len(one.tokens) for one in group.rollouts)
-            self._num_truncated += sum(one.is_truncated for one in group.rollouts)
+            self._num_tokens += sum(len(rollout.tokens) for rollout in group.rollouts)
+            self._num_truncated += sum(rollout.is_truncated for rollout in group.rollouts)
 
     def record(self) -> dict[str, object]:
         """Return the summary as JSON values; a rollout is right if its reward is at least 1."""
         scores_PG = np.stack(self._scores)
-        known = scores_PG[~np.isnan(scores_PG)]
+        scored = scores_PG[~np.isnan(scores_PG)]
         right_P = (scores_PG >= 1).sum(1)
         sizes = [2**i for i in range(self._samples.bit_length()) if 2**i <= self._samples]
         return {
             "prompts": len(scores_PG),
             "rollouts": scores_PG.size,
-            "reward": float(known.mean()) if known.size else None,
-            "reward_std": float(known.std()) if known.size else None,
+            "reward": float(scored.mean()) if scored.size else None,
+            "reward_std": float(scored.std()) if scored.size else None,
             "rewards": mean_rewards(self._parts),
             "pass_at": {str(k): pass_at_k(right_P, self._samples, k) for k in sizes},
             "truncated": self._num_truncated / scores_PG.size,

@@ -124,14 +124,14 @@ class RolloutCollector:
         rollouts = [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
         own_s = time.perf_counter() - started_s
         recorder.set_phase("computing rewards")
-        own = None
+        scored = None
         if self._is_scoring:
-            own = self._score(prompts, rollouts, group_size, adjust), self._reward.take_failures()
-        of_ranks = current_world().all_gather_object((self._shard.rank, own, own_s))
-        rollout_s = max(seconds for _, _, seconds in of_ranks)
+            scored = self._score(prompts, rollouts, group_size, adjust), self._reward.take_failures()
+        gathered = current_world().all_gather_object((self._shard.rank, scored, own_s))
+        rollout_s = max(seconds for _, _, seconds in gathered)
         reward_s = max(0.0, time.perf_counter() - started_s - rollout_s)
         by_shard: dict[int, tuple[list[RolloutGroup], list[FailedReward]]] = {
-            shard: found for shard, found, _ in of_ranks if found is not None
+            shard: groups for shard, groups, _ in gathered if groups is not None
         }
         found_groups: list[RolloutGroup] = []
         failures: list[FailedReward] = []
@@ -177,13 +177,13 @@ class RolloutCollector:
     def _score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], group_size: int, adjust: Adjust
     ) -> list[RolloutGroup]:
-        of_prompt = [tuple(rollouts[i : i + group_size]) for i in range(0, len(rollouts), group_size)]
-        texts = [[self.completion_text(rollout) for rollout in group] for group in of_prompt]
-        ids = [[rollout.tokens.tolist() for rollout in group] for group in of_prompt]
+        groups = [tuple(rollouts[i : i + group_size]) for i in range(0, len(rollouts), group_size)]
+        texts = [[self.completion_text(rollout) for rollout in group] for group in groups]
+        ids = [[rollout.tokens.tolist() for rollout in group] for group in groups]
         scores = self._reward.score(prompts, texts, ids, self._groups.recorder.note_progress)
         return [
             RolloutGroup(prompt, group, score.total, adjust(score.total, group), score.parts)
-            for prompt, group, score in zip(prompts, of_prompt, scores, strict=True)
+            for prompt, group, score in zip(prompts, groups, scores, strict=True)
         ]
 
 
@@ -196,8 +196,8 @@ def stop_rule(data: DataConfig, reward: RewardConfig, tokenizer: Tokenizer) -> S
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
     if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(data, reward)):
         return StopRule(eos_ids)
-    turn_ids, mark = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
-    return StopRule(eos_ids | turn_ids, mark)
+    turn_ids, marker = end_of_turn_marker(load_chat_template(data, tokenizer), tokenizer)
+    return StopRule(eos_ids | turn_ids, marker)
 
 
 def rollout_records(group: RolloutGroup, completion_text: Callable[[Rollout], str]) -> list[dict[str, Any]]:

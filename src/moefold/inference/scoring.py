@@ -150,8 +150,8 @@ class ServedModel:
         dp = self.loaded.groups.attn.dp
         settings = EngineSettings(slots=request.batch_size, cache_gib=0)
         engine = RolloutEngine(self.loaded.model, settings, request.sampling)
-        found = engine.generate(requests[dp.rank :: dp.size], is_complete=is_complete if request.stops else None)
-        shares = all_gather_objects(found, dp)
+        completions = engine.generate(requests[dp.rank :: dp.size], is_complete=is_complete if request.stops else None)
+        shares = all_gather_objects(completions, dp)
         return [shares[i % dp.size][i // dp.size] for i in range(len(requests))]
 
 
@@ -250,21 +250,21 @@ class LogitsFile:
         else:
             self._tmp_path.unlink(missing_ok=True)
 
-    def write(self, first: int, parts: Tensor | None) -> None:
+    def write(self, first: int, shards: Tensor | None) -> None:
         """Write the logits of the sequences from index `first` on.
 
         Args:
             first: first sequence of the first data-parallel rank.
-            parts: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
+            shards: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
         """
-        if parts is None or self._file is None:
+        if shards is None or self._file is None:
             return
-        for (dp_rank, cp_rank, tp_rank), part in zip(self._rank_coordinates, parts.numpy(), strict=True):
-            batch_size, _, num_columns = part.shape
+        for (dp_rank, cp_rank, tp_rank), shard in zip(self._rank_coordinates, shards.numpy(), strict=True):
+            batch_size, _, num_columns = shard.shape
             start = first + dp_rank * batch_size
             stop = min(start + batch_size, len(self._file))
             positions = self._positions[cp_rank]
             is_real = positions < self._dataset.seq_len
             columns = slice(tp_rank * num_columns, (tp_rank + 1) * num_columns)
             for i in range(start, stop):
-                self._file[i, positions[is_real], columns] = part[i - start, is_real]
+                self._file[i, positions[is_real], columns] = shard[i - start, is_real]

@@ -105,8 +105,8 @@ class InferenceRequest:
     @classmethod
     def of(cls, options: ModelOptions, overrides: Sequence[str], *, seq_len: int = 2, batch_size: int = 1) -> Self:
         """Return the settings in the options of a command."""
-        given = {name: value for name, value in vars(options).items() if name in REQUEST_OPTIONS}
-        return cls(overrides=tuple(overrides), seq_len=seq_len, batch_size=batch_size, **given)
+        values = {name: value for name, value in vars(options).items() if name in REQUEST_OPTIONS}
+        return cls(overrides=tuple(overrides), seq_len=seq_len, batch_size=batch_size, **values)
 
 
 def inference_config(source: ModelSource, request: InferenceRequest, purpose: Purpose) -> Config:

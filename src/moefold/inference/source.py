@@ -139,8 +139,8 @@ def _with_hf_text_settings(source: ModelSource, *, is_trained: bool) -> ModelSou
     folder = find_sidecar_dir(source.path)
     if folder is not None and (folder / CONFIG_FILE).is_file():
         # The model supports at least these, even if the sequences of the run are shorter.
-        given = _context_tokens(_read_hf_configs(folder)[0], folder)
-        source = replace(source, context=max(source.context, given) if is_trained else given)
+        context = _context_tokens(_read_hf_configs(folder)[0], folder)
+        source = replace(source, context=max(source.context, context) if is_trained else context)
     file = tokenizer_file(source.path if folder is None else folder)
     if not is_trained:
         recipe = recipe_tokenizer(source.path) if not file.exists() else ""
@@ -186,11 +186,11 @@ def _hf_source(path: Path, ignored_keys: Collection[str]) -> ModelSource:
 
 
 def _context_tokens(keys: Mapping[str, Any], path: Path) -> int:
-    given = keys.get("max_position_embeddings")
-    if given is None:
+    context = keys.get("max_position_embeddings")
+    if context is None:
         return DEFAULT_CONTEXT_TOKENS
-    if type(given) is not int or given < 1:
+    if type(context) is not int or context < 1:
         raise ConfigError(
-            f"{path / CONFIG_FILE}: max_position_embeddings={given!r} must be a number, at least 1; correct it"
+            f"{path / CONFIG_FILE}: max_position_embeddings={context!r} must be a number, at least 1; correct it"
         )
-    return given
+    return context

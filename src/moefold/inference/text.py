@@ -168,9 +168,9 @@ def open_chat_template(source: ModelSource, tokenizer_override: str, template_ov
     """
     tokenizer = tokenizer_override or source.data.tokenizer
     template = template_override or source.data.chat_template
-    found = load_chat_template(replace(source.data, tokenizer=tokenizer, chat_template=template))
-    found.reward_prompt = source.want
-    return found
+    template_of_source = load_chat_template(replace(source.data, tokenizer=tokenizer, chat_template=template))
+    template_of_source.reward_prompt = source.want
+    return template_of_source
 
 
 def encode_messages(
@@ -220,9 +220,9 @@ class StopStringFilter:
         if self.is_stopped or not self._stop_strings:
             return "" if self.is_stopped else text
         pending = self._pending_text + text
-        found = [start for stop in self._stop_strings if (start := pending.find(stop)) >= 0]
-        self.is_stopped = bool(found)
-        emitted = min(found) if found else len(pending) - self._partial_match_length(pending)
+        starts = [start for stop in self._stop_strings if (start := pending.find(stop)) >= 0]
+        self.is_stopped = bool(starts)
+        emitted = min(starts) if starts else len(pending) - self._partial_match_length(pending)
         self._pending_text = pending[emitted:]
         return pending[:emitted]
 
@@ -294,11 +294,11 @@ class TokenDataset:
         is_target = np.zeros(tokens.shape, dtype=bool)
         is_token = np.zeros(tokens.shape, dtype=bool)
         for i, number in enumerate(range(first, min(first + count, self.num_sequences))):
-            part = self.ids[number * self.seq_len : (number + 1) * self.seq_len]
-            tokens[i, : len(part)] = part
-            labels[i, : len(part) - 1] = part[1:]
-            is_target[i, : len(part) - 1] = True
-            is_token[i, : len(part)] = True
+            ids = self.ids[number * self.seq_len : (number + 1) * self.seq_len]
+            tokens[i, : len(ids)] = ids
+            labels[i, : len(ids) - 1] = ids[1:]
+            is_target[i, : len(ids) - 1] = True
+            is_token[i, : len(ids)] = True
         return tokens, labels, is_target, is_token
 
 
@@ -332,11 +332,11 @@ def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
             f"give more, or a shorter --seq-len{tail}"
         )
     for start in range(0, len(dataset.ids), _CHECK_BATCH_TOKENS):
-        part = dataset.ids[start : start + _CHECK_BATCH_TOKENS]
-        is_invalid = (part < 0) | (part >= vocab_size)
+        ids = dataset.ids[start : start + _CHECK_BATCH_TOKENS]
+        is_invalid = (ids < 0) | (ids >= vocab_size)
         if is_invalid.any():
             index = int(np.argmax(is_invalid))
             raise ConfigError(
-                f"{name} holds id {int(part[index])} at token {start + index}, but the model's vocabulary is "
+                f"{name} holds id {int(ids[index])} at token {start + index}, but the model's vocabulary is "
                 f"{vocab_size}: ids must be 0 to {vocab_size - 1}; tokenise with the model's tokenizer"
             )

@@ -93,19 +93,19 @@ class VllmEngine:
         assert self._version, "update() before the first round"
         tp = self._groups.attn.tp
         pp = self._groups.pp
-        found: list[tuple[Completion, NDArray[np.integer] | None]] = []
+        results: list[tuple[Completion, NDArray[np.integer] | None]] = []
         reason = ""
         if tp.rank == 0 and pp.rank == 0:
             try:
-                found = self._send(requests)
+                results = self._send(requests)
             except VllmError as error:
                 reason = str(error)
-        if reasons := [given for given in current_world().all_gather_object(reason) if given]:
+        if reasons := [text for text in current_world().all_gather_object(reason) if text]:
             raise RunError(reasons[0])
         if pp.rank == 0:
-            found = broadcast_object(found, tp, 0)
-        found = broadcast_object(found, pp, 0)
-        completions = [self._with_experts(completion, experts) for completion, experts in found]
+            results = broadcast_object(results, tp, 0)
+        results = broadcast_object(results, pp, 0)
+        completions = [self._with_experts(completion, experts) for completion, experts in results]
         if is_complete is None:
             return completions
         return [_cut_off(number, completion, is_complete) for number, completion in enumerate(completions)]
@@ -123,24 +123,24 @@ class VllmEngine:
                 for request in requests
             ]
             try:
-                found = [future.result() for future in futures]
+                results = [future.result() for future in futures]
             except VllmError:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        for _, experts in found:
+        for _, experts in results:
             if experts is not None:
                 self._check_experts(experts)
-        return found
+        return results
 
     def _check_experts(self, experts: NDArray[np.integer]) -> None:
         """Check that experts fit the model in training; raise VllmError if they do not."""
         num_layers, top_k = experts.shape[1:]
         highest = int(experts.max(initial=0))
-        part = self._model.experts
-        if (num_layers, top_k) != (self._model.num_layers, part.top_k) or highest >= part.num_choices:
+        moe = self._model.experts
+        if (num_layers, top_k) != (self._model.num_layers, moe.top_k) or highest >= moe.num_choices:
             raise VllmError(
                 f"vLLM returned {top_k} experts of each token in {num_layers} layers, numbered up to {highest}, and "
-                f"the model has {part.top_k} of {part.num_experts} in {self._model.num_layers} layers; "
+                f"the model has {moe.top_k} of {moe.num_experts} in {self._model.num_layers} layers; "
                 "set rl.replay='off'"
             )
 

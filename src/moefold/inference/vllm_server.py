@@ -73,8 +73,8 @@ def _positions(folder: str) -> int | None:
         keys = read_json_object(Path(folder) / "config.json")
     except (ConfigError, OSError):
         return None
-    found = keys.get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    count = keys.get("max_position_embeddings")
+    return count if isinstance(count, int) else None
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ class VllmServer:
         probe = SampleRequest(prompt=(0,), max_tokens=1)
         self.complete(probe, SamplingParams(), None, time.monotonic() + self.timeout_s)
 
-    def _check_dtype(self, found: object) -> None:
+    def _check_dtype(self, dtype: object) -> None:
         """Check that the server uses the dtype of training; raise VllmError if it does not."""
-        served = str(found).removeprefix("torch.")
+        served = str(dtype).removeprefix("torch.")
         if served == self.dtype:
             return
         other = f"; or set run.dtype={served!r}" if served in VLLM_DTYPES else ""
@@ -242,7 +242,7 @@ class VllmServer:
         try:
             # The proxy of the environment does not apply to a server of the job.
             with build_opener(ProxyHandler({})).open(request, timeout=timeout_s or self.timeout_s) as answer:
-                found = json.loads(answer.read())
+                content = json.loads(answer.read())
         except HTTPError as error:
             text = error.read(MAX_SHOWN).decode(errors="replace")
             if error.code in (403, 404, 405):
@@ -264,9 +264,9 @@ class VllmServer:
             ) from None
         except ValueError:
             raise self._strange(path, "no JSON") from None
-        if not isinstance(found, dict):
-            raise self._strange(path, found)
-        return found
+        if not isinstance(content, dict):
+            raise self._strange(path, content)
+        return content
 
     def _command(self) -> str:
         return serve_command(
@@ -354,5 +354,5 @@ def _parse_experts(text: str) -> NDArray[np.integer]:
 
 def _at(tree: Mapping[str, Any], section: str, key: str) -> object:
     """Return an entry of a nested mapping; None if it is missing."""
-    found = tree.get(section)
-    return found.get(key) if isinstance(found, dict) else None
+    table = tree.get(section)
+    return table.get(key) if isinstance(table, dict) else None

@@ -47,9 +47,9 @@ def evaluate_on_rank(job: EvalJob, rank_env: RankEnv, device_type: str) -> Evalu
 def eval_worker(job: EvalJob, as_json: bool, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, evaluate, print the result on the first rank; return the exit status."""
     with joined_job(rank_env, device_type, EVAL_OOM_HINT) as device:
-        found = _evaluate(job, device)
+        result = _evaluate(job, device)
         if rank_env.rank == 0:
-            _print_evaluation(found, _dataset(job), as_json=as_json)
+            _print_evaluation(result, _dataset(job), as_json=as_json)
     return 0
 
 
@@ -65,7 +65,7 @@ def _dataset(job: EvalJob) -> TokenDataset:
     return TokenDataset(ids, job.seq_len, job.keeps_tail)
 
 
-def _print_evaluation(found: Evaluation, dataset: TokenDataset, *, as_json: bool) -> None:
+def _print_evaluation(result: Evaluation, dataset: TokenDataset, *, as_json: bool) -> None:
     if dataset.num_unused_tokens:
         print(
             f"{dataset.num_unused_tokens} tokens after the last sequence of {dataset.seq_len} are left out; "
@@ -74,11 +74,11 @@ def _print_evaluation(found: Evaluation, dataset: TokenDataset, *, as_json: bool
         )
     if as_json:
         # JSON has no NaN and no infinity.
-        loss, perplexity = (x if math.isfinite(x) else None for x in (found.loss, found.perplexity))
-        print(json.dumps({"loss": loss, "perplexity": perplexity, "tokens": found.tokens}))
+        loss, perplexity = (x if math.isfinite(x) else None for x in (result.loss, result.perplexity))
+        print(json.dumps({"loss": loss, "perplexity": perplexity, "tokens": result.tokens}))
         return
     print(
-        f"loss {found.loss:.6f} nats per token, perplexity {found.perplexity:.6g}, over {found.tokens:,} tokens in "
+        f"loss {result.loss:.6f} nats per token, perplexity {result.perplexity:.6g}, over {result.tokens:,} tokens in "
         f"{dataset.num_sequences} sequences"
     )
 
@@ -103,7 +103,7 @@ def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as
         tokenizer = open_tokenizer(job.source, job.tokenizer)
         streams = rank_env.rank == 0 and len(job.requests) == 1 and not as_json
         output = _StreamedOutput(job, tokenizer, echoes=echoes, exits_on_broken_pipe=rank_env.world_size == 1)
-        found = _generate(
+        completions = _generate(
             job,
             device,
             tokenizer,
@@ -113,7 +113,7 @@ def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as
         if streams:
             output.finish()
         elif rank_env.rank == 0:
-            _print_generations(_finished_texts(job, found, tokenizer), as_json=as_json, echoes=echoes)
+            _print_generations(_finished_texts(job, completions, tokenizer), as_json=as_json, echoes=echoes)
     return 0
 
 
@@ -133,12 +133,12 @@ def _generate(
     if output is not None:
         output.begin()
     dp = loaded.groups.attn.dp
-    found = RolloutEngine(loaded.model, job.settings, job.sampling).generate(
+    completions = RolloutEngine(loaded.model, job.settings, job.sampling).generate(
         job.requests[dp.rank :: dp.size],
         on_token,
         (lambda _, tokens: has_stop_string(tokenizer, [job.stop_string], tokens)) if job.stop_string else None,
     )
-    shares = all_gather_objects(found, dp)
+    shares = all_gather_objects(completions, dp)
     return [shares[i % dp.size][i // dp.size] for i in range(len(job.requests))]
 
 
@@ -190,10 +190,10 @@ def _terminal_text(text: str) -> str:
     return printable(text, MULTILINE_CHARS) if sys.stdout.isatty() else text
 
 
-def _finished_texts(job: GenerateJob, found: Sequence[Completion], tokenizer: Tokenizer) -> list[Generation]:
+def _finished_texts(job: GenerateJob, completions: Sequence[Completion], tokenizer: Tokenizer) -> list[Generation]:
     """Return the completions as text, each truncated before the stop string."""
     texts = []
-    for prompt, completion in zip(job.prompts, found, strict=True):
+    for prompt, completion in zip(job.prompts, completions, strict=True):
         tokens = completion.tokens[:-1] if completion.finish_reason == "eos" else completion.tokens
         text = tokenizer.decode(tokens)
         if completion.finish_reason == "stop":
@@ -205,10 +205,10 @@ def _finished_texts(job: GenerateJob, found: Sequence[Completion], tokenizer: To
     return texts
 
 
-def _print_generations(found: Sequence[Generation], *, as_json: bool, echoes: bool) -> None:
-    for number, one in enumerate(found, 1):
+def _print_generations(generations: Sequence[Generation], *, as_json: bool, echoes: bool) -> None:
+    for number, reply in enumerate(generations, 1):
         if as_json:
-            record = {"prompt": one.prompt, "text": one.text, "tokens": one.tokens, "end": one.finish_reason}
+            record = {"prompt": reply.prompt, "text": reply.text, "tokens": reply.tokens, "end": reply.finish_reason}
             print(json.dumps(record))
         else:
-            print(_terminal_text(f"--- {number}{f': {one.prompt}' if echoes else ''}\n{one.text}"))
+            print(_terminal_text(f"--- {number}{f': {reply.prompt}' if echoes else ''}\n{reply.text}"))

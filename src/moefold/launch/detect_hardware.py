@@ -72,10 +72,10 @@ def planner_gpu_name(driver_name: str) -> str:
         ConfigError: the planner has no description of this GPU.
     """
     words: list[str] = re.findall(r"[a-z]+[0-9]+[a-z]*", driver_name.lower())
-    known = [word for word in words if word in device_names()]
-    if not known:
+    names = [word for word in words if word in device_names()]
+    if not names:
         raise ConfigError(
             f"parallel.mapping='auto' does not support the GPU {driver_name!r}; describe it in a file, plan with "
             "`moefold plan RECIPE --gpu FILE.toml --recipe OUT.toml`, and train OUT.toml"
         )
-    return known[0]
+    return names[0]

@@ -81,8 +81,8 @@ def oom_message(error: BaseException) -> str:
 
 def _available_memory_text() -> str:
     limits = [limit for limit in (available_host_memory(), available_process_memory()) if limit is not None]
-    least = min(limits, key=lambda limit: limit.size)
-    return f", and {format_bytes(least.size)} are {least.description}"
+    smallest = min(limits, key=lambda limit: limit.size)
+    return f", and {format_bytes(smallest.size)} are {smallest.description}"
 
 
 def _is_oom_error(error: BaseException) -> bool:

@@ -86,7 +86,7 @@ def check_inference(
     extra = BytesByPart(extra_bytes(device_type))
     if rank_env is not None and rank_env.local_rank:
         return
-    needs = tuple(BytesByPart(part) + extra for part in inference_weight_memory(cfg))
+    needs = tuple(BytesByPart(stage) + extra for stage in inference_weight_memory(cfg))
     if (shortage := find_shortage(needs, local_host_capacity(cfg.parallel, device_type, rank_env))) is not None:
         raise ConfigError(f"the model does not fit into memory: {shortage_message(shortage)}; {suggestion}")
 

@@ -107,15 +107,15 @@ def _headline(diagnosis: Diagnosis, reports: Mapping[int, RankReport]) -> str:
     if not diagnosis.ranks:
         return "the ranks wait for each other, and none of them is late"
     hosts = sorted({reports[rank].host for rank in diagnosis.ranks if rank in reports})
-    where = f" on {', '.join(hosts)}" if hosts else ""
+    hosts_text = f" on {', '.join(hosts)}" if hosts else ""
     fault = diagnosis.symptom if len(diagnosis.ranks) == 1 else _plural(diagnosis.symptom)
-    return f"{format_ranks(diagnosis.ranks)}{where} {fault}"
+    return f"{format_ranks(diagnosis.ranks)}{hosts_text} {fault}"
 
 
 def _plural(symptom: str) -> str:
-    first, _, rest = symptom.partition(" ")
+    first, _, tail = symptom.partition(" ")
     many = {"is": "are", "hangs": "hang"}.get(first, first)
-    return f"{many} {rest}".replace("its process ended", "their processes ended").replace("its host", "their hosts")
+    return f"{many} {tail}".replace("its process ended", "their processes ended").replace("its host", "their hosts")
 
 
 def _group_by_activity(reports: Mapping[int, RankReport], ranks: Sequence[int], *, is_blamed: bool) -> Iterator[str]:
@@ -172,5 +172,5 @@ def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
 
 def _least_advanced(present: Mapping[int, RankReport]) -> set[int]:
     progress = {rank: (x.snapshot.step, x.snapshot.phase_number) for rank, x in present.items()}
-    least = min(progress.values(), default=None)
-    return {rank for rank, at in progress.items() if at == least}
+    earliest = min(progress.values(), default=None)
+    return {rank for rank, position in progress.items() if position == earliest}

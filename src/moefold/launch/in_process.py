@@ -95,16 +95,16 @@ class ProgramRanks:
         failures = self._world.all_gather_object(failure and _as_known_error(failure))
         if failure is not None:
             raise failure
-        for rank, found in enumerate(failures):
-            if found is not None:
-                kind, text = found
+        for rank, error_of_rank in enumerate(failures):
+            if error_of_rank is not None:
+                kind, text = error_of_rank
                 raise kind(f"rank {rank}: {text}")
         return result[0]
 
     def first(self, value: Result) -> Result:
         """Return the value of rank 0; collective."""
-        found: Result = self._world.all_gather_object(value)[0]
-        return found
+        result: Result = self._world.all_gather_object(value)[0]
+        return result
 
     def check_devices(self, device_type: str) -> None:
         """Check that each rank has its own GPU; collective.

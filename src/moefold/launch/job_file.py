@@ -314,10 +314,10 @@ def _parse_mem_gib(text: str) -> int:
     """Return the memory of a node in GiB, rounded down; 0 if it is not set."""
     if not text:
         return 0
-    found = _MEM.fullmatch(text)
-    if not found:
+    match = _MEM.fullmatch(text)
+    if not match:
         raise ConfigError(f"--mem={text!r} must be the memory of a node as a number with M, G or T, such as 512G")
-    return int(found[1]) * {"M": 1, "G": 1 << 10, "T": 1 << 20}[found[2]] >> 10
+    return int(match[1]) * {"M": 1, "G": 1 << 10, "T": 1 << 20}[match[2]] >> 10
 
 
 def _check_size(run: RunConfig, p: ParallelConfig, rollout: RolloutConfig, request: JobRequest) -> None:
@@ -401,11 +401,11 @@ def _parse_time(text: str) -> int:
     """Return a time limit in seconds; 0 without one."""
     if not text:
         return 0
-    found = _TIME.fullmatch(text)
+    match = _TIME.fullmatch(text)
     seconds = 0
-    if found:
-        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
-        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    if match:
+        days, hours, minutes, seconds_part = (int(field or 0) for field in match.groups())
+        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + seconds_part
     if not seconds:
         raise ConfigError(f"--time={text!r} must be [DAYS-]HOURS:MINUTES:SECONDS above zero, such as 24:00:00")
     return seconds

@@ -28,7 +28,7 @@ from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, RunError
 from moefold.file_lock import FileLock, open_lock_file
 from moefold.host.processes import STOP_SIGNALS, block_signals, handle_stop_signals, signal_on_parent_death
 from moefold.host.rank_env import RankEnv
-from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.terminal import escape_log_lines
 
 RankMain = Callable[[RankEnv, str], int]
@@ -203,8 +203,8 @@ def remove_stale_folders(parent: Path | None = None) -> None:
 
 
 def _is_unlocked(lock: Path) -> bool:
-    with FileLock(os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as found:
-        return found.try_acquire()
+    with FileLock(os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)) as file_lock:
+        return file_lock.try_acquire()
 
 
 @contextmanager

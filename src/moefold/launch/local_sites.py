@@ -193,9 +193,9 @@ class _Sites:
         if site.status and not self._received:
             others = [other for other in self._sites if other.status is None]
             is_enough = len(others) >= self._min_members
-            then = "the others go on" if is_enough else "the others are too few for a round, and end"
+            outlook = "the others go on" if is_enough else "the others are too few for a round, and end"
             print_escaped(
-                f"moefold: site {site.number} ended with status {site.status}" + (f"; {then}" if others else ""),
+                f"moefold: site {site.number} ended with status {site.status}" + (f"; {outlook}" if others else ""),
                 file=sys.stderr,
                 flush=True,
             )
@@ -209,7 +209,7 @@ def _log(line: str) -> None:
     print_escaped(f"meeting point: {line}", flush=True)
 
 
-async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
+async def _pass_on(descriptor: int, prefix: str, stream: TextIO) -> None:
     """Print the lines of a pipe until it closes. A line beyond `MAX_LINE_BYTES` is split."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -217,15 +217,15 @@ async def _pass_on(descriptor: int, prefix: str, to: TextIO) -> None:
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
     )
     try:
-        rest = b""
+        tail = b""
         while block := await reader.read(MAX_LINE_BYTES):
-            *lines, rest = (rest + block).split(b"\n")
-            if len(rest) >= MAX_LINE_BYTES:
-                lines.append(rest)
-                rest = b""
+            *lines, tail = (tail + block).split(b"\n")
+            if len(tail) >= MAX_LINE_BYTES:
+                lines.append(tail)
+                tail = b""
             for line in lines:
-                print_escaped(prefix + line.decode(errors="replace"), file=to, flush=True)
-        if rest:
-            print_escaped(prefix + rest.decode(errors="replace"), file=to, flush=True)
+                print_escaped(prefix + line.decode(errors="replace"), file=stream, flush=True)
+        if tail:
+            print_escaped(prefix + tail.decode(errors="replace"), file=stream, flush=True)
     finally:
         transport.close()

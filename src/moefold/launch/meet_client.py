@@ -121,10 +121,10 @@ class MeetConnection:
                 raise BadLineError("the answer is longer than 64 KiB")
             if time.monotonic() > deadline:
                 raise BadLineError(f"no answer within {self._timeout_s:g} s")
-            part = self._socket.recv(2**16)
-            if not part:
+            block = self._socket.recv(2**16)
+            if not block:
                 raise BadLineError("the connection was closed; another shared secret has that effect too")
-            self._buffer += part
+            self._buffer += block
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 

@@ -36,10 +36,10 @@ class MeetServer:
     """
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, log: Callable[[str], None], most: int | None = None
+        self, listener: socket.socket, secret: bytes, log: Callable[[str], None], max_connections: int | None = None
     ) -> None:
         self._listener = listener
-        self._guard = ConnectionGuard(log, most)
+        self._guard = ConnectionGuard(log, max_connections)
         self._secret = secret
         self._log = log
         self._meeting = Meeting(log)

@@ -54,8 +54,8 @@ def collect_from_ranks(
         if status:
             raise RunError(f"the ranks ended with status {status}; the message of the rank that failed is on stderr")
         first = min(Path(folder).glob(f"*{_RESULT_SUFFIX}"), key=lambda path: int(path.stem))
-        found: Result = pickle.loads(first.read_bytes())
-    return found
+        result: Result = pickle.loads(first.read_bytes())
+    return result
 
 
 _RESULT_SUFFIX = ".pickle"

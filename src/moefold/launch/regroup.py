@@ -235,11 +235,11 @@ class Regroup:
                 next_look_s = now_s + (self._poll_s if self._is_first(number) else LOOK_S)
             self._note_progress()
             time.sleep(self._poll_s)
-        found = json.loads(self._store.get(key))
-        if "refused" in found:
-            raise RunError(found["refused"])
-        given: dict[str, Any] = {key: tuple(part) if isinstance(part, list) else part for key, part in found.items()}
-        self.current = RankGeneration(**given)
+        proposal = json.loads(self._store.get(key))
+        if "refused" in proposal:
+            raise RunError(proposal["refused"])
+        args: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in proposal.items()}
+        self.current = RankGeneration(**args)
         if self._rank not in self.current.ranks:
             raise RunError(
                 f"rank {self._rank} did not arrive in time when the ranks regrouped, and the others went on without it"
@@ -355,8 +355,8 @@ class Regroup:
             self._store.compare_set(key, "", json.dumps({"refused": str(error)}))
             return
         spares = tuple(rank for rank in survivors if rank not in members)
-        found = RankGeneration(self.current.number + 1, tuple(members), spares, lost, plan)
-        self._store.compare_set(key, "", json.dumps(asdict(found)))
+        generation = RankGeneration(self.current.number + 1, tuple(members), spares, lost, plan)
+        self._store.compare_set(key, "", json.dumps(asdict(generation)))
 
     def _arrived(self, number: int) -> dict[int, Any]:
         return dict(map(json.loads, self._lines(f"arrived/{number}")))

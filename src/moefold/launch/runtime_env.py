@@ -77,13 +77,13 @@ def runtime_env_message(rank_env: RankEnv, device_type: str, environment: Mappin
         for name, value in sorted(environment.items())
         if name.startswith(LOGGED_PREFIXES[device_type])
     ]
-    parts = [
+    facts = [
         f"{rank_env.local_world_size} of {rank_env.world_size} ranks on this machine",
         f"{threads} thread{'s' * (threads > 1)} each on {_usable_cores()} of {os.cpu_count()} cores",
         f"{OMP_THREADS_VARIABLE}={omp_threads}" if omp_threads else f"{OMP_THREADS_VARIABLE} not set",
         *variables,
     ]
-    return ", ".join(parts)
+    return ", ".join(facts)
 
 
 def _usable_cores() -> int:

@@ -81,12 +81,12 @@ def _sign(key: bytes, content: bytes) -> bytes:
 def parse_object(content: bytes) -> Message:
     """Parse one JSON object; raise BadLineError if it is something else."""
     try:
-        found = json.loads(content)
+        message = json.loads(content)
     except (ValueError, RecursionError):
         raise BadLineError("the content is no JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(message, dict):
         raise BadLineError("the content is no JSON object")
-    return found
+    return message
 
 
 def new_nonce() -> str:

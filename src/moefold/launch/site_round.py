@@ -62,7 +62,7 @@ class MeetingRound:
     @property
     def timeout_s(self) -> float:
         """Longest wait that a site of the round allows."""
-        return max(asked.timeout_s for asked in self.asked.values())
+        return max(settings.timeout_s for settings in self.asked.values())
 
     def ballot_of(self, number: int) -> Ballot | None:
         """Return the ballot of a site; None if it exchanges nothing in this round."""
@@ -92,12 +92,12 @@ def estimate_grace_s(rounds: Iterable[MeetingRound]) -> float | None:
     Args:
         rounds: past rounds in order.
     """
-    known = [round_ for round_ in rounds if round_.is_closed and len(round_.delays_s) > 1][-GRACE_ROUNDS:]
-    if len(known) < MIN_GRACE_ROUNDS:
+    closed = [round_ for round_ in rounds if round_.is_closed and len(round_.delays_s) > 1][-GRACE_ROUNDS:]
+    if len(closed) < MIN_GRACE_ROUNDS:
         return None
-    delays_s = [max(round_.delays_s.values()) for round_ in known]
+    delays_s = [max(round_.delays_s.values()) for round_ in closed]
     median_s = statistics.median(delays_s)
     mad_s = statistics.median(abs(delay_s - median_s) for delay_s in delays_s)
-    intervals_s = [after.opened_s - before.opened_s for before, after in zip(known, known[1:], strict=False)]
-    share_s = statistics.median(intervals_s) / max(len(round_.delays_s) for round_ in known)
+    intervals_s = [after.opened_s - before.opened_s for before, after in zip(closed, closed[1:], strict=False)]
+    share_s = statistics.median(intervals_s) / max(len(round_.delays_s) for round_ in closed)
     return max(MIN_GRACE_S, share_s, median_s + 3 * mad_s)

@@ -165,8 +165,8 @@ class Watchdog:
                 host, snapshot = self._store_reporter.last_report(rank)
         if self._rank_env.record_paths:
             snapshot = read_snapshot(Path(self._rank_env.record_paths[rank])) or snapshot
-        where = f" on {host}" if host else ""
-        return f"{where} in {describe_activity(snapshot)}" if snapshot is not None else where
+        host_text = f" on {host}" if host else ""
+        return f"{host_text} in {describe_activity(snapshot)}" if snapshot is not None else host_text
 
     def exit_failed(self) -> NoReturn:
         """Exit with `EXIT_FAILED`, and kill stopped ranks of this machine, which ignore the launcher's SIGTERM."""
@@ -359,11 +359,11 @@ class _StoreReporter(threading.Thread):
         )
         self._base_store = store
         self._store = dist.PrefixStore(f"moefold/{self._session}", store)
-        own = self.own_process
-        number = self._store.add(f"machine/{own.machine}", 1)
-        entry: dict[str, Any] = {"rank": env.rank, "host": own.host, "number": own.number, "started": own.started}
+        this = self.own_process
+        number = self._store.add(f"machine/{this.machine}", 1)
+        entry: dict[str, Any] = {"rank": env.rank, "host": this.host, "number": this.number, "started": this.started}
         entry |= {"file": str(self._file or ""), "report_file": self._reporter.shared_path}
-        self._store.set(f"member/{own.machine}/{number}", json.dumps(entry))
+        self._store.set(f"member/{this.machine}/{number}", json.dumps(entry))
         self._store.add("members", 1)
 
     def _poll_store(self) -> None:

@@ -418,12 +418,12 @@ ELSEWHERE = _metrics(
 
 def number_of(values: Mapping[str, Any], path: str) -> float | None:
     """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None: no number."""
-    found: Any = values
+    value: Any = values
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    if isinstance(found, list | tuple):
-        return max(found, key=lambda value: (math.isnan(value), value), default=None)
-    return None if found is None else float(found)
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, list | tuple):
+        return max(value, key=lambda value: (math.isnan(value), value), default=None)
+    return None if value is None else float(value)
 
 
 def _loss(loss: float) -> str:
@@ -648,7 +648,7 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
     Raises:
         ConfigError: an entry is not a `Metric`, a name has another form or is taken, or a reduction does not exist.
     """
-    taken = {metric.name for metric in STEP}
+    used = {metric.name for metric in STEP}
     for metric in metrics:
         if not isinstance(metric, Metric):
             raise ConfigError(
@@ -660,14 +660,14 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
                 f"the metric {metric.name!r} of a callback must have a name of letters, digits and _, such as "
                 "dead_weights"
             )
-        if metric.name in taken:
+        if metric.name in used:
             raise ConfigError(f"the metric {metric.name!r} of a callback exists already; give it another name")
         if metric.reduce not in REDUCTIONS:
             raise ConfigError(
                 f"the metric {metric.name!r} of a callback has reduce={metric.reduce!r}, which must be one of "
                 f"{', '.join(map(repr, REDUCTIONS))}"
             )
-        taken.add(metric.name)
+        used.add(metric.name)
 
 
 def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str, float | None]:
@@ -713,8 +713,8 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
     """
     values: dict[str, float | None] = {}
     for metric in metrics:
-        found = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
-        values[metric.name] = REDUCTIONS[metric.reduce](found) if found else None
+        rank_values = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
+        values[metric.name] = REDUCTIONS[metric.reduce](rank_values) if rank_values else None
     return values
 
 
@@ -765,7 +765,7 @@ GROUPS = (
         "The log",
         "The line of a step, and lines at the start and the end.",
         "log.",
-        (*(Metric(one.name, one.unit, one.counts) for one in LINE), *CONSOLE),
+        (*(Metric(metric.name, metric.unit, metric.counts) for metric in LINE), *CONSOLE),
     ),
     MetricGroup(
         "inspect --json", "`moefold inspect RUN --json`; its tables have the same numbers.", "inspect.", INSPECT
@@ -779,9 +779,9 @@ def definitions_text() -> str:
     lines = ["Often misread:", "", *(f"  {text}" for text in MISREAD), ""]
     for group in GROUPS:
         lines += [group.title, ""]
-        for one in group.metrics:
-            unit = f"  ({one.unit})" if one.unit else ""
-            other = f"; elsewhere: {one.elsewhere}" if one.elsewhere else ""
-            lines += [f"  {one.name}{unit}", f"      {one.counts}{other}"]
+        for metric in group.metrics:
+            unit = f"  ({metric.unit})" if metric.unit else ""
+            other = f"; elsewhere: {metric.elsewhere}" if metric.elsewhere else ""
+            lines += [f"  {metric.name}{unit}", f"      {metric.counts}{other}"]
         lines.append("")
     return "\n".join(lines)

@@ -381,17 +381,17 @@ def _read_load(run_dir: Path, records: list[dict[str, Any]]) -> tuple[Array, tup
 
 
 def _record_loads(run_dir: Path, record: dict[str, Any]) -> list[float]:
-    found = record.get("expert_load", [])
-    if not isinstance(found, list):
+    loads = record.get("expert_load", [])
+    if not isinstance(loads, list):
         raise ConfigError(f"{run_dir / METRICS_FILE} is damaged: expert_load of step {record['step']} is not a list")
-    return [finite_number(load) for load in found]
+    return [finite_number(load) for load in loads]
 
 
 def _record_layers(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the `moe_layers` records of a step; [] for another form."""
-    found = record.get("moe_layers")
-    is_list = isinstance(found, list) and all(isinstance(layer, dict) for layer in found)
-    return found if is_list and found is not None else []
+    layers = record.get("moe_layers")
+    is_list = isinstance(layers, list) and all(isinstance(layer, dict) for layer in layers)
+    return layers if is_list and layers is not None else []
 
 
 def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array, Array, Array]:
@@ -409,5 +409,5 @@ def _read_layers(records: list[dict[str, Any]], num_layers: int) -> tuple[Array,
 
 
 def _mean(values: Array) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
+    finite = values[~np.isnan(values)]
+    return float(finite.mean()) if len(finite) else None

@@ -108,13 +108,13 @@ class MemoryTracker(TorchDispatchMode):
     def peak(self, is_counted: Callable[[str], bool] = lambda part: True) -> MemoryPeak:
         """Return the peak of the total bytes of the counted parts, with the bytes of all parts at that time."""
         self._record_frees()
-        now = best = 0
+        current = best = 0
         best_at = 0
         for i, (change, block) in enumerate(self._events, 1):
             if is_counted(self._effective_part(block)):
-                now += change
-                if now > best:
-                    best = now
+                current += change
+                if current > best:
+                    best = current
                     best_at = i
         by_part: dict[str, int] = {}
         for change, block in self._events[:best_at]:

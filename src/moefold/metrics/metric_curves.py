@@ -47,13 +47,13 @@ def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
     Raises:
         ConfigError: metrics.jsonl cannot be read.
     """
-    found: dict[str, dict[int, float]] = {path: {} for path, shown in SHOWN.items() if shown.table}
+    series: dict[str, dict[int, float]] = {path: {} for path, shown in SHOWN.items() if shown.table}
     for record in read_records(run_dir):
-        for path, values in found.items():
+        for path, values in series.items():
             if not np.isnan(value := value_of(record, path)):
                 values[record["step"]] = value
     curves: dict[str, list[MetricCurve]] = {table: [] for table in TABLES}
-    for path, values in found.items():
+    for path, values in series.items():
         if values:
             steps = sorted(values)
             points = np.array(steps, dtype=np.float64), np.array([values[step] for step in steps])

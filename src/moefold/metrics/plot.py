@@ -208,8 +208,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 def escape_plot_text(text: str) -> str:
     """Return text for matplotlib, with `$` and characters that its font lacks (they raise warnings) replaced."""
-    known = _characters()
-    plain = "".join(character if ord(character) in known else REPLACEMENT for character in text)
+    characters = _characters()
+    plain = "".join(character if ord(character) in characters else REPLACEMENT for character in text)
     # matplotlib reads text between two dollar signs as a formula.
     return plain.replace("$", r"\$")
 

@@ -83,5 +83,5 @@ def value_of(record: Mapping[str, Any], path: str) -> float:
 
 def nonfinite_of(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the NaN and infinite values of a line, by path."""
-    found = record.get(NONFINITE)
-    return found if isinstance(found, dict) else {}
+    values = record.get(NONFINITE)
+    return values if isinstance(values, dict) else {}

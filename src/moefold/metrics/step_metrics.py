@@ -113,14 +113,14 @@ class ReplicaMetrics:
             samples: samples of each replica without padding, in any common unit, [dp].
             expert_samples: samples of each replica of the experts, in the same unit, [edp].
         """
-        norm, mean, least = _gradient_agreement(_per_sample(dense, samples))
+        norm, mean, minimum = _gradient_agreement(_per_sample(dense, samples))
         expert_norm, expert_mean, expert_least = _gradient_agreement(_per_sample(experts, expert_samples))
         has_samples = samples > 0
         return cls(
             loss_dispersion=_relative_deviation(losses[has_samples] / samples[has_samples]),
             grad_norm_dispersion=norm,
             grad_cosine=mean,
-            grad_cosine_min=least,
+            grad_cosine_min=minimum,
             expert_grad_norm_dispersion=expert_norm,
             expert_grad_cosine=expert_mean,
             expert_grad_cosine_min=expert_least,
@@ -131,8 +131,8 @@ def _per_sample(dot_products: NDArray[np.float64], samples: NDArray[np.float64])
     """Return the dot products of the gradients per sample, of the replicas that have samples."""
     has_samples = samples > 0
     counts = samples[has_samples]
-    found: NDArray[np.float64] = dot_products[np.ix_(has_samples, has_samples)] / np.outer(counts, counts)
-    return found
+    means: NDArray[np.float64] = dot_products[np.ix_(has_samples, has_samples)] / np.outer(counts, counts)
+    return means
 
 
 def _gradient_agreement(dot_products: NDArray[np.float64]) -> tuple[float | None, float | None, float | None]:
@@ -173,12 +173,12 @@ def rank_time_metrics(times: NDArray[np.float64]) -> dict[str, float] | None:
     """Compute `metrics.definitions.RANK_TIMES` from times, [ranks, (own, data, wait)]; None if all are 0."""
     if not times.any():
         return None
-    own = times[:, COMPUTE]
+    compute = times[:, COMPUTE]
     return {
-        "own_min_s": float(own.min()),
-        "own_median_s": float(np.median(own)),
-        "own_max_s": float(own.max()),
-        "slowest_rank": int(own.argmax()),
+        "own_min_s": float(compute.min()),
+        "own_median_s": float(np.median(compute)),
+        "own_max_s": float(compute.max()),
+        "slowest_rank": int(compute.argmax()),
         "data_max_s": float(times[:, DATA].max()),
         "wait_min_s": float(times[:, COMM].min()),
         "wait_median_s": float(np.median(times[:, COMM])),
@@ -251,14 +251,14 @@ class Stragglers:
         """Add the times of one step, [ranks, (own, data, wait)]; return a record for each newly detected rank."""
         if not times.any():
             return []
-        own = times[:, COMPUTE]
+        compute = times[:, COMPUTE]
         data = times[:, DATA]
-        median = np.zeros(len(own))
+        median = np.zeros(len(compute))
         for stage in self._stages:
-            median[stage] = np.sort(own[stage])[(len(stage) - 1) // 2]
-        has_impact = own - median > MIN_IMPACT * (own + times[:, COMM])
-        self._slow.append((own > self._factor * median) & has_impact)
-        self._window_times.append(np.stack([own, data, median], axis=1))
+            median[stage] = np.sort(compute[stage])[(len(stage) - 1) // 2]
+        has_impact = compute - median > MIN_IMPACT * (compute + times[:, COMM])
+        self._slow.append((compute > self._factor * median) & has_impact)
+        self._window_times.append(np.stack([compute, data, median], axis=1))
         counts = np.sum(self._slow, axis=0)
         self._reported -= set(np.flatnonzero(counts <= RECOVERED_SLOW_STEPS).tolist())
         new = [rank for rank in np.flatnonzero(counts >= REPORT_SLOW_STEPS).tolist() if rank not in self._reported]

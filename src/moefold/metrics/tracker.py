@@ -133,10 +133,10 @@ def _scalars(values: Mapping[str, Any], *, per_layer: bool) -> dict[str, float]:
     for section, start in TRACKED.items():
         scalars |= _tree(start, values.get(section) or {})
     for name, curve in LAYER_CURVES.items():
-        of_layers = {layer.layer: getattr(layer, name) for layer in values["moe_layers"]}
-        scalars |= _over_layers(curve, [value for value in of_layers.values() if value is not None])
+        by_layer = {layer.layer: getattr(layer, name) for layer in values["moe_layers"]}
+        scalars |= _over_layers(curve, [value for value in by_layer.values() if value is not None])
         if per_layer:
-            scalars |= {f"{curve}/layer_{layer:03d}": value for layer, value in of_layers.items()}
+            scalars |= {f"{curve}/layer_{layer:03d}": value for layer, value in by_layer.items()}
     if values["memory_by_part"] is not None:
         peaks = values["memory_by_part"].peak_bytes
         scalars |= {f"memory_by_part/{part}": max(sizes) / GIB for part, sizes in peaks.items()}
@@ -145,10 +145,10 @@ def _scalars(values: Mapping[str, Any], *, per_layer: bool) -> dict[str, float]:
 
 def _tree(start: str, values: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the numbers of a record and of its nested records."""
-    found: dict[str, float | None] = {}
+    flat: dict[str, float | None] = {}
     for name, value in values.items():
-        found |= _tree(f"{start}/{name}", value) if isinstance(value, Mapping) else {f"{start}/{name}": value}
-    return found
+        flat |= _tree(f"{start}/{name}", value) if isinstance(value, Mapping) else {f"{start}/{name}": value}
+    return flat
 
 
 def _over_layers(curve: str, values: list[float]) -> dict[str, float]:

@@ -196,9 +196,9 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):
-        return {key: _to_plain(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
+        return {key: _to_plain(inner, f"{name}.{key}", nonfinite) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_plain(part, f"{name}[{i}]", nonfinite) for i, part in enumerate(value)]
+        return [_to_plain(inner, f"{name}[{i}]", nonfinite) for i, inner in enumerate(value)]
     if value is None or isinstance(value, str) or math.isfinite(value):
         return value
     nonfinite[name] = str(float(value))
@@ -260,8 +260,8 @@ def to_json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: to_json_value(part) for key, part in value.items()}
-    return [to_json_value(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: to_json_value(inner) for key, inner in value.items()}
+    return [to_json_value(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _one_line(error: Exception) -> str:

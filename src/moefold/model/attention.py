@@ -352,8 +352,8 @@ class CausalAttention:
         for bounds, *sample in zip(documents.bounds.of_samples, *(x.split(1, dim=1) for x in (q, k, v)), strict=True):
             lengths = [stop - start for start, stop in pairwise(bounds)]
             queries, keys, values = (x.split(lengths) for x in sample)
-            parts = zip(queries, keys, values, strict=True)
-            samples.append(torch.cat([self._attend(*part, AttentionMaskSpec()) for part in parts]))
+            documents_qkv = zip(queries, keys, values, strict=True)
+            samples.append(torch.cat([self._attend(*qkv, AttentionMaskSpec()) for qkv in documents_qkv]))
         return torch.cat(samples, dim=1)
 
 

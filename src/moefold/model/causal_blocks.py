@@ -135,11 +135,11 @@ class OnlineSoftmax:
 
     def __init__(self, q: Tensor, kv: Tensor, blocks: CausalBlocks) -> None:
         blocks_of_rank = blocks.local_blocks()
-        parts = [
+        results = [
             attention_block(q[rows], kv[rows, 0], kv[rows, 1], block_mask=mask, kernel=blocks.kernel)
             for rows, mask in blocks_of_rank
         ]
-        out, self.lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
+        out, self.lse = results[0] if len(results) == 1 else (torch.cat(rows) for rows in zip(*results, strict=True))
         self.q = q
         self.out = out.to(accumulation_dtype(q.dtype))
         self._blocks = blocks
@@ -166,12 +166,12 @@ class BlockGradients:
         self._query_tensors = query_tensors
         self._blocks = blocks
         blocks_of_rank = blocks.local_blocks()
-        parts = []
+        results = []
         for rows, mask in blocks_of_rank:
             grad_out, q, out, lse = (x[rows] for x in query_tensors)
             k, v = kv[rows, 0], kv[rows, 1]
-            parts.append(attention_block_backward(grad_out, q, k, v, out, lse, block_mask=mask, kernel=blocks.kernel))
-        dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
+            results.append(attention_block_backward(grad_out, q, k, v, out, lse, block_mask=mask, kernel=blocks.kernel))
+        dq, dk, dv = results[0] if len(results) == 1 else (torch.cat(rows) for rows in zip(*results, strict=True))
         self.dq = dq.to(accumulation_dtype(q.dtype))
         self.local_dkv = torch.stack((dk, dv), 1)
         if len(blocks_of_rank) > 1:

@@ -63,8 +63,8 @@ def _unsupported(block: nn.Module) -> Iterator[tuple[str, bool]]:
     yield from attention.fused_obstacles()
     yield from _unsupported_ffn(block.ffn, kernel)
     kernels = attention.kernels
-    parts = kernels.norm, kernels.rope, kernels.paged_attention, kernels.linear_backend, kernels.gemm
-    yield "other kernels", not all(map(kernel.replaces, parts)) or kernels.qk_norm_rope is not None
+    kernel_choices = kernels.norm, kernels.rope, kernels.paged_attention, kernels.linear_backend, kernels.gemm
+    yield "other kernels", not all(map(kernel.replaces, kernel_choices)) or kernels.qk_norm_rope is not None
     yield "forward hooks", any(has_forward_hooks(m) for m in block.modules() if m is not block)
 
 
@@ -85,8 +85,8 @@ def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str
     yield "parameters of experts that it does not know", bool(names - MOE_PARAMETERS)
     yield "another activation of experts than SwiGLU", not kernel.replaces(ffn.experts.activation)
     yield "a router in float64", ffn.router.logits_dtype(torch.float32) != torch.float32
-    parts = ffn.experts.ops, ffn.dispatcher.permute_ops
-    yield "other kernels of experts", not all(map(kernel.replaces, parts)) or ffn.dispatcher.quantizes
+    ops = ffn.experts.ops, ffn.dispatcher.permute_ops
+    yield "other kernels of experts", not all(map(kernel.replaces, ops)) or ffn.dispatcher.quantizes
 
 
 class FusedBlock:
@@ -121,9 +121,9 @@ class FusedBlock:
             return self._run(x, rope)
 
         def run_modules() -> Tensor:
-            found = self._block.run_modules(x, rope, columns)
-            assert isinstance(found, Tensor), "no shortcut"
-            return found
+            output = self._block.run_modules(x, rope, columns)
+            assert isinstance(output, Tensor), "no shortcut"
+            return output
 
         kind = type(self._ffn).__name__
         if self._choice.picks_whole(kind, len(x), self._trial(lambda: self._run(x, rope)), self._trial(run_modules)):

@@ -179,9 +179,9 @@ class LightningIndexer(nn.Module):
 
     def select(self, index: IndexTensors, visible: VisibleKeys) -> Tensor:
         """Select the keys of all queries of the context shard, int32 [S/cp, B, K]; an all-gather over tp."""
-        own = self.sequence_parallel.own_rows
-        of_own_rows = VisibleKeys(own(visible.starts_SB), own(visible.stops_SB))
-        return self.sequence_parallel.gather(select_keys(index, of_own_rows, self.top_k))
+        own_rows = self.sequence_parallel.own_rows
+        visible_rows = VisibleKeys(own_rows(visible.starts_SB), own_rows(visible.stops_SB))
+        return self.sequence_parallel.gather(select_keys(index, visible_rows, self.top_k))
 
     def attach_selected_loss(
         self,
@@ -236,15 +236,15 @@ class LightningIndexer(nn.Module):
         assert index is not None
         num_own = len(index.query)
         num_keys = len(key)
-        parts = len(query) // num_own
-        heads = max(query.shape[2] * parts, index.query.shape[2])
+        num_chunks = len(query) // num_own
+        heads = max(query.shape[2] * num_chunks, index.query.shape[2])
         size = block_rows(index.query, heads * num_keys * query.shape[1])
         weights_SB = self._weights(index, documents)
         losses = []
         for start in range(0, num_own, size):
             stop = min(start + size, num_own)
             # Each rank of tp takes the same rows, so that each rank gets the sums of its own queries.
-            rows = torch.cat([torch.arange(part * num_own + start, part * num_own + stop) for part in range(parts)])
+            rows = torch.cat([torch.arange(i * num_own + start, i * num_own + stop) for i in range(num_chunks)])
             rows = rows.to(query.device)
             keys = torch.arange(num_keys, device=query.device)
             starts_SB1 = visible.starts_SB[rows].unsqueeze(-1)
@@ -268,12 +268,12 @@ class LightningIndexer(nn.Module):
         """Attach this rank's part of a loss to values, whose gradient is unchanged."""
         attached = attach_aux_loss(attended, loss, self._coefficient)
         if attached.requires_grad:
-            part = loss.detach().double() * self._coefficient
+            term = loss.detach().double() * self._coefficient
 
             def count(grad: Any) -> None:
-                if self.loss_sum.device != part.device:
-                    self.loss_sum = self.loss_sum.to(part.device)
-                self.loss_sum += part
+                if self.loss_sum.device != term.device:
+                    self.loss_sum = self.loss_sum.to(term.device)
+                self.loss_sum += term
 
             attached.register_hook(count)
         return attached
@@ -294,15 +294,15 @@ class Selection:
         """In the warm-up, the loss of the layer that runs, which `attach_dense_loss` takes."""
 
     @staticmethod
-    def begin(own: LightningIndexer | None, shared: "Selection | None") -> "Selection":
+    def begin(indexer: LightningIndexer | None, shared: "Selection | None") -> "Selection":
         """Return the selection of a layer.
 
         Args:
-            own: indexer of the layer; None: an earlier layer selects.
+            indexer: indexer of the layer; None: an earlier layer selects.
             shared: selection that several layers share; None: no other layer reads it.
         """
         selection = shared or Selection()
-        selection._indexer = own or selection._indexer
+        selection._indexer = indexer or selection._indexer
         return selection
 
     @property
@@ -325,7 +325,7 @@ class Selection:
 
     def select(
         self,
-        own: LightningIndexer | None,
+        indexer: LightningIndexer | None,
         inputs: tuple[Tensor, Tensor],
         rope: Rope | NoRope,
         visible: VisibleKeys,
@@ -333,21 +333,21 @@ class Selection:
         """Select keys, if the layer has an indexer; communicates over tp and cp.
 
         Args:
-            own: see `begin`.
+            indexer: see `begin`.
             inputs: inputs of the layer and of the indexer's queries, [S/(cp*tp), B, ...].
             rope: RoPE of the positions of this rank's context shard.
             visible: keys that each query sees.
         """
-        if own is None:
+        if indexer is None:
             return
-        index = own.project(*inputs, rope)
+        index = indexer.project(*inputs, rope)
         # Without a loss no backward pass would free the graph of the projections.
-        self.index = index if own.learns else None
-        self._selected = None if own.is_dense else own.select(index, visible)
+        self.index = index if indexer.learns else None
+        self._selected = None if indexer.is_dense else indexer.select(index, visible)
 
     def extend(
         self,
-        own: LightningIndexer | None,
+        indexer: LightningIndexer | None,
         inputs: tuple[Tensor, Tensor],
         rope: Rope | NoRope,
         cache: "PagedSelection",
@@ -356,7 +356,7 @@ class Selection:
         """Cache the rows of a decoder's pass, and select keys if the layer has an indexer.
 
         Args:
-            own: see `begin`.
+            indexer: see `begin`.
             inputs: see `select`.
             rope: RoPE of the rows.
             cache: cache of the layer.
@@ -365,10 +365,10 @@ class Selection:
         Returns:
             All cached keys and values.
         """
-        if own is None:
+        if indexer is None:
             return cache.store(*key_value)
-        index = own.project_rows(*inputs, rope)
-        keys, values, self._selected = cache.extend(index, *key_value, own.top_k, own.sliding_window)
+        index = indexer.project_rows(*inputs, rope)
+        keys, values, self._selected = cache.extend(index, *key_value, indexer.top_k, indexer.sliding_window)
         return keys, values
 
 

@@ -32,8 +32,8 @@ def init_weights(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
     and is drawn in float32 on the CPU. At most one whole logical tensor is in memory at a time.
     """
     for name, parameter in module.named_parameters():
-        for whole_name, shape, index, part in logical_parts(name, parameter):
-            part.copy_(initial_values(whole_name, shape, cfg, seed)[index])
+        for whole_name, shape, index, view in logical_parts(name, parameter):
+            view.copy_(initial_values(whole_name, shape, cfg, seed)[index])
     for submodule in module.modules():
         for leaf, buffer in list(submodule.named_buffers(recurse=False)):
             dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
@@ -87,7 +87,7 @@ def initial_values(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: in
 
 def _initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return A [r, in] ([in, r] for an expert), or B, which is zero."""
-    if [part for part in name.split(".") if not part.isdigit()][-1].endswith("_b"):
+    if [word for word in name.split(".") if not word.isdigit()][-1].endswith("_b"):
         return torch.zeros(shape)
     inputs = shape[0] if EXPERT_ADAPTERS in name else shape[1]
     generator = torch.Generator().manual_seed(seed_for(seed, name))
@@ -104,9 +104,9 @@ def draw_adapter_outputs(module: nn.Module, cfg: ModelConfig, seed: int) -> None
     for name, parameter in module.named_parameters():
         if not is_adapter(name) or not name.endswith("_b"):
             continue
-        for whole_name, shape, index, part in logical_parts(name, parameter):
+        for whole_name, shape, index, view in logical_parts(name, parameter):
             generator = torch.Generator().manual_seed(seed_for(seed, whole_name))
-            part.copy_(torch.empty(shape).normal_(0.0, cfg.init_std, generator=generator)[index])
+            view.copy_(torch.empty(shape).normal_(0.0, cfg.init_std, generator=generator)[index])
 
 
 def seed_for(seed: int, name: str) -> int:

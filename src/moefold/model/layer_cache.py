@@ -43,13 +43,13 @@ class PassRows:
     @cached_property
     def chunks(self) -> list[tuple[int, slice]]:
         """Segments of several rows, and these rows."""
-        found = []
+        slices = []
         start = 0
         for i, count in enumerate(self.counts):
             if count > 1:
-                found.append((i, slice(start, start + count)))
+                slices.append((i, slice(start, start + count)))
             start += count
-        return found
+        return slices
 
     @cached_property
     def rows_of_singles(self) -> Tensor:

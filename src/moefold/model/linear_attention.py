@@ -183,17 +183,17 @@ class LinearAttention(TokenMixer):
         num_previous_SB = positions.unsqueeze(1).expand(-1, projected[0].shape[1])
         if starts_SB is not None:
             num_previous_SB = num_previous_SB - starts_SB[positions]
-        parts = [_split_segments(x, count) for x in projected]
+        tensors = [_split_segments(x, count) for x in projected]
         num_previous_SB = _split_segments(num_previous_SB, count)
-        convolved = self.convolved(parts)
+        convolved = self.convolved(tensors)
         if convolved is None:
-            previous = parts[0].new_zeros(0, parts[0].shape[1], 0)
+            previous = tensors[0].new_zeros(0, tensors[0].shape[1], 0)
         else:
             previous = segments.previous_tokens(convolved, self.state_shapes(weights).num_previous)
         is_start_SB = None if starts_SB is None else num_previous_SB == 0
         chunked = ChunkedLinearAttention(initial_state=segments.initial_state, kernel=self.kernels.linear_attention)
         recurrence = partial(chunked, is_start_SB=is_start_SB)
-        out, _ = self.compute(parts, weights, PrecedingTokens(previous, num_previous_SB, recurrence))
+        out, _ = self.compute(tensors, weights, PrecedingTokens(previous, num_previous_SB, recurrence))
         return _join_segments(out, count)
 
     def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: "RecurrentStates") -> Tensor:
@@ -202,19 +202,19 @@ class LinearAttention(TokenMixer):
         shapes = self.state_shapes(weights)
         out = rows[0].new_zeros(len(rows[0]), local_param(self.wo).shape[1])
         for samples in cache.read(shapes, rows[0]):
-            parts = [x[samples.rows_R].unflatten(0, (len(samples.slots_n), -1)).transpose(0, 1) for x in rows]
-            length = len(parts[0])
+            tensors = [x[samples.rows_R].unflatten(0, (len(samples.slots_n), -1)).transpose(0, 1) for x in rows]
+            length = len(tensors[0])
             chunked = ChunkedLinearAttention(kernel=self.kernels.linear_attention)
             function = recurrent_linear_attention if length == 1 else chunked
-            distance = torch.arange(length, device=parts[0].device).unsqueeze(1)
+            distance = torch.arange(length, device=tensors[0].device).unsqueeze(1)
             preceding = PrecedingTokens(
                 samples.previous_KnC, samples.num_previous_n + distance, partial(function, state=samples.state)
             )
-            found, state = self.compute(parts, weights, preceding)
-            convolved = self.convolved(parts)
+            output, state = self.compute(tensors, weights, preceding)
+            convolved = self.convolved(tensors)
             last = samples.previous_KnC if convolved is None else torch.cat((samples.previous_KnC, convolved))[length:]
             cache.write(samples, last, samples.state if state is None else state)
-            out[samples.rows_R] = found.transpose(0, 1).flatten(0, 1)
+            out[samples.rows_R] = output.transpose(0, 1).flatten(0, 1)
         return out.unsqueeze(1)
 
 

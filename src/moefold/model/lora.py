@@ -93,8 +93,8 @@ class LowRankAdapters(nn.Module):
         if not adapted:
             return list(outputs)
         a_RK = torch.cat([self.pair(name, x.dtype)[0] for name in adapted])
-        parts = sequence_parallel.gather(linear(x, a_RK)).chunk(len(adapted), -1)
-        low_rank = dict(zip(adapted, parts, strict=True))
+        chunks = sequence_parallel.gather(linear(x, a_RK)).chunk(len(adapted), -1)
+        low_rank = dict(zip(adapted, chunks, strict=True))
         rows = rows or {}
         return [
             self._add(y, low_rank[name], name, rows.get(name, ALL_ROWS)) if name in low_rank else y

@@ -259,13 +259,13 @@ def _row_gradients(grads: tuple[Tensor | None, ...], temperature: float) -> Tens
     Returns:
         [2, N]; [1, N] if the normalizer has no gradient of its own.
     """
-    of_loss, of_normalizer = grads[:2]
-    if of_normalizer is None:
-        assert of_loss is not None, "a backward pass has a gradient"
-        grads_KN = of_loss.flatten().contiguous().unsqueeze(0)
+    grad_loss, grad_normalizer = grads[:2]
+    if grad_normalizer is None:
+        assert grad_loss is not None, "a backward pass has a gradient"
+        grads_KN = grad_loss.flatten().contiguous().unsqueeze(0)
     else:
-        of_loss = torch.zeros_like(of_normalizer) if of_loss is None else of_loss
-        grads_KN = torch.stack((of_loss.flatten(), of_normalizer.flatten()))
+        grad_loss = torch.zeros_like(grad_normalizer) if grad_loss is None else grad_loss
+        grads_KN = torch.stack((grad_loss.flatten(), grad_normalizer.flatten()))
     return grads_KN if temperature == 1 else grads_KN / temperature
 
 

@@ -73,8 +73,8 @@ class LossMetricRecorder:
         pairs = zip(self._names("mean"), sums.tolist(), strict=True)
         means = {name: total / count for name, (total, count) in pairs if count}
         tops = zip(self._names("max"), maxima.tolist(), strict=True)
-        found = means | {name: top for name, top in tops if top != -float("inf")}
-        return {metric.name: found[metric.name] for metric in self.metrics if metric.name in found}
+        values = means | {name: top for name, top in tops if top != -float("inf")}
+        return {metric.name: values[metric.name] for metric in self.metrics if metric.name in values}
 
     def _names(self, reduction: str) -> list[str]:
         return [metric.name for metric in self.metrics if metric.reduction == reduction]

@@ -336,10 +336,10 @@ def attend_pages(
         tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[rows.segments_of_singles]
         size = max(1, MAX_GATHERED_ELEMENTS // (tables.shape[1] * key_pages.shape[1:].numel()))
         for start in range(0, len(singles), size):
-            part = slice(start, start + size)
-            last = max(rows.last_positions[i] for i in singles[part])
-            chosen = index[part]
-            attend(chosen, tables[part], last, (len(chosen), 1))
+            chunk = slice(start, start + size)
+            last = max(rows.last_positions[i] for i in singles[chunk])
+            chosen = index[chunk]
+            attend(chosen, tables[chunk], last, (len(chosen), 1))
     for i, span in rows.chunks:
         attend(span, rows.tables_NP[i : i + 1], rows.last_positions[i], (1, rows.counts[i]))
     return out

@@ -114,7 +114,7 @@ def select_slots(
     page_positions = index_keys.shape[1]
     longest = 1 + max(rows.last_positions, default=0)
     width = min(top_k, longest)
-    found = positions_R.new_full((len(positions_R), width), -1, dtype=torch.int32)
+    slots_of_rows = positions_R.new_full((len(positions_R), width), -1, dtype=torch.int32)
 
     def select(chosen: Tensor | slice, farthest: int, tables_NP: Tensor, guess_RK: Tensor | None = None) -> Tensor:
         """Select keys for rows with a table each, or for all rows of one sample; return positions, int32 [rows, K]."""
@@ -129,7 +129,7 @@ def select_slots(
         best_RK = selected_RK.long()
         pages = tables_NP.expand(len(best_RK), -1).gather(1, best_RK.clamp(min=0) // page_positions)
         slots = pages.long() * page_positions + best_RK.clamp(min=0) % page_positions
-        found[chosen] = slots.masked_fill(best_RK < 0, -1).int()
+        slots_of_rows[chosen] = slots.masked_fill(best_RK < 0, -1).int()
         return selected_RK
 
     singles = rows.single_rows
@@ -139,10 +139,10 @@ def select_slots(
         tables = rows.tables_NP if len(singles) == len(rows.counts) else rows.tables_NP[rows.segments_of_singles]
         size = max(1, MAX_GATHERED_ELEMENTS // (tables.shape[1] * page_positions * index_keys.shape[2]))
         for start in range(0, len(singles), size):
-            part = slice(start, start + size)
-            farthest = max(rows.last_positions[i] for i in singles[part])
-            part_tables = tables[part]
-            chosen_rows = rows.rows_of_singles[part]
+            chunk = slice(start, start + size)
+            farthest = max(rows.last_positions[i] for i in singles[chunk])
+            part_tables = tables[chunk]
+            chosen_rows = rows.rows_of_singles[chunk]
             previous = _previous_slots(part_tables, positions_R[chosen_rows], page_positions)
             selected.append(select(chosen_rows, farthest, part_tables, last.guess(previous) if keeps_last else None))
         if keeps_last:
@@ -155,7 +155,7 @@ def select_slots(
             stop = min(start + size, span.stop)
             farthest = rows.last_positions[i] - (span.stop - stop)
             select(slice(start, stop), farthest, rows.tables_NP[i : i + 1])
-    return found
+    return slots_of_rows
 
 
 def _previous_slots(tables_RP: Tensor, positions_R: Tensor, page_positions: int) -> Tensor:

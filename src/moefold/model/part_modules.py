@@ -11,7 +11,7 @@ from moefold.config.groups.block import NormPart
 from moefold.config.groups.ffn import FeedForwardFrame
 from moefold.config.layers import Layer
 from moefold.config.model import ModelConfig
-from moefold.config.part import built, describe_part
+from moefold.config.part import checked_build, describe_part
 from moefold.config.part_registry import is_built_in
 from moefold.errors import ConfigError, RunError
 from moefold.model.attention import TokenMixer
@@ -30,7 +30,7 @@ def build_attention(layer: Layer, model: ModelConfig) -> TokenMixer:
         zero_centered_norms=model.norm.zero_centered,
         score_factor=model.rope.scaling.score_factor,
     )
-    module: TokenMixer = built(layer.attention, layer.attention.build(frame), TokenMixer)
+    module: TokenMixer = checked_build(layer.attention, layer.attention.build(frame), TokenMixer)
     _check_module(layer.attention, module, layer.hidden_size)
     return module
 
@@ -41,7 +41,7 @@ def build_ffn(layer: Layer, frame: FeedForwardFrame, number: int) -> nn.Module:
     Raises:
         ConfigError: see `build_attention`.
     """
-    module = built(layer.ffn, layer.ffn.build(frame, number), nn.Module)
+    module = checked_build(layer.ffn, layer.ffn.build(frame, number), nn.Module)
     _check_module(layer.ffn, module, layer.hidden_size)
     return module
 
@@ -52,7 +52,7 @@ def build_norm(part: NormPart, width: int) -> Norm:
     Raises:
         ConfigError: see `build_attention`.
     """
-    module: Any = built(part, part.build(width), nn.Module)
+    module: Any = checked_build(part, part.build(width), nn.Module)
     _check_module(part, module, "", width)
     return module
 
@@ -75,8 +75,8 @@ def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
                 f"{spec.name}; give one for each, or one for all"
             )
     listed = {spec.name.removeprefix("."): tuple(spec.shape) for spec in specs}
-    found = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    if faults := "; ".join(_differences(listed, found)):
+    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    if faults := "; ".join(_differences(listed, shapes)):
         raise ConfigError(
             f"{describe_part(part)} lists other parameters than {type(module).__qualname__} has: {faults}"
         )
@@ -89,20 +89,20 @@ def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output:
     Raises:
         RunError: the shape is wrong.
     """
-    found = output[0] if isinstance(output, tuple) else output
-    if getattr(found, "shape", None) != inputs[0].shape:
-        what = f"the shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"the type {type(found).__name__}"
-        where = f"{name} returns {what} from {type(module).__qualname__}.forward()"
-        raise RunError(f"{where}, which must have the shape of its input, {tuple(inputs[0].shape)}")
+    tensor = output[0] if isinstance(output, tuple) else output
+    if getattr(tensor, "shape", None) != inputs[0].shape:
+        kind = f"the shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"the type {type(tensor).__name__}"
+        returned = f"{name} returns {kind} from {type(module).__qualname__}.forward()"
+        raise RunError(f"{returned}, which must have the shape of its input, {tuple(inputs[0].shape)}")
 
 
-def _differences(listed: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    for name in dict.fromkeys((*listed, *found)):
-        if name not in found:
+def _differences(listed: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    for name in dict.fromkeys((*listed, *shapes)):
+        if name not in shapes:
             yield f"{name} is only in params()"
         elif name not in listed:
             yield f"{name} is only in the module"
-        elif listed[name] != found[name]:
-            yield f"{name} has the shape {listed[name]} in params() and {found[name]} in the module"
-    if listed == found and list(listed) != list(found):
-        yield f"params() has the order {', '.join(listed)}, and the module {', '.join(found)}"
+        elif listed[name] != shapes[name]:
+            yield f"{name} has the shape {listed[name]} in params() and {shapes[name]} in the module"
+    if listed == shapes and list(listed) != list(shapes):
+        yield f"params() has the order {', '.join(listed)}, and the module {', '.join(shapes)}"

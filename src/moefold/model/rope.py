@@ -71,8 +71,8 @@ class RopeTable:
         if last >= self._angles_2L11R.shape[1]:
             # The length doubles each time, so that all computations together take a few times as long as the last.
             length = max(MIN_TABLE_POSITIONS, 1 << last.bit_length())
-            whole = build_rope(self._settings, torch.arange(length, device=frequencies.device), *self._options)
-            self._angles_2L11R = torch.stack((whole.cos, whole.sin))
+            table = build_rope(self._settings, torch.arange(length, device=frequencies.device), *self._options)
+            self._angles_2L11R = torch.stack((table.cos, table.sin))
         cos, sin = self._angles_2L11R.index_select(1, positions_R).unbind(0)
         no_rope = _no_rope(self._settings, positions_R.unsqueeze(1), dtype)
         return Rope(cos, sin, self._settings.interleaved, kernel, no_rope)
@@ -101,9 +101,9 @@ def rope_frequencies(settings: RopeSettings, seq_len: int = 0) -> Tensor:
     Raises:
         ConfigError: a scaling of another package returns a wrong number of frequencies.
     """
-    part = settings.scaling
-    frequencies = part.frequencies(settings.theta, settings.rotary_dim, seq_len)
+    scaling = settings.scaling
+    frequencies = scaling.frequencies(settings.theta, settings.rotary_dim, seq_len)
     pairs = -(-settings.rotary_dim // 2)
     if len(frequencies) != pairs:
-        raise ConfigError(f"{describe_part(part)} has {len(frequencies)} frequencies for {pairs} pairs of dims")
+        raise ConfigError(f"{describe_part(scaling)} has {len(frequencies)} frequencies for {pairs} pairs of dims")
     return frequencies

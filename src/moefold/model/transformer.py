@@ -268,9 +268,9 @@ class MTPBlock(Block):
     def _project(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Combine hidden states and token embeddings."""
         assert embedded is not None
-        both = torch.cat((self.embedding_norm(self._detached(embedded)), self.hidden_norm(self._detached(x))), -1)
+        joint = torch.cat((self.embedding_norm(self._detached(embedded)), self.hidden_norm(self._detached(x))), -1)
         projected = linear(
-            both,
+            joint,
             local_param(self.projection, x.dtype),
             wgrad_store=self.wgrad_store,
             linear_backend=self.kernels.linear_backend,
@@ -558,8 +558,8 @@ class Transformer(nn.Module):
 
     def indexers(self) -> "dict[int, LightningIndexer]":
         """Return the indexers of the sparse attention of this stage by the number of their layer in the whole model."""
-        found = {int(i): getattr(block.attention, "indexer", None) for i, block in self.layers.items()}
-        return {i: indexer for i, indexer in found.items() if indexer is not None}
+        by_layer = {int(i): getattr(block.attention, "indexer", None) for i, block in self.layers.items()}
+        return {i: indexer for i, indexer in by_layer.items() if indexer is not None}
 
 
 def _run_module(block: Block, *args: Any) -> Resumable[Any]:

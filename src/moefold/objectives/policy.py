@@ -60,9 +60,9 @@ class PolicyGradientLoss:
         ):
             if not is_legal:
                 raise ValueError(f"{name}={getattr(self, name)!r} {rule}")
-        if taken := {metric.name for metric in FRAME_METRICS} & {*self.objective.mean_metrics}:
+        if clashing := {metric.name for metric in FRAME_METRICS} & {*self.objective.mean_metrics}:
             raise ValueError(
-                f"objective={self.objective.kind!r} records {sorted(taken)}, which the loss records itself"
+                f"objective={self.objective.kind!r} records {sorted(clashing)}, which the loss records itself"
             )
 
     @property

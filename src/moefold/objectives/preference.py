@@ -59,5 +59,5 @@ class PreferenceLoss:
             is_desirable=columns["is_desirable"] if method.labelled else None,
             record_mean=output.metrics.record_mean,
         )
-        of_slots = F.pad(method.pair_loss(scores).repeat_interleave(2, 1), (0, total.shape[1] - num_slots))
-        return weighted_sum(sequences.of_tokens(of_slots), columns["weights"])
+        slot_losses = F.pad(method.pair_loss(scores).repeat_interleave(2, 1), (0, total.shape[1] - num_slots))
+        return weighted_sum(sequences.of_tokens(slot_losses), columns["weights"])

@@ -32,6 +32,6 @@ class Sequences:
         sums = sums.index_add(1, self._slot_N, values_nN)
         return self._context_parallel.sum_over_context(sums).view(-1, *self._shape)
 
-    def of_tokens(self, of_slots: Tensor) -> Tensor:
+    def of_tokens(self, slot_values: Tensor) -> Tensor:
         """Return the value of each token's sequence (without one, of the last slot): [B, slots] -> [B, S/cp]."""
-        return of_slots.flatten().index_select(0, self._slot_N).view(self.has_sequence.shape)
+        return slot_values.flatten().index_select(0, self._slot_N).view(self.has_sequence.shape)

@@ -104,8 +104,8 @@ class OffloadedStorage:
                 "a tensor that the backward pass needs was modified in place after it was saved: version "
                 f"{tensor_version(self._alias)} instead of {self.version}, of size {tuple(ref.size)}"
             )
-        found = torch.empty(0, dtype=ref.dtype, device=self._data.device)
-        return found.set_(self._data.untyped_storage(), ref.offset, ref.size, ref.stride)
+        tensor = torch.empty(0, dtype=ref.dtype, device=self._data.device)
+        return tensor.set_(self._data.untyped_storage(), ref.offset, ref.size, ref.stride)
 
 
 class SavedTensorRef:
@@ -148,8 +148,8 @@ class PartRun:
 
     def live_storages(self) -> list[OffloadedStorage]:
         """Return the storages that are still referenced, last first, in the order of the backward pass."""
-        found = [reference() for reference in reversed(self._storages)]
-        return [storage for storage in found if storage is not None]
+        storages = [reference() for reference in reversed(self._storages)]
+        return [storage for storage in storages if storage is not None]
 
 
 class MicroBatch:

@@ -156,22 +156,22 @@ class SsdFile:
         return None if is_cpu else self.copy_engine.to_device_async(host, out, ready)
 
     def _write(self, host: Tensor, offset: int) -> None:
-        rest = host.numpy().data
-        while rest:
-            count = os.pwrite(self._file.fileno(), rest, offset)
-            rest = rest[count:]
+        pending = host.numpy().data
+        while pending:
+            count = os.pwrite(self._file.fileno(), pending, offset)
+            pending = pending[count:]
             offset = offset + count
 
     def _read(self, host: Tensor, offset: int) -> None:
-        rest = host.numpy().data
-        while rest:
+        pending = host.numpy().data
+        while pending:
             try:
-                count = os.preadv(self._file.fileno(), [rest], offset)
+                count = os.preadv(self._file.fileno(), [pending], offset)
             except OSError as error:
                 raise RunError(f"{self.name}: the offloaded bytes cannot be read back: {error.strerror}") from error
             if count == 0:
                 raise RunError(f"{self.name}: the offload file was truncated: it ends before byte {offset + 1}")
-            rest = rest[count:]
+            pending = pending[count:]
             offset = offset + count
 
 
@@ -179,5 +179,5 @@ def checksum(host: Tensor) -> int:
     """Return the sum of 64-bit words modulo 2**64, at memory speed: detects lost or zeroed bytes, not an adversary."""
     num_words = host.numel() // 8
     words = host.numpy()[: 8 * num_words].view(np.uint64)
-    rest = host.numpy()[8 * num_words :]
-    return (int(np.add.reduce(words, dtype=np.uint64)) + int(rest.astype(np.uint64).sum())) % 2**64
+    tail = host.numpy()[8 * num_words :]
+    return (int(np.add.reduce(words, dtype=np.uint64)) + int(tail.astype(np.uint64).sum())) % 2**64

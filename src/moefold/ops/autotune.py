@@ -102,14 +102,14 @@ class Autotuner:
             by_octave = self._measured.setdefault(key.operation, {})
             if by_octave.get(key.octave, {}).keys() != candidates.keys() and self._measuring_s < MAX_MEASURING_S:
                 by_octave[key.octave] = self._measure(key, candidates)
-            found = by_octave.get(key.octave, dict.fromkeys(names, 0.0))
+            times = by_octave.get(key.octave, dict.fromkeys(names, 0.0))
             # A candidate that calls other operations is timed with the fastest of them.
             if not self._is_alone and not self._is_measuring:
-                return next(name for name in names if math.isfinite(found[name]))
+                return next(name for name in names if math.isfinite(times[name]))
             if self._is_alone:
                 self._times.setdefault(key.operation, {}).update(by_octave)
             else:
-                return min(found, key=found.__getitem__)
+                return min(times, key=times.__getitem__)
         return self._fastest(key, names)
 
     def _fastest(self, key: TuningKey, names: tuple[str, ...]) -> str:
@@ -176,29 +176,29 @@ class Autotuner:
         return dict(self._chosen)
 
 
-def merge_times(of_ranks: Iterable[Times]) -> Times:
+def merge_times(times_of_ranks: Iterable[Times]) -> Times:
     """Return the times of the slowest rank for each candidate: a candidate that raised on a rank is never chosen.
 
     Operations are left out if no candidate ran, or if two ranks had different candidates.
     """
     merged: Times = {}
-    for times in of_ranks:
+    for times in times_of_ranks:
         for operation, by_octave in times.items():
-            known = merged.setdefault(operation, {})
-            for octave, found in by_octave.items():
-                other = known.get(octave, found)
-                has_same = found.keys() == other.keys()
-                known[octave] = {name: max(ms, other[name]) for name, ms in found.items()} if has_same else {}
+            kept = merged.setdefault(operation, {})
+            for octave, times_of_octave in by_octave.items():
+                other = kept.get(octave, times_of_octave)
+                has_same = times_of_octave.keys() == other.keys()
+                kept[octave] = {name: max(ms, other[name]) for name, ms in times_of_octave.items()} if has_same else {}
     return {
         operation: usable
         for operation, by_octave in merged.items()
-        if (usable := {o: found for o, found in by_octave.items() if any(map(math.isfinite, found.values()))})
+        if (usable := {o: times_s for o, times_s in by_octave.items() if any(map(math.isfinite, times_s.values()))})
     }
 
 
 def _comparable(times: Times, operation: str, names: tuple[str, ...]) -> dict[int, CandidateTimes]:
     """Return the times of an operation by octave; times of other candidates do not count."""
-    return {octave: found for octave, found in times.get(operation, {}).items() if found.keys() == set(names)}
+    return {octave: times_s for octave, times_s in times.get(operation, {}).items() if times_s.keys() == set(names)}
 
 
 def _text(value: Hashable) -> str:
@@ -213,10 +213,10 @@ def _median_ms(candidate: Callable[[], object]) -> float:
         candidate()
     times = []
     for _ in range(NUM_TIMED_RUNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         candidate()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(start.elapsed_time(end))
     return sorted(times)[NUM_TIMED_RUNS // 2]

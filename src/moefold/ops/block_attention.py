@@ -125,8 +125,8 @@ class BlockedWindow:
 
     def kv_grad_from_blocks(self, grad: Tensor, length: int) -> Tensor:
         """Join gradients of keys or values, [2T, n*B, ...] -> [S, B, ...]: each block was read by two query blocks."""
-        previous, own = grad.chunk(2)
-        total = self.from_blocks(own, length).clone()
+        previous, current = grad.chunk(2)
+        total = self.from_blocks(current, length).clone()
         # Gradients from the queries of the next block.
         from_next = self.from_blocks(previous, -(-length // self.block_size) * self.block_size)[self.block_size :]
         total[: len(from_next)] += from_next[:length]
@@ -139,9 +139,9 @@ class BlockedWindow:
         return x.unflatten(0, (-1, self.block_size))
 
     def _with_previous_block(self, x: Tensor) -> Tensor:
-        own = self._split_into_blocks(x)
-        previous = torch.cat((torch.zeros_like(own[:1]), own[:-1]))
-        return torch.cat((previous, own), 1).transpose(0, 1).flatten(1, 2)
+        blocks = self._split_into_blocks(x)
+        previous = torch.cat((torch.zeros_like(blocks[:1]), blocks[:-1]))
+        return torch.cat((previous, blocks), 1).transpose(0, 1).flatten(1, 2)
 
     def _mask(self, length: int, batch: int, device: torch.device) -> Tensor:
         size = self.block_size

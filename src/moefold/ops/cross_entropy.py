@@ -63,11 +63,11 @@ class TorchCrossEntropyOps:
         dtype = torch.promote_types(logits_CV.dtype, torch.float32)
         if len(logits_CV) <= _tile_rows(logits_CV):
             return _statistics(logits_CV, row_C, torch.empty_like(logits_CV, dtype=dtype))
-        parts = [
+        statistics = [
             _statistics(logits, row, torch.empty_like(logits, dtype=dtype))
             for logits, row in zip(_row_tiles(logits_CV), row_C.split(_tile_rows(logits_CV)), strict=True)
         ]
-        return RowStatistics(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        return RowStatistics(*(torch.cat(values) for values in zip(*statistics, strict=True)))
 
     def gradient_out(
         self, out_CV: Tensor, logits_CV: Tensor, row_C: Tensor, normalizer_C: Tensor, grads_KC: Tensor
@@ -82,11 +82,11 @@ class TorchCrossEntropyOps:
             is_wide = out.dtype == normalizer.dtype
             probs = torch.sub(logits, normalizer, out=out if is_wide else torch.empty_like(out, dtype=normalizer.dtype))
             label = row.clamp(min=0)
-            of_label = probs.exp_().gather(1, label)
-            of_label = (of_label - (row >= 0).to(of_label.dtype)) * grad + of_label * grad_normalizer
+            grad_label = probs.exp_().gather(1, label)
+            grad_label = (grad_label - (row >= 0).to(grad_label.dtype)) * grad + grad_label * grad_normalizer
             torch.mul(probs, grad + grad_normalizer, out=out)
             # 1 is subtracted before the product, which is rounded.
-            out.scatter_(1, label, of_label.to(out.dtype))
+            out.scatter_(1, label, grad_label.to(out.dtype))
 
 
 TORCH_CROSS_ENTROPY_OPS = TorchCrossEntropyOps()

@@ -52,21 +52,21 @@ def probe_cudnn_attention(device: torch.device) -> str:
     for block_mask in masks:
         num_keys = 256 if block_mask == "all" else 128
         shapes = ((128, 2, 4, 64), (128, 2, 4, 64), (num_keys, 2, 2, 64), (num_keys, 2, 2, 64))
-        given = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
-        exact = _passes(MathBlockAttention(), [x.double() for x in given], block_mask)
+        inputs = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
+        exact = _passes(MathBlockAttention(), [x.double() for x in inputs], block_mask)
         try:
-            found = _passes(CudnnAttention(), given, block_mask)
+            results = _passes(CudnnAttention(), inputs, block_mask)
         except RuntimeError as error:
             return f"cuDNN attention raises {str(error).splitlines()[0]!r}"
-        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
+        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(results, exact, strict=True)]
         limits = [PROBE_TOLERANCE, PROBE_LSE_TOLERANCE, *[PROBE_TOLERANCE] * 3]
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
             return f"cuDNN attention ({block_mask}) differs from the definition by {max(errors):.2g}"
     return ""
 
 
-def _passes(kernel: CudnnAttention | MathBlockAttention, given: list[Tensor], block_mask: Mask) -> list[Tensor]:
-    grad_out, q, k, v = given
+def _passes(kernel: CudnnAttention | MathBlockAttention, inputs: list[Tensor], block_mask: Mask) -> list[Tensor]:
+    grad_out, q, k, v = inputs
     out, lse = kernel.forward(q, k, v, block_mask)
     return [out, lse, *kernel.backward(grad_out, q, k, v, out, lse, block_mask)]
 

@@ -217,9 +217,9 @@ class DecodeChoice:
         best = [float("inf")] * len(candidates)
         for _ in range(MAX_ROUNDS):
             for i, candidate in enumerate(candidates):
-                begin = self._clock()
+                start = self._clock()
                 candidate()
-                best[i] = min(best[i], self._clock() - begin)
+                best[i] = min(best[i], self._clock() - start)
             if sum(best) > MAX_ROUND_S:
                 break
         return best

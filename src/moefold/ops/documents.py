@@ -138,7 +138,7 @@ class AttentionChunks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._whole: PackedDocuments | None = None
+        self._cached: PackedDocuments | None = None
 
     def divide(
         self, documents: PackedDocuments | None, seq_len: int, batch: int, device: torch.device
@@ -155,9 +155,9 @@ class AttentionChunks:
             return documents
         if documents is None:
             # Kept for the next micro-batch, which has samples of the same length.
-            whole = self._whole
-            if whole is None or whole.starts_SB.shape != (seq_len, batch) or whole.starts_SB.device != device:
-                self._whole = PackedDocuments.whole_samples(seq_len, batch, device)
-            documents = self._whole
+            cached = self._cached
+            if cached is None or cached.starts_SB.shape != (seq_len, batch) or cached.starts_SB.device != device:
+                self._cached = PackedDocuments.whole_samples(seq_len, batch, device)
+            documents = self._cached
             assert documents is not None
         return documents.in_chunks(self.size)

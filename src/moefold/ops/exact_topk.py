@@ -102,8 +102,8 @@ def _check_arguments(scores: Tensor, k: int, starts: Tensor | None, stops: Tenso
         raise ValueError(f"k={k} of exact_topk must be at least 1")
     if scores.shape[1] >= 2**31:
         raise ValueError(f"rows of exact_topk have {scores.shape[1]} scores; positions are int32, so at most 2**31 - 1")
-    given = {"starts": (starts, 1), "stops": (stops, 1), "guess": (guess, 2)}
-    for name, (tensor, dims) in given.items():
+    tensors = {"starts": (starts, 1), "stops": (stops, 1), "guess": (guess, 2)}
+    for name, (tensor, dims) in tensors.items():
         if tensor is None:
             continue
         if tensor.dtype != torch.int32 or tensor.dim() != dims or len(tensor) != len(scores):

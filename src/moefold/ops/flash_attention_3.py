@@ -85,14 +85,14 @@ def flash_disagreement(device: torch.device, dtype: torch.dtype) -> str:
     """
     generator = torch.Generator().manual_seed(0)
     shapes = ((NUM_TOKENS, 1, 4, 64), (NUM_TOKENS, 1, 4, 64), (NUM_TOKENS, 1, 2, 64), (NUM_TOKENS, 1, 2, 64))
-    given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     for case in _cases(device):
-        exact = _passes(MathBlockAttention(), [x.double() for x in given], case.mask)
+        exact = _passes(MathBlockAttention(), [x.double() for x in inputs], case.mask)
         try:
-            found = _passes(CudaFlash(), given, case.flash_mask)
+            results = _passes(CudaFlash(), inputs, case.flash_mask)
         except RuntimeError as error:
             return f"it raises {str(error).splitlines()[0]!r} ({case.name})"
-        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(found, exact, strict=True)]
+        errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(results, exact, strict=True)]
         limits = [PROBE_TOLERANCE, PROBE_LSE_TOLERANCE, *[PROBE_TOLERANCE] * 3]
         if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
             return f"it differs from the definition by {max(errors):.2g} ({case.name})"
@@ -116,7 +116,7 @@ def _cases(device: torch.device) -> list[_Case]:
     ]
 
 
-def _passes(kernel: CudaFlash | MathBlockAttention, given: list[Tensor], mask: FlashMask | Mask) -> list[Tensor]:
-    grad_out, q, k, v = given
+def _passes(kernel: CudaFlash | MathBlockAttention, inputs: list[Tensor], mask: FlashMask | Mask) -> list[Tensor]:
+    grad_out, q, k, v = inputs
     out, lse = kernel.forward(q, k, v, mask)  # type: ignore[arg-type]
     return [out, lse, *kernel.backward(grad_out, q, k, v, out, lse, mask)]  # type: ignore[arg-type]

@@ -188,9 +188,9 @@ def gemm_per_expert(
     gemm: Callable[[Tensor, Tensor], Tensor], rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor
 ) -> Tensor:
     """Compute gemm(rows, matrix) of each expert, [R, N], 0 after the last row; synchronises with the device."""
-    *parts, rest = _split_by_expert(rows, offsets_E)
-    products = [gemm(x, w) for x, w in zip(parts, w_EKN, strict=True)]
-    return torch.cat([*products, rest.new_zeros(len(rest), w_EKN.shape[2])])
+    *expert_rows, padding = _split_by_expert(rows, offsets_E)
+    products = [gemm(x, w) for x, w in zip(expert_rows, w_EKN, strict=True)]
+    return torch.cat([*products, padding.new_zeros(len(padding), w_EKN.shape[2])])
 
 
 def weight_gradient_per_expert(

@@ -74,12 +74,12 @@ def add_times(environment: Environment, times: Times, cache_dir: Path | None = N
     Returns:
         The file; None if no folder can be written, after a warning.
     """
-    known = read_times(environment, cache_dir)
+    stored = read_times(environment, cache_dir)
     for operation, by_octave in times.items():
-        complete = {o: found for o, found in by_octave.items() if all(map(math.isfinite, found.values()))}
+        complete = {o: times for o, times in by_octave.items() if all(map(math.isfinite, times.values()))}
         if complete:
-            known[operation] = known.get(operation, {}) | complete
-    entry = {"environment": environment, "ms": known}
+            stored[operation] = stored.get(operation, {}) | complete
+    entry = {"environment": environment, "ms": stored}
     return write_json_entry(cache_folders(cache_dir), _name(environment), entry)
 
 
@@ -101,11 +101,11 @@ def _parse(content: Any, environment: Environment) -> Times:
     for operation, by_octave in content["ms"].items():
         if not isinstance(by_octave, dict):
             raise ValueError(f"{operation!r} has no times by octave")
-        for octave, found in by_octave.items():
-            if not octave.isdecimal() or not isinstance(found, dict) or len(found) < 2:
+        for octave, milliseconds in by_octave.items():
+            if not octave.isdecimal() or not isinstance(milliseconds, dict) or len(milliseconds) < 2:
                 raise ValueError(f"{octave!r} of {operation!r} is not an octave with the times of several candidates")
-            for candidate, ms in found.items():
+            for candidate, ms in milliseconds.items():
                 if not isinstance(ms, int | float) or isinstance(ms, bool) or not 0 <= ms < math.inf:
                     raise ValueError(f"{candidate!r} of {operation!r} takes {ms!r} ms")
-            times.setdefault(operation, {})[int(octave)] = {name: float(ms) for name, ms in found.items()}
+            times.setdefault(operation, {})[int(octave)] = {name: float(ms) for name, ms in milliseconds.items()}
     return times

@@ -206,11 +206,11 @@ class Chunks:
         repeats = v.shape[2] // k.shape[2]
         since_start = total.exp()
         to_end = (total[..., -1:, :] - total).exp()
-        whole = total[..., -1, :].exp().unsqueeze(-1)
+        decay = total[..., -1, :].exp().unsqueeze(-1)
         if documents is not None:
             since_start = since_start * documents.is_first
             to_end = to_end * documents.is_last
-            whole = whole * documents.is_first[..., -1:, :]
+            decay = decay * documents.is_first[..., -1:, :]
         is_same = None if documents is None else documents.is_same
         decays = _HeadDecays(total, is_same) if total.shape[-1] == 1 else _ChannelDecays(total, is_same)
         scores = decays.products(q, k, repeats)
@@ -223,14 +223,14 @@ class Chunks:
             # Entries on and above the diagonal are not read: the diagonal is 1.
             solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
             v, erase_keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-        return Chunks(q * since_start, scores, k_ * to_end, v, erase_keys, whole, length)
+        return Chunks(q * since_start, scores, k_ * to_end, v, erase_keys, decay, length)
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the states before the chunks [N, .., D, Dv], the written values [N, .., C, Dv], and the last state."""
-        found: tuple[Tensor, Tensor, Tensor] = _StateScan.apply(
+        result: tuple[Tensor, Tensor, Tensor] = _StateScan.apply(
             self.write_keys, self.values, self.erase_keys, self.decay, state
         )
-        return found
+        return result
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return the transition [.., D, D] and update [.., D, Dv] of the states by all chunks."""
@@ -324,12 +324,12 @@ class _ChannelDecays:
         for span, decay in zip(self._spans, self._inner, strict=True):
             start = span.start
             queries = q[..., span, :]
-            parts = [((queries.unsqueeze(-2) * decay) * k[..., span, :].unsqueeze(-3)).sum(-1)]
+            blocks = [((queries.unsqueeze(-2) * decay) * k[..., span, :].unsqueeze(-3)).sum(-1)]
             if start:
                 reference = total[..., start - 1 : start, :]
                 keys = k[..., :start, :] * (reference - total[..., :start, :]).exp()
-                parts.insert(0, queries * (total[..., span, :] - reference).exp() @ keys.mT)
-            rows.append(F.pad(torch.cat(parts, -1), (0, size - span.stop)))
+                blocks.insert(0, queries * (total[..., span, :] - reference).exp() @ keys.mT)
+            rows.append(F.pad(torch.cat(blocks, -1), (0, size - span.stop)))
         products = torch.cat(rows, -2)
         return products if self._is_same is None else products * self._is_same
 
@@ -363,18 +363,18 @@ class _StateScan(torch.autograd.Function):
         write_keys, erase_keys, decay, states, written = ctx.saved_tensors
         # Gradients of the state after each chunk, and of the values that its tokens write.
         after = torch.empty_like(states)
-        of_written = torch.empty_like(written)
+        grad_values = torch.empty_like(written)
         grad = grad_last
         for i in reversed(range(len(states))):
             after[i] = grad
-            torch.add(grad_written[i], write_keys[i] @ grad, out=of_written[i])
+            torch.add(grad_written[i], write_keys[i] @ grad, out=grad_values[i])
             grad = grad_states[i] + decay[i] * grad
             if erase_keys is not None:
-                grad = grad + erase_keys[i].mT @ of_written[i]
+                grad = grad + erase_keys[i].mT @ grad_values[i]
         grad_keys = written @ after.mT
-        grad_erase = None if erase_keys is None else of_written @ states.mT
+        grad_erase = None if erase_keys is None else grad_values @ states.mT
         grad_decay = (after * states).sum_to_size(decay.shape)
-        return grad_keys, of_written, grad_erase, grad_decay, grad
+        return grad_keys, grad_values, grad_erase, grad_decay, grad
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -81,15 +81,15 @@ class MeasuredBlockAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        passes = {name: partial(one.forward, q, k, v, block_mask) for name, one in self._kernels.items()}
+        passes = {name: partial(kernel.forward, q, k, v, block_mask) for name, kernel in self._kernels.items()}
         return self._fastest("attention block", passes, q, k, block_mask)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
-        given = grad_out, q, k, v, out, lse, block_mask
-        passes = {name: partial(one.backward, *given) for name, one in self._kernels.items()}
+        inputs = grad_out, q, k, v, out, lse, block_mask
+        passes = {name: partial(kernel.backward, *inputs) for name, kernel in self._kernels.items()}
         return self._fastest("attention block backward", passes, q, k, block_mask)
 
     def _fastest(

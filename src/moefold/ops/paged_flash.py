@@ -118,7 +118,7 @@ def find_disagreement(device: torch.device) -> str:
             out, lse = kernel.with_log_sum(*case, window)
         except (RuntimeError, TypeError) as error:
             return f"flash attention over pages raises {str(error).splitlines()[0]!r} ({name})"
-        exact_out, exact_lse = (torch.cat(parts) for parts in zip(*exact_segments(*case, window), strict=True))
+        exact_out, exact_lse = (torch.cat(tensors) for tensors in zip(*exact_segments(*case, window), strict=True))
         out_error = float((out.double() - exact_out).abs().max() / exact_out.abs().max())
         lse_error = float((lse - exact_lse).abs().max()) if lse.shape == exact_lse.shape else float("inf")
         if not (out_error <= PROBE_TOLERANCE and lse_error <= PROBE_LSE_TOLERANCE):
@@ -148,8 +148,8 @@ def probe_case(
     key_pages, value_pages = pages.to(device, torch.bfloat16)
     bounds = (torch.cat((x.new_zeros(1), x.cumsum(0, dtype=torch.int32))) for x in (rows_N, keys_N))
     starts, key_starts = (x.to(device) for x in bounds)
-    most = int(rows_N.max()), int(keys_N.max())
-    segments = PageSegments(starts, key_starts, keys_N.to(device), tables_NP.to(device), *most)
+    longest = int(rows_N.max()), int(keys_N.max())
+    segments = PageSegments(starts, key_starts, keys_N.to(device), tables_NP.to(device), *longest)
     return q.to(device, torch.bfloat16), (key_pages, value_pages), segments
 
 

@@ -24,8 +24,8 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -
     """Compute `Rope.__call__` by PyTorch operations."""
     rotated = cos.shape[-1]
     half = rotated // 2
-    part = x[..., :rotated]
-    first, second = (part[..., ::2], part[..., 1::2]) if is_interleaved else part.chunk(2, dim=-1)
+    rotated_x = x[..., :rotated]
+    first, second = (rotated_x[..., ::2], rotated_x[..., 1::2]) if is_interleaved else rotated_x.chunk(2, dim=-1)
     cos = cos[..., :half]
     sin = sin[..., :half]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
@@ -47,15 +47,15 @@ class _RotateHalves(torch.autograd.Function):
 def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
-    first, second, rest = x.tensor_split((half, 2 * half), dim=-1)
+    first, second, unrotated = x.tensor_split((half, 2 * half), dim=-1)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y_first, y_second, y_rest = y.tensor_split((half, 2 * half), dim=-1)
     torch.mul(first, cos, out=y_first)
     y_first.addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=y_second)
     y_second.addcmul_(first, sin, value=direction)
-    if rest.shape[-1]:
-        y_rest.copy_(rest)
+    if unrotated.shape[-1]:
+        y_rest.copy_(unrotated)
     return y
 
 

@@ -34,12 +34,12 @@ def upcast_linear(x_TH: Tensor, w_EH: Tensor, gemm: Gemm = TORCH_GEMM) -> Tensor
 
 def split_fp32(x: Tensor) -> Tensor:
     """Split float32 numbers into sums of three bfloat16 parts [3, ...], the largest part first."""
-    parts = torch.empty(NUM_PARTS, *x.shape, dtype=torch.bfloat16, device=x.device)
-    for i, part in enumerate(parts):
-        part.copy_(x)
+    terms = torch.empty(NUM_PARTS, *x.shape, dtype=torch.bfloat16, device=x.device)
+    for i, term in enumerate(terms):
+        term.copy_(x)
         if i + 1 < NUM_PARTS:
-            x = x - part
-    return parts
+            x = x - term
+    return terms
 
 
 class UpcastLinear(torch.autograd.Function):

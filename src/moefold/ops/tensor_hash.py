@@ -30,9 +30,9 @@ class TensorHasher:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         # Offloaded moments are on the host.
         words = _as_int64(local.to(self._factors.device))
-        parts = words.split(CHUNK_WORDS)
+        chunks = words.split(CHUNK_WORDS)
         # The same index in another chunk has another factor: the product of two odd numbers, which is odd.
-        weighted = [self._weighted_sum(part) * _odd_factor(i) for i, part in enumerate(parts)]
+        weighted = [self._weighted_sum(chunk) * _odd_factor(i) for i, chunk in enumerate(chunks)]
         return torch.stack([words.sum(), torch.stack(weighted).sum()])
 
     def _weighted_sum(self, integers: Tensor) -> Tensor:

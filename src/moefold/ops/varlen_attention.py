@@ -94,38 +94,38 @@ class TaskAttention:
             return out.squeeze(1), lse.squeeze(1)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
-        for own, past in self._task_blocks:
-            own_out, own_lse = _attend(q, k, v, own)
+        for own_block, past in self._task_blocks:
+            own_out, own_lse = _attend(q, k, v, own_block)
             if past is not None:
                 own_out = own_out.to(lse.dtype)
                 num_rows = past.rows.stop - past.rows.start
                 merge_lse_(own_out[:num_rows], own_lse[:num_rows], *_attend(q, k, v, past))
-            out[own.rows] = own_out.squeeze(1)
-            lse[own.rows] = own_lse.squeeze(1)
+            out[own_block.rows] = own_out.squeeze(1)
+            lse[own_block.rows] = own_lse.squeeze(1)
         return out, lse
 
     def backward(
-        self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel | None = None
+        self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq in the type of the queries, dk, dv in the type of sums).
 
         Args:
-            of_queries: gradient of the output, queries, output and finite log-sum-exp.
+            query_tensors: gradient of the output, queries, output and finite log-sum-exp.
             k: keys, [W, G, D].
             v: values, [W, G, D].
             kernel: as in the forward pass.
         """
-        q = of_queries[1]
+        q = query_tensors[1]
         dtype = accumulation_dtype(q.dtype)
         if kernel := self._kernel_for(q, k, v, kernel):
-            return self._backward_of_kernel(of_queries, k, v, kernel)
+            return self._backward_of_kernel(query_tensors, k, v, kernel)
         dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.zeros_like(v, dtype=dtype, memory_format=torch.contiguous_format)
         dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        for own, past in self._task_blocks:
-            for block in (own,) if past is None else (own, past):
-                block_dq, block_dk, block_dv = (x.squeeze(1) for x in _differentiate(of_queries, k, v, block))
-                if block is own:
+        for own_block, past in self._task_blocks:
+            for block in (own_block,) if past is None else (own_block, past):
+                block_dq, block_dk, block_dv = (x.squeeze(1) for x in _differentiate(query_tensors, k, v, block))
+                if block is own_block:
                     dq[block.rows] = block_dq.to(dtype)
                 else:
                     dq[block.rows] += block_dq
@@ -140,22 +140,22 @@ class TaskAttention:
         longest = int(np.diff(self._keys).max())
         query, key, value = (x.unsqueeze(1) for x in (q, k, v))
         candidates = (kernel, CudaFlash()) if kernel is not None else (CudaFlash(),)
-        return next((each for each in candidates if each.supports_tasks(query, key, value, longest)), None)
+        return next((kernel for kernel in candidates if kernel.supports_tasks(query, key, value, longest)), None)
 
     def _backward_of_kernel(
-        self, of_queries: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel
+        self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); gradients of copies of a key are always added in the same order."""
-        grad_out, q, out, lse = (x.unsqueeze(1) for x in of_queries)
+        grad_out, q, out, lse = (x.unsqueeze(1) for x in query_tensors)
         key, value = (self._copy_keys(x).unsqueeze(1) for x in (k, v))
         gradients = kernel.backward(grad_out, q, key, value, out, lse, self._flash_mask)
-        dq, *of_copies = (x.squeeze(1) for x in gradients)
+        dq, *grads_kv = (x.squeeze(1) for x in gradients)
         dtype = accumulation_dtype(k.dtype)
         if self._copied_keys is None:
-            dk, dv = (gradient.to(dtype) for gradient in of_copies)
+            dk, dv = (gradient.to(dtype) for gradient in grads_kv)
             return dq, dk, dv
         totals = [x.new_zeros(x.shape, dtype=dtype) for x in (k, v)]
-        for total, gradient in zip(totals, of_copies, strict=True):
+        for total, gradient in zip(totals, grads_kv, strict=True):
             for places, keys in self._distinct_keys:
                 total[keys] += gradient[places]
         return dq, totals[0], totals[1]
@@ -189,23 +189,23 @@ class TaskAttention:
     def _distinct_keys(self) -> list[tuple[Tensor, Tensor]]:
         """Parts of `_copied_keys` without repeated keys: their places in it, and their keys."""
         first_places = np.cumsum(np.diff(self._keys).ravel()) - np.diff(self._keys).ravel()
-        parts: list[list[int]] = []
+        chunks: list[list[int]] = []
         ends: list[int] = []
         for task, (first, stop) in enumerate(self._keys.tolist()):
-            part = next((i for i, end in enumerate(ends) if end <= first), len(ends))
-            if part == len(ends):
-                parts.append([])
+            chunk = next((i for i, end in enumerate(ends) if end <= first), len(ends))
+            if chunk == len(ends):
+                chunks.append([])
                 ends.append(0)
-            parts[part].append(task)
-            ends[part] = stop
+            chunks[chunk].append(task)
+            ends[chunk] = stop
         return [
             (
                 self._to_device(
-                    np.concatenate([first_places[i] + np.arange(self._keys[i, 1] - self._keys[i, 0]) for i in part])
+                    np.concatenate([first_places[i] + np.arange(self._keys[i, 1] - self._keys[i, 0]) for i in members])
                 ),
-                self._to_device(np.concatenate([np.arange(*self._keys[i]) for i in part])),
+                self._to_device(np.concatenate([np.arange(*self._keys[i]) for i in members])),
             )
-            for part in parts
+            for members in chunks
         ]
 
     @cached_property
@@ -219,10 +219,10 @@ class TaskAttention:
         for (first_row, stop_row), (first_key, stop_key) in ranges:
             num_rows = stop_row - first_row
             own_keys = slice(stop_key - num_rows, stop_key)
-            own = _Block(slice(first_row, stop_row), own_keys, self._own_mask(num_rows))
+            own_block = _Block(slice(first_row, stop_row), own_keys, self._own_mask(num_rows))
             num_past = own_keys.start - first_key
             if not num_past:
-                yield own, None
+                yield own_block, None
                 continue
             # Rows whose windows begin after the earlier keys do not attend to them.
             seeing = min(num_rows, window - 1) if window else num_rows
@@ -230,7 +230,7 @@ class TaskAttention:
             if window and num_past + seeing > window:
                 distance = torch.arange(num_past, num_past + seeing)[:, None] - torch.arange(num_past)
                 mask = (distance < window)[None].to(self._device)
-            yield own, _Block(slice(first_row, first_row + seeing), slice(first_key, own_keys.start), mask)
+            yield own_block, _Block(slice(first_row, first_row + seeing), slice(first_key, own_keys.start), mask)
 
     def _own_mask(self, num_rows: int) -> BlockMask:
         window = self._window
@@ -251,8 +251,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Ten
     return attention_block(*tensors, block_mask=block.mask)
 
 
-def _differentiate(of_queries: QueryTensors, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(query_tensors: QueryTensors, k: Tensor, v: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients through a block, [rows or keys, 1, heads, D]."""
-    grad_out, q, out, lse = (x[block.rows].unsqueeze(1) for x in of_queries)
+    grad_out, q, out, lse = (x[block.rows].unsqueeze(1) for x in query_tensors)
     keys = (k[block.keys].unsqueeze(1), v[block.keys].unsqueeze(1))
     return attention_block_backward(grad_out, q, *keys, out, lse, block_mask=block.mask)

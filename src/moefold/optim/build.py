@@ -12,7 +12,7 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
-from moefold.config.part import built, describe_part
+from moefold.config.part import checked_build, describe_part
 from moefold.config.part_registry import is_built_in
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
@@ -65,15 +65,15 @@ def build_optimizer(
     part = chosen_in(train, OptimizerPart)
     weights = training_weights(model, lora)
     run = OptimizerRun(weights, stage, train.lr, run_config.seed, state_store)
-    optimizer = built(part, part.build(parameters, run), torch.optim.Optimizer)
+    optimizer = checked_build(part, part.build(parameters, run), torch.optim.Optimizer)
     if not is_built_in(type(part)):
         for name, parameter in parameters.items():
             _check_states(part, weights[name], optimizer.state.get(parameter, {}))
     return optimizer
 
 
-def _check_states(part: OptimizerPart, weight: ParamSpec, found: Collection[str]) -> None:
+def _check_states(part: OptimizerPart, weight: ParamSpec, names: Collection[str]) -> None:
     listed = {state.name for state in part.states(weight)}
-    if listed != set(found):
-        what = f"the states {sorted(found)} of {weight.name}, and states() lists {sorted(listed)}"
-        raise ConfigError(f"{describe_part(part)} has {what}")
+    if listed != set(names):
+        fault = f"the states {sorted(names)} of {weight.name}, and states() lists {sorted(listed)}"
+        raise ConfigError(f"{describe_part(part)} has {fault}")

@@ -85,8 +85,8 @@ def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training
         run, training: sections of the recipe that continues the run.
         step: the step of the checkpoint.
     """
-    now = schedule_settings(run, training)
-    if before == now or not 0 < step < run.steps:
+    after = schedule_settings(run, training)
+    if before == after or not 0 < step < run.steps:
         return ""
     rate = learning_rate(training, run.steps, step + 1)
     course = _describe_course(run, training, step)
@@ -94,7 +94,7 @@ def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training
         return f"the learning rate of step {step + 1} is {rate:.3g}; {course}"
     steps = before["run.steps"]
     keys = {name.removeprefix("train."): value for name, value in before.items() if name != "run.steps"}
-    flat, others = flat_settings(now), flat_settings(before)
+    flat, others = flat_settings(after), flat_settings(before)
     changes = ", ".join(
         f"{key}={value} (it had {others.get(key, 'none')})" for key, value in flat.items() if others.get(key) != value
     )

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 class OuterOptimizer(OuterWeights):
     """Outer weights, momentum and residual, and their updates in a round; for the arguments see the base class."""
 
-    def send(self, fragments: Sequence[int], own: Tensor, *, is_last: bool) -> Sent:
+    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> Sent:
         """Return the vector that this site sends in a round.
 
         Args:
             fragments: the fragments of the round.
-            own: result of `difference`.
+            delta: result of `difference`.
             is_last: the round follows the last step.
         """
-        return Sent(own, self.num_coded(fragments))
+        return Sent(delta, self.num_coded(fragments))
 
     def receive(self, round_: PendingRound, sent: Sent, exchanged: "Exchanged", members: Sequence[int]) -> PendingRound:
         """Return a certain round with the values that its members have exchanged; changes nothing.
@@ -59,12 +59,12 @@ class OuterOptimizer(OuterWeights):
     def begin_next(self) -> None:
         """Begin the training of the next round, while the exchange of this round runs; local."""
 
-    def cancel(self, fragments: Sequence[int], own: Tensor) -> None:
+    def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
         """Undo `begin_next` after a failed exchange, whose round is not applied; local.
 
         Args:
             fragments: the fragments of the round.
-            own: result of `difference`; the residual has not changed since.
+            delta: result of `difference`; the residual has not changed since.
         """
 
     def apply(
@@ -81,7 +81,7 @@ class OuterOptimizer(OuterWeights):
             The norms, and further metrics of the round by name.
         """
         keep_local = self._settings.keep_local if is_overlapped else 0.0
-        return self.step(round_.own, round_.mean, round_.fragments, keep_local=keep_local), {}
+        return self.step(round_.delta, round_.mean, round_.fragments, keep_local=keep_local), {}
 
     def skip(self) -> None:
         """Record that a due outer step does not take place; local."""
@@ -131,13 +131,13 @@ class OuterOptimizer(OuterWeights):
         # Weights that are not finite, which the sites do not read, leave no residual for the next round.
         lost = torch.where(lost.isfinite(), lost, 0.0)
         names = self.names(fragments)
-        for (_, (residual,)), part in zip(self.visit(names, ["residual"]), self.parts(names, lost), strict=True):
-            residual.copy_(part)
+        for (_, (residual,)), values in zip(self.visit(names, ["residual"]), self.parts(names, lost), strict=True):
+            residual.copy_(values)
 
     @torch.no_grad()
     def step(
         self,
-        own: Tensor,
+        delta: Tensor,
         mean: Tensor,
         fragments: Sequence[int] = (0,),
         *,
@@ -146,17 +146,17 @@ class OuterOptimizer(OuterWeights):
         """Take the outer step of a round; local.
 
         Args:
-            own: result of `difference` for the round.
-            mean: the mean of a round; `own` itself in a round of one site.
+            delta: result of `difference` for the round.
+            mean: the mean of a round; `delta` itself in a round of one site.
             fragments: the fragments of the round.
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
         """
-        is_own = mean is own and not keep_local and not self._settings.residual
+        is_own = mean is delta and not keep_local and not self._settings.residual
         sums = [0.0] * 5
         names = self.names(fragments)
         visits = self.visit(names, ["weights", "momentum"])
-        parts = (self.parts(names, own), self.parts(names, mean, is_mean=True))
-        for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *parts, strict=True):
+        vectors = (self.parts(names, delta), self.parts(names, mean, is_mean=True))
+        for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *vectors, strict=True):
             theta = local_tensor(self._parameters[name].data)
             self.add_norms(sums, name, weights, own_d, mean_g)
             if is_own and not self._settings.has_outer_step:
@@ -200,15 +200,15 @@ class OuterOptimizer(OuterWeights):
         """
         names = self.names(pending.fragments)
         visits = self.visit(names, ["weights"])
-        parts = (self.parts(names, pending.own), self.parts(names, pending.mean, is_mean=True))
-        for (name, (weights,)), own_d, mean_g in zip(visits, *parts, strict=True):
+        vectors = (self.parts(names, pending.delta), self.parts(names, pending.mean, is_mean=True))
+        for (name, (weights,)), own_d, mean_g in zip(visits, *vectors, strict=True):
             yield name, own_d, self.select(name, mean_g), self.select(name, weights), self._replicas.get(name, 1)
 
-    def add_norms(self, sums: list[float], name: str, weights: Tensor, own: Tensor, mean: Tensor) -> None:
+    def add_norms(self, sums: list[float], name: str, weights: Tensor, delta: Tensor, mean: Tensor) -> None:
         """Add the part of a parameter to the sums of `OuterNorms`."""
         if share := self._replicas.get(name, 1):
-            d, g = (own, mean) if self.is_averaged(name) else (own.new_zeros(1),) * 2
-            for index, (x, y) in enumerate(((own, own), (g, g), (d, g), (self.select(name, weights),) * 2, (d, d))):
+            d, g = (delta, mean) if self.is_averaged(name) else (delta.new_zeros(1),) * 2
+            for index, (x, y) in enumerate(((delta, delta), (g, g), (d, g), (self.select(name, weights),) * 2, (d, d))):
                 sums[index] += dot(x, y) / share
 
     def is_averaged(self, name: str) -> bool:
@@ -217,5 +217,5 @@ class OuterOptimizer(OuterWeights):
 
     def set_buffers(self, mean: Tensor, fragments: Sequence[int], keep_local: float = 0.0) -> None:
         """Let the means of buffers, which follow the parameters in `mean`, replace a share of the buffers; local."""
-        for buffer, part in self.parts_of_buffers(mean, fragments):
-            mix(buffer, part, keep_local)
+        for buffer, values in self.parts_of_buffers(mean, fragments):
+            mix(buffer, values, keep_local)

@@ -37,7 +37,7 @@ class PendingRound:
     due: int
     """Step after which it is applied."""
     fragments: tuple[int, ...]
-    own: Tensor
+    delta: Tensor
     """Vector that this site sent."""
     mean: Tensor
     """Vector that the members received: g of all parameters, then the means of the buffers."""

@@ -147,8 +147,8 @@ class OuterWeights:
         first = 0
         for name in names:
             theta = local_tensor(self._parameters[name].data)
-            part = theta if is_mean else self.select(name, theta)
-            yield vector[first : first + part.numel()].to(theta).view(part.shape)
+            like = theta if is_mean else self.select(name, theta)
+            yield vector[first : first + like.numel()].to(theta).view(like.shape)
             first += self.width(name, is_mean=is_mean)
 
     def parts_of_buffers(self, mean: Tensor, fragments: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -211,8 +211,8 @@ class OuterWeights:
             entries = self._pending_entries(fragments)
             load(entries)
             mean = self.pending_mean(entries)
-            own = self.own_part(fragments, mean)
-            self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, own, mean)
+            delta = self.own_part(fragments, mean)
+            self.pending = PendingRound(state["pending.step"], state["pending.due"], fragments, delta, mean)
 
     @torch.no_grad()
     def adopt(self, num_rounds: int, tokens: int) -> None:
@@ -250,13 +250,13 @@ class OuterWeights:
 
     def pending_mean(self, entries: Mapping[str, Tensor]) -> Tensor:
         """Return the mean of loaded entries, on the host."""
-        parts = [torch.empty(0, dtype=self.dtype)]
+        pieces = [torch.empty(0, dtype=self.dtype)]
         for entry, tensor in entries.items():
             values = local_tensor(tensor).flatten().to("cpu", self.dtype)
             name = entry.removeprefix(PENDING)
             padding = self.width(name, is_mean=True) - len(values) if name in self._parameters else 0
-            parts += [values, values.new_zeros(padding)]
-        return torch.cat(parts)
+            pieces += [values, values.new_zeros(padding)]
+        return torch.cat(pieces)
 
     def _pending_entries(self, fragments: Sequence[int], mean: Tensor | None = None) -> dict[str, Tensor]:
         """Return the checkpoint entries of a mean that is not applied yet, sharded as the parameters.
@@ -267,11 +267,11 @@ class OuterWeights:
         """
         entries = {}
         names = self.names(fragments)
-        parts = (None,) * len(names) if mean is None else self.parts(names, mean, is_mean=True)
-        for name, part in zip(names, parts, strict=True):
+        pieces = (None,) * len(names) if mean is None else self.parts(names, mean, is_mean=True)
+        for name, values in zip(names, pieces, strict=True):
             tensor = torch.zeros_like(self._parameters[name].data)
-            if part is not None:
-                local_tensor(tensor).copy_(part)
+            if values is not None:
+                local_tensor(tensor).copy_(values)
             entries[f"{PENDING}{name}"] = tensor
         first = self._num_in_mean(fragments)
         for name, buffer in self._buffers_of(fragments):

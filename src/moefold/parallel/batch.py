@@ -72,7 +72,7 @@ class Batch:
         """
         if not len(self.tokens) or len(self.tokens) % count:
             raise ValueError(f"a batch of {len(self.tokens)} samples cannot be split into {count} equal micro-batches")
-        parts = {name: column.chunk(count) for name, column in self.columns.items()}
+        chunks = {name: column.chunk(count) for name, column in self.columns.items()}
         for i, tokens in enumerate(self.tokens.chunk(count)):
             bounds = {DOCUMENT_BOUNDS: self.document_bounds[i]} if self.document_bounds else {}
-            yield tokens, {name: part[i] for name, part in parts.items()} | bounds
+            yield tokens, {name: chunk[i] for name, chunk in chunks.items()} | bounds

@@ -138,11 +138,11 @@ class ContextSegments:
         self._cp = cp
         self._context = context
         segments_of_ranks = [zigzag(cp.size, rank) if context.splits_in_chunks else (rank,) for rank in range(cp.size)]
-        self._own = segments_of_ranks[cp.rank]
+        self._segments = segments_of_ranks[cp.rank]
         # Index of each segment in the gathered tensor, in the order of the sequence.
         gathered = [number for numbers in segments_of_ranks for number in numbers]
         self._places = [gathered.index(number) for number in range(len(gathered))]
-        self.num_segments = len(self._own)
+        self.num_segments = len(self._segments)
         self.initial_state: Callable[[Tensor, Tensor], Tensor] | None = self._compose
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
@@ -155,21 +155,21 @@ class ContextSegments:
         by_segment = x_SBC[len(x_SBC) - num_tokens :].unflatten(1, (self.num_segments, -1)).transpose(0, 1).contiguous()
         gathered = all_gather(by_segment, self._cp)
         zeros = _connected_zeros(gathered[0])
-        found = [gathered[self._places[number - 1]] if number else zeros for number in self._own]
-        return torch.stack(found, 1).flatten(1, 2)
+        pieces = [gathered[self._places[number - 1]] if number else zeros for number in self._segments]
+        return torch.stack(pieces, 1).flatten(1, 2)
 
     def _compose(self, transition: Tensor, update: Tensor) -> Tensor:
         """Return the states before this rank's segments; an all-gather over cp; see `InitialState`."""
         value_size = update.shape[-1]
-        both = torch.cat((update, transition), -1).unflatten(0, (self.num_segments, -1))
-        gathered = all_gather(both.contiguous(), self._cp)
+        joint = torch.cat((update, transition), -1).unflatten(0, (self.num_segments, -1))
+        gathered = all_gather(joint.contiguous(), self._cp)
         state = _connected_zeros(gathered[0, ..., :value_size])
         states = [state]
-        for place in self._places[: max(self._own)]:
+        for place in self._places[: max(self._segments)]:
             new, through = gathered[place].split((value_size, gathered.shape[-1] - value_size), -1)
             state = through @ state + new
             states.append(state)
-        return torch.cat([states[number] for number in self._own])
+        return torch.cat([states[number] for number in self._segments])
 
 
 class ContextKeys:
@@ -194,9 +194,9 @@ class ContextKeys:
         gathered = all_gather(x.contiguous(), self._cp)
         if not self._context.splits_in_chunks:
             return gathered
-        parts = gathered.chunk(2 * self._cp.size)
+        chunks = gathered.chunk(2 * self._cp.size)
         numbers = [i for rank in range(self._cp.size) for i in zigzag(self._cp.size, rank)]
-        return torch.cat([parts[numbers.index(i)] for i in range(len(parts))])
+        return torch.cat([chunks[numbers.index(i)] for i in range(len(chunks))])
 
 
 def _connected_zeros(x: Tensor) -> Tensor:

@@ -110,13 +110,13 @@ class CapturedPasses:
                 recorder.run(warm_up)
             outputs, self._replay_forward = recorder.record(lambda: function(*inputs))
             grads = [torch.zeros_like(tensor) for tensor in _with_grad(outputs)]
-            found, self._replay_backward = recorder.record(lambda: gradients(outputs, grads))
+            grads_in, self._replay_backward = recorder.record(lambda: gradients(outputs, grads))
         self.has_grad = tuple(tensor.requires_grad for tensor in outputs)
         """For each output, whether it is differentiable."""
         self._outputs = [tensor.detach() for tensor in outputs]
         self._grads = grads
         self._is_zero = [True for _ in grads]
-        remaining = iter(found)
+        remaining = iter(grads_in)
         self._gradients = [next(remaining) if tensor.requires_grad else None for tensor in inputs]
 
     def static_tensors(self) -> list[Tensor]:
@@ -137,12 +137,12 @@ class CapturedPasses:
         Returns:
             The gradients of the inputs, the same tensors each time; None for an input that has none.
         """
-        given = [grad for grad, has_grad in zip(grads, self.has_grad, strict=True) if has_grad]
-        for i, grad in enumerate(given):
+        present = [grad for grad, has_grad in zip(grads, self.has_grad, strict=True) if has_grad]
+        for i, grad in enumerate(present):
             if grad is None and not self._is_zero[i]:
                 self._grads[i].zero_()
             self._is_zero[i] = grad is None
-        pairs = [(static, grad) for static, grad in zip(self._grads, given, strict=True) if grad is not None]
+        pairs = [(static, grad) for static, grad in zip(self._grads, present, strict=True) if grad is not None]
         foreach_copy_([static for static, _ in pairs], [grad for _, grad in pairs])
         self._replay_backward()
         return self._gradients

@@ -12,7 +12,7 @@ from moefold.comm.groups import MoEGroups, ParallelGroups
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import built, make_part
+from moefold.config.part import checked_build, make_part
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
@@ -42,10 +42,10 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     if part.prefers and groups.moe.experts.size == 1:
         local = make_part(part.group, "local")
         return DispatcherChoice(local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank")
-    from moefold.config.rule import ask
+    from moefold.config.rule import apply_rule
 
     wanted = make_part(part.group, part.prefers) if part.prefers else part
-    reason = next(chain(ask(wanted.unsupported, cfg), wanted.unsupported_here(groups.device)), "")
+    reason = next(chain(apply_rule(wanted.unsupported, cfg), wanted.unsupported_here(groups.device)), "")
     if not part.prefers:
         if reason:
             raise ConfigError(f"{name} cannot run: {reason}; choose 'alltoall'")
@@ -68,7 +68,7 @@ def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSiz
     """
     if groups.experts.size == 1:
         return LocalDispatcher(sizes.num_experts, fp8_dispatch=sizes.fp8_dispatch)
-    return built(part, part.build(groups, sizes), Dispatcher)
+    return checked_build(part, part.build(groups, sizes), Dispatcher)
 
 
 def apply_expert_parallel(
@@ -101,9 +101,9 @@ def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor
     has_buffer = chosen_in(parallel, DispatcherPart).room(1) is not None
     loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=model.groups.device)
     dispatchers = (layer.dispatcher for layer in model.moe_layers().values())
-    own = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
-    if own:
-        loads[world.rank] = torch.stack(own).max()
+    local_loads = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
+    if local_loads:
+        loads[world.rank] = torch.stack(local_loads).max()
     return loads
 
 

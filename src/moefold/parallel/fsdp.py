@@ -391,8 +391,8 @@ class PerRankGradDots:
         if size == 1:
             return
         padded = nn.functional.pad(gradient, (0, -gradient.numel() % size)).view(size, -1)
-        parts = all_to_all(padded, self._group, [1] * size, [1] * size).double()
-        dots = parts @ parts.T
+        shards = all_to_all(padded, self._group, [1] * size, [1] * size).double()
+        dots = shards @ shards.T
         self._gram_matrix = dots if self._gram_matrix is None else self._gram_matrix + dots
 
 
@@ -439,8 +439,8 @@ class FSDPCommHooks:
 
     def are_local_grads_finite(self, device: torch.device) -> bool:
         """Return whether this rank's gradients were finite before reduction; collective."""
-        found = [dots.is_local_grad_finite(device) for dots in (self.dense, self.experts)]
-        return all(found)
+        flags = [dots.is_local_grad_finite(device) for dots in (self.dense, self.experts)]
+        return all(flags)
 
 
 def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero: int) -> FSDPCommHooks:

@@ -26,9 +26,9 @@ class GatheredWeights:
         self._world = model.groups.world
         sharding = weight_sharding(model)
         self.shapes = dict(sharding.shapes)
-        own = sharding.boxes(self._world.rank)
-        check_boxes(weight_tensors(model), own)
-        self._own_boxes = own
+        boxes = sharding.boxes(self._world.rank)
+        check_boxes(weight_tensors(model), boxes)
+        self._own_boxes = boxes
         self._owners = _owners([sharding.boxes(rank) for rank in range(self._world.size)])
         self._dtypes = gather_dtypes(weight_tensors(model), World(self._world.rank, self._world.size))
         self._local: dict[str, Tensor] = {}
@@ -52,43 +52,43 @@ class GatheredWeights:
 
         Uses one all-to-all where only rank 0 receives; none if rank 0 holds the region.
         """
-        box = Box(tuple(part.start for part in region), tuple(part.stop - part.start for part in region))
+        box = Box(tuple(span.start for span in region), tuple(span.stop - span.start for span in region))
         dtype = self._dtypes[name]
         values = torch.empty(box.size, dtype=dtype)
-        parts = [(rank, common) for rank, owned in self._owners[name] if (common := owned.intersect(box)) is not None]
+        boxes = [(rank, common) for rank, owned in self._owners[name] if (common := owned.intersect(box)) is not None]
         rank = self._world.rank
         received = None
-        if any(owner != 0 for owner, _ in parts):
-            received = self._send_to_first(name, [(owner, part) for owner, part in parts if owner != 0])
+        if any(owner != 0 for owner, _ in boxes):
+            received = self._send_to_first(name, [(owner, overlap) for owner, overlap in boxes if owner != 0])
         if rank != 0:
             return values
         first = 0
-        for owner, part in parts:
-            target = values[part.index_in(box)]
+        for owner, overlap in boxes:
+            target = values[overlap.index_in(box)]
             if owner == 0:
-                target.copy_(self._local[name][part.index_in(self._own_boxes[name])])
+                target.copy_(self._local[name][overlap.index_in(self._own_boxes[name])])
                 continue
             assert received is not None
-            num_bytes = part.numel * dtype.itemsize
-            target.copy_(received[first : first + num_bytes].view(dtype).view(part.size))
+            num_bytes = overlap.numel * dtype.itemsize
+            target.copy_(received[first : first + num_bytes].view(dtype).view(overlap.size))
             first += num_bytes
         return values
 
-    def _send_to_first(self, name: str, parts: list[tuple[int, Box]]) -> Tensor:
+    def _send_to_first(self, name: str, boxes: list[tuple[int, Box]]) -> Tensor:
         """Send parts of a tensor to rank 0 as bytes; return the received parts, in the order of the ranks."""
         rank = self._world.rank
         itemsize = self._dtypes[name].itemsize
-        mine = [part for owner, part in parts if owner == rank]
+        mine = [overlap for owner, overlap in boxes if owner == rank]
         send_splits = [0] * self._world.size
         receive_splits = [0] * self._world.size
         buffer = torch.empty(0, dtype=torch.uint8, device=self._model.groups.device)
-        for part in mine:
-            values = self._local[name][part.index_in(self._own_boxes[name])].contiguous()
+        for overlap in mine:
+            values = self._local[name][overlap.index_in(self._own_boxes[name])].contiguous()
             buffer = values.flatten().view(torch.uint8)
             send_splits[0] = buffer.numel()
         if rank == 0:
-            for owner, part in parts:
-                receive_splits[owner] = part.numel * itemsize
+            for owner, overlap in boxes:
+                receive_splits[owner] = overlap.numel * itemsize
         return all_to_all(buffer, self._world, send_splits, receive_splits).cpu()
 
 
@@ -98,4 +98,4 @@ def _owners(boxes_of_rank: list[dict[str, Box]]) -> dict[str, list[tuple[int, Bo
     for rank, boxes in enumerate(boxes_of_rank):
         for name, box in boxes.items():
             owners.setdefault(name, {}).setdefault(box, rank)
-    return {name: [(rank, box) for box, rank in of_box.items()] for name, of_box in owners.items()}
+    return {name: [(rank, box) for box, rank in rank_of_box.items()] for name, rank_of_box in owners.items()}

@@ -122,12 +122,12 @@ class GraphedModule:
 
     def static_tensors(self) -> list[Tensor]:
         """Return the tensors at fixed addresses of the graphs that no micro-batch uses, and the copied weights."""
-        own = [parameter for parameter in self._module.parameters() if not isinstance(parameter, DTensor)]
-        is_copied = len(own) < len(self._weights)
-        found = list(self._weights.values()) if is_copied else []
+        local = [parameter for parameter in self._module.parameters() if not isinstance(parameter, DTensor)]
+        is_copied = len(local) < len(self._weights)
+        tensors = list(self._weights.values()) if is_copied else []
         for graphs in self._idle:
-            found += [*graphs.inputs, *graphs.passes.static_tensors()]
-        return found
+            tensors += [*graphs.inputs, *graphs.passes.static_tensors()]
+        return tensors
 
     def _static_weights(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return weights at fixed addresses: copies of the weights that FSDP gathers in each step."""
@@ -237,8 +237,8 @@ def _static(tensor: Tensor) -> Tensor:
 
 def _clone(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Copy tensors, in one launch."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    copies = [torch.empty_like(tensor) for tensor in given]
-    foreach_copy_(copies, given)
+    present = [tensor for tensor in tensors if tensor is not None]
+    copies = [torch.empty_like(tensor) for tensor in present]
+    foreach_copy_(copies, present)
     remaining = iter(copies)
     return [None if tensor is None else next(remaining) for tensor in tensors]

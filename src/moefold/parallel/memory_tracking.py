@@ -147,9 +147,9 @@ def track_memory(
 
 def bytes_by_part(tracker: MemoryTracker) -> list[int]:
     """Return a rank's row of `MemoryByPart`: the bytes of each part at the peak, then the current bytes."""
-    both = tracker.peak().by_part, tracker.current()
-    assert all(found.keys() <= set(PARTS) for found in both), both
-    return [found.get(part, 0) for found in both for part in PARTS]
+    peaks = tracker.peak().by_part, tracker.current()
+    assert all(by_name.keys() <= set(PARTS) for by_name in peaks), peaks
+    return [by_name.get(part, 0) for by_name in peaks for part in PARTS]
 
 
 @contextmanager

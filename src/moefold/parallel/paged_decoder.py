@@ -275,12 +275,12 @@ class PagedDecoder:
             slots: index of each token in the cache, page * positions of a page + offset.
         """
         if not self._routing:
-            part = self._chain.stages[0].config.routed
-            top_k, num_choices = (part.top_k, part.num_choices) if part else (0, 0)
+            moe = self._chain.stages[0].config.routed
+            top_k, num_choices = (moe.top_k, moe.num_choices) if moe else (0, 0)
             return np.zeros((0, len(slots), top_k), expert_index_dtype(num_choices))
         slots_N = torch.from_numpy(slots).to(self._chain.groups.device)
-        found: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
-        return found
+        choices: NDArray[np.integer] = torch.stack([cache.read(slots_N) for cache in self._routing]).cpu().numpy()
+        return choices
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages of all layers, (from, to); no page is copied to twice."""

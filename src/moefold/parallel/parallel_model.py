@@ -78,13 +78,13 @@ class ParallelModel(ShardedStages):
     @cached_property
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank by their names in the full model."""
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
                 # If a rank has both the first and the last stage, the embedding of the first is the parameter, the
                 # other a copy.
-                found.setdefault(name, parameter)
-        return found
+                parameters.setdefault(name, parameter)
+        return parameters
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:

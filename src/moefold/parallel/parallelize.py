@@ -126,7 +126,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     with torch.device("meta"):
         stages = [
             Transformer(cfg.model, settings, stage.parts.layers, is_first=stage.is_first, is_last=stage.is_last)
-            for stage in plan.of_rank(groups.pp.rank)
+            for stage in plan.stages_of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
     cfg = cfg if for_training else _for_inference(cfg)

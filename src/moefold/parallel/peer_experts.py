@@ -50,9 +50,9 @@ class PeerExperts:
         tensors = [weight for layer in layers.values() for weight in layer.experts.weights]
         sizes = [_aligned(local_slice(weight)[0].nbytes * self._ep.size) for weight in tensors]
         memory = open_shared_memory(sum(sizes), self._ep, FETCH_SETTING)
-        parts = iter(memory.split(sizes))
+        buffers = iter(memory.split(sizes))
         for layer in layers.values():
-            self._share(layer, parts)
+            self._share(layer, buffers)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class PeerExperts:
         yield
         all_gather_objects(None, self._ep)
 
-    def _share(self, layer: MoELayer, parts: Iterator[torch.Tensor]) -> None:
+    def _share(self, layer: MoELayer, buffers: Iterator[torch.Tensor]) -> None:
         """Replace the parameters by views of the next parts of the shared memory; let the layer read all of it."""
         experts = layer.experts
         peer_weights = []
@@ -74,10 +74,10 @@ class PeerExperts:
             num_experts = len(values) * self._ep.size
             shape = (num_experts, *values.shape[1:])
             num_bytes = values.nbytes * self._ep.size
-            whole = next(parts)[:num_bytes].view(values.dtype).view(shape)
-            own = whole[first : first + len(values)]
-            experts.register_parameter(leaf_of[id(weight)], parameter_over(weight, own))
-            peer_weights.append(whole)
+            full = next(buffers)[:num_bytes].view(values.dtype).view(shape)
+            local = full[first : first + len(values)]
+            experts.register_parameter(leaf_of[id(weight)], parameter_over(weight, local))
+            peer_weights.append(full)
         experts.peer_weights = peer_weights
         dispatcher = LocalDispatcher(len(peer_weights[0]))
         dispatcher.use_permute_ops(layer.dispatcher.permute_ops)

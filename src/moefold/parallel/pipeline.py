@@ -57,7 +57,7 @@ class PipelineRunner:
         self.splits_backward = chosen_in(parallel, SchedulePart).splits_backward
         self._pipeline_stages: list[PipelineStage] = []
         num_stages = len(stage_plan.stages)
-        for module, placed in zip(stages, stage_plan.of_rank(groups.pp.rank), strict=True):
+        for module, placed in zip(stages, stage_plan.stages_of_rank(groups.pp.rank), strict=True):
             if zero == 2 and isinstance(module, FSDPModule):
                 # Gradients are reduced with each micro-batch, but parameters stay gathered until the end of the step.
                 module.set_reshard_after_backward(False)

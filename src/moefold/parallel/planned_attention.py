@@ -143,10 +143,10 @@ class RowTransfer:
             sent = x[self._received_places]
             self._statistics.sent_bytes += sent.nbytes
             returned = all_to_all(sent, self._group, self._output_splits, self._input_splits)
-            for rows, part in zip(
+            for rows, values in zip(
                 self._sent_rows.split(self._input_splits), returned.split(self._input_splits), strict=True
             ):
-                total[rows] += part
+                total[rows] += values
         return total
 
 
@@ -335,10 +335,10 @@ class _PlannedFunction(torch.autograd.Function):
         q, k, v, sinks, out, lse_RA = ctx.saved_tensors
         tasks: RankTasks = ctx.tasks
         k_WGD, v_WGD = _gather_keys(k, v, tasks)
-        of_queries = torch.cat([_rows(x) for x in (grad_out, q, out)], 1)
+        query_tensors = torch.cat([_rows(x) for x in (grad_out, q, out)], 1)
         sizes = [x.shape[2] * x.shape[3] for x in (grad_out, q, out)]
         grad_RAD, q_RAD, out_RAD = (
-            x.unflatten(1, (q.shape[2], -1)) for x in tasks.queries.gather(of_queries).split(sizes, 1)
+            x.unflatten(1, (q.shape[2], -1)) for x in tasks.queries.gather(query_tensors).split(sizes, 1)
         )
         dq_RAD, dk_WGD, dv_WGD = tasks.tasks.backward((grad_RAD, q_RAD, out_RAD, lse_RA), k_WGD, v_WGD, ctx.kernel)
         dq = tasks.queries.scatter_sum(dq_RAD.flatten(1)).view(q.shape)

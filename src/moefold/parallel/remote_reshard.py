@@ -2,7 +2,7 @@
 
 The plan is as in `parallel/reshard.py`, but between disjoint ranks. A training rank copies the boxes that it sends, in
 the dtype of the target, and trains on while they are in flight; a sampling rank receives them when it begins to sample,
-in rounds of bounded bytes. See docs/design/025-asynchronous-reinforcement-learning.md.
+in buckets of bounded bytes. See docs/design/025-asynchronous-reinforcement-learning.md.
 """
 
 import time
@@ -31,8 +31,8 @@ WEIGHTS_TAG = 2
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The boxes of one round that one rank sends to another, in one message."""
+class _Message:
+    """The boxes of one bucket that one rank sends to another, in one message."""
 
     source: int
     target: int
@@ -40,7 +40,7 @@ class _Part:
     num_bytes: int
 
 
-class _TransferParts:
+class _TransferPlan:
     """The messages of a transfer, the same on every rank."""
 
     def __init__(
@@ -49,7 +49,7 @@ class _TransferParts:
         target: WeightSharding,
         dtypes: dict[str, torch.dtype],
         link: JobLink,
-        max_round_bytes: int,
+        max_bucket_bytes: int,
     ) -> None:
         itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
         self._itemsize = itemsize
@@ -57,24 +57,24 @@ class _TransferParts:
         self.source = source
         self.target = target
         self.plan: ReshardPlan = plan_reshard(
-            self.source, self.target, itemsize, max_round_bytes, first_target=link.split.num_training
+            self.source, self.target, itemsize, max_bucket_bytes, first_target=link.split.num_training
         )
 
-    def rounds(self) -> Iterator[list[_Part]]:
-        """Yield the messages of each round, in the order of sources and targets."""
-        for transfers in self.plan.rounds:
+    def buckets(self) -> Iterator[list[_Message]]:
+        """Yield the messages of each bucket, in the order of sources and targets."""
+        for transfers in self.plan.buckets:
             by_pair: dict[tuple[int, int], list[BoxTransfer]] = defaultdict(list)
             for transfer in transfers:
                 by_pair[transfer.source, transfer.target].append(transfer)
             yield [
-                _Part(source, target, tuple(found), sum(one.box.numel * self._itemsize[one.name] for one in found))
-                for (source, target), found in sorted(by_pair.items())
+                _Message(source, target, tuple(pieces), sum(p.box.numel * self._itemsize[p.name] for p in pieces))
+                for (source, target), pieces in sorted(by_pair.items())
             ]
 
-    def views(self, part: _Part, buffer: Tensor) -> Iterator[tuple[BoxTransfer, Tensor]]:
+    def views(self, message: _Message, buffer: Tensor) -> Iterator[tuple[BoxTransfer, Tensor]]:
         """Yield the boxes of a message with the views of its buffer."""
         first = 0
-        for transfer in part.transfers:
+        for transfer in message.transfers:
             size = transfer.box.numel * self._itemsize[transfer.name]
             yield transfer, buffer[first : first + size].view(self.dtypes[transfer.name]).view(transfer.box.size)
             first += size
@@ -87,7 +87,7 @@ class WeightSender:
         model: this rank's part of the model in training.
         source, target: the mappings of training and of sampling.
         link: link to the ranks that sample, which have a `WeightReceiver`; the constructor waits for theirs.
-        max_round_bytes: maximum bytes that a sampling rank receives in one round.
+        max_bucket_bytes: maximum bytes that a sampling rank receives in one bucket.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class WeightSender:
         source: WeightSharding,
         target: WeightSharding,
         link: JobLink,
-        max_round_bytes: int = MAX_SCRATCH_BYTES,
+        max_bucket_bytes: int = MAX_SCRATCH_BYTES,
     ) -> None:
         self._model = model
         self._link = link
         dtypes = link.receive_object(link.split.sampling_ranks[0], DTYPES_TAG)
-        self._parts = _TransferParts(source, target, dtypes, link, max_round_bytes)
-        self._boxes = self._parts.source.boxes(link.rank)
+        self._messages = _TransferPlan(source, target, dtypes, link, max_bucket_bytes)
+        self._boxes = self._messages.source.boxes(link.rank)
         check_boxes(weight_tensors(model), self._boxes)
-        self._own = [part for parts in self._parts.rounds() for part in parts if part.source == link.rank]
+        self._sent_messages = [m for bucket in self._messages.buckets() for m in bucket if m.source == link.rank]
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends for each version of the weights; they are in host memory until received."""
-        return sum(part.num_bytes for part in self._own)
+        return sum(message.num_bytes for message in self._sent_messages)
 
     @torch.no_grad()
     def send(self) -> list[PendingSend]:
@@ -121,11 +121,11 @@ class WeightSender:
         reshard_parameters(self._model.stages)
         weights = merged_shards(self._model)
         sends = []
-        for part in self._own:
-            buffer = torch.empty(part.num_bytes, dtype=torch.uint8)
-            for transfer, view in self._parts.views(part, buffer):
+        for message in self._sent_messages:
+            buffer = torch.empty(message.num_bytes, dtype=torch.uint8)
+            for transfer, view in self._messages.views(message, buffer):
                 view.copy_(weights[transfer.name][transfer.box.index_in(self._boxes[transfer.name])])
-            sends.append(self._link.send(buffer, part.target, WEIGHTS_TAG))
+            sends.append(self._link.send(buffer, message.target, WEIGHTS_TAG))
         return sends
 
 
@@ -135,7 +135,7 @@ class ReceivedWeights:
 
     received_bytes: int
     scratch_bytes: int
-    """Largest memory of the buffers of a round."""
+    """Largest memory of the buffers of a bucket."""
     seconds: float
 
 
@@ -146,7 +146,7 @@ class WeightReceiver:
         model: this rank's part of the model that samples.
         source, target: the mappings of training and of sampling.
         link: link to the ranks that train, which have a `WeightSender`.
-        max_round_bytes: maximum bytes that this rank receives in one round.
+        max_bucket_bytes: maximum bytes that this rank receives in one bucket.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class WeightReceiver:
         source: WeightSharding,
         target: WeightSharding,
         link: JobLink,
-        max_round_bytes: int = MAX_SCRATCH_BYTES,
+        max_bucket_bytes: int = MAX_SCRATCH_BYTES,
     ) -> None:
         self._model = model
         self._link = link
@@ -164,11 +164,11 @@ class WeightReceiver:
         self._sends = []
         if world.is_rank0:
             self._sends = [link.send_object(dtypes, rank, DTYPES_TAG) for rank in link.split.training_ranks]
-        self._parts = _TransferParts(source, target, dtypes, link, max_round_bytes)
-        self._boxes = self._parts.target.boxes(link.rank - link.split.num_training)
+        self._messages = _TransferPlan(source, target, dtypes, link, max_bucket_bytes)
+        self._boxes = self._messages.target.boxes(link.rank - link.split.num_training)
         check_boxes(weight_tensors(model), self._boxes)
-        self._rounds = [
-            own for parts in self._parts.rounds() if (own := [part for part in parts if part.target == link.rank])
+        self._buckets = [
+            mine for bucket in self._messages.buckets() if (mine := [m for m in bucket if m.target == link.rank])
         ]
 
     @torch.no_grad()
@@ -181,17 +181,17 @@ class WeightReceiver:
         started_s = time.perf_counter()
         weights = {name: local_tensor(tensor) for name, tensor in weight_tensors(self._model).items()}
         received_bytes = scratch_bytes = 0
-        for parts in self._rounds:
-            buffers = [torch.empty(part.num_bytes, dtype=torch.uint8) for part in parts]
+        for messages in self._buckets:
+            buffers = [torch.empty(message.num_bytes, dtype=torch.uint8) for message in messages]
             pending: list[PendingReceive] = [
-                self._link.receive_later(buffer, part.source, WEIGHTS_TAG)
-                for part, buffer in zip(parts, buffers, strict=True)
+                self._link.receive_later(buffer, message.source, WEIGHTS_TAG)
+                for message, buffer in zip(messages, buffers, strict=True)
             ]
-            for part, buffer, receive in zip(parts, buffers, pending, strict=True):
+            for message, buffer, receive in zip(messages, buffers, pending, strict=True):
                 receive.wait()
-                for transfer, view in self._parts.views(part, buffer):
+                for transfer, view in self._messages.views(message, buffer):
                     weights[transfer.name][transfer.box.index_in(self._boxes[transfer.name])].copy_(view)
-            round_bytes = sum(part.num_bytes for part in parts)
-            received_bytes += round_bytes
-            scratch_bytes = max(scratch_bytes, round_bytes)
+            bucket_bytes = sum(message.num_bytes for message in messages)
+            received_bytes += bucket_bytes
+            scratch_bytes = max(scratch_bytes, bucket_bytes)
         return ReceivedWeights(received_bytes, scratch_bytes, time.perf_counter() - started_s)

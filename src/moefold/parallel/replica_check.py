@@ -42,11 +42,11 @@ class Divergence:
 
     def describe(self) -> str:
         """Return a message about the divergence."""
-        which = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        holders = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         if len(self.ranks) == len(self.members):
-            return f"{self.what} differs between {which} ({self.axis}), and no majority shows which is right"
+            return f"{self.what} differs between {holders} ({self.axis}), and no majority shows which is right"
         others = len(self.members) - len(self.ranks)
-        return f"{self.what} on {which} differs from the {others} other ranks that hold it ({self.axis})"
+        return f"{self.what} on {holders} differs from the {others} other ranks that hold it ({self.axis})"
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class ReplicaCheck:
             # The gradient of a dp replica is the sum of the gradients of its cp shards.
             members[member, layout.attention.coordinate(rank, "dp")] = 1
         dense = members.T @ self._comm_hooks.dense.pop(device) @ members
-        parts = (losses, dense.flatten(), self._comm_hooks.experts.pop(device).flatten())
-        total = all_reduce_sum(torch.cat(parts), groups.world).cpu().split([part.numel() for part in parts])
+        vectors = (losses, dense.flatten(), self._comm_hooks.experts.pop(device).flatten())
+        total = all_reduce_sum(torch.cat(vectors), groups.world).cpu().split([vector.numel() for vector in vectors])
         return ReplicaMetrics.from_dot_products(
             total[0].numpy(),
             total[1].view(dp, dp).numpy(),
@@ -153,8 +153,8 @@ class ReplicaCheck:
         by_axis = {axis: [d for d in digests if axis in d.axes] for axis in self._groups}
         if self._all_match(by_axis):
             return ()
-        found = [d for axis, group_digests in by_axis.items() for d in self._compare(axis, group_digests)]
-        return tuple(dict.fromkeys(d for rank_found in current_world().all_gather_object(found) for d in rank_found))
+        divergences = [d for axis, group_digests in by_axis.items() for d in self._compare(axis, group_digests)]
+        return tuple(dict.fromkeys(d for listed in current_world().all_gather_object(divergences) for d in listed))
 
     def _all_match(self, digests_by_axis: Mapping[str, list[_TensorDigest]]) -> bool:
         """Return whether the members of every group have equal digests; every rank checks all groups."""
@@ -169,8 +169,8 @@ class ReplicaCheck:
         gathered = all_gather(torch.stack(sums)[None], world).view(world.size, len(digests_by_axis), 2, 2).tolist()
         for i, axis in enumerate(digests_by_axis):
             for ranks in self._axis_groups(axis):
-                some, everywhere = ({tuple(gathered[rank][i][kind]) for rank in ranks} for kind in (0, 1))
-                if len(some - {(0, 0)}) > 1 or len(everywhere) > 1:
+                on_some, everywhere = ({tuple(gathered[rank][i][kind]) for rank in ranks} for kind in (0, 1))
+                if len(on_some - {(0, 0)}) > 1 or len(everywhere) > 1:
                     return False
         return True
 
@@ -188,13 +188,13 @@ class ReplicaCheck:
             return []
         own_digests = torch.stack([digest.digest for digest in digests])
         member_digests = all_gather(own_digests, group).view(group.size, len(digests), 2).tolist()
-        found = []
+        divergences = []
         for i, digest in enumerate(digests):
             members = {rank: tuple(rows[i]) for rank, rows in zip(group.ranks, member_digests, strict=True)}
             holders = {rank: values for rank, values in members.items() if digest.is_on_every_rank or any(values)}
             if minority := _minority_ranks(holders):
-                found.append(Divergence(digest.name, axis, minority, tuple(holders)))
-        return found
+                divergences.append(Divergence(digest.name, axis, minority, tuple(holders)))
+        return divergences
 
     def _digests(self, batch: Batch, host_facts: Sequence[HostFact]) -> Iterator[_TensorDigest]:
         """Yield the digests of all replicated values; the same names in the same order on all members of a group."""
@@ -238,8 +238,8 @@ class ReplicaCheck:
 def samples_by_replica(parallel: ParallelConfig, train: TrainConfig) -> tuple[int, ...]:
     """Return the samples of each data-parallel replica in a step, without padding."""
     count = train.num_micro_batches(parallel.dp) * train.micro_batch_size
-    rest = (train.global_batch_size - number * count for number in range(parallel.dp))
-    return tuple(min(max(samples, 0), count) for samples in rest)
+    counts = (train.global_batch_size - number * count for number in range(parallel.dp))
+    return tuple(min(max(samples, 0), count) for samples in counts)
 
 
 def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -251,11 +251,11 @@ def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArra
         layout: the mapping.
         samples: samples of each data-parallel replica; empty: all have equal numbers.
     """
-    of_replicas = np.array(samples or [1] * layout.dp, dtype=np.float64)
-    of_experts = np.zeros(layout.edp)
+    replica_samples = np.array(samples or [1] * layout.dp, dtype=np.float64)
+    expert_samples = np.zeros(layout.edp)
     for rank in range(layout.world_size):
-        of_experts[layout.moe.coordinate(rank, "edp")] += of_replicas[layout.attention.coordinate(rank, "dp")]
-    return of_replicas, of_experts
+        expert_samples[layout.moe.coordinate(rank, "edp")] += replica_samples[layout.attention.coordinate(rank, "dp")]
+    return replica_samples, expert_samples
 
 
 def _replicated_axes(tensor: Tensor) -> tuple[str, ...]:

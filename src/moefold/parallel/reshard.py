@@ -2,7 +2,7 @@
 
 Reinforcement learning samples with the weights that it trains. A checkpoint in between would write and read every byte;
 here a rank gets from other ranks only the boxes that it lacks, in the dtype of the target, with a bound on the memory
-of a round. No tensor is gathered: no rank ever has more of an expert stack than its shards under the two mappings. See
+of a bucket. No tensor is gathered: no rank ever has more of an expert stack than its shards under the two mappings. See
 docs/design/024-resharding-in-memory.md.
 """
 
@@ -37,8 +37,8 @@ class TransferStats:
     shared_bytes: int
     """Bytes of parameters that both models share."""
     scratch_bytes: int
-    """Largest memory of the buffers of a round."""
-    rounds: int
+    """Largest memory of the buffers of a bucket."""
+    buckets: int
     seconds: float
 
 
@@ -55,7 +55,7 @@ class WeightTransfer:
         source: the model with the weights.
         target: the model that gets them: for inference, or for training under another mapping, without its optimizer
             state. It may lack the multi-token prediction layers of the source.
-        max_scratch_bytes: largest memory of the buffers of one round on a rank.
+        max_scratch_bytes: largest memory of the buffers of one bucket on a rank.
         ranks_per_node: consecutive ranks that share a node, which are preferred as senders; None: all do.
 
     Raises:
@@ -110,11 +110,11 @@ class WeightTransfer:
         copied_bytes = 0
         for transfer in self._local:
             if transfer.name not in shared:
-                part = target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])]
-                part.copy_(source[transfer.name][transfer.box.index_in(self._source_boxes[transfer.name])])
-                copied_bytes += part.nbytes
+                view = target[transfer.name][transfer.box.index_in(self._target_boxes[transfer.name])]
+                view.copy_(source[transfer.name][transfer.box.index_in(self._source_boxes[transfer.name])])
+                copied_bytes += view.nbytes
         sent_bytes = received_bytes = scratch_bytes = 0
-        for transfers in self.plan.rounds:
+        for transfers in self.plan.buckets:
             sent, received = exchange_boxes(
                 transfers,
                 self._world,
@@ -132,7 +132,7 @@ class WeightTransfer:
             copied_bytes=copied_bytes,
             shared_bytes=sum(source[name].nbytes for name in shared),
             scratch_bytes=scratch_bytes,
-            rounds=len(self.plan.rounds),
+            buckets=len(self.plan.buckets),
             seconds=time.perf_counter() - started_s,
         )
 
@@ -169,10 +169,10 @@ def weight_tensors(model: ParallelModel | InferenceModel) -> dict[str, Tensor]:
 
 def gather_dtypes(tensors: Mapping[str, Tensor], world: World) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of every rank; collective."""
-    found: dict[str, torch.dtype] = {}
-    for of_rank in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
-        found |= of_rank
-    return found
+    dtypes: dict[str, torch.dtype] = {}
+    for rank_dtypes in world.all_gather_object({name: tensor.dtype for name, tensor in tensors.items()}):
+        dtypes |= rank_dtypes
+    return dtypes
 
 
 def check_boxes(tensors: Mapping[str, Tensor], boxes: Mapping[str, Box]) -> None:

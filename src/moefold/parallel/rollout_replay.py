@@ -89,7 +89,7 @@ class RolloutReplay:
         self._top_k = sizes.experts.top_k
         self._dtype = expert_index_dtype(sizes.experts.num_choices)
         tp = sampling.attn.tp
-        own = _Member(
+        member = _Member(
             dp_rank=self._groups.attn.dp.rank,
             positions=local_positions(model.positions, self._groups.attn.tp).cpu().numpy(),
             layers=tuple(model.moe_layers()),
@@ -98,8 +98,8 @@ class RolloutReplay:
             tp_size=tp.size,
             sampled_layers=tuple(sampled_layers),
         )
-        self._members: list[_Member] = current_world().all_gather_object(own)
-        self._own = own
+        self._members: list[_Member] = current_world().all_gather_object(member)
+        self._member = member
         self._layer_routing = {number: ReplayedRouting(0) for number in model.moe_layers()}
         for number, layer in model.moe_layers().items():
             layer.router.override = self._layer_routing[number]
@@ -114,35 +114,35 @@ class RolloutReplay:
         """
         world = self._groups.world
         rank = world.rank
-        rows, starts = _concatenate(recorded, len(tokens.last_R), len(self._own.sampled_layers), self._top_k)
+        rows, starts = _concatenate(recorded, len(tokens.last_R), len(self._member.sampled_layers), self._top_k)
         sent: list[NDArray[np.uint8]] = []
         for member, receiver in enumerate(self._members):
-            layers = self._common_layers(self._own, receiver, member)
-            is_mine = self._is_from(tokens, receiver, self._own.shard)
-            index = self._of_receiver(tokens.rollout_NS, receiver)[is_mine]
-            index = starts[index] + self._of_receiver(tokens.offset_NS, receiver)[is_mine]
-            columns = np.array([self._own.sampled_layers.index(layer) for layer in layers], np.int64)
-            part = rows[np.ix_(columns, index)]
-            sent.append(np.ascontiguousarray(part, self._dtype).reshape(-1).view(np.uint8))
-        masks = [self._is_from(tokens, self._own, member.shard) for member in self._members]
+            layers = self._common_layers(self._member, receiver, member)
+            is_mine = self._is_from(tokens, receiver, self._member.shard)
+            index = self._rows_of_receiver(tokens.rollout_NS, receiver)[is_mine]
+            index = starts[index] + self._rows_of_receiver(tokens.offset_NS, receiver)[is_mine]
+            columns = np.array([self._member.sampled_layers.index(layer) for layer in layers], np.int64)
+            block = rows[np.ix_(columns, index)]
+            sent.append(np.ascontiguousarray(block, self._dtype).reshape(-1).view(np.uint8))
+        masks = [self._is_from(tokens, self._member, member.shard) for member in self._members]
         item = self._top_k * self._dtype.itemsize
-        layers_from = [self._common_layers(member, self._own, rank) for member in self._members]
+        layers_from = [self._common_layers(member, self._member, rank) for member in self._members]
         counts = [len(layers) * int(mask.sum()) * item for layers, mask in zip(layers_from, masks, strict=True)]
         buffer = torch.from_numpy(np.concatenate(sent)).to(self._groups.device)
-        received = all_to_all(buffer, world, [len(part) for part in sent], counts).cpu().numpy()
-        ids = np.zeros((len(self._own.layers), *masks[0].shape, self._top_k), self._dtype)
-        for part, layers, mask in zip(np.split(received, np.cumsum(counts)[:-1]), layers_from, masks, strict=True):
+        received = all_to_all(buffer, world, [len(block) for block in sent], counts).cpu().numpy()
+        ids = np.zeros((len(self._member.layers), *masks[0].shape, self._top_k), self._dtype)
+        for block, layers, mask in zip(np.split(received, np.cumsum(counts)[:-1]), layers_from, masks, strict=True):
             shape = len(layers), int(mask.sum()), self._top_k
-            values = np.ascontiguousarray(part).view(self._dtype).reshape(shape)
-            for layer, of_layer in zip(layers, values, strict=True):
-                ids[self._own.layers.index(layer)][mask] = of_layer
+            values = np.ascontiguousarray(block).view(self._dtype).reshape(shape)
+            for layer, layer_ids in zip(layers, values, strict=True):
+                ids[self._member.layers.index(layer)][mask] = layer_ids
         is_replayed = np.logical_or.reduce(masks)
         device = self._groups.device
         return BatchRouting(
-            first_sample=self._own.dp_rank * len(is_replayed),
+            first_sample=self._member.dp_rank * len(is_replayed),
             ids_of_layer={
-                layer: torch.from_numpy(of_layer).to(device)
-                for layer, of_layer in zip(self._own.layers, ids, strict=True)
+                layer: torch.from_numpy(layer_ids).to(device)
+                for layer, layer_ids in zip(self._member.layers, ids, strict=True)
             },
             is_replayed_NS=torch.from_numpy(is_replayed).to(device),
         )
@@ -166,7 +166,7 @@ class RolloutReplay:
             return []
         return sorted(set(sender.sampled_layers) & set(receiver.layers))
 
-    def _of_receiver(self, values_NS: NDArray[np.int64], receiver: _Member) -> NDArray[np.int64]:
+    def _rows_of_receiver(self, values_NS: NDArray[np.int64], receiver: _Member) -> NDArray[np.int64]:
         """Return the part of a rank's rows and positions, [N, S/(cp*tp)]."""
         per_rank = len(values_NS) // self._groups.attn.dp.size
         rows = values_NS[receiver.dp_rank * per_rank : (receiver.dp_rank + 1) * per_rank]
@@ -174,10 +174,10 @@ class RolloutReplay:
 
     def _is_from(self, tokens: PackedTokens, receiver: _Member, shard: int) -> NDArray[np.bool_]:
         """Return the mask of a rank's tokens that a data-parallel rank of sampling routed, bool [N, S/(cp*tp)]."""
-        rollout = self._of_receiver(tokens.rollout_NS, receiver)
-        is_routed = (rollout >= 0) & (self._of_receiver(tokens.offset_NS, receiver) < tokens.last_R[rollout])
-        found: NDArray[np.bool_] = is_routed & (tokens.shard_R[rollout] == shard)
-        return found
+        rollout = self._rows_of_receiver(tokens.rollout_NS, receiver)
+        is_routed = (rollout >= 0) & (self._rows_of_receiver(tokens.offset_NS, receiver) < tokens.last_R[rollout])
+        is_from: NDArray[np.bool_] = is_routed & (tokens.shard_R[rollout] == shard)
+        return is_from
 
 
 def _concatenate(

@@ -79,14 +79,14 @@ class RouterReplayBuffer:
             if self.is_due(step):
                 choices.recorded_NSK = torch.zeros(size, dtype=torch_dtype(shape.dtype), device=device)
             if replayed is not None:
-                own = self._own_choices(replayed, shape.layers.index(number), choices.first_sample)
-                choices.replayed_NSK = torch.from_numpy(shape.check_expert_indices(own, step)).to(device)
+                local = self._own_choices(replayed, shape.layers.index(number), choices.first_sample)
+                choices.replayed_NSK = torch.from_numpy(shape.check_expert_indices(local, step)).to(device)
 
     def _own_choices(self, step: TracedStep, layer: int, first_sample: int) -> Array:
         """Return the choices of this rank's tokens in a traced layer, [N, S/(cp*tp), K]."""
         if self._slots is None:
-            own: Array = step.samples(layer, first_sample, self._num_samples)[:, self._positions]
-            return own
+            local: Array = step.samples(layer, first_sample, self._num_samples)[:, self._positions]
+            return local
         samples, positions = np.divmod(self._slots.cpu().numpy(), self._shape.seq_len)
         chosen: Array = step.samples(layer, 0, self._shape.global_batch_size)[samples, positions]
         return chosen
@@ -140,12 +140,12 @@ class RouterReplayBuffer:
         if self._slots is not None:
             return self._gather_slots(recorded, self._slots)
         # As bytes, because gloo and NCCL do not support int16.
-        parts = gather_to_first(recorded.view(torch.uint8), self._groups.attn.sequence)
-        if parts is None:
+        shards = gather_to_first(recorded.view(torch.uint8), self._groups.attn.sequence)
+        if shards is None:
             return None
-        samples_NSB = recorded.new_empty((self._num_samples, self._shape.seq_len, parts.shape[-1]), dtype=torch.uint8)
-        for positions, part in zip(self._all_positions, parts, strict=True):
-            samples_NSB[:, positions.to(samples_NSB.device)] = part
+        samples_NSB = recorded.new_empty((self._num_samples, self._shape.seq_len, shards.shape[-1]), dtype=torch.uint8)
+        for positions, shard in zip(self._all_positions, shards, strict=True):
+            samples_NSB[:, positions.to(samples_NSB.device)] = shard
         samples = gather_to_first(samples_NSB, self._groups.attn.dp)
         return None if samples is None else samples.flatten(0, 1)
 
@@ -153,13 +153,13 @@ class RouterReplayBuffer:
         """Gather the choices of one layer where tokens are in slots; see `_gather_stage_layer`."""
         stage = self._groups.attn.stage
         numbers = gather_to_first(slots, stage)
-        parts = gather_to_first(recorded.view(torch.uint8), stage)
-        if numbers is None or parts is None:
+        shards = gather_to_first(recorded.view(torch.uint8), stage)
+        if numbers is None or shards is None:
             return None
         shape = self._shape
-        found = recorded.new_empty((shape.global_batch_size * shape.seq_len, parts.shape[-1]), dtype=torch.uint8)
-        found[numbers.flatten()] = parts.flatten(0, 2)
-        return found.unflatten(0, (-1, shape.seq_len))
+        all_slots = recorded.new_empty((shape.global_batch_size * shape.seq_len, shards.shape[-1]), dtype=torch.uint8)
+        all_slots[numbers.flatten()] = shards.flatten(0, 2)
+        return all_slots.unflatten(0, (-1, shape.seq_len))
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

@@ -75,9 +75,9 @@ def merge_over_tp(choices: list[NDArray[np.integer]], tp: Group, device: torch.d
     """
     if tp.size == 1 or not choices:
         return choices
-    flat = torch.from_numpy(np.concatenate([one.ravel() for one in choices]))
+    flat = torch.from_numpy(np.concatenate([ids.ravel() for ids in choices]))
     # Neither gloo nor NCCL supports int16.
     wide = flat.int() if flat.dtype == torch.int16 else flat
     merged = all_reduce_sum(wide.to(device), tp).cpu().numpy().astype(choices[0].dtype)
-    ends = np.cumsum([one.size for one in choices])[:-1]
-    return [part.reshape(one.shape) for part, one in zip(np.split(merged, ends), choices, strict=True)]
+    ends = np.cumsum([ids.size for ids in choices])[:-1]
+    return [chunk.reshape(ids.shape) for chunk, ids in zip(np.split(merged, ends), choices, strict=True)]

@@ -32,7 +32,7 @@ class _Gathered:
     """Returns this rank's padded shard, flat."""
     values: Tensor
     """All shards, flat, in the order of the members."""
-    own: Tensor
+    own_shard: Tensor
     """The part of `values` that this rank writes; it does not share the version counter of `values`."""
 
 
@@ -94,7 +94,7 @@ class _Gather:
         """Write this rank's shards when no member reads the old values any more; return when all have written."""
         with self._waiting():
             self._barrier.wait(self._operation)
-            foreach_copy_([param.own for param in self._params], [param.shard() for param in self._params])
+            foreach_copy_([param.own_shard for param in self._params], [param.shard() for param in self._params])
             self._barrier.wait(self._operation)
 
 
@@ -117,5 +117,5 @@ def _place(param: Any, memory: Any, offset: int, members: Group) -> _Gathered:
     dtype = _gathered_dtype(param)
     numel = param.padded_sharded_param_size.numel()
     values = torch.frombuffer(memory, dtype=dtype, count=numel * members.size, offset=offset)
-    own = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset + members.rank * numel * dtype.itemsize)
-    return _Gathered(partial(fsdp_shard, param), values, own)
+    shard = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset + members.rank * numel * dtype.itemsize)
+    return _Gathered(partial(fsdp_shard, param), values, shard)

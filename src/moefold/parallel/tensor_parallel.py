@@ -130,8 +130,8 @@ class _GatherVocab(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tp: Group, vocab_size: int) -> Tensor:
         ctx.shard = shard_rows(vocab_size, tp.size, tp.rank)
         # Shards are gathered at the size of the largest; the padding of the last shard comes after the vocabulary.
-        _, most = shard_rows(vocab_size, tp.size, 0)
-        missing = most - logits.shape[-1]
+        _, max_rows = shard_rows(vocab_size, tp.size, 0)
+        missing = max_rows - logits.shape[-1]
         padded = F.pad(logits, (0, missing)) if missing else logits
         return all_gather(padded.movedim(-1, 0), tp)[:vocab_size].movedim(0, -1)
 
@@ -230,12 +230,12 @@ class _AllGatherLinear(torch.autograd.Function):
         x_MK = gathered.flatten(0, -2)
         grads_MN = [grad.flatten(0, -2) for grad in grads]
         upcast_grads = [gemm.upcast(grad) for grad in grads_MN]
-        parts = [grad.unflatten(0, (tp.size, -1)) for grad in upcast_grads]
+        shards = [grad.unflatten(0, (tp.size, -1)) for grad in upcast_grads]
         # Delayed GEMMs keep the gradients in their own precision.
         wgrad_operands = grads_MN if wgrad_sink.is_delayed else upcast_grads
 
         def partial_sum(member: int) -> Tensor:
-            terms = (gemm.matmul(part[member], w.t()) for part, w in zip(parts, weights, strict=True))
+            terms = (gemm.matmul(shard[member], w.t()) for shard, w in zip(shards, weights, strict=True))
             return reduce(Tensor.add_, terms)
 
         grad_x = ring_reduce_scatter(partial_sum, tp).view(len(gathered) // tp.size, *gathered.shape[1:])
@@ -259,8 +259,8 @@ class _LinearReduceScatter(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.args = tp, wgrad_sink, gemm
-        parts = x.flatten(0, -2).unflatten(0, (tp.size, -1))
-        total = ring_reduce_scatter(lambda member: gemm.matmul(parts[member], weight), tp)
+        shards = x.flatten(0, -2).unflatten(0, (tp.size, -1))
+        total = ring_reduce_scatter(lambda member: gemm.matmul(shards[member], weight), tp)
         # Not a view, see `linear`.
         return total.view(len(x) // tp.size, *x.shape[1:-1], -1).detach()
 

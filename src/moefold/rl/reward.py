@@ -60,14 +60,14 @@ def reward_names(data: DataConfig, reward: RewardConfig) -> tuple[str, ...]:
 def short_names(names: Sequence[str]) -> list[str]:
     """Return the names of reward functions in metrics, without their file unless two files have the same name."""
     short = [name.rpartition(":")[2] for name in names]
-    return [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
+    return [short_name if short.count(short_name) == 1 else name for short_name, name in zip(short, names, strict=True)]
 
 
-def weighted_sum(parts: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
+def weighted_sum(scores: Sequence[NDArray[np.float64]], weights: Sequence[float]) -> NDArray[np.float64]:
     """Return the weighted sum of scores without NaN, [completions]; NaN if all scores with a weight are NaN."""
     # A function of weight 0 is only reported: its score alone does not give a rollout a reward.
     counts = np.array(weights) != 0
-    scores_FG = np.stack(parts)[counts]
+    scores_FG = np.stack(scores)[counts]
     total_G = np.nansum(scores_FG * np.array(weights)[counts, None], axis=0)
     return np.where(np.isnan(scores_FG).all(axis=0), math.nan, total_G)
 
@@ -97,9 +97,9 @@ def length_penalty(lengths: NDArray[np.int64], start: int, max_tokens: int) -> N
     return -np.clip((lengths - start) / (max_tokens - start), 0.0, 1.0)
 
 
-def split_reference(use: str) -> tuple[Path, str] | None:
+def split_reference(reference: str) -> tuple[Path, str] | None:
     """Split FILE.py:FUNCTION; return None for a name of another form."""
-    path, colon, function = use.rpartition(":")
+    path, colon, function = reference.rpartition(":")
     return (Path(path), function) if colon and path.endswith(".py") and function.isidentifier() else None
 
 
@@ -156,9 +156,9 @@ class Reward:
         scores: list[Scores] = []
         num_timeouts = 0
         try:
-            for prompt, texts, *of_prompt in zip(prompts, completions, *results, strict=True):
-                num_timeouts += any(isinstance(result, RewardTimeoutError) for result in of_prompt)
-                scores.append(self._checked(prompt, of_prompt, len(texts)))
+            for prompt, texts, *prompt_results in zip(prompts, completions, *results, strict=True):
+                num_timeouts += any(isinstance(result, RewardTimeoutError) for result in prompt_results)
+                scores.append(self._checked(prompt, prompt_results, len(texts)))
                 if on_scored is not None:
                     on_scored()
         except TimeoutError:
@@ -200,12 +200,12 @@ class Reward:
 
     def _checked(self, prompt: Prompt, results: Sequence[Sequence[Any] | RewardError], count: int) -> Scores:
         """Return the scores of one prompt; all NaN if a function failed and failures are dropped."""
-        parts: list[NDArray[np.float64]] = []
+        scores: list[NDArray[np.float64]] = []
         for name, result in zip(self._names, results, strict=True):
             reason = str(result) if isinstance(result, RewardError) else _fault(result, count)
             if not reason:
                 assert not isinstance(result, RewardError)
-                parts.append(np.array([math.nan if score is None else float(score) for score in result]))
+                scores.append(np.array([math.nan if score is None else float(score) for score in result]))
                 continue
             details = result.details if isinstance(result, RewardError) else ""
             failed = FailedReward(prompt, name, reason, details)
@@ -213,10 +213,10 @@ class Reward:
                 trace = f"\n{details.rstrip()}" if details else ""
                 raise RunError(f"{failed.describe()}; fix it, or set reward.on_error='drop'{trace}")
             self._failures.append(failed)
-            parts = [np.full(count, math.nan)] * len(self._names)
+            scores = [np.full(count, math.nan)] * len(self._names)
             break
-        of_names = dict(zip(short_names(self._names), parts, strict=True)) if len(parts) > 1 else {}
-        return Scores(weighted_sum(parts, self._weights), of_names)
+        by_name = dict(zip(short_names(self._names), scores, strict=True)) if len(scores) > 1 else {}
+        return Scores(weighted_sum(scores, self._weights), by_name)
 
 
 def reward_arguments(prompt: Prompt, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -287,8 +287,8 @@ def check_columns(data: DataConfig, reward: RewardConfig) -> Callable[[Prompt], 
 def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> None:
     """Check one function of reward.use."""
     if name in VERIFIERS:
-        for one in prompts:
-            _check_columns(name, one)
+        for prompt in prompts:
+            _check_columns(name, prompt)
         return
     reference = split_reference(name)
     if reference is None:

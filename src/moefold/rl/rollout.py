@@ -117,15 +117,15 @@ def weigh_rollouts(groups: Sequence[RolloutGroup], rl: RLConfig, max_tokens: int
     ]
     num_rollouts = max(1, sum(counts))
     num_tokens = max(1, sum(len(rollout.tokens) for rollout, counted in zip(rollouts, counts, strict=True) if counted))
-    found = []
+    weighed = []
     for rollout, advantage, counted in zip(rollouts, advantages.tolist(), counts, strict=True):
         share = {
             "token": 1.0 / num_tokens,
             "rollout": 1.0 / (num_rollouts * len(rollout.tokens)),
             "constant": 1.0 / (num_rollouts * max_tokens),
         }[rl.loss_mean]
-        found.append(TrainingRollout(rollout, advantage if counted else 0.0, share if counted else 0.0))
-    return found
+        weighed.append(TrainingRollout(rollout, advantage if counted else 0.0, share if counted else 0.0))
+    return weighed
 
 
 WEIGHTS = "weights"
@@ -143,7 +143,7 @@ def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: 
         Samples with the columns "weights", "advantages", "old_log_probs" (float64 [S]) and "sequence_ids" (int64 [S]:
         number of the rollout in its sample, -1 where no rollout is trained on).
     """
-    bins = _bins([one.rollout for one in rollouts], seq_len)
+    bins = _bins([weighed.rollout for weighed in rollouts], seq_len)
     return [_pack_sample([rollouts[i] for i in packed], seq_len, pad_id) for packed in bins]
 
 
@@ -188,15 +188,15 @@ def _pack_sample(rollouts: Sequence[TrainingRollout], seq_len: int, pad_id: int)
     columns = {name: np.zeros(seq_len) for name in (WEIGHTS, "advantages", "old_log_probs")}
     sequence_ids = np.full(seq_len, -1, dtype=np.int64)
     start = 0
-    for number, one in enumerate(rollouts):
-        rollout = one.rollout
+    for number, weighed in enumerate(rollouts):
+        rollout = weighed.rollout
         stop = start + rollout.num_tokens
         tokens[start:stop] = np.concatenate((rollout.prompt_ids, rollout.tokens))
         documents[start:stop] = number
         # The input at position i predicts token i + 1.
         targets = slice(start + len(rollout.prompt_ids) - 1, stop - 1)
-        columns[WEIGHTS][targets] = one.weight
-        columns["advantages"][targets] = one.advantage
+        columns[WEIGHTS][targets] = weighed.weight
+        columns["advantages"][targets] = weighed.advantage
         columns["old_log_probs"][targets] = rollout.log_probs
         sequence_ids[targets] = number
         start = stop

@@ -89,13 +89,13 @@ def make_round(
     routing: SampledRouting | None = None,
 ) -> Round:
     """Make a round of the groups of all its steps."""
-    rollouts = [one for group in groups for one in group.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     return Round(
         version=version,
         prompts=tuple(prompts),
         num_groups=len(groups),
         num_rollouts=len(rollouts),
-        num_tokens=sum(len(one.tokens) for one in rollouts),
+        num_tokens=sum(len(rollout.tokens) for rollout in rollouts),
         statistics=statistics,
         failures=tuple(failures),
         groups=tuple(groups),
@@ -119,9 +119,9 @@ class RolloutTable:
         """Number of the prompt after the prompts of the last round; None without a round."""
         return self._rounds[-1].prompts[-1] + 1 if self._rounds else None
 
-    def add(self, one: Round) -> None:
+    def add(self, round_: Round) -> None:
         """Add the next round."""
-        self._rounds.append(one)
+        self._rounds.append(round_)
 
     def pop(self) -> Round:
         """Remove the oldest round and return it, for training."""
@@ -129,7 +129,7 @@ class RolloutTable:
 
     def drop(self, skipped: Sequence[range]) -> int:
         """Remove the rounds that have prompts to skip; return their number."""
-        kept = [one for one in self._rounds if not any(prompt in part for part in skipped for prompt in one.prompts)]
+        kept = [r for r in self._rounds if not any(prompt in span for span in skipped for prompt in r.prompts)]
         num_dropped = len(self._rounds) - len(kept)
         self._rounds = deque(kept)
         return num_dropped
@@ -143,8 +143,8 @@ class RolloutTable:
             updates: rl.updates.
         """
         num_kept = 0
-        for one in self._rounds:
-            if one.version < max(0, step + num_kept * updates - staleness):
+        for round_ in self._rounds:
+            if round_.version < max(0, step + num_kept * updates - staleness):
                 break
             num_kept += 1
         num_dropped = len(self._rounds) - num_kept
@@ -153,7 +153,7 @@ class RolloutTable:
 
     def headers(self) -> list[dict[str, Any]]:
         """Return the JSON values of all rounds, for a checkpoint."""
-        return [one.header() for one in self._rounds]
+        return [round_.header() for round_ in self._rounds]
 
     def arrays(self) -> Arrays:
         """Return the columns of all rows, for a checkpoint; empty without a row.
@@ -164,13 +164,13 @@ class RolloutTable:
         scores: list[NDArray[np.float64]] = []
         rewards: list[NDArray[np.float64]] = []
         rollouts: list[Rollout] = []
-        parts: Arrays = {}
-        for number, one in enumerate(self._rounds):
-            assert one.groups is not None
-            if one.functions:
-                of_groups = [np.stack(list(group.parts.values()), axis=1) for group in one.groups]
-                parts[f"{PARTS}{number}"] = np.concatenate(of_groups)
-            for group in one.groups:
+        arrays: Arrays = {}
+        for number, round_ in enumerate(self._rounds):
+            assert round_.groups is not None
+            if round_.functions:
+                group_parts = [np.stack(list(group.parts.values()), axis=1) for group in round_.groups]
+                arrays[f"{PARTS}{number}"] = np.concatenate(group_parts)
+            for group in round_.groups:
                 scores.append(group.scores)
                 rewards.append(group.rewards)
                 for rollout in group.rollouts:
@@ -182,11 +182,11 @@ class RolloutTable:
             return {}
         return {
             "rows": np.array(rows, dtype=np.int64),
-            "tokens": np.concatenate([one.tokens for one in rollouts]),
-            "log_probs": np.concatenate([one.log_probs for one in rollouts]),
+            "tokens": np.concatenate([rollout.tokens for rollout in rollouts]),
+            "log_probs": np.concatenate([rollout.log_probs for rollout in rollouts]),
             "scores": np.concatenate(scores),
             "rewards": np.concatenate(rewards),
-            **parts,
+            **arrays,
         }
 
 
@@ -233,24 +233,24 @@ def restore_table(
             for i in range(row, row + group_size):
                 _, prompt_number, sample_number, num_tokens, reason = arrays["rows"][i].tolist()
                 prompt = open_prompt(prompt_number)
-                part = slice(token, token + num_tokens)
-                token = part.stop
+                tokens = slice(token, token + num_tokens)
+                token = tokens.stop
                 rollouts.append(
                     Rollout(
                         prompt_number=prompt_number,
                         sample_number=sample_number,
                         prompt_ids=np.array(prompt.ids, dtype=np.int64),
-                        tokens=arrays["tokens"][part],
-                        log_probs=arrays["log_probs"][part],
+                        tokens=arrays["tokens"][tokens],
+                        log_probs=arrays["log_probs"][tokens],
                         finish_reason=FINISH_REASONS[reason],
                     )
                 )
-            of_group = slice(row, row + group_size)
-            of_round = slice(row - first, of_group.stop - first)
-            parts = {name: arrays[f"{PARTS}{number}"][of_round, k] for k, name in enumerate(functions)}
-            scores = arrays["scores"][of_group]
-            groups.append(RolloutGroup(prompt, tuple(rollouts), scores, arrays["rewards"][of_group], parts))
-            row = of_group.stop
+            rows_of_table = slice(row, row + group_size)
+            rows_of_round = slice(row - first, rows_of_table.stop - first)
+            parts = {name: arrays[f"{PARTS}{number}"][rows_of_round, k] for k, name in enumerate(functions)}
+            scores = arrays["scores"][rows_of_table]
+            groups.append(RolloutGroup(prompt, tuple(rollouts), scores, arrays["rewards"][rows_of_table], parts))
+            row = rows_of_table.stop
         statistics = RoundStatistics(**{name: header[f"sampled_{name}"] for name in COUNTS})
         table.add(make_round(groups, version=header["version"], prompts=header["prompts"], statistics=statistics))
     return table
@@ -270,7 +270,7 @@ def table_headers(state: object) -> list[dict[str, Any]]:
         numbers = [value for name, value in header.items() if name not in ("prompts", FUNCTIONS)]
         prompts = header["prompts"]
         functions = header.get(FUNCTIONS, [""])
-        if not isinstance(functions, list) or not functions or not all(isinstance(one, str) for one in functions):
+        if not isinstance(functions, list) or not functions or not all(isinstance(name, str) for name in functions):
             raise TypeError(f"{TABLE_KEY} is {header!r}")
         if not isinstance(prompts, list) or not prompts or header["groups"] == 0:
             raise TypeError(f"{TABLE_KEY} is {header!r}")

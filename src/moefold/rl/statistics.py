@@ -35,7 +35,7 @@ class RoundStatistics:
             self,
             num_groups=self.num_groups + len(groups),
             num_mixed=self.num_mixed + sum(group.is_mixed for group in groups),
-            num_tokens=self.num_tokens + sum(len(one.tokens) for group in groups for one in group.rollouts),
+            num_tokens=self.num_tokens + sum(len(rollout.tokens) for group in groups for rollout in group.rollouts),
             num_dropped=self.num_dropped + sum(bool(np.isnan(group.scores).all()) for group in groups),
             rollout_s=self.rollout_s + rollout_s,
             reward_s=self.reward_s + reward_s,
@@ -48,16 +48,16 @@ class RoundStatistics:
         groups whose rewards are all 1, and `mixed_groups` the fraction of sampled groups with two different rewards.
         """
         scores = np.concatenate([group.scores for group in groups])
-        known = scores[~np.isnan(scores)]
-        rollouts = [one for group in groups for one in group.rollouts]
-        lengths = np.array([len(one.tokens) for one in rollouts])
+        scored = scores[~np.isnan(scores)]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        lengths = np.array([len(rollout.tokens) for rollout in rollouts])
         return {
-            "reward": float(known.mean()) if known.size else None,
-            "reward_std": float(known.std()) if known.size else None,
+            "reward": float(scored.mean()) if scored.size else None,
+            "reward_std": float(scored.std()) if scored.size else None,
             "rewards": mean_rewards([group.parts for group in groups]),
             "solved": float(np.mean([bool((group.scores == 1).all()) for group in groups])),
             "mixed_groups": self.num_mixed / self.num_groups,
-            "truncated": float(np.mean([one.is_truncated for one in rollouts])),
+            "truncated": float(np.mean([rollout.is_truncated for rollout in rollouts])),
             "length_mean": float(lengths.mean()),
             "length_max": int(lengths.max()),
             "dropped": self.num_dropped,
@@ -80,7 +80,7 @@ def mean_rewards(scores: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[st
     """
     # Rounds of a resumed run may be older than a function of the recipe.
     names = {name: None for parts in scores for name in parts}
-    of_names = {name: np.concatenate([parts[name] for parts in scores if name in parts]) for name in names}
+    by_name = {name: np.concatenate([parts[name] for parts in scores if name in parts]) for name in names}
     return {
-        name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in of_names.items()
+        name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in by_name.items()
     } or None

@@ -52,8 +52,8 @@ def number(prompts: Sequence[Any], completions: Sequence[Completion], answer: Se
     """Return 1.0 if the last numbers of the completion and of the column `answer` are equal."""
     rewards = []
     for completion, wanted in zip(completions, answer, strict=True):
-        found = last_number(text_of(completion))
-        rewards.append(float(found is not None and found == last_number(str(wanted))))
+        last = last_number(text_of(completion))
+        rewards.append(float(last is not None and last == last_number(str(wanted))))
     return rewards
 
 
@@ -76,9 +76,9 @@ def countdown(
 ) -> list[float]:
     """Return 1.0 if the completion is an expression of exactly the column `numbers` with the value `target`."""
     rewards = []
-    for completion, given, wanted in zip(completions, numbers, target, strict=True):
+    for completion, allowed, wanted in zip(completions, numbers, target, strict=True):
         parsed = evaluate(text_of(completion))
-        is_right = parsed is not None and parsed[0] == wanted and Counter(parsed[1]) == Counter(given)
+        is_right = parsed is not None and parsed[0] == wanted and Counter(parsed[1]) == Counter(allowed)
         rewards.append(float(is_right))
     return rewards
 
@@ -117,10 +117,10 @@ def last_number(text: str) -> Fraction | None:
     Returns:
         The number; None if there is no number, or it is longer than MAX_NUMBER_CHARACTERS.
     """
-    found = _NUMBER.findall(text)
-    if not found or len(found[-1]) > MAX_NUMBER_CHARACTERS:
+    matches = _NUMBER.findall(text)
+    if not matches or len(matches[-1]) > MAX_NUMBER_CHARACTERS:
         return None
-    return Fraction(found[-1].replace(",", "").rstrip("."))
+    return Fraction(matches[-1].replace(",", "").rstrip("."))
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
@@ -131,10 +131,10 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     """
     if len(text) > MAX_EXPRESSION_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return None
-    if max(accumulate((one == "(") - (one == ")") for one in text)) > _MAX_DEPTH:
+    if max(accumulate((character == "(") - (character == ")") for character in text)) > _MAX_DEPTH:
         return None
     # Python's own numbers have no leading zeros.
-    plain = re.sub(r"\d+", lambda found: str(int(found[0])), " ".join(text.split()))
+    plain = re.sub(r"\d+", lambda match: str(int(match[0])), " ".join(text.split()))
     numbers: list[int] = []
     try:
         return _value(ast.parse(plain, mode="eval").body, numbers), numbers

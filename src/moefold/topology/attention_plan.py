@@ -336,8 +336,8 @@ def _union(hosts: Integers, firsts: Integers, stops: Integers, num_tokens: int) 
     is_new[1:] = begins[1:] > reached[:-1]
     starts = np.flatnonzero(is_new)
     ends = np.append(starts[1:], len(order)) - 1
-    of_host = hosts[order][starts]
-    return of_host, begins[starts] - of_host * (num_tokens + 1), reached[ends] - of_host * (num_tokens + 1)
+    host = hosts[order][starts]
+    return host, begins[starts] - host * (num_tokens + 1), reached[ends] - host * (num_tokens + 1)
 
 
 class _Move(NamedTuple):
@@ -506,13 +506,13 @@ def _with_moves(plan: AttentionPlan, moves: Sequence[_Move]) -> AttentionPlan:
     if not moves:
         return plan
     tasks, firsts, stops, hosts = (np.array(column, np.int64) for column in zip(*moves, strict=True))
-    left = plan.stops_K.copy()
-    np.minimum.at(left, tasks, firsts)
-    keeps = left > plan.firsts_K
+    rest_stops = plan.stops_K.copy()
+    np.minimum.at(rest_stops, tasks, firsts)
+    keeps = rest_stops > plan.firsts_K
     documents, firsts, stops, hosts = _joined(
         np.concatenate((plan.documents_K[keeps], plan.documents_K[tasks])),
         np.concatenate((plan.firsts_K[keeps], firsts)),
-        np.concatenate((left[keeps], stops)),
+        np.concatenate((rest_stops[keeps], stops)),
         np.concatenate((plan.hosts_K[keeps], hosts)),
     )
     return AttentionPlan(plan.placement, plan.window, documents, firsts, stops, hosts)

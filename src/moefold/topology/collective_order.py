@@ -110,9 +110,7 @@ def order_mismatches(sequences: Sequence[CollectiveSequence], layout: Layout) ->
         reference = sequences[group[0]]
         for rank in group[1:]:
             if sequences[rank] != reference:
-                both = zip(reference, sequences[rank], strict=False)
-                place = next((i for i, (a, b) in enumerate(both) if a != b), min(len(reference), len(sequences[rank])))
-                shown = [
-                    str(found[place]) if place < len(found) else "nothing" for found in (reference, sequences[rank])
-                ]
+                pairs = zip(reference, sequences[rank], strict=False)
+                place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(sequences[rank])))
+                shown = [str(row[place]) if place < len(row) else "nothing" for row in (reference, sequences[rank])]
                 yield f"ranks {group[0]} and {rank} share a group, and collective {place} is {shown[0]} and {shown[1]}"

@@ -67,18 +67,18 @@ def communicators(layout: Layout, rank: int, *, separates_purposes: bool) -> dic
         separates_purposes: whether groups with the same ranks share a communicator only if their purpose is the same.
             A group of one rank communicates nothing, and has one communicator for all purposes.
     """
-    found = {}
+    by_name = {}
     for name, spec in GROUPS.items():
         ranks = tuple(sorted(spec.view_of(layout).group(rank, *spec.axes)))
         is_separate = separates_purposes and len(ranks) > 1
-        found[name] = Communicator(ranks, spec.purpose if is_separate else "model")
-    return found
+        by_name[name] = Communicator(ranks, spec.purpose if is_separate else "model")
+    return by_name
 
 
-def communicator_names(layout: Layout, found: Mapping[str, Communicator]) -> dict[Communicator, str]:
+def communicator_names(layout: Layout, by_name: Mapping[str, Communicator]) -> dict[Communicator, str]:
     """Return the axes along which the ranks of each communicator differ, in both views, such as "cp x tp / ep"."""
     axes: dict[Communicator, list[str]] = {}
-    for name, communicator in found.items():
+    for name, communicator in by_name.items():
         spec = GROUPS[name]
         named = axes.setdefault(communicator, [])
         # An axis of degree 1 adds nothing to a product.

@@ -95,6 +95,6 @@ def is_probed(run: RunConfig, model: ModelConfig, sites: SitesConfig, step: int)
     )
 
 
-def shortest_gap(count: int, every: int) -> int:
+def shortest_gap(count: int, interval: int) -> int:
     """Return the fewest steps between the rounds of two fragments."""
-    return every // count
+    return interval // count

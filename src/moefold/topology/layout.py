@@ -177,7 +177,7 @@ def fold_mapping(parallel: ParallelConfig) -> Layout:
 
 def divisors(n: int) -> list[int]:
     """Return all positive divisors of n, ascending."""
-    found = [1]
+    factors = [1]
     remainder = n
     prime = 2
     while remainder > 1:
@@ -187,9 +187,9 @@ def divisors(n: int) -> list[int]:
         while remainder % prime == 0:
             remainder //= prime
             powers.append(powers[-1] * prime)
-        found = [d * power for d in found for power in powers]
+        factors = [d * power for d in factors for power in powers]
         prime += 1
-    return sorted(found)
+    return sorted(factors)
 
 
 def _divide(key: str, value: int, total: int, name: str, multiple: int) -> int:

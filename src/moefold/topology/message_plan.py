@@ -140,8 +140,8 @@ class _Planner:
 
     def _next_slot(self, rank: int) -> Slot | None:
         row = self._rows[rank]
-        at = self._num_started[rank]
-        return row[at] if at < len(row) else None
+        index = self._num_started[rank]
+        return row[index] if index < len(row) else None
 
     def _start_slots(self, now: float) -> None:
         """Start the next slot of every idle rank that has its inputs, and room for its outputs at their receivers."""

@@ -122,14 +122,14 @@ class _LayoutParser:
         self._depth = 0
 
     def read(self) -> list[LayoutSymbol]:
-        parts = self._parse_sequence(opened_at=None)
-        if not parts:
+        symbols = self._parse_sequence(opened_at=None)
+        if not symbols:
             raise LayoutSyntaxError("it is empty; the least is 'EtL'")
-        return parts
+        return symbols
 
     def _parse_sequence(self, opened_at: int | None) -> list[LayoutSymbol]:
         """Parse units up to the end of the string, or of the group opened at character `opened_at`."""
-        parts: list[LayoutSymbol] = []
+        symbols: list[LayoutSymbol] = []
         unit: list[LayoutSymbol] | None = None
         while self._cursor < len(self._text):
             char = self._text[self._cursor]
@@ -141,22 +141,22 @@ class _LayoutParser:
                 if unit is None:
                     raise LayoutSyntaxError(f"nothing to repeat before '*' at character {position}")
                 count = self._parse_count(position)
-                if len(parts) + len(unit) * (count - 1) > MAX_SYMBOLS:
+                if len(symbols) + len(unit) * (count - 1) > MAX_SYMBOLS:
                     raise LayoutSyntaxError(f"more than {MAX_SYMBOLS} letters and bars up to character {self._cursor}")
-                parts += unit * (count - 1)
+                symbols += unit * (count - 1)
                 unit = None
             elif char == ")":
                 if opened_at is None:
                     raise LayoutSyntaxError(f"')' at character {position} closes nothing")
-                return parts
+                return symbols
             else:
                 unit = self._parse_unit(char, position)
-                parts += unit
-            if len(parts) > MAX_SYMBOLS:
+                symbols += unit
+            if len(symbols) > MAX_SYMBOLS:
                 raise LayoutSyntaxError(f"more than {MAX_SYMBOLS} letters and bars up to character {self._cursor}")
         if opened_at is not None:
             raise LayoutSyntaxError(f"'(' at character {opened_at} is not closed")
-        return parts
+        return symbols
 
     def _parse_unit(self, char: str, position: int) -> list[LayoutSymbol]:
         if char == "(":
@@ -189,13 +189,13 @@ class _LayoutParser:
 def _validate_ends(parts: list[LayoutSymbol]) -> Iterator[str]:
     """Check that E occurs once, as the first symbol, and L once, as the last."""
     for kind, index, word in (("E", 0, "first"), ("L", -1, "last")):
-        found = [part for part in parts if part.kind == kind]
-        if not found:
+        matching = [part for part in parts if part.kind == kind]
+        if not matching:
             yield f"{kind}, {LETTER_MEANINGS[kind]}, is missing; write it at the {'start' if kind == 'E' else 'end'}"
-        elif len(found) > 1:
-            yield f"a second {kind} at character {found[1].position}; the model has {LETTER_MEANINGS[kind]} once"
+        elif len(matching) > 1:
+            yield f"a second {kind} at character {matching[1].position}; the model has {LETTER_MEANINGS[kind]} once"
         elif parts[index].kind != kind:
-            yield f"{kind} at character {found[0].position} must be the {word} letter"
+            yield f"{kind} at character {matching[0].position} must be the {word} letter"
 
 
 def _validate_count(parts: list[LayoutSymbol], kind: str, expected: int, name: str) -> Iterator[str]:
@@ -203,8 +203,8 @@ def _validate_count(parts: list[LayoutSymbol], kind: str, expected: int, name: s
     if len(places) > expected:
         yield f"it has {kind} {len(places)} times, and {name}; the first too many is at character {places[expected]}"
     elif len(places) < expected:
-        where = f"after character {places[-1]}" if places else "before the L"
-        yield f"it has {kind} {len(places)} times, and {name}; add {expected - len(places)}, {where} for example"
+        place = f"after character {places[-1]}" if places else "before the L"
+        yield f"it has {kind} {len(places)} times, and {name}; add {expected - len(places)}, {place} for example"
 
 
 def _validate_mtp_order(parts: list[LayoutSymbol]) -> Iterator[str]:
@@ -271,7 +271,7 @@ class StagePlan:
         """Pipeline ranks of the first and the last stage, which may hold a copy of the embedding."""
         return self.ranks[0], self.ranks[-1]
 
-    def of_rank(self, pp_rank: int) -> tuple[Stage, ...]:
+    def stages_of_rank(self, pp_rank: int) -> tuple[Stage, ...]:
         """Return the stages of one pipeline rank."""
         return tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
 

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from functools import cache, lru_cache
 
-from moefold.config.chosen import chosen_in, of_group
+from moefold.config.chosen import as_part, chosen_in
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
@@ -20,7 +20,7 @@ DEFAULT_SCHEDULE: str = next(str(key.default) for key in fields(ParallelConfig) 
 @cache
 def schedule_named(schedule: str | Part) -> SchedulePart:
     """Return the schedule of a mapping of the planner: by name, without settings such as a file, or as a part."""
-    return of_group(find_part(SchedulePart.group, schedule)() if isinstance(schedule, str) else schedule, SchedulePart)
+    return as_part(find_part(SchedulePart.group, schedule)() if isinstance(schedule, str) else schedule, SchedulePart)
 
 
 @cache

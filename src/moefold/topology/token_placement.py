@@ -191,18 +191,18 @@ def _place_documents(shape: RoundShape, bounds_N: Integers, block: int) -> Place
     firsts = [bounds_N[document] + chunk * size[document]]
     counts = [size[document]]
     # The rest of each document, as one line of tokens for each sample, is cut into cp equal parts.
-    left = lengths - 2 * cp * size
-    left_ends = np.cumsum(left)
+    remaining = lengths - 2 * cp * size
+    left_ends = np.cumsum(remaining)
     samples = bounds_N[:-1] // shape.seq_len
     last_of_sample = np.searchsorted(samples, np.arange(shape.num_samples), "right") - 1
     sample_ends = left_ends[last_of_sample]
     share = np.diff(sample_ends, prepend=0) // cp
     cuts = (sample_ends - share * cp)[:, None] + share[:, None] * np.arange(cp)
-    edges = np.unique(np.concatenate((cuts.ravel(), left_ends - left, left_ends[-1:])))
+    edges = np.unique(np.concatenate((cuts.ravel(), left_ends - remaining, left_ends[-1:])))
     begins = edges[:-1]
     owner = np.searchsorted(left_ends, begins, "right")
-    of_sample = samples[owner]
-    cp_ranks.append((begins - cuts[of_sample, 0]) // np.maximum(share[of_sample], 1))
+    sample = samples[owner]
+    cp_ranks.append((begins - cuts[sample, 0]) // np.maximum(share[sample], 1))
     firsts.append(bounds_N[owner + 1] - (left_ends[owner] - begins))
     counts.append(np.diff(edges))
     return _of_runs(shape, bounds_N, np.concatenate(cp_ranks), np.concatenate(firsts), np.concatenate(counts))
@@ -280,21 +280,21 @@ class _Packer:
     def _lightest_with_room(self, length: int) -> int | None:
         """Return the rank with the fewest pairs among the first with room for a document; None without room."""
         passed: list[tuple[int, int]] = []
-        found = None
+        lightest = None
         while self._by_pairs and len(passed) < MAX_FITTING_RANKS:
             pairs, rank = heapq.heappop(self._by_pairs)
             if not self._room[rank] or pairs != self._pairs[rank]:
                 continue
             if self._room[rank] >= length:
-                found = rank
+                lightest = rank
                 break
             passed.append((pairs, rank))
         for entry in passed:
             heapq.heappush(self._by_pairs, entry)
-        if found is None and length <= self._capacity:
-            (found,) = self._roomiest(1)
-            return found if self._room[found] >= length else None
-        return found
+        if lightest is None and length <= self._capacity:
+            (lightest,) = self._roomiest(1)
+            return lightest if self._room[lightest] >= length else None
+        return lightest
 
     def _roomiest(self, length: int) -> list[int]:
         """Return the fewest ranks with the most room that together have room for a document."""
@@ -313,8 +313,8 @@ class _Packer:
 def _even_shares(rooms: Sequence[int], total: int) -> list[int]:
     """Split a number over rooms as evenly as they allow."""
     shares = [0] * len(rooms)
-    left = total
+    remaining = total
     for count, i in enumerate(sorted(range(len(rooms)), key=lambda i: (rooms[i], i))):
-        shares[i] = min(rooms[i], left // (len(rooms) - count))
-        left -= shares[i]
+        shares[i] = min(rooms[i], remaining // (len(rooms) - count))
+        remaining -= shares[i]
     return shares

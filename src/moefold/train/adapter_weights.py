@@ -40,10 +40,10 @@ class AdapterWeights:
         Raises:
             ConfigError: the base weights are gone or have changed; raised on every rank.
         """
-        found: tuple[Path | None, str, str] = (None, "", "")
+        source: tuple[Path | None, str, str] = (None, "", "")
         if groups.rank == 0:
-            found = _find_base(checkpoint, resumed)
-        base, digest, reason = current_world().all_gather_object(found)[0]
+            source = _find_base(checkpoint, resumed)
+        base, digest, reason = current_world().all_gather_object(source)[0]
         if reason:
             raise ConfigError(reason)
         return AdapterWeights(base, adapter_settings(lora, "" if base is None else str(base), digest))
@@ -60,14 +60,14 @@ def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model:
     Raises:
         ConfigError: they belong to other matrices, or the checkpoint is damaged.
     """
-    given = lora.init_from
-    if not given:
+    init_from = lora.init_from
+    if not init_from:
         return ""
     from moefold.convert.preflight import resolve_weights_folder, weights_path
     from moefold.convert.weights import load_shards
 
     world = current_world()
-    path: Path = world.all_gather_object(resolve_weights_folder(weights_path(given)))[0]
+    path: Path = world.all_gather_object(resolve_weights_folder(weights_path(init_from)))[0]
     check_integrity(path, world, checks_hashes=checkpoint.verify)
     adapters = {name: p for name, p in model.named_parameters.items() if is_adapter(name)}
     load_shards(CheckpointSource(path), adapters, str(path))

@@ -82,5 +82,5 @@ def _planners(model: ParallelModel) -> "list[AttentionPlanner]":
 
     modules = (module for stage in model.stages for module in stage.modules() if isinstance(module, SelfAttention))
     cores = (module.core_attention for module in modules)
-    found = {id(core.planner): core.planner for core in cores if isinstance(core, PlannedAttention)}
-    return list(found.values())
+    planners = {id(core.planner): core.planner for core in cores if isinstance(core, PlannedAttention)}
+    return list(planners.values())

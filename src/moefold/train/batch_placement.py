@@ -62,7 +62,7 @@ class RoundPlacer:
             "token_samples" and "positions", which give the sample and position of the token in each slot.
         """
         placed = self._place_rounds(bounds)
-        placements = [one.placement for one in placed if one.placement is not None]
+        placements = [micro_batch.placement for micro_batch in placed if micro_batch.placement is not None]
         exchange = SlotExchange(placements, self._groups.attn.dp, self._groups.attn.cp.rank)
         names = list(columns)
         rows = [np.moveaxis(columns[name], -1, 1) for name in names]
@@ -70,30 +70,30 @@ class RoundPlacer:
         tokens = np.concatenate([values.reshape(values.shape[0] * values.shape[1], -1) for values in rows], 1)
         slots = exchange.send(tokens.astype(np.float64), self._groups.device)
         widths = [int(np.prod(shape)) for shape in shapes]
-        parts = np.split(slots, np.cumsum(widths)[:-1], axis=1)
-        found = {
-            name: part.astype(columns[name].dtype).reshape(len(slots), *shape)
-            for name, part, shape in zip(names, parts, shapes, strict=True)
+        blocks = np.split(slots, np.cumsum(widths)[:-1], axis=1)
+        placed_columns = {
+            name: block.astype(columns[name].dtype).reshape(len(slots), *shape)
+            for name, block, shape in zip(names, blocks, shapes, strict=True)
         }
-        found |= {"token_samples": exchange.samples, "positions": exchange.positions}
+        placed_columns |= {"token_samples": exchange.samples, "positions": exchange.positions}
         num_samples = len(columns[names[0]])
-        return {name: _as_rows(values, num_samples) for name, values in found.items()}, placed
+        return {name: _as_rows(values, num_samples) for name, values in placed_columns.items()}, placed
 
     def _place_rounds(self, bounds: Sequence[DocumentBounds]) -> tuple[DocumentBounds, ...]:
         """Return the bounds with the placement of each round; collective over dp.
 
         The ranks exchange the bounds of their documents: a few integers for each sample.
         """
-        of_rank = [one.of_samples for one in bounds]
-        rounds = zip(*all_gather_objects(of_rank, self._groups.attn.dp), strict=True)
+        local = [micro_batch.of_samples for micro_batch in bounds]
+        rounds = zip(*all_gather_objects(local, self._groups.attn.dp), strict=True)
         return tuple(
-            replace(one, placement=self._place([sample for samples in round_ for sample in samples]))
-            for one, round_ in zip(bounds, rounds, strict=True)
+            replace(micro_batch, placement=self._place([sample for samples in round_ for sample in samples]))
+            for micro_batch, round_ in zip(bounds, rounds, strict=True)
         )
 
-    def _place(self, of_samples: Sequence[tuple[int, ...]]) -> Placement:
+    def _place(self, samples: Sequence[tuple[int, ...]]) -> Placement:
         """Place the tokens of a round, given the bounds of the documents of all its samples."""
-        return place(self.kind, self._shape, document_bounds(self._shape, of_samples), self._block)
+        return place(self.kind, self._shape, document_bounds(self._shape, samples), self._block)
 
 
 class SlotExchange:
@@ -111,7 +111,7 @@ class SlotExchange:
         self._dp = dp
         shape = placements[0].shape
         round_tokens = shape.micro_batch_size * shape.seq_len
-        numbers = np.concatenate([one.slots(dp.rank * shape.cp + cp_rank) for one in placements])
+        numbers = np.concatenate([placement.slots(dp.rank * shape.cp + cp_rank) for placement in placements])
         round_ = np.repeat(np.arange(len(placements)), shape.tokens_per_rank)
         sample = numbers // shape.seq_len
         source = sample // shape.micro_batch_size
@@ -119,13 +119,13 @@ class SlotExchange:
         self._output_splits = np.bincount(source, minlength=dp.size).tolist()
         sent = [
             [
-                number * round_tokens + _tokens_between(one, rank, dp.rank * round_tokens, round_tokens)
-                for number, one in enumerate(placements)
+                number * round_tokens + _tokens_between(placement, rank, dp.rank * round_tokens, round_tokens)
+                for number, placement in enumerate(placements)
             ]
             for rank in range(cp_rank, shape.num_ranks, shape.cp)
         ]
-        self._sent = np.concatenate([tokens for of_rank in sent for tokens in of_rank])
-        self._input_splits = [sum(map(len, of_rank)) for of_rank in sent]
+        self._sent = np.concatenate([tokens for rows in sent for tokens in rows])
+        self._input_splits = [sum(map(len, rows)) for rows in sent]
         per_rank = len(placements) * shape.micro_batch_size
         self.samples: Integers = source * per_rank + round_ * shape.micro_batch_size + sample % shape.micro_batch_size
         """Index in the global batch of the sample of each slot, round by round, int64 [rounds * C]."""

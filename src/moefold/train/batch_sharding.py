@@ -129,22 +129,22 @@ class BatchSharder:
         """
         # An empty split raises its own error when a sample is requested.
         num_samples = max(1, min(num_samples, len(self._sampler) - self._sampler.num_dropped))
-        parts: list[WeightedSamples] = []
+        weighted: list[WeightedSamples] = []
         first = 0
-        for taken in range(0, num_samples, self.global_batch_size):
+        for start in range(0, num_samples, self.global_batch_size):
             samples = self._sampler.next_sample_indices(first, self.global_batch_size)
-            parts.append(self._read_weighted_samples(samples, num_samples - taken))
+            weighted.append(self._read_weighted_samples(samples, num_samples - start))
             first = samples[-1] + 1
-        return parts, num_samples
+        return weighted, num_samples
 
-    def to_eval_batches(self, parts: list[WeightedSamples], num_samples: int) -> list[Batch]:
+    def to_eval_batches(self, weighted: list[WeightedSamples], num_samples: int) -> list[Batch]:
         """Build the batches of an evaluation; collective as `to_batch`."""
-        return self._normalize_weights(parts, num_samples)
+        return self._normalize_weights(weighted, num_samples)
 
     def _read_weighted_samples(self, samples: Sequence[int], num_taken: int) -> WeightedSamples:
         """Read this rank's samples of one global batch. Samples after the first `num_taken` of the batch weigh 0."""
-        own = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
-        samples_of_rank = self._sampler.batch_at(own + [samples[-1]] * (self._samples_per_rank - len(own)))
+        local = list(samples[self._first_in_batch : self._first_in_batch + self._samples_per_rank])
+        samples_of_rank = self._sampler.batch_at(local + [samples[-1]] * (self._samples_per_rank - len(local)))
         self._check_ids(samples_of_rank.tokens)
         is_taken = self._first_in_batch + np.arange(self._samples_per_rank) < min(num_taken, self.global_batch_size)
         if num_taken < self._padded_batch_size:
@@ -178,21 +178,21 @@ class BatchSharder:
                 weights[:, depth, :-depth] *= starts[:, :-depth] == starts[:, depth:]
         return weights
 
-    def _normalize_weights(self, parts: list[WeightedSamples], num_samples: int) -> list[Batch]:
+    def _normalize_weights(self, weighted: list[WeightedSamples], num_samples: int) -> list[Batch]:
         """Build batches whose weights sum to 1 at each depth over all parts and ranks, or to 0 if no target counts."""
         length = self._sampler.seq_len
         totals = np.array([float(num_samples * (length - depth)) for depth in range(1 + self._mtp_layers)])
         num_tokens = num_samples * length
         if self._sampler.has_annotations:
-            rank_tokens = sum(int(samples.is_token().sum()) for samples, _ in parts)
-            rank_totals = np.append(np.sum([weights.sum((0, 2)) for _, weights in parts], 0), rank_tokens)
+            rank_tokens = sum(int(samples.is_token().sum()) for samples, _ in weighted)
+            rank_totals = np.append(np.sum([weights.sum((0, 2)) for _, weights in weighted], 0), rank_tokens)
             all_totals = self._sum_over_ranks(rank_totals)
             num_tokens = int(all_totals[-1])
             totals = np.where(all_totals[:-1] == 0, 1.0, all_totals[:-1])
-        count = InputCount(num_tokens, len(parts) * self._padded_batch_size * length)
+        count = InputCount(num_tokens, len(weighted) * self._padded_batch_size * length)
         batches = [
             self.build_batch(samples, _scale_weights(samples, weights / totals[:, None]), self._first_in_batch, count)
-            for samples, weights in parts
+            for samples, weights in weighted
         ]
         return batches if self._placer is None else [self._placer.add_placement(batch) for batch in batches]
 

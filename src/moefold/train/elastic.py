@@ -123,13 +123,13 @@ class LossLog(Callback):
 def _drop_frames(error: Exception) -> None:
     """Drop the stack frames of an exception and of its causes, which hold the model; their text becomes a note."""
     chain: list[BaseException] = [error]
-    for each in chain:
-        chain += [other for other in (each.__cause__, each.__context__) if other is not None and other not in chain]
+    for cause in chain:
+        chain += [other for other in (cause.__cause__, cause.__context__) if other is not None and other not in chain]
     error.add_note("".join(traceback.format_exception(error)).rstrip())
-    for each in chain:
+    for cause in chain:
         # A cleared frame would still hold the closure of its function.
-        traceback.clear_frames(each.__traceback__)
-        each.__traceback__ = None
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
 
 
 def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history: SaveHistory) -> CheckpointConfig:
@@ -139,10 +139,10 @@ def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history
     """
     world = current_world()
     looks = world.is_rank0 and checkpoint.saves
-    found = looks and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
-    known = world.all_gather_object((found, history.saved_step))
-    history.saved_step = max((step for _, step in known if step is not None), default=None)
-    if not known[0][0] or history.saved_step is None:
+    has_checkpoint = looks and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
+    gathered = world.all_gather_object((has_checkpoint, history.saved_step))
+    history.saved_step = max((step for _, step in gathered if step is not None), default=None)
+    if not gathered[0][0] or history.saved_step is None:
         return checkpoint
     return replace(checkpoint, resume="auto")
 
@@ -155,7 +155,7 @@ def newest_complete_step(run: RunConfig, checkpoint: CheckpointConfig, facts: Ma
     Args:
         facts: `saved_step` of the `SaveHistory` of each survivor.
     """
-    last = max((known["saved_step"] for known in facts.values() if known["saved_step"] is not None), default=-1)
+    last = max((fact["saved_step"] for fact in facts.values() if fact["saved_step"] is not None), default=-1)
     if last < 0 or not checkpoint.saves:
         return -1
     steps = map(step_of, complete_checkpoints(checkpoint_folder(run, checkpoint)))
@@ -298,8 +298,8 @@ class GenerationLoop:
                 f"lost {'; '.join(texts)}. {len(survivors)} ranks are left, and the recipe fits no number of ranks "
                 f"from faults.min_ranks={self._cfg.faults.min_ranks} to {len(survivors)}; the same command resumes"
             )
-        held = {rank: known["snapshots"] for rank, known in facts.items()}
-        choice = choose(held, sizes[-1], self._history.snapshots)
+        owners_by_rank = {rank: fact["snapshots"] for rank, fact in facts.items()}
+        choice = choose(owners_by_rank, sizes[-1], self._history.snapshots)
         step = choice.step
         if step is not None and newest_complete_step(self._cfg.run, self._cfg.checkpoint, facts) > step:
             step = None

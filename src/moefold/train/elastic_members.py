@@ -43,7 +43,7 @@ def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberC
         CannotChooseError: this process has no snapshot of the mapping that was lost, but another process has one.
     """
     survivors = sorted(facts)
-    generation = max((found[0][0] for found in facts.values() if found), default=0)
+    generation = max((claims[0][0] for claims in facts.values() if claims), default=0)
     if not generation or snapshots is None:
         return MemberChoice(tuple(survivors[:count]), 0, None)
     held, job_ranks = _held_by_rank(facts, generation)

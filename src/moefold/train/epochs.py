@@ -46,8 +46,8 @@ def resolve_epochs(cfg: Config, program_data: "ProgramData | None", *, is_first:
     steps = max(1, math.ceil(cfg.run.epochs * number / (size * multiple))) * multiple
     if steps > MAX_STEPS:
         raise ConfigError(f"run.epochs={cfg.run.epochs:g} is {steps} steps, and at most {MAX_STEPS} are allowed")
-    what = "prompts" if cfg.is_rl else f"samples of {cfg.train.seq_len:,} tokens"
-    message = f"run.epochs={cfg.run.epochs:g} is run.steps={steps}: {number:,} {what}, {size:,} in a step"
+    unit = "prompts" if cfg.is_rl else f"samples of {cfg.train.seq_len:,} tokens"
+    message = f"run.epochs={cfg.run.epochs:g} is run.steps={steps}: {number:,} {unit}, {size:,} in a step"
     return replace(cfg, run=replace(cfg.run, steps=steps)), message
 
 

@@ -53,9 +53,9 @@ def label_log_probs(model: ParallelModel, capture: LogProbCapture, batch: Batch)
     weights = batch.columns["weights"]
     if not capture.captured:
         return torch.zeros_like(weights)
-    found = torch.cat(capture.captured).to(weights.dtype)
+    log_probs = torch.cat(capture.captured).to(weights.dtype)
     capture.captured.clear()
-    return found
+    return log_probs
 
 
 class TrainerLogProbs:

@@ -62,23 +62,23 @@ class NonFiniteReport:
 
     def describe(self) -> str:
         """Describe ranks and parameters for a message."""
-        found = []
+        places = []
         if self.loss_ranks:
-            found.append(f"the loss on {self._format_ranks(self.loss_ranks)}")
+            places.append(f"the loss on {self._format_ranks(self.loss_ranks)}")
         if self.gradient_ranks:
-            found.append(f"the gradients that {self._format_ranks(self.gradient_ranks)} computed")
+            places.append(f"the gradients that {self._format_ranks(self.gradient_ranks)} computed")
         if names := self.parameters:
             # The backward pass runs from the last parameter to the first and spreads non-finite values on its way.
             first = names[-1]
             holders = tuple(f.rank for f in self.findings if first in f.bad_parameters)
-            rest = f", and of {len(names) - 1} more up to {names[0]}" if len(names) > 1 else ""
-            found.append(f"the reduced gradient of {first} on {self._format_ranks(holders)}{rest}")
+            others = f", and of {len(names) - 1} more up to {names[0]}" if len(names) > 1 else ""
+            places.append(f"the reduced gradient of {first} on {self._format_ranks(holders)}{others}")
         rerun = (
             "not finite in a rerun of the step either"
             if self.is_reproducible
             else "but finite in a rerun of the step, as after a hardware fault"
         )
-        return f"not finite: {'; '.join([*found, rerun])}"
+        return f"not finite: {'; '.join([*places, rerun])}"
 
     def _format_ranks(self, ranks: tuple[int, ...]) -> str:
         return format_list([f"rank {f.rank} ({f.host})" for f in self.findings if f.rank in ranks])

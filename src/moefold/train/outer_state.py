@@ -98,11 +98,11 @@ def check_expert_owner(meta: CheckpointMeta, sites: SitesConfig) -> None:
     """
     outer = meta.state_of("sites")
     stored = outer.get(EXPERT_OWNERS, 1), outer.get(EXPERT_OWNER, 0)
-    found = sites.num_expert_owners, max(sites.number, 0) if sites.owns_experts else 0
-    if stored == found:
+    owner = sites.num_expert_owners, max(sites.number, 0) if sites.owns_experts else 0
+    if stored == owner:
         return
     theirs, ours = (
-        f"the experts of site {number} of {count}" if count > 1 else "all experts" for count, number in (stored, found)
+        f"the experts of site {number} of {count}" if count > 1 else "all experts" for count, number in (stored, owner)
     )
     raise ConfigError(
         f"sites.method={sites.part.kind!r}: the checkpoint of step {meta.step} has the optimizer moments of {theirs}, "

@@ -93,10 +93,10 @@ class ReferenceModel:
 
     def copy_from(self, policy: ParallelModel) -> None:
         """Take the weights of the policy, shard by shard; local."""
-        own = {**self._model.named_parameters, **self._model.named_buffers}
+        targets = {**self._model.named_parameters, **self._model.named_buffers}
         with torch.no_grad():
             for name, tensor in {**policy.named_parameters, **policy.named_buffers}.items():
-                own[name].copy_(tensor)
+                targets[name].copy_(tensor)
         self.is_reset = True
 
     def entries(self) -> dict[str, Tensor]:

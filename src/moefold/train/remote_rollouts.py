@@ -81,14 +81,14 @@ class RemoteRollouts:
     def receive(self) -> Round:
         """Wait for the next round."""
         self._groups.recorder.set_phase("waiting for rollouts")
-        found = self._link.receive_object(sampling_rank_of(self._link.split, self._groups.rank), ROUNDS_TAG)
-        assert isinstance(found, Round)
+        received = self._link.receive_object(sampling_rank_of(self._link.split, self._groups.rank), ROUNDS_TAG)
+        assert isinstance(received, Round)
         self.num_ordered -= 1
         # The weights that sampled this round have arrived, so their copies can be freed.
-        while self._sends and self._sends[0][0] <= found.version:
+        while self._sends and self._sends[0][0] <= received.version:
             for send in self._sends.popleft()[1]:
                 send.wait()
-        return found
+        return received
 
     def finish(self) -> None:
         """Receive the ordered rounds, and end the ranks that sample."""

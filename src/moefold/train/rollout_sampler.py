@@ -123,12 +123,12 @@ class RoundSampler:
             indices = sampler.next_sample_indices(position.first, count - len(kept), position.skipped_ranges)
             position = replace(position, first=indices[-1] + 1)
             prompts += indices
-            found = self._collect(sampler.prompts, indices, rl.group_size, self._sampling)
-            failures += found.failures
-            shard_of_prompt |= dict(zip(indices, found.shards, strict=True))
-            expert_ids |= found.expert_ids
-            statistics = statistics.add(found.groups, found.rollout_s, found.reward_s)
-            for group in found.groups:
+            collected = self._collect(sampler.prompts, indices, rl.group_size, self._sampling)
+            failures += collected.failures
+            shard_of_prompt |= dict(zip(indices, collected.shards, strict=True))
+            expert_ids |= collected.expert_ids
+            statistics = statistics.add(collected.groups, collected.rollout_s, collected.reward_s)
+            for group in collected.groups:
                 (kept if group.is_mixed or not rl.mixed_only else equal).append(group)
             if len(kept) == count:
                 break
@@ -145,9 +145,9 @@ class RoundSampler:
             RunError: a reward function failed.
         """
         indices = range(min(self._cfg.train.eval_samples, len(prompts)))
-        found = self._collect(prompts, indices, 1, GREEDY)
-        scores = np.concatenate([group.scores for group in found.groups])
-        return (float(np.nanmean(scores)) if not np.isnan(scores).all() else None), found.failures
+        collected = self._collect(prompts, indices, 1, GREEDY)
+        scores = np.concatenate([group.scores for group in collected.groups])
+        return (float(np.nanmean(scores)) if not np.isnan(scores).all() else None), collected.failures
 
     def completion_text(self, rollout: Rollout) -> str:
         """Return the text of a rollout, without the final stop token or stop text."""

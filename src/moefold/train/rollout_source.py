@@ -143,9 +143,9 @@ class LocalRollouts:
         self._position = restart or self._position
         statistics = RoundStatistics(reshard_s=self._update())
         for _ in range(count):
-            one = self._sampler.sample(self._prompts, self._position, version, statistics)
-            self._position = replace(self._position, first=one.prompts[-1] + 1)
-            self._rounds.append(one)
+            round_ = self._sampler.sample(self._prompts, self._position, version, statistics)
+            self._position = replace(self._position, first=round_.prompts[-1] + 1)
+            self._rounds.append(round_)
             statistics = RoundStatistics()
 
     def receive(self) -> Round:

@@ -73,27 +73,27 @@ class RoutingProbe:
         finally:
             for router in routers:
                 router.override = None
-        chosen = [part for recorder in recorders for part in recorder.chosen]
+        chosen = [ids for recorder in recorders for ids in recorder.chosen]
         hasher = TensorHasher(context.groups.device)
         # Sites without samples have nothing to compare.
         keys = [int(hasher.digest(batch.tokens)[1]) for batch in self._batches] or [self._site]
         return Probe(sum(keys) % 2**62, torch.cat([torch.empty(0, self._top_k, dtype=torch.int16), *chosen]))
 
 
-def count_equal_choices(of_members: Tensor, weights: Sequence[float], own: int) -> tuple[int, int]:
+def count_equal_choices(gathered: Tensor, weights: Sequence[float], index: int) -> tuple[int, int]:
     """Count the equal choices of one member and the others for the same tokens; local.
 
     Args:
-        of_members: choices of each member, int16 [members, tokens, K]; the K experts of a token differ.
+        gathered: choices of each member, int16 [members, tokens, K]; the K experts of a token differ.
         weights: weight of each member; choices of members of weight 0 are not read.
-        own: index of this site among the members.
+        index: index of this site among the members.
 
     Returns:
         Number of equal choices, and number of all compared choices, over the other members.
     """
-    others = [number for number, weight in enumerate(weights) if weight and number != own]
-    if not weights[own]:
+    others = [number for number, weight in enumerate(weights) if weight and number != index]
+    if not weights[index]:
         return 0, 0
-    ids_TK = of_members[own]
-    equal = sum(int((ids_TK[:, :, None] == of_members[other][:, None, :]).sum()) for other in others)
+    ids_TK = gathered[index]
+    equal = sum(int((ids_TK[:, :, None] == gathered[other][:, None, :]).sum()) for other in others)
     return equal, ids_TK.numel() * len(others)

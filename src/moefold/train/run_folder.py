@@ -81,15 +81,15 @@ def choose_run_folder(
         left_out: keys that the recipe leaves out, which keep the values of a continued run.
     """
     run_dir = Path(cfg.run.dir)
-    given = cfg
+    configured = cfg
 
     def resolved(folder: Path) -> Config:
-        return keep_resolved(given, _read_settings(folder) or {}, left_out)
+        return keep_resolved(configured, _read_settings(folder) or {}, left_out)
 
     cfg = resolved(run_dir)
     is_busy = run_dir != locked_folder and _is_busy_with_other_run(run_dir, _settings(cfg))
     if not is_busy and not _contains_run(run_dir, cfg.checkpoint):
-        return RunFolder(given)
+        return RunFolder(configured)
     candidates = [run_dir, *_numbered_folders(run_dir)]
     if cfg.checkpoint.dir:
         # All these folders share one checkpoint folder, which belongs to the run that was started last.
@@ -114,7 +114,7 @@ def choose_run_folder(
     message = (
         f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free)!r}"
     )
-    return RunFolder(_in_folder(given, free), message)
+    return RunFolder(_in_folder(configured, free), message)
 
 
 def _in_folder(cfg: Config, folder: Path) -> Config:
@@ -137,13 +137,13 @@ def _with_number(run_dir: Path, number: int) -> Path:
 
 def _numbered_folders(run_dir: Path) -> list[Path]:
     """Return the numbered siblings of a run folder, in order of their numbers."""
-    found = {}
+    folders = {}
     stem = _with_number(run_dir, 0).name.removesuffix("0")
     for path in _with_number(run_dir, 0).parent.glob("*"):
         match = re.fullmatch(rf"{re.escape(stem)}([1-9]\d*)", path.name)
         if match and int(match[1]) > 1 and path.is_dir():
-            found[int(match[1])] = path
-    return [found[number] for number in sorted(found)]
+            folders[int(match[1])] = path
+    return [folders[number] for number in sorted(folders)]
 
 
 def is_free(folder: Path, locked_folder: Path | None) -> bool:
@@ -182,12 +182,12 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     return not any(_invalidates_finished_run(key) and not key.startswith(ignored) for key in differing)
 
 
-def _is_busy_with_other_run(folder: Path, now: Settings) -> bool:
+def _is_busy_with_other_run(folder: Path, current: Settings) -> bool:
     """Return whether a job holds the lock of a folder that has the settings of another run."""
     if not is_in_use(folder):
         return False
     settings = _read_settings(folder)
-    return settings is not None and any(not _is_free_to_change(key) for key in _changed_keys(settings, now))
+    return settings is not None and any(not _is_free_to_change(key) for key in _changed_keys(settings, current))
 
 
 def _starts_over(folder: Path, cfg: Config) -> bool:
@@ -221,9 +221,9 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
         return "checkpoint.resume='never'"
     checkpoints = named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     if resume != "auto":
-        given = to_path(resume)
+        source = to_path(resume)
         # Checkpoints of later steps are rejected by name at the start.
-        is_same_run = any(path.resolve() == given.resolve() or step_of(path) > step_of(given) for path in checkpoints)
+        is_same_run = any(path.resolve() == source.resolve() or step_of(path) > step_of(source) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
     newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
     if newest is None:
@@ -255,8 +255,8 @@ def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder)
     Files that have changed under their names are rejected by name at the start.
     """
     # Only files with different names need to be read for the answer.
-    seen = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None
-    return data_order_change(meta, order, seen, drops_files=data.drops_files)
+    digests = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None
+    return data_order_change(meta, order, digests, drops_files=data.drops_files)
 
 
 def _newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
@@ -282,16 +282,16 @@ def _settings(cfg: Config) -> Settings:
 
 def _flatten(tree: Mapping[str, Any]) -> Settings:
     """Return values by name; layers in the shortest form, files of external parts by their content only."""
-    found = flat_settings(
+    settings = flat_settings(
         {
             f"{section}.{key}": without_source(value, "file")
             for section, keys in tree.items()
             for key, value in keys.items()
         }
     )
-    if layers := found.get(LAYERS):
-        found[LAYERS] = spell_layers(parse_layers(layers))
-    return found
+    if layers := settings.get(LAYERS):
+        settings[LAYERS] = spell_layers(parse_layers(layers))
+    return settings
 
 
 def _changed_keys(settings: Settings, now: Settings) -> list[str]:

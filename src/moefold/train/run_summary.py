@@ -170,10 +170,10 @@ def _describe_data(
 
 
 def _describe_ranks(run: RunConfig, parallel: ParallelConfig, device_type: str) -> str:
-    where = f"{parallel.world_size} on {device_type}, {run.dtype}"
+    text = f"{parallel.world_size} on {device_type}, {run.dtype}"
     if parallel.world_size == 1:
-        return where
-    return f"{where}; {_describe_mapping(parallel)}"
+        return text
+    return f"{text}; {_describe_mapping(parallel)}"
 
 
 def _describe_mapping(parallel: ParallelConfig) -> str:
@@ -190,8 +190,8 @@ def _describe_saves(checkpoint: CheckpointConfig) -> str:
     when = " and ".join([*every, *(["at the end"] if checkpoint.at_end else [])])
     retained = f", the newest {checkpoint.keep} stay" if checkpoint.keep else ", all stay"
     best = ", and the one with the lowest held-out loss" if checkpoint.keep and checkpoint.keep_best else ""
-    more = f", and one every {checkpoint.keep_every:,} steps" if checkpoint.keep and checkpoint.keep_every else ""
-    return f"{when}{retained}{more}{best}"
+    extra = f", and one every {checkpoint.keep_every:,} steps" if checkpoint.keep and checkpoint.keep_every else ""
+    return f"{when}{retained}{extra}{best}"
 
 
 EXAMPLE_PROMPTS = {
@@ -215,9 +215,9 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
     complete = complete_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     newest = complete[-1] if complete else None
     if status:
-        where = f"step {step} of {cfg.run.steps}{', before its evaluation' if step == cfg.run.steps else ''}"
+        place = f"step {step} of {cfg.run.steps}{', before its evaluation' if step == cfg.run.steps else ''}"
         last = _describe_last_save(cfg.checkpoint, newest, step)
-        return [f"stopped by {Signals(status - SIGNAL_STATUS).name} after {where}; {last}"]
+        return [f"stopped by {Signals(status - SIGNAL_STATUS).name} after {place}; {last}"]
     done = f"done: {step} steps, in {cfg.run.dir}; "
     if newest is None:
         return [
@@ -245,10 +245,10 @@ def next_commands(cfg: Config) -> list[str]:
     chat = " --chat" if cfg.data.has_conversations else ""
     if cfg.data.has_prompts:
         return [f"next: {_rollout_command(cfg)}{_part_options(cfg)}", train_on]
-    use = f"moefold checkpoint show {run_dir}"
+    command = f"moefold checkpoint show {run_dir}"
     if prompt:
-        use = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}{_part_options(cfg)}"
-    return [f"next: {use}", train_on]
+        command = f"moefold generate {run_dir} {shlex.quote(prompt)}{chat}{_part_options(cfg)}"
+    return [f"next: {command}", train_on]
 
 
 def _part_options(cfg: Config) -> str:

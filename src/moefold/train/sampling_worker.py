@@ -91,11 +91,11 @@ class SamplingWorker:
         start = self._link.receive_object(0, ORDERS_TAG)
         assert isinstance(start, SamplingStart)
         differences = size_differences_by_file(start.fingerprints, file_sizes(self._cfg.data))
-        for rank, found in enumerate(current_world().all_gather_object(differences)):
-            if found:
+        for rank, difference in enumerate(current_world().all_gather_object(differences)):
+            if difference:
                 raise ConfigError(
                     f"rank {self._link.split.sampling_ranks[rank]}, which samples, sees other data than rank 0: "
-                    f"{format_list(list(found.values()))}; give all machines the same files"
+                    f"{format_list(list(difference.values()))}; give all machines the same files"
                 )
 
     def _next_order(self) -> RoundOrder | None:
@@ -110,18 +110,18 @@ class SamplingWorker:
         self._position = order.restart or self._position
         statistics = RoundStatistics(wait_s=waited_s, reshard_s=self._receiver.receive().seconds)
         for _ in range(order.count):
-            one = self._sampler.sample(self._prompts, self._position, order.version, statistics)
-            self._position = replace(self._position, first=one.prompts[-1] + 1)
+            new = self._sampler.sample(self._prompts, self._position, order.version, statistics)
+            self._position = replace(self._position, first=new.prompts[-1] + 1)
             self._recorder.set_phase("sending rollouts to the training ranks")
             self._wait_sends(self._max_pending - 1)
-            self._sends.append([self._link.send_object(sent, rank, ROUNDS_TAG) for rank, sent in self._for_ranks(one)])
+            self._sends.append([self._link.send_object(sent, rank, ROUNDS_TAG) for rank, sent in self._for_ranks(new)])
             statistics = RoundStatistics()
 
-    def _for_ranks(self, one: Round) -> Iterator[tuple[int, Round]]:
+    def _for_ranks(self, round_: Round) -> Iterator[tuple[int, Round]]:
         """Yield each training rank with its part of a round: its rows, and on the first rank also the groups."""
-        assert one.groups is not None
-        steps = split_steps(one.groups, self._cfg.rl.updates)
-        metrics = tuple(one.statistics.metrics(groups) for groups in steps)
+        assert round_.groups is not None
+        steps = split_steps(round_.groups, self._cfg.rl.updates)
+        metrics = tuple(round_.statistics.metrics(groups) for groups in steps)
         for rank in self._served:
             dp_rank = self._layout.attention.coordinate(rank, "dp")
             rows = tuple(
@@ -130,7 +130,7 @@ class SamplingWorker:
                 )
                 for groups in steps
             )
-            yield rank, replace(one, groups=one.groups if rank == 0 else None, steps=rows, metrics=metrics)
+            yield rank, replace(round_, groups=round_.groups if rank == 0 else None, steps=rows, metrics=metrics)
 
     def _wait_sends(self, max_pending: int) -> None:
         """Wait until at most `max_pending` rounds are in flight to a training rank."""

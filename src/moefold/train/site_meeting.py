@@ -114,8 +114,8 @@ class SiteMeeting:
                 answer = self._connection.ask(message | {"site": self.number})
             except MeetError as error:
                 answer = {"unreachable": str(error)}
-        found: Message = current_world().all_gather_object(answer)[0]
-        return found
+        reply: Message = current_world().all_gather_object(answer)[0]
+        return reply
 
     def ask_until_ready(self, hello: Message, poll: Callable[[Message], bool]) -> str:
         """Say hello until all sites are here; collective.

@@ -106,7 +106,7 @@ def check_resume(checkpoint: CheckpointConfig) -> None:
         return
     if path.exists():
         raise ConfigError(f"{name} is a file; a checkpoint is a folder, such as RUN_DIR/checkpoints/step-000100")
-    siblings = [str(found) for found in _list_checkpoints(path.parent)[-5:]]
+    siblings = [str(sibling) for sibling in _list_checkpoints(path.parent)[-5:]]
     hint = f"the checkpoints there are {', '.join(siblings)}" if siblings else "set 'auto' for the newest one, if any"
     raise ConfigError(f"{name} does not exist; {hint}")
 
@@ -197,8 +197,8 @@ def probe_folder(key: str, path: str) -> None:
         while not existing.exists():
             existing = existing.parent
         if not existing.is_dir():
-            where = "is" if existing == folder.absolute() else f"lies below {str(existing)!r}, which is"
-            raise ConfigError(f"{name} {where} a file; choose a folder")
+            relation = "is" if existing == folder.absolute() else f"lies below {str(existing)!r}, which is"
+            raise ConfigError(f"{name} {relation} a file; choose a folder")
         with tempfile.TemporaryFile(dir=existing):
             return
     except OSError as error:
@@ -359,9 +359,9 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
     """
     if rank_env is not None and (rank_env.is_embedded or is_torchrun()):
         launcher = "the processes of a program" if rank_env.is_embedded else "torchrun"
-        why = "end with one of them" if rank_env.is_embedded else "kills all ranks of a node when one is lost"
+        end = "end with one of them" if rank_env.is_embedded else "kills all ranks of a node when one is lost"
         raise ConfigError(
-            f"faults.on_loss='regroup': {launcher} {why}; start the job with `moefold train` on one machine or with "
+            f"faults.on_loss='regroup': {launcher} {end}; start the job with `moefold train` on one machine or with "
             "srun --kill-on-bad-exit=0, or set faults.on_loss='stop' and parallel.elastic=true"
         )
     if not fitting_after_loss(cfg):
@@ -495,7 +495,7 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
             check_requests([longest], num_pages, sizes.page_positions)
 
 
-def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
+def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:
     """Plan the parallel mapping; return the new config and the rendezvous store, which must outlive the rendezvous.
 
     With several ranks, rank 0 plans for the slowest machine and broadcasts its answer.
@@ -507,20 +507,20 @@ def _plan_mapping(cfg: Config, given: frozenset[str], rank_env: RankEnv | None) 
 
     machine = detect_machine(cfg.run.device, rank_env)
     if rank_env is None or rank_env.world_size == 1:
-        planned, report = plan_mapping(cfg, given, machine)
+        planned, report = plan_mapping(cfg, keys, machine)
         print_escaped(report)
         return planned, None
     from moefold.launch.rank0 import JsonDict, compute_on_rank0
 
     def answer(machines: list[JsonDict]) -> JsonDict:
-        planned, report = plan_mapping(cfg, given, slowest_machine([DetectedMachine(**facts) for facts in machines]))
+        planned, report = plan_mapping(cfg, keys, slowest_machine([DetectedMachine(**facts) for facts in machines]))
         tree = config_to_dict(planned)
         return {"parallel": tree["parallel"], "train": tree["train"], "words": report}
 
-    found, store = compute_on_rank0(rank_env, cfg.faults.timeout_s, asdict(machine), answer)
+    decision, store = compute_on_rank0(rank_env, cfg.faults.timeout_s, asdict(machine), answer)
     if rank_env.rank == 0:
-        print_escaped(found["words"])
-    sections = {section: found[section] for section in ("parallel", "train")}
+        print_escaped(decision["words"])
+    sections = {section: decision[section] for section in ("parallel", "train")}
     return config_from_dict({**config_to_dict(cfg), **sections}), store
 
 

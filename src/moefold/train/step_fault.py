@@ -47,16 +47,16 @@ class StepFault:
 
     def describe(self) -> str:
         """Describe the fault: the non-finite values or the spike, with ranks and samples."""
-        parts = [f"step {self.step}: {self.result.decision.description}"]
+        texts = [f"step {self.step}: {self.result.decision.description}"]
         if self.result.nonfinite_report is not None:
-            parts.append(self.result.nonfinite_report.describe())
+            texts.append(self.result.nonfinite_report.describe())
         suspects = self._suspect_samples()
         origins = format_list([self.sampler.origin(sample) for sample in suspects])
         size = len(self.samples)
-        which = "" if len(suspects) == size else f", of which these ranks read {len(suspects)}"
+        shares = "" if len(suspects) == size else f", of which these ranks read {len(suspects)}"
         among = "" if self.end_sample - self.samples[0] == size else f"{size} among the "
-        batch = f"{among}samples {self.samples[0]} to {self.samples[-1]} of the run{which}"
-        return "; ".join([*parts, f"the batch is {batch}: {origins}"])
+        batch = f"{among}samples {self.samples[0]} to {self.samples[-1]} of the run{shares}"
+        return "; ".join([*texts, f"the batch is {batch}: {origins}"])
 
     def stop_error(self, advice: str) -> RunError:
         """Return the error that stops the run, with the intact checkpoint and the way out; collective.
@@ -128,11 +128,11 @@ def _describe_intact_checkpoint(folder: Path) -> str:
     damaged: list[str] = []
     for path in reversed(named_checkpoints(folder)):
         if not (faults := quick_validate(path)):
-            which = "the last checkpoint"
+            name = "the last checkpoint"
             later = ""
             if damaged:
-                which = "the last sound checkpoint"
+                name = "the last sound checkpoint"
                 later = f" ({format_list(damaged)})"
-            return f"{which}, {str(path)!r}, is intact as far as file sizes show{later}"
+            return f"{name}, {str(path)!r}, is intact as far as file sizes show{later}"
         damaged.append(f"{path.name} is damaged: {format_list(faults)}")
     return f"no checkpoint is intact ({format_list(damaged)})" if damaged else "there is no checkpoint yet"

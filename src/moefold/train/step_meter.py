@@ -286,15 +286,15 @@ class StepMeter:
         for number, layer in self._model.moe_layers().items():
             stats = layer.stats
             bias_E = layer.router.expert_bias
-            parts = [
+            columns = [
                 torch.stack(
                     [x.double() for x in (stats.aux, stats.z, stats.routed_tokens, stats.dropped, stats.entropy)]
                 )
             ]
-            parts += [stats.tokens_per_expert_E.double(), stats.thresholds_E]
+            columns += [stats.tokens_per_expert_E.double(), stats.thresholds_E]
             if bias_E is not None and self._model.groups.attn.stage.rank == 0:
-                parts.append(bias_E.double())
-            row = torch.cat(parts)
+                columns.append(bias_E.double())
+            row = torch.cat(columns)
             rows[self._moe_numbers.index(number), : len(row)] = row
         return rows
 
@@ -354,7 +354,7 @@ class MetricPacker:
 
     def unpack(self, sums: Tensor) -> dict[str, Tensor]:
         """Split the flat tensor, or a copy of it on the host, by name and shape."""
-        parts = sums.split([tensor.numel() for tensor in self._tensors.values()])
+        values = sums.split([tensor.numel() for tensor in self._tensors.values()])
         return {
-            name: part.view(tensor.shape) for (name, tensor), part in zip(self._tensors.items(), parts, strict=True)
+            name: value.view(tensor.shape) for (name, tensor), value in zip(self._tensors.items(), values, strict=True)
         }

@@ -228,8 +228,8 @@ class Trainer:
                 state after that step.
         """
         *earlier, checkpointing = self._callbacks
-        before = [one for one in self._further_callbacks if one.saved_as] if is_after_step else []
-        after = [one for one in self._further_callbacks if not (is_after_step and one.saved_as)]
+        before = [callback for callback in self._further_callbacks if callback.saved_as] if is_after_step else []
+        after = [callback for callback in self._further_callbacks if not (is_after_step and callback.saved_as)]
         for callback in (*earlier, *before, checkpointing, *after):
             if callback in self._further_callbacks:
                 self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")
@@ -310,11 +310,11 @@ class Trainer:
 
             advice = mismatch_advice(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.rl, cfg.rollout)
             raise step_fault.stop_error(advice)
-        found = self._checkpointing.roll_back(context, step_fault)
+        resume = self._checkpointing.roll_back(context, step_fault)
         for callback in self._each_callback():
             callback.on_rollback(context)
         if context.log is not None:
-            context.log.rewind(found, self._position.step)
+            context.log.rewind(resume, self._position.step)
         return False
 
     def _startup_messages(self) -> tuple[str, ...]:
@@ -354,7 +354,7 @@ def collect_at_fixed_steps() -> Iterator[Callable[[int], None]]:
     """
     was_enabled = gc.isenabled()
     # A caller that froze objects froze this module too. `gc.get_freeze_count` walks through all of them (45 ms).
-    freezes = any(one is gc for one in gc.get_objects())
+    freezes = any(obj is gc for obj in gc.get_objects())
     gc.collect()
     if freezes:
         gc.freeze()

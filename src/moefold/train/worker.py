@@ -22,8 +22,8 @@ from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError
 from moefold.host.folder_lock import MAX_LOCK_WAIT_S, FolderLock
 from moefold.host.rank_env import RankEnv
-from moefold.launch.failure import RankErrorHandler
 from moefold.launch.in_process import program_ranks, restored_process_state
+from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_split_job
 from moefold.launch.regroup import Regroup
 from moefold.launch.runtime_env import runtime_env_message
@@ -92,10 +92,10 @@ class ProgramParts:
                     f"`metrics` of the callback {type(callback).__name__} is {callback.metrics!r:.60}, and must be a "
                     "list of moefold.Metric"
                 )
-            own = type(callback)
-            if (own.state_dict is Callback.state_dict) != (own.load_state_dict is Callback.load_state_dict):
+            cls = type(callback)
+            if (cls.state_dict is Callback.state_dict) != (cls.load_state_dict is Callback.load_state_dict):
                 raise ConfigError(
-                    f"the callback {own.__name__} overrides one of state_dict and load_state_dict; override both, so "
+                    f"the callback {cls.__name__} overrides one of state_dict and load_state_dict; override both, so "
                     "that a resumed run goes on with its state, or neither"
                 )
         names = [callback.saved_as for callback in self.callbacks if callback.saved_as]
@@ -168,8 +168,8 @@ def train_on_rank(
         reporting = StepReporting(program.on_step)
         first_messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
         locks = cleanup.enter_context(_RunLocks(cfg, folder))
-        parts = replace(program, callbacks=(*program.callbacks, reporting))
-        training = _RankTraining(parts, first_messages, device, link, watchdog, stop, locks)
+        program_parts = replace(program, callbacks=(*program.callbacks, reporting))
+        training = _RankTraining(program_parts, first_messages, device, link, watchdog, stop, locks)
         run_dir = Path(folder.cfg.run.dir)
         if regroups:
             from moefold.train.elastic import GenerationLoop

@@ -16,7 +16,7 @@ from moefold.config.layer_words import parse_layers
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part
 from moefold.config.problem import Problem
-from moefold.config.rule import ask, part_problems
+from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import group_at, slot_fault, wrong_kind
 from moefold.errors import ConfigError, raise_all
@@ -111,7 +111,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
         *REGROUP_RULES,
     )
     training_rules = training_only if is_training else ()
-    messages = [message for rule in (*RULES, *training_rules) for message in ask(rule, cfg)]
+    messages = [message for rule in (*RULES, *training_rules) for message in apply_rule(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if is_training or not part.is_for_training]
     raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))
     raise_all(validate_rows(cfg))
@@ -162,7 +162,7 @@ def check_model(model: ModelConfig) -> None:
     cfg = Config(model=model)
     raise_all(range_problems(cfg))
     raise_all(validate_layer_words(cfg.model))
-    messages = [message for rule in MODEL_RULES if rule is not validate_layers for message in ask(rule, cfg)]
+    messages = [message for rule in MODEL_RULES if rule is not validate_layers for message in apply_rule(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
     problems = [*layer_problems(cfg), *(problem for part in parts for problem in part_problems(part, cfg))]
     # The other sections have defaults, not the settings of the run, and a part may refuse defaults.

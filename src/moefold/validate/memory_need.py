@@ -108,8 +108,8 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
     drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         # Every stage may have ranks that draw under the other mapping: only their mean is certain.
-        of_sampling = rollout_config(cfg).parallel
-        draws = [drawn // (of_sampling.tp * of_sampling.pp)] * p.pp
+        sampling = rollout_config(cfg).parallel
+        draws = [drawn // (sampling.tp * sampling.pp)] * p.pp
     else:
         draws = _draws_by_stage(drawn, p.pp, p.tp, device_type)
     return tuple(
@@ -120,10 +120,10 @@ def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
                 "buffers": states.buffers,
                 "gathered weights": gathered,
                 CACHE_PART: cache,
-                DRAWS_PART: of_draws,
+                DRAWS_PART: draw_bytes,
             }
         )
-        for states, moments, gathered, of_draws in zip(
+        for states, moments, gathered, draw_bytes in zip(
             memory.max_by_pp_rank, memory.offloaded_moments, gathered_weight_bytes(cfg), draws, strict=True
         )
     )
@@ -159,24 +159,24 @@ def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ..
 
 def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
     """Return the weight bytes of the reference model and of a second model for sampling, for each pipeline stage."""
-    found = [BytesByPart() for _ in range(cfg.parallel.pp)]
+    by_stage = [BytesByPart() for _ in range(cfg.parallel.pp)]
     if not cfg.is_rl:
-        return tuple(found)
+        return tuple(by_stage)
     from moefold.cost.rollout_memory import reference_weight_bytes, rollout_weight_bytes
 
     if cfg.rl.kl:
         # The reference model has the weights of training, under its mapping, and no gradients.
-        for parts, size in zip(found, reference_weight_bytes(cfg), strict=True):
+        for parts, size in zip(by_stage, reference_weight_bytes(cfg), strict=True):
             parts["reference weights"] = size
     if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) and not cfg.rollout.ranks:
         view = WeightSharding.from_config(cfg, for_training=True).layout.attention
-        sizes: list[list[int]] = [[] for _ in found]
+        sizes: list[list[int]] = [[] for _ in by_stage]
         for rank, size in enumerate(rollout_weight_bytes(cfg)):
             sizes[view.coordinate(rank, "pp")].append(size)
         # The ranks of a stage differ under the other mapping; their mean is a lower bound for the fullest rank.
-        for parts, of_stage in zip(found, sizes, strict=True):
-            parts["rollout weights"] = sum(of_stage) // len(of_stage)
-    return tuple(found)
+        for parts, stage_sizes in zip(by_stage, sizes, strict=True):
+            parts["rollout weights"] = sum(stage_sizes) // len(stage_sizes)
+    return tuple(by_stage)
 
 
 def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
@@ -327,16 +327,16 @@ def _smaller_cache_gib(cfg: Config, shortage: MemoryShortage, device_type: str) 
     The cache holds at least a sample of train.seq_len.
     """
     share = shortage.parts[CACHE_PART]
-    left = share - (shortage.needed - shortage.available.size)
-    if left <= 0:
+    remaining = share - (shortage.needed - shortage.available.size)
+    if remaining <= 0:
         return 0.0
     sampling = rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg
     sizes = cache_sizes(sampling, device_type)
     num_pages = -(-cfg.train.seq_len // sizes.page_positions) + 1
-    least = sizes.total_bytes(num_pages, cfg.rollout.slots, cfg.rollout.cache)
-    fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * left / share
+    needed = sizes.total_bytes(num_pages, cfg.rollout.slots, cfg.rollout.cache)
+    fitting = min(cfg.rollout.cache_gib, min_rollout_cache_bytes(cfg) / GIB) * remaining / share
     rounded = floor(fitting * 1000) / 1000
-    return rounded if rounded * GIB >= least else 0.0
+    return rounded if rounded * GIB >= needed else 0.0
 
 
 def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:

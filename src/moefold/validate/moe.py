@@ -82,8 +82,8 @@ def _validate_expert_groups(part: RoutedPart) -> Iterator[str]:
     top_name = f"model.ffn.moe.router.top_groups={top}"
     if experts % groups:
         legal = nearest_numbers(groups, divisors(experts))
-        more = f"model.ffn.moe.num_experts={nearest_multiples(experts, groups)}"
-        yield f"{name} must divide model.ffn.moe.num_experts={experts}; choose {legal}, or {more}"
+        second = f"model.ffn.moe.num_experts={nearest_multiples(experts, groups)}"
+        yield f"{name} must divide model.ffn.moe.num_experts={experts}; choose {legal}, or {second}"
         return
     size = experts // groups
     if top > groups:

@@ -28,7 +28,7 @@ from moefold.config.part_registry import is_built_in, kinds_with
 from moefold.config.pipeline_actions import find_deadlock
 from moefold.config.problem import Problem
 from moefold.config.rl import RLConfig
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.train import AUTO, TrainConfig
@@ -151,7 +151,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     if p.pp == 1 or (batch % step and not p.may_pad_batch):
         return
     count = cfg.num_micro_batches
-    found = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
+    reason = f"and train.global_batch_size={batch} gives each data-parallel rank {count}"
     spec = chosen(cfg, SchedulePart)
     rounds = max(1, count // p.pp)
     if spec.runs_equal_rounds and count % rounds:
@@ -160,7 +160,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         legal = [other for other in near if other % max(1, other // p.pp) == 0]
         batches = nearest_numbers(batch, [other * step for other in legal], count=2)
         yield (
-            f"parallel.schedule={spec.kind!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {found}; "
+            f"parallel.schedule={spec.kind!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {reason}; "
             f"choose train.global_batch_size={batches}"
         )
     factor = spec.min_micro_batches_per_rank
@@ -170,7 +170,7 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
         smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * minimum))}" if batch % (p.dp * minimum) == 0 else ""
         yield (
             f"parallel.schedule={spec.kind!r} needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} "
-            f"micro-batches, {found}; choose train.global_batch_size={step * minimum}{smaller}, or "
+            f"micro-batches, {reason}; choose train.global_batch_size={step * minimum}{smaller}, or "
             f"schedule={spec.with_fewer_micro_batches!r}"
         )
 
@@ -473,8 +473,8 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
 
 
 def _padding_hint(parallel: ParallelConfig, train: TrainConfig) -> str:
-    count, rest = divmod(train.global_batch_size, train.micro_batch_size)
-    fits = rest == 0 and parallel.dp <= count and not parallel.may_pad_batch
+    count, remainder = divmod(train.global_batch_size, train.micro_batch_size)
+    fits = remainder == 0 and parallel.dp <= count and not parallel.may_pad_batch
     return ", or set parallel.elastic=true, which fills the last ranks up with padding" if fits else ""
 
 
@@ -502,7 +502,7 @@ def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
     """Check that the dispatcher supports the settings if it spreads experts over ranks."""
     p = cfg.parallel
     part = chosen_in(p, DispatcherPart)
-    for reason in ask(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():
+    for reason in apply_rule(part.unsupported, cfg) if p.ep * p.etp > 1 and has_moe_layers(cfg.model) else ():
         yield Problem(part.key, part.kind, f"cannot run: {reason}", "choose 'alltoall', or 'auto'")
 
 
@@ -572,14 +572,14 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
             yield from validate_collective_order(replace(placed, train=replace(train, recompute=parts)))
         return
     rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
-    if found := find_deadlock(rows):
+    if cycle := find_deadlock(rows):
         yield (
-            f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {found[0]} would deadlock before {found[1][0]}; set it to false"
+            f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {cycle[0]} would deadlock before {cycle[1][0]}; set it to false"
         )
     layout = fold_mapping(p)
     plan = plan_stages(cfg)
     by_pp_rank = [
-        collective_sequence(cfg.model, cfg.parallel, cfg.train, {stage.number: stage for stage in plan.of_rank(i)}, row)
+        collective_sequence(cfg.model, cfg.parallel, cfg.train, {s.number: s for s in plan.stages_of_rank(i)}, row)
         for i, row in enumerate(rows)
     ]
     by_rank = [by_pp_rank[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]

@@ -26,7 +26,7 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
             "model.ffn.moe.shared.intermediate_size"
         )
     is_routed = [layer.ffn.is_routed for layer in model.decoder_layers]
-    if any(left and right for left, right in zip(is_routed, [*is_routed[1:], True], strict=True)):
+    if any(current and following for current, following in zip(is_routed, [*is_routed[1:], True], strict=True)):
         yield (
             f"{KEY} adds the routed output of a layer after the next one, which is dense, and "
             f"model.layers={model.layers!r} has layers 'moe' without a 'dense' one after "

@@ -121,8 +121,8 @@ def validate_indexer_warmup(model: ModelConfig, train: TrainConfig, align: Align
             "indexer_stage out"
         )
     if rl.is_on or chosen_in(align, AlignmentPart).changes_training:
-        what = f"rl.group_size={rl.group_size}" if rl.is_on else f"align.method='{align.method}'"
-        yield f"{name} freezes the weights that {what} would train; choose 'sparse', or leave {what} out"
+        trainer = f"rl.group_size={rl.group_size}" if rl.is_on else f"align.method='{align.method}'"
+        yield f"{name} freezes the weights that {trainer} would train; choose 'sparse', or leave {trainer} out"
 
 
 SPARSE_ATTENTION_RULES = (validate_sparse_attention, validate_shared_selections)

@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part, Table, default_of_field, settings_of
 from moefold.config.part_table import shown_value
 from moefold.config.routing import aux_coefficient
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, group_at
 from moefold.errors import raise_all
@@ -202,12 +202,12 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
     if not _has_layers(cfg.model):
         # `check_config` reports the reason.
         return
-    given = sorted(name for name in set(map(_without_kind, explicit_keys)) if _is_set(cfg, name))
+    names = sorted(name for name in set(map(_without_kind, explicit_keys)) if _is_set(cfg, name))
     # The settings of a table are reported instead of the table.
-    given = [name for name in given if not any(other.startswith(f"{name}.") for other in given)]
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     reasons: dict[str, tuple[str, str]] = {}
-    for key, reason in idle_keys(cfg, given).items():
-        for name in given:
+    for key, reason in idle_keys(cfg, names).items():
+        for name in names:
             if is_within(name, key):
                 reasons.setdefault(name, reason)
     raise_all(
@@ -241,30 +241,30 @@ def without_idle_keys(model: ModelConfig) -> ModelConfig:
     return cfg.model
 
 
-def idle_keys(cfg: Config, given: Sequence[str] | None = None) -> dict[str, tuple[str, str]]:
+def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tuple[str, str]]:
     """Return the keys without effect in a recipe whose layers exist, each with the reason and the remedy.
 
     Args:
         cfg: the recipe.
-        given: keys whose conditions are checked; None: all keys.
+        names: keys whose conditions are checked; None: all keys.
     """
-    found: dict[str, tuple[str, str]] = {}
+    idle: dict[str, tuple[str, str]] = {}
     # Rules come first, because their reasons are better than the conditions of single keys.
     for rule in UNUSED_KEY_RULES:
         for name in rule.keys.split() if rule.condition(cfg) else ():
-            found.setdefault(name, (rule.reason, rule.remedy))
+            idle.setdefault(name, (rule.reason, rule.remedy))
     owners = tuple((path, type(value)) for path, value in tables_in(cfg) if isinstance(value, Part | Table))
     for name, conditions in read_conditions(owners).items():
-        if given is not None and not any(is_within(one, name) for one in given):
+        if names is not None and not any(is_within(other, name) for other in names):
             continue
         if reason := why_unread(cfg, conditions):
-            found.setdefault(name, reason)
-    of_layers = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
-    for part in dict.fromkeys((*chosen_parts(cfg), *of_layers)):
-        for unused in ask(part.unused_keys, cfg):
+            idle.setdefault(name, reason)
+    layer_parts = (part for layer in cfg.model.all_layers for part in layer.parts() if isinstance(part, Part))
+    for part in dict.fromkeys((*chosen_parts(cfg), *layer_parts)):
+        for unused in apply_rule(part.unused_keys, cfg):
             for name in unused.names.split():
-                found.setdefault(name, (unused.reason, unused.remedy))
-    return found
+                idle.setdefault(name, (unused.reason, unused.remedy))
+    return idle
 
 
 def _has_layers(model: ModelConfig) -> bool:

@@ -34,12 +34,12 @@ def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
     Args:
         marks: the conditions of the key.
     """
-    for mark in marks:
-        conditions = mark.conditions.split()
+    for condition_mark in marks:
+        conditions = condition_mark.conditions.split()
         values = {name: read_key(cfg, _parse(name)[0]) for name in conditions}
         if not any(_holds(condition, value) for condition, value in values.items()):
-            found = " and ".join(f"{_parse(condition)[0]}={shown_value(value)}" for condition, value in values.items())
-            return f"nothing reads it with {found}", f"set {join_with_or(list(map(_way_out, conditions)))}"
+            terms = " and ".join(f"{_parse(condition)[0]}={shown_value(value)}" for condition, value in values.items())
+            return f"nothing reads it with {terms}", f"set {join_with_or(list(map(_way_out, conditions)))}"
     return None
 
 

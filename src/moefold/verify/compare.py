@@ -153,8 +153,8 @@ def compare_records(oracle: OracleRecord, ranks: Sequence[DistributedRecord]) ->
                 errors.append(NamedError(name, _relative_error(getattr(actual, term), getattr(expected, term))))
             errors += _layer_errors(f"step {i + 1}", f"(rank {rank})", actual.moe_layers, expected.moe_layers)
         errors.append(NamedError(f"eval_loss (rank {rank})", _relative_error(record.eval_loss, oracle.eval_loss)))
-    for part, of_tensors in _yardsticks(oracle).items():
-        errors += _tensor_errors(part, getattr(oracle, part), of_tensors, [getattr(record, part) for record in ranks])
+    for part, yardsticks in _yardsticks(oracle).items():
+        errors += _tensor_errors(part, getattr(oracle, part), yardsticks, [getattr(record, part) for record in ranks])
     return sorted(errors, key=lambda error: -error.error)
 
 
@@ -168,8 +168,8 @@ def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[
         differences: differences from `compare_records`.
         weights: names of parameters and buffers in the order of the model.
     """
-    found = list(differences)
-    step_one = [error.name for error in found if error.name.startswith("step 1 ")]
+    errors = list(differences)
+    step_one = [error.name for error in errors if error.name.startswith("step 1 ")]
     direction = 1 if any(not name.startswith("step 1 grad_norm") for name in step_one) else -1
     places = {name: number for number, name in enumerate(weights)}
 
@@ -181,7 +181,7 @@ def by_cause(differences: Iterable[NamedError], weights: Iterable[str]) -> list[
             return len(TENSOR_PARTS) + 1, 0, 0
         return len(TENSOR_PARTS), int(name), int(words[1]) if words[0] == "layer" else -1
 
-    return sorted(found, key=place)
+    return sorted(errors, key=place)
 
 
 def zero_gradients(gradients: Weights) -> list[str]:
@@ -190,8 +190,8 @@ def zero_gradients(gradients: Weights) -> list[str]:
     Such a gradient is mathematically zero, such as for the biases of keys without RoPE: a constant added to all scores
     of a query changes no probability. Or no loss of the step depends on the parameter.
     """
-    of_layers = _layer_scales(gradients)
-    return [name for name, own in _own_scales(gradients).items() if own <= ROUNDING_SHARE * of_layers[_layer_of(name)]]
+    layer_scales = _layer_scales(gradients)
+    return [name for name, x in _own_scales(gradients).items() if x <= ROUNDING_SHARE * layer_scales[_layer_of(name)]]
 
 
 def token_chunks(parallel: ParallelConfig, train: TrainConfig) -> list[list[int]]:
@@ -200,7 +200,7 @@ def token_chunks(parallel: ParallelConfig, train: TrainConfig) -> list[list[int]
     context = chosen_in(parallel, ContextPart)
     for cp_rank in range(parallel.cp):
         positions = torch.as_tensor(sequence_positions(context, train.seq_len, parallel.cp, cp_rank))
-        chunks += [part.tolist() for part in positions.chunk(parallel.tp)]
+        chunks += [chunk.tolist() for chunk in positions.chunk(parallel.tp)]
     return chunks
 
 
@@ -280,27 +280,25 @@ class _Yardstick:
 
 def _yardsticks(oracle: OracleRecord) -> dict[str, dict[str, _Yardstick]]:
     """Return the yardsticks of initial weights, gradients and weights without their own magnitude."""
-    of_gradients = _layer_scales(oracle.gradients)
+    layer_gradients = _layer_scales(oracle.gradients)
     own_gradients = _own_scales(oracle.gradients)
     own_weights = _own_scales(oracle.weights)
-    of_initial = _layer_scales({name: oracle.initial[name] for name in oracle.gradients})
-    of_weights = _layer_scales({name: oracle.weights[name] for name in oracle.gradients})
+    layer_initial = _layer_scales({name: oracle.initial[name] for name in oracle.gradients})
+    scales = _layer_scales({name: oracle.weights[name] for name in oracle.gradients})
     initial = {
-        name: _Yardstick(0.0, of_initial.get(_layer_of(name), 0.0))
-        for name, own in _own_scales(oracle.initial).items()
-        if own == 0
+        name: _Yardstick(0.0, layer_initial.get(_layer_of(name), 0.0))
+        for name, x in _own_scales(oracle.initial).items()
+        if x == 0
     }
     gradients = {}
-    weights = {
-        name: _Yardstick(0.0, of_weights.get(_layer_of(name), 0.0)) for name, own in own_weights.items() if own == 0
-    }
+    weights = {name: _Yardstick(0.0, scales.get(_layer_of(name), 0.0)) for name, x in own_weights.items() if x == 0}
     for name in zero_gradients(oracle.gradients):
         layer = _layer_of(name)
-        gradients[name] = _Yardstick(0.0, of_gradients[layer])
+        gradients[name] = _Yardstick(0.0, layer_gradients[layer])
         # A weight with an exactly zero gradient keeps its own scale: later steps may have a gradient (idle experts).
         if own_gradients[name] > 0 or own_weights[name] == 0:
-            rounding = ROUNDING_SHARE * of_gradients[layer] * oracle.rounding_gain
-            weights[name] = _Yardstick(rounding, of_weights[layer])
+            rounding = ROUNDING_SHARE * layer_gradients[layer] * oracle.rounding_gain
+            weights[name] = _Yardstick(rounding, scales[layer])
     return {"initial": initial, "gradients": gradients, "weights": weights}
 
 

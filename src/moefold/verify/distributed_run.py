@@ -127,7 +127,7 @@ def gather_full_tensors(model: ParallelModel, *, gradients: bool = False) -> dic
         if tensor is None:
             raise ValueError(f"{name} has no gradient")
         tensors[name] = tensor
-    found = {name: whole.detach().clone() for name, whole in full_tensors(tensors) if is_first}
+    gathered = {name: full.detach().clone() for name, full in full_tensors(tensors) if is_first}
     if is_first and not gradients:
-        found |= {name: buffer.detach().clone() for name, buffer in model.named_buffers.items()}
-    return found
+        gathered |= {name: buffer.detach().clone() for name, buffer in model.named_buffers.items()}
+    return gathered

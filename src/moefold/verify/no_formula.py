@@ -33,47 +33,47 @@ def formula_of(part: Part) -> Any:
     Raises:
         NoFormulaError: the part has no formula, or the formula is a method of the part that the trainer also calls.
     """
-    found = part.formula() or _no_formula_of(part)
-    for one in found if isinstance(found, tuple) else (found,):
-        method: Any = getattr(one, "func", one)
+    formula = part.formula() or _no_formula_of(part)
+    for part_formula in formula if isinstance(formula, tuple) else (formula,):
+        method: Any = getattr(part_formula, "func", part_formula)
         if getattr(method, "__self__", None) is part:
             raise NoFormulaError(
                 f"formula() of {describe_part(part)} returns its method {method.__name__}, so that the code would be "
                 "compared with itself; write the maths a second time (docs/extending.md#the-oracle)"
             )
-    return found
+    return formula
 
 
-def no_formula_of_weights(what: str, names: Sequence[str], model: ModelConfig) -> NoReturn:
+def no_formula_of_weights(name: str, names: Sequence[str], model: ModelConfig) -> NoReturn:
     """Refuse parameters that no formula reads; the message names the parts from outside in the model."""
-    what = f"{what} {format_list(names)}"
+    name = f"{name} {format_list(names)}"
     outside = [part for part in parts_in(model) if not is_built_in(type(part))]
     if outside:
-        _no_formula_of(max(outside, key=lambda part: part.group in names[0]), f"{what} of ")
-    no_formula(what)
+        _no_formula_of(max(outside, key=lambda part: part.group in names[0]), f"{name} of ")
+    no_formula(name)
 
 
-def _no_formula_of(part: Part, what: str = "") -> NoReturn:
+def _no_formula_of(part: Part, name: str = "") -> NoReturn:
     inner = (getattr(part, field.name) for field in fields(part))
-    part = next((one for one in inner if isinstance(one, Part) and one.formula() is None), part)
+    part = next((entry for entry in inner if isinstance(entry, Part) and entry.formula() is None), part)
     raise NoFormulaError(
-        f"the oracle has no formula for {what}{describe_part(part)}, so this recipe cannot be judged; leave it "
+        f"the oracle has no formula for {name}{describe_part(part)}, so this recipe cannot be judged; leave it "
         f"out, write formula() of {type(part).__qualname__} (docs/extending.md#the-oracle), or compare this mapping "
         "with one rank of the same code: --against one-rank"
     )
 
 
-def no_formula(what: str, where: str = "verify/oracle*.py") -> NoReturn:
+def no_formula(name: str, file: str = "verify/oracle*.py") -> NoReturn:
     """Refuse a key, parameter or buffer that the oracle cannot judge.
 
     Args:
-        what: the key and value, parameter or buffer.
-        where: the files whose formulas lack it.
+        name: the key and value, parameter or buffer.
+        file: the files whose formulas lack it.
 
     Raises:
         NoFormulaError: always.
     """
     raise NoFormulaError(
-        f"the oracle has no formula for {what}, so this recipe cannot be judged; leave it out, or write its formula in "
-        f"moefold/{where} (docs/extending.md)"
+        f"the oracle has no formula for {name}, so this recipe cannot be judged; leave it out, or write its formula in "
+        f"moefold/{file} (docs/extending.md)"
     )

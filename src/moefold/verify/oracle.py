@@ -220,14 +220,14 @@ class Oracle:
 
     def _freeze_experts(self, gradients: Weights) -> dict[tuple[str, int], Tensor]:
         """Zero the gradients of frozen experts; return their weights, by name and index."""
-        found = {}
+        frozen = {}
         for name, gradient in gradients.items():
             for expert in range(len(gradient) if ".experts." in name and self._is_frozen_expert else 0):
                 assert self._is_frozen_expert is not None
                 if self._is_frozen_expert(expert):
                     gradient[expert] = 0.0
-                    found[name, expert] = self.weights[name][expert].detach().clone()
-        return found
+                    frozen[name, expert] = self.weights[name][expert].detach().clone()
+        return frozen
 
     @cached_property
     def _specs(self) -> Mapping[str, ParamSpec]:

@@ -92,13 +92,13 @@ def preference_objective(loss: PreferenceLoss) -> OracleLoss:
         log_probs = output.log_probs()
         total = torch.zeros((), dtype=torch.float64)
         for row in range(len(log_probs)):
-            of_row = {name: values[row] for name, values in columns.items()}
-            ids = of_row["sequence_ids"]
-            seconds = [_score(formula, log_probs[row], of_row, number) for number in range(1, int(ids.max()) + 1, 2)]
+            row_data = {name: values[row] for name, values in columns.items()}
+            ids = row_data["sequence_ids"]
+            seconds = [_score(formula, log_probs[row], row_data, number) for number in range(1, int(ids.max()) + 1, 2)]
             for pair in range((int(ids.max()) + 1) // 2):
-                share = of_row["weights"][ids == 2 * pair].sum()
-                first = _score(formula, log_probs[row], of_row, 2 * pair)
-                total = total + share * formula.loss(OraclePairs(first, seconds, pair, of_row))
+                share = row_data["weights"][ids == 2 * pair].sum()
+                first = _score(formula, log_probs[row], row_data, 2 * pair)
+                total = total + share * formula.loss(OraclePairs(first, seconds, pair, row_data))
         return total
 
     return objective

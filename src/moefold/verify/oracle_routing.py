@@ -50,7 +50,7 @@ class RoutedBatch:
     scores: Tensor
     """Router scores, [B, S, E], summing to 1."""
     logits: Tensor
-    given: OracleScores
+    inputs: OracleScores
     """Input of the choice."""
     num_dropped: int
     is_token: Tensor
@@ -118,13 +118,13 @@ class OracleRouter:
         raw = self._score.scores(logits)
         expert_bias = self.biases.get(bias_name(layer))
         biased = raw if expert_bias is None else raw + expert_bias.double()
-        given = OracleScores(logits.detach(), raw.detach(), biased.detach(), context.is_token, model.ffn.moe.top_k)
+        inputs = OracleScores(logits.detach(), raw.detach(), biased.detach(), context.is_token, model.ffn.moe.top_k)
         mixed = None
         if self._score.choose is not None:
             mixed = self._score.choose(logits, model.ffn.moe.top_k, self._choice_noise(layer, logits, context))
             experts = mixed.experts
         else:
-            values = self._choice.ranking(given) if context.is_training else given.biased
+            values = self._choice.ranking(inputs) if context.is_training else inputs.biased
             experts = torch.tensor(
                 [[self._top_k_experts(values, b, s) for s in range(x.shape[1])] for b in range(x.shape[0])]
             )
@@ -137,7 +137,7 @@ class OracleRouter:
         for index in drops:
             kept[index] = 0.0
         scores = raw / raw.sum(-1, keepdim=True)
-        return RoutedBatch(experts, weights * kept, scores, logits, given, len(drops), context.is_token)
+        return RoutedBatch(experts, weights * kept, scores, logits, inputs, len(drops), context.is_token)
 
     def _choice_noise(self, layer: int, logits: Tensor, context: RoutingContext) -> Tensor | None:
         """Return the uniform numbers of choices that are sampled in training, [B, S, N]; None: none."""
@@ -196,7 +196,7 @@ class OracleRouter:
             return
         rate = self._moe.bias_update_rate
         if self._choice.bias is not None:
-            self.biases[name] = self._choice.bias([batch.given for batch in batches]).float()
+            self.biases[name] = self._choice.bias([batch.inputs for batch in batches]).float()
             return
         model = self._model
         target = counts.mean()

@@ -31,14 +31,14 @@ class ReadRecord:
         """
         for field in fields(value):
             name = prefix + field.name
-            found = getattr(value, field.name)
-            is_table = is_dataclass(found) and not isinstance(found, Part)
+            entry = getattr(value, field.name)
+            is_table = is_dataclass(entry) and not isinstance(entry, Part)
             is_framed = not isinstance(value, Part) or field.name in value.framed
             is_leaf = is_framed and (not is_table or field.default is None)
-            if is_leaf and name not in self.names and not _is_default(value, field, found):
+            if is_leaf and name not in self.names and not _is_default(value, field, entry):
                 yield name
-            elif is_dataclass(found) and (is_framed or not is_table):
-                yield from self.unread(found, f"{name}.")
+            elif is_dataclass(entry) and (is_framed or not is_table):
+                yield from self.unread(entry, f"{name}.")
 
 
 def _is_default(owner: Any, field: Field, value: Any) -> bool:
@@ -62,12 +62,12 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         declared = inspect.getattr_static(type(self._value), name, None)
         if isinstance(declared, property) and declared.fget is not None:
-            found = declared.fget(self)
+            value = declared.fget(self)
         else:
-            found = getattr(self._value, name)
+            value = getattr(self._value, name)
             if name in {field.name for field in fields(self._value)}:
                 self._names.add(self._prefix + name)
-                if is_dataclass(found) and (not isinstance(found, Part) or found.framed):
-                    found = _Watched(found, f"{self._prefix}{name}.", self._names)
-        self.__dict__[name] = found
-        return found
+                if is_dataclass(value) and (not isinstance(value, Part) or value.framed):
+                    value = _Watched(value, f"{self._prefix}{name}.", self._names)
+        self.__dict__[name] = value
+        return value

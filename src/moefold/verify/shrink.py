@@ -116,9 +116,9 @@ def _limit_virtual_stages(p: ParallelConfig) -> ParallelConfig:
 
 def _world_sizes(p: ParallelConfig) -> Iterator[int]:
     """Yield the world sizes that divide the recipe's and fit its degrees, ascending."""
-    least = p.pp * lcm(p.tp * p.cp, p.ep * p.etp)
-    if p.world_size % least == 0:
-        yield from (least * replicas for replicas in divisors(p.world_size // least))
+    multiple = p.pp * lcm(p.tp * p.cp, p.ep * p.etp)
+    if p.world_size % multiple == 0:
+        yield from (multiple * replicas for replicas in divisors(p.world_size // multiple))
 
 
 def _shrink_pipeline_layout(text: str) -> str:
@@ -231,8 +231,8 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     networks = list(range(num_layers)) if model.has_shortcut else _spread_kinds(model.decoder_layers, num_layers)
     words = model.layer_words
     rows = [
-        words[of_attention]._replace(ffn=words[of_network].ffn, selection="shared" if shares else "own")
-        for of_attention, of_network, shares in zip(kept, networks, is_shared, strict=True)
+        words[attention]._replace(ffn=words[network].ffn, selection="shared" if shares else "own")
+        for attention, network, shares in zip(kept, networks, is_shared, strict=True)
     ]
     return replace(model, layers=spell_layers(rows))
 

@@ -11,7 +11,7 @@ import pytest
 
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
@@ -197,7 +197,7 @@ def test_no_rule_reads_what_it_does_not_say():
             cfg = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=cfg.parallel.pipeline_layout or "auto"))
             for rule in (*RULES, *(rule.validate for rule in MAPPING_RULES)):
                 notes: set[str] = set()
-                list(ask(rule, noting(cfg, notes)))
+                list(apply_rule(rule, noting(cfg, notes)))
                 assert notes <= said.get(rule, set()), (name, rule)
 
 

@@ -49,7 +49,7 @@ class OuterOfWholeRounds(OuterOptimizer):
             return round_
         mean = round_.mean.clone()
         first = self.num_coded(round_.fragments)
-        mean[first:] -= round_.own[first:]
+        mean[first:] -= round_.delta[first:]
         return replace(round_, mean=mean)
 
     def begin_next(self) -> None:
@@ -57,10 +57,10 @@ class OuterOfWholeRounds(OuterOptimizer):
         self.take_weights(list(self.weights))
 
     @torch.no_grad()
-    def cancel(self, fragments: Sequence[int], own: Tensor) -> None:
+    def cancel(self, fragments: Sequence[int], delta: Tensor) -> None:
         """Move the weights by their difference again; local."""
         names = self.names(fragments)
-        for (name, residual), part in zip(self.visit(names, ["residual"]), self.parts(names, own), strict=True):
+        for (name, residual), part in zip(self.visit(names, ["residual"]), self.parts(names, delta), strict=True):
             own_d = part.sub(residual[0], alpha=self._settings.residual) if residual else part
             local_tensor(self._parameters[name].data).sub_(own_d)
 
@@ -87,7 +87,7 @@ class OuterOfWholeRounds(OuterOptimizer):
         self._moves_both = moves_both
         self._penalty = penalty
         self.update_square = 0.0
-        return self.step(round_.own, round_.mean, round_.fragments)
+        return self.step(round_.delta, round_.mean, round_.fragments)
 
     def update(self, name: str, mean_g: Tensor, momentum: Sequence[Tensor]) -> Tensor:
         """Return the update by the divided mean."""

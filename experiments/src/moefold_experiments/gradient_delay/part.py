@@ -8,7 +8,7 @@ from moefold.config.field import at_least
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.param_spec import ParamSpec
 from moefold.config.problem import Problem
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 from moefold.parts.optimizer.adamw.part import AdamW
 from moefold.parts.optimizer.muon.part import Muon
 
@@ -51,7 +51,7 @@ class Delayed(OptimizerPart):
 
     def check(self, recipe: "Config") -> Iterator[Problem]:  # type: ignore[override]
         """Yield what delayed gradients do not go with: rounds of sites, rollouts, and a run of one step."""
-        yield from ask(super().check, recipe)
+        yield from apply_rule(super().check, recipe)
         if recipe.sites.is_active:
             yield self._problem(
                 f"would apply gradients of weights that a round of sites.method='{recipe.sites.method}' has replaced",

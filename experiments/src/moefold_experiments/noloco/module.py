@@ -20,15 +20,15 @@ from moefold.optim.outer_round import OuterNorms, PendingRound, Sent
 class OuterOfPairs(OuterOptimizer):
     """Outer weights and momentum that the sites do not share."""
 
-    def send(self, fragments: Sequence[int], own: Tensor, *, is_last: bool) -> Sent:
+    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> Sent:
         """Return the differences and, as they are, the outer weights; in the last round the weights."""
         if is_last:
             return Sent(self.local_vector(fragments), 0)
-        return Sent(torch.cat([own, self.outer_vector(fragments)]), self.num_coded(fragments))
+        return Sent(torch.cat([delta, self.outer_vector(fragments)]), self.num_coded(fragments))
 
     def receive(self, round_: PendingRound, sent: Sent, exchanged: Exchanged, members: Sequence[int]) -> PendingRound:
         """Return the round with the pull between the outer weights of the pair."""
-        size = len(round_.own)
+        size = len(round_.delta)
         if len(sent.vector) == size:
             return replace(round_, is_mean_of_weights=True)
         return replace(round_, mean=add_pull(exchanged.mean, sent.vector[size:]))
@@ -36,7 +36,7 @@ class OuterOfPairs(OuterOptimizer):
     def apply(self, round_: PendingRound, groups: Any, *, is_overlapped: bool) -> tuple[OuterNorms, dict[str, float]]:
         """Take the outer step of a pair, or the mean of all sites; local."""
         if round_.is_mean_of_weights:
-            return self.merge(round_.own, round_.mean, round_.fragments), {}
+            return self.merge(round_.delta, round_.mean, round_.fragments), {}
         return super().apply(round_, groups, is_overlapped=is_overlapped)
 
     @torch.no_grad()
@@ -61,17 +61,17 @@ class OuterOfPairs(OuterOptimizer):
         return flat
 
     @torch.no_grad()
-    def merge(self, own: Tensor, mean: Tensor, fragments: Sequence[int]) -> OuterNorms:
+    def merge(self, delta: Tensor, mean: Tensor, fragments: Sequence[int]) -> OuterNorms:
         """Set outer weights and weights to a mean of the sites' weights, and the buffers to theirs; local.
 
         Args:
-            own: what `difference` returned for the round.
+            delta: what `difference` returned for the round.
             mean: the weighted mean of what `local_vector` returned on the sites.
             fragments: the fragments of the round.
         """
         sums = [0.0] * 5
         names = self.names(fragments)
-        parts = zip(self.parts(names, own), self.parts(names, mean), strict=True)
+        parts = zip(self.parts(names, delta), self.parts(names, mean), strict=True)
         for (name, weights), (own_d, merged) in zip(self.visit_weights(names), parts, strict=True):
             self.add_norms(sums, name, weights, own_d, weights - merged)
             weights.copy_(merged)

@@ -66,9 +66,9 @@ class OuterOfOwners(OuterOptimizer):
         """Return the elements of owned experts, of which no mean is taken; they are the last of `num_coded`."""
         return sum(self.width(name) for name in self.owned_names(fragments))
 
-    def send(self, fragments: Sequence[int], own: Tensor, *, is_last: bool) -> Sent:
+    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> Sent:
         """Return the differences that the site sends; of experts, only the experts that it owns."""
-        return Sent(own, self.num_coded(fragments), self.num_gathered(fragments))
+        return Sent(delta, self.num_coded(fragments), self.num_gathered(fragments))
 
     def receive(self, round_: PendingRound, sent: Sent, exchanged: Exchanged, members: Sequence[int]) -> PendingRound:
         """Return the round with the differences of each expert's owner."""

@@ -10,7 +10,7 @@ from moefold.config.groups.optimizer import ForwardOnlyStep, OptimizerPart, Stat
 from moefold.config.method_defaults import MethodRates
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import UnusedKeys
-from moefold.config.rule import ask
+from moefold.config.rule import apply_rule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,5 +78,5 @@ class Spsa(OptimizerPart):
         """Yield what forward passes alone do not go with."""
         from moefold_experiments.spsa.rules import spsa_problems
 
-        yield from ask(super().check, recipe)
+        yield from apply_rule(super().check, recipe)
         yield from spsa_problems(f"{self.key}={self.kind!r}", recipe)

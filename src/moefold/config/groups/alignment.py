@@ -106,8 +106,8 @@ class AlignmentPart(Part):
             rule = f"needs a loss for pairs, and {self.key}={self.kind!r} is none"
             yield Problem(f"data.kind={_quoted(kind)}", None, rule, way_out)
         if self.data_kind and kind != self.data_kind:
-            what = " with a reward in each row" if not self.preference else ""
-            rule = f"needs data.kind={_quoted(self.data_kind)}{what}, and it is {kind!r}"
+            columns = " with a reward in each row" if not self.preference else ""
+            rule = f"needs data.kind={_quoted(self.data_kind)}{columns}, and it is {kind!r}"
             yield Problem(self.key, self.kind, rule, "set it")
         if self.data_kind and data.weights:
             rule = "reads its rows as one data set"

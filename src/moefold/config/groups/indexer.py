@@ -95,10 +95,10 @@ class IndexerPart(Part):
 
     def index_bytes(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the bytes of the queries, weights and keys of an indexer, or of their gradients."""
-        own = self.num_heads * self.head_dim * sizes.item_bytes
-        own += self.num_heads * sizes.high_precision_bytes + self.head_dim * sizes.item_bytes
+        num_bytes = self.num_heads * self.head_dim * sizes.item_bytes
+        num_bytes += self.num_heads * sizes.high_precision_bytes + self.head_dim * sizes.item_bytes
         keys = sizes.parallel.cp * sizes.gathered_bytes(self.head_dim)
-        return Counter(attention=sizes.tokens * own + keys)
+        return Counter(attention=sizes.tokens * num_bytes + keys)
 
     def saved_in_warmup(self, sizes: "LayerSizes", num_heads: int, source: int) -> Counter[str]:
         """Return the saved bytes of a layer in the warm-up, when only the indexers have gradients.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_
 
 from moefold.config.method_defaults import MethodRates
 from moefold.config.param_spec import ModelPart, ParamSpec
-from moefold.config.part import Part, UnusedKeys, lacks
+from moefold.config.part import Part, UnusedKeys, missing_method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +91,7 @@ class OptimizerPart(Part):
 
     def matrix_work(self, rows: int, columns: int) -> MatrixWork:
         """Return the work of the update of one gathered full matrix; each expert is a separate matrix."""
-        raise lacks(self, "matrix_work")
+        raise missing_method(self, "matrix_work")
 
     def build(self, parameters: "Mapping[str, Parameter]", run: Any) -> "Optimizer":
         """Return the optimizer with all states; may be collective over the stage.
@@ -117,7 +117,7 @@ class OptimizerPart(Part):
             ranks; `project(losses, step)`, which returns the gradient with its `value`, and `rounded` for the update;
             then `update(rounded)`, or `restore()`, which leaves the weights as they were before the step.
         """
-        raise lacks(self, "passes")
+        raise missing_method(self, "passes")
 
     def formula(self) -> Callable[..., Any] | None:
         """Return a second implementation of the update, for the oracle; None: no formula.

@@ -179,8 +179,8 @@ def centred(rewards: "Rewards") -> "Rewards":
     import numpy as np
 
     mean = np.nansum(rewards, axis=1, keepdims=True) / np.maximum(reward_counts(rewards), 1)
-    found: Rewards = rewards - mean
-    return found
+    centred_rewards: Rewards = rewards - mean
+    return centred_rewards
 
 
 def reward_counts(rewards: "Rewards") -> "NDArray[np.int64]":

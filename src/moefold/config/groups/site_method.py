@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from moefold.config.part import Part, lacks
+from moefold.config.part import Part, missing_method
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class SiteMethodPart(Part):
             An object with `parameters`, where the site's own experts replace all experts, and the methods
             `take_gradients` and `drop_gradients`, before and after the optimizer's step.
         """
-        raise lacks(self, "own_parameters")
+        raise missing_method(self, "own_parameters")
 
     def least_every(self, cost: Any, precision: str) -> int | None:
         """Return the smallest `sites.every` for `moefold plan`, if the overlap is equal to it.

@@ -27,7 +27,7 @@ FAMILY = Family(
             num_experts_per_tok="ffn.moe.top_k",
             norm_topk_prob=("ffn.moe.router.normalize", True),
         ),
-        Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size", 1024, least=1),
+        Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size", 1024, minimum=1),
         Constants({"attention.qk_norm": {}, "attention.sinks": True, "ffn.moe.router": "sigmoid"}),
     ),
     layouts(

@@ -50,7 +50,7 @@ FAMILY = Family(
         num_experts("num_experts"),
         *renamed(num_experts_per_tok="ffn.moe.top_k", moe_intermediate_size="ffn.moe.intermediate_size"),
         NormTopKProb(default=True),
-        Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size", 512, least=1),
+        Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size", 512, minimum=1),
         Constants({"attention.qk_norm": {}}),
     ),
     layouts(

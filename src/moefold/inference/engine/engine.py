@@ -187,12 +187,12 @@ class RolloutEngine:
 
     def _with_merged_routing(self, completions: list[Completion]) -> list[Completion]:
         """Merge the recorded experts of all tensor-parallel ranks; collective over tp."""
-        found = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
-        if not found:
+        routed = [completion.expert_ids for completion in completions if completion.expert_ids is not None]
+        if not routed:
             return completions
         groups = self._model.groups
-        merged = merge_over_tp(found, groups.attn.tp, groups.device)
-        return [replace(one, expert_ids=ids) for one, ids in zip(completions, merged, strict=True)]
+        merged = merge_over_tp(routed, groups.attn.tp, groups.device)
+        return [replace(completion, expert_ids=ids) for completion, ids in zip(completions, merged, strict=True)]
 
 
 class OpenGeneration:
@@ -272,7 +272,7 @@ class OpenGeneration:
         numbers = [segment.number for segment in work.segments if segment.number >= 0]
         scored = [] if all(segment.scored_number < 0 for segment in work.segments) else self._scored(work.segments)
         if scored:
-            scored_rows = copy_to_device(torch.tensor([one.row for one in scored]), picked_N.device)
+            scored_rows = copy_to_device(torch.tensor([token.row for token in scored]), picked_N.device)
             picked_N = torch.cat([picked_N, scored_rows])
         logits_NV = self._decoder.forward(tokens_R, rows, picked_N)
         if scored:
@@ -284,7 +284,7 @@ class OpenGeneration:
 
     def _scored(self, segments: Sequence[PassSegment]) -> list["_Scored"]:
         """Return the rows of a pass whose next token belongs to a scored prompt."""
-        found = []
+        scored = []
         end = 0
         for segment in segments:
             start, end = end, end + len(segment.tokens)
@@ -292,29 +292,29 @@ class OpenGeneration:
                 continue
             prompt = self._open[segment.scored_number].request.prompt
             positions = range(segment.first, min(segment.first + len(segment.tokens), len(prompt) - 1))
-            found += [
+            scored += [
                 _Scored(start + position - segment.first, segment.scored_number, position + 1, prompt[position + 1])
                 for position in positions
             ]
-        return found
+        return scored
 
     def _score(self, logits_MV: Tensor | None, scored: Sequence["_Scored"]) -> None:
         """Record the log-probabilities of tokens of prompts; collective over the ranks of these requests."""
         groups = self._chain.groups
-        wanted = [self._open[one.number].request.prompt_alternatives or 0 for one in scored]
+        wanted = [self._open[token.number].request.prompt_alternatives or 0 for token in scored]
         count = max(wanted)
         found_DM = torch.zeros(1 + 2 * count, len(scored), dtype=torch.float64, device=groups.device)
         if logits_MV is not None:
-            tokens_M = copy_to_device(torch.tensor([one.token for one in scored]), groups.device)
+            tokens_M = copy_to_device(torch.tensor([token.token for token in scored]), groups.device)
             found_DM[0] = self._log_probs(logits_MV, tokens_M)
             if count:
                 stage = self._chain.last_stage
                 assert stage is not None
                 found_DM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
-        found = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
-        for one, most, (log_prob, *best) in zip(scored, wanted, found, strict=True):
-            score = PromptScore(log_prob, _alternatives(one.token, log_prob, best, most))
-            self._open[one.number].prompt_scores[one.position] = score
+        rows = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
+        for token, num_best, (log_prob, *best) in zip(scored, wanted, rows, strict=True):
+            score = PromptScore(log_prob, _alternatives(token.token, log_prob, best, num_best))
+            self._open[token.number].prompt_scores[token.position] = score
 
     def _log_probs(self, logits_NV: Tensor, tokens_N: Tensor) -> Tensor:
         """Return the log-probabilities of tokens, [N], from logits of this rank's vocabulary shard."""
@@ -363,9 +363,9 @@ class OpenGeneration:
             if count:
                 found_DN[2:] = _most_likely(_divide_by_temperature(whole_NV, draws), count)
         # The only time that a pass waits for the device.
-        found = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
-        check_drawn([token for token, *_ in found])
-        return [self._new_token(number, *of_sample) for number, of_sample in zip(numbers, found, strict=True)]
+        rows = self._chain.broadcast_from_last_stage(found_DN).t().tolist()
+        check_drawn([token for token, *_ in rows])
+        return [self._new_token(number, *fields) for number, fields in zip(numbers, rows, strict=True)]
 
     def _new_token(self, number: int, token: float, log_prob: float, *best: float) -> NewToken:
         """Return the drawn token of a sample with the requested number of alternatives."""
@@ -385,7 +385,7 @@ class OpenGeneration:
 
     def _advance(self, drawn: Sequence[NewToken], is_complete: StopCondition | None) -> list[NewToken]:
         """Append the drawn tokens to their samples, and finish complete ones."""
-        found = []
+        finished = []
         for new in drawn:
             number = new.number
             token = new.token
@@ -405,8 +405,8 @@ class OpenGeneration:
                 if self._records_routing:
                     sample.expert_ids = self._decoder.recorded_choices(self._scheduler.cached_slots(number))
                 self._scheduler.finish(number)
-            found.append(new if reason is None else new._replace(finish_reason=reason))
-        return found
+            finished.append(new if reason is None else new._replace(finish_reason=reason))
+        return finished
 
 
 class _Scored(NamedTuple):
@@ -473,11 +473,11 @@ def _pass_tensors(
 
 def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Divide each row by its temperature; rows of temperature 0 are unchanged."""
-    of_rows = [draw.params.temperature or 1.0 for draw in draws]
-    temperature = of_rows[0]
-    if of_rows.count(temperature) == len(of_rows):
+    values = [draw.params.temperature or 1.0 for draw in draws]
+    temperature = values[0]
+    if values.count(temperature) == len(values):
         return logits_NV if temperature == 1 else logits_NV / temperature
-    return logits_NV / copy_to_device(torch.tensor(of_rows, dtype=logits_NV.dtype), logits_NV.device).unsqueeze(1)
+    return logits_NV / copy_to_device(torch.tensor(values, dtype=logits_NV.dtype), logits_NV.device).unsqueeze(1)
 
 
 def change_logits(
@@ -497,9 +497,9 @@ def change_logits(
         ids, values = zip(*rules.bias, strict=True)
         logits_V[list(ids)] += torch.tensor(values, dtype=logits_V.dtype, device=device)
     if rules.repetition_penalty != 1:
-        seen = sorted({*request.prompt, *tokens})
-        found = logits_V[seen]
-        logits_V[seen] = torch.where(found > 0, found / rules.repetition_penalty, found * rules.repetition_penalty)
+        used = sorted({*request.prompt, *tokens})
+        logits = logits_V[used]
+        logits_V[used] = torch.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
     counts = Counter(tokens)
     if counts and (rules.frequency_penalty or rules.presence_penalty):
         penalties = [count * rules.frequency_penalty + rules.presence_penalty for count in counts.values()]

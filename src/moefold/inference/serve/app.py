@@ -112,14 +112,14 @@ class CompletionServer:
 
     def _endpoint(self, kind: ApiKind) -> Callable[[HttpRequest], Awaitable[Any]]:
         async def answer(http: HttpRequest) -> Response | _EventStream:
-            with ExitStack() as held:
+            with ExitStack() as stack:
                 try:
                     request = parse_request(await self._read_body(http), kind, self._job.name)
-                    held.enter_context(self._counted(request))
+                    stack.enter_context(self._counted(request))
                     run = await self._start(http, request)
-                    held.callback(run.note_tokens)
+                    stack.callback(run.note_tokens)
                     if request.streams:
-                        return _EventStream(self._events(run), held.pop_all())
+                        return _EventStream(self._events(run), stack.pop_all())
                     return JSONResponse(await self._whole(run))
                 except ApiError as error:
                     return _error(error)
@@ -134,17 +134,17 @@ class CompletionServer:
             ApiError: they exceed the limit of this server.
         """
         num_samples = request.num_prompts * request.num_samples
-        most = self._job.options.max_concurrent
-        if num_samples > most:
+        max_samples = self._job.options.max_concurrent
+        if num_samples > max_samples:
             # Not 429, because clients would retry.
             raise ApiError(
-                f"the request has {num_samples} samples, and this server takes at most {most}; ask for fewer"
+                f"the request has {num_samples} samples, and this server takes at most {max_samples}; ask for fewer"
             )
         num_open = self._metrics.num_open
-        if num_open + num_samples > most:
+        if num_open + num_samples > max_samples:
             raise ApiError(
                 f"{num_open} samples run or wait, the request has {num_samples}, and this server takes at most "
-                f"{most}; try again later, or ask for fewer",
+                f"{max_samples}; try again later, or ask for fewer",
                 429,
             )
         self._metrics.num_open += num_samples
@@ -217,12 +217,12 @@ class CompletionServer:
     @asynccontextmanager
     async def _running(self, samples: Sequence[Request]) -> AsyncIterator[asyncio.Queue[tuple[int, NewToken]]]:
         """Run samples inside this context; yield a queue of (index of the sample, new token)."""
-        here = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[int, NewToken]] = asyncio.Queue()
         index_of: dict[int, int] = {}
 
         def deliver(new: NewToken) -> None:
-            here.call_soon_threadsafe(lambda: arrived.put_nowait((index_of[new.number], new)))
+            loop.call_soon_threadsafe(lambda: arrived.put_nowait((index_of[new.number], new)))
 
         numbers = self._loop.submit(samples, deliver)
         # This precedes the look-up of a delivered token, which happens on this thread after the next await.
@@ -249,11 +249,11 @@ class CompletionServer:
                     text.is_finished = True
                     yield index, ChoiceText(finish_reason="length")
                     continue
-                part = text.push(new)
-                if part.finish_reason is not None and new.finish_reason is None:
+                delta = text.push(new)
+                if delta.finish_reason is not None and new.finish_reason is None:
                     self._loop.cancel([new.number])
-                if part.text or part.reasoning or part.tokens or part.calls or part.finish_reason is not None:
-                    yield index, part
+                if delta.text or delta.reasoning or delta.tokens or delta.calls or delta.finish_reason is not None:
+                    yield index, delta
 
     async def _events(self, run: "_Run") -> AsyncGenerator[str, None]:
         """Yield the server-sent events of a stream."""
@@ -261,9 +261,9 @@ class CompletionServer:
         if run.request.kind == "chat":
             for index in range(len(run.samples)):
                 yield _event(builder.chunk([builder.first_delta(index)]))
-        async with aclosing(self._parts(run)) as parts:
-            async for index, part in parts:
-                yield _event(builder.chunk([builder.choice(index, part, is_delta=True)]))
+        async with aclosing(self._parts(run)) as deltas:
+            async for index, delta in deltas:
+                yield _event(builder.chunk([builder.choice(index, delta, is_delta=True)]))
         if run.request.includes_usage:
             yield _event(builder.chunk([], usage_of(run.num_prompt_tokens, run.num_new_tokens)))
         yield "data: [DONE]\n\n"
@@ -274,9 +274,9 @@ class CompletionServer:
         collected: list[list[ChoiceText]] = [[] for _ in run.samples]
 
         async def collect() -> None:
-            async with aclosing(self._parts(run)) as parts:
-                async for index, part in parts:
-                    collected[index].append(part)
+            async with aclosing(self._parts(run)) as deltas:
+                async for index, delta in deltas:
+                    collected[index].append(delta)
 
         task = asyncio.ensure_future(collect())
         try:
@@ -289,15 +289,15 @@ class CompletionServer:
         task.result()
         choices = []
         for index, sample in enumerate(run.chosen_samples()):
-            parts = collected[sample]
-            whole = ChoiceText(
-                text="".join(part.text for part in parts),
-                reasoning="".join(part.reasoning for part in parts),
-                tokens=[token for part in parts for token in part.tokens],
-                calls=[call for part in parts for call in part.calls],
-                finish_reason=parts[-1].finish_reason,
+            deltas = collected[sample]
+            choice_text = ChoiceText(
+                text="".join(delta.text for delta in deltas),
+                reasoning="".join(delta.reasoning for delta in deltas),
+                tokens=[token for delta in deltas for token in delta.tokens],
+                calls=[call for delta in deltas for call in delta.calls],
+                finish_reason=deltas[-1].finish_reason,
             )
-            choices.append(builder.choice(index, whole, is_delta=False))
+            choices.append(builder.choice(index, choice_text, is_delta=False))
         return builder.whole(choices, usage_of(run.num_prompt_tokens, run.num_new_tokens))
 
 
@@ -334,11 +334,11 @@ class _Run:
 
     def chosen_samples(self) -> list[int]:
         """Return the samples of the answer, grouped by prompt; the likeliest samples first if some are dropped."""
-        each = self.request.num_samples
+        num_samples = self.request.num_samples
         chosen: list[int] = []
-        for first in range(0, len(self.texts), each):
-            group = list(range(first, first + each))
-            if self.request.num_choices < each:
+        for first in range(0, len(self.texts), num_samples):
+            group = list(range(first, first + num_samples))
+            if self.request.num_choices < num_samples:
                 group.sort(key=lambda index: -self.texts[index].mean_log_prob)
             chosen += group[: self.request.num_choices]
         return chosen
@@ -363,9 +363,9 @@ class _EventStream:
         held: closed with the response, even if no event was read.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], held: ExitStack) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], stack: ExitStack) -> None:
         self._events = events
-        self._held = held
+        self._held = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""

@@ -109,15 +109,15 @@ class PromptEncoder:
 
     def _encode_chat(self, request: ApiRequest) -> EncodedRequest:
         template = self._template
-        use = request.tool_use
-        tools = None if use is None else use.tools
+        tool_use = request.tool_use
+        tools = None if tool_use is None else tool_use.tools
         source = template.source_for(tools)
         template.check_roles(ChatRequest(request.messages, tools, "messages"))
         reject_nul(self._tokenizer, [*request.messages, tools], "the conversation")
         tool_format = None
-        if use is not None and use.forced:
+        if tool_use is not None and tool_use.forced:
             check_takes_tools(source, template.location)
-        elif use is not None:
+        elif tool_use is not None:
             tool_format = find_format(source, template.location)
         text = template.render_prompt(
             request.messages,
@@ -130,7 +130,7 @@ class PromptEncoder:
         if not ids:
             raise ApiError("the chat template makes an empty text of these messages", param="messages")
         # A grammar begins with the first token.
-        reasons = self._job.options.reasoning and not request.schema and (use is None or not use.forced)
+        reasons = self._job.options.reasoning and not request.schema and (tool_use is None or not tool_use.forced)
         turn_ids, turn_end = self._end_of_turn
         ends = (turn_end,) if turn_end and not request.ignores_end else ()
         encoded = self._with_ends(request, [ids], self._end_ids | turn_ids, (*request.stops, *ends))
@@ -167,10 +167,10 @@ class PromptEncoder:
         return frozenset(token for token in self.table.special_ids if pieces[token].decode() not in marks)
 
     def _rules(self, request: ApiRequest, eos_ids: frozenset[int]) -> LogitRules | None:
-        use = request.tool_use
-        schema = json.dumps(forced_schema(use)) if use is not None and use.forced else request.schema
+        tool_use = request.tool_use
+        schema = json.dumps(forced_schema(tool_use)) if tool_use is not None and tool_use.forced else request.schema
         if schema:
-            param = "tool_choice" if use is not None else "response_format"
+            param = "tool_choice" if tool_use is not None else "response_format"
             try:
                 self._grammars.check(schema, eos_ids)
             except GrammarError as error:
@@ -183,13 +183,13 @@ class PromptEncoder:
             raise ApiError(f"{param}: id {wrong[0]} is outside the vocabulary of {self._vocab_size}", param=param)
 
 
-def _known_variables(given: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
+def _known_variables(variables: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
     """Return the variables of a request for its template; false and null are equal to absent variables.
 
     Raises:
         ApiError: the template does not read a variable.
     """
-    for name, value in given.items():
+    for name, value in variables.items():
         param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
         if name in _RESERVED_VARIABLES:
             raise ApiError(f"chat_template_kwargs.{name} is a field of the request itself; set that", param=param)
@@ -197,7 +197,7 @@ def _known_variables(given: Mapping[str, Any], source: str, location: str) -> Ma
             raise ApiError(
                 f"{param}: the chat template of {location} does not read {name!r}; leave it out", param=param
             )
-    return given
+    return variables
 
 
 class SampleText:
@@ -215,8 +215,8 @@ class SampleText:
         self._request = encoded.request
         self._stream = TextStream(tokenizer)
         self._filter = StopStringFilter(*encoded.stops)
-        use = self._request.tool_use
-        self._calls = None if use is None else CallReader(use, encoded.tool_format)
+        tool_use = self._request.tool_use
+        self._calls = None if tool_use is None else CallReader(tool_use, encoded.tool_format)
         reasons = encoded.prompt_reasons
         self._reasoning = None if reasons is None else ReasoningReader(is_open=reasons)
         self.num_tokens = 0
@@ -277,8 +277,8 @@ class SampleText:
             return text, [], reason
         content, calls = self._calls.push(text)
         if reason is not None:
-            more, last = self._calls.finish()
-            content += more
+            extra, last = self._calls.finish()
+            content += extra
             calls += last
         if self._calls.num_calls and (reason == "stop" or self._calls.is_done):
             reason = "tool_calls"

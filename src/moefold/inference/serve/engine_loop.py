@@ -97,11 +97,11 @@ class EngineLoop:
         while self._apply(self._next_commands()):
             if not self._dp_rank_of:
                 continue
-            found = self._generation.step()
-            for new in found:
+            tokens = self._generation.step()
+            for new in tokens:
                 if new.finish_reason is not None:
                     self._generation.pop(new.number, new.finish_reason)
-            for new in itertools.chain.from_iterable(all_gather_objects(found, self._groups.attn.dp)):
+            for new in itertools.chain.from_iterable(all_gather_objects(tokens, self._groups.attn.dp)):
                 if new.finish_reason is not None:
                     del self._dp_rank_of[new.number]
                 self._send(new)

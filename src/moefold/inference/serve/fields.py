@@ -263,16 +263,16 @@ def read_fields(body: bytes, kind: ApiKind) -> CompletionFields | ChatFields:
     if not isinstance(content, dict):
         raise ApiError("the body must be a JSON object")
     schema = CompletionFields if kind == "completion" else ChatFields
-    given = {}
+    values = {}
     for name, value in content.items():
         if value is None or name in LABELS:
             continue
         if name in schema.model_fields:
-            given[name] = value
+            values[name] = value
         else:
             _check_neutral(name, value, schema)
     try:
-        return schema.model_validate(given)
+        return schema.model_validate(values)
     except ValidationError as error:
         raise _api_error(error) from None
 

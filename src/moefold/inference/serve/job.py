@@ -123,10 +123,10 @@ def prepare_server(
 
 
 def _check_options(options: ServeOptions) -> None:
-    for name, least in (("slots", 1), ("max_length", 0), ("max_concurrent", 1), ("max_body_kib", 1)):
+    for name, minimum in (("slots", 1), ("max_length", 0), ("max_concurrent", 1), ("max_body_kib", 1)):
         value = getattr(options, name)
-        if value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        if value < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {minimum}")
     if options.max_length == 1:
         raise ConfigError("--max-length 1 leaves no room for a completion; set at least 2 (0: the context length)")
     key = options.api_key

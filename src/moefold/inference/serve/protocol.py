@@ -44,8 +44,8 @@ class ToolUse:
 
     def parameters_of(self, name: str) -> Mapping[str, Any]:
         """Return the JSON schema of a tool's arguments."""
-        found = next(tool["function"] for tool in self.tools if tool["function"]["name"] == name)
-        parameters: Mapping[str, Any] = found.get("parameters") or {"type": "object"}
+        function = next(tool["function"] for tool in self.tools if tool["function"]["name"] == name)
+        parameters: Mapping[str, Any] = function.get("parameters") or {"type": "object"}
         return parameters
 
 
@@ -224,9 +224,9 @@ def _shared(fields: SharedFields, kind: ApiKind) -> dict[str, Any]:
     }
 
 
-def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    found = []
-    for name, value in given.items():
+def _bias(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for name, value in biases.items():
         if not name.isdecimal() or not name.isascii() or len(name) > 12:
             raise ApiError(f"logit_bias has the key {name!r}; the keys are token ids", param="logit_bias")
         if not -MAX_BIAS <= value <= MAX_BIAS:
@@ -234,8 +234,8 @@ def _bias(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
                 f"logit_bias of token {name} is {value:g}; it must be between -{MAX_BIAS} and {MAX_BIAS}",
                 param="logit_bias",
             )
-        found.append((int(name), value))
-    return tuple(found)
+        pairs.append((int(name), value))
+    return tuple(pairs)
 
 
 def _schema(fields: SharedFields) -> str:
@@ -291,8 +291,8 @@ def _tool_use(fields: ChatFields) -> ToolUse | None:
 
 def _description(tool: Tool) -> dict[str, Any]:
     """Return a tool in the form of templates, without absent fields."""
-    given = tool.function.model_dump()
-    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+    fields = tool.function.model_dump()
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
 def _turn(message: Message, index: int) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def _turn(message: Message, index: int) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": message.role}
     if isinstance(content, list):
         # Several parts are joined as the template requires; see `join_parts`.
-        turn["content"] = [part.model_dump() for part in content] if len(content) != 1 else content[0].text
+        turn["content"] = [item.model_dump() for item in content] if len(content) != 1 else content[0].text
     else:
         turn["content"] = content
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -332,16 +332,16 @@ def _turn(message: Message, index: int) -> dict[str, Any]:
     return turn
 
 
-def _arguments(given: str | Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    if not isinstance(given, str):
-        return given
+def _arguments(value: str | Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    if not isinstance(value, str):
+        return value
     try:
-        found = from_json(given) if given.strip() else {}
+        arguments = from_json(value) if value.strip() else {}
     except ValueError as error:
         raise ApiError(f"{place}.function.arguments is not JSON: {error}", param="messages") from None
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise ApiError(f"{place}.function.arguments must be a JSON object", param="messages")
-    return found
+    return arguments
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:
@@ -351,11 +351,11 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str
         raise ApiError("prompt is empty; give a text, a list of texts, or token ids", param="prompt")
     prompts: list[str | tuple[int, ...]] = []
     ids: list[int] = []
-    for part in prompt:
-        if isinstance(part, int):
-            ids.append(part)
+    for item in prompt:
+        if isinstance(item, int):
+            ids.append(item)
         else:
-            prompts.append(part if isinstance(part, str) else tuple(part))
+            prompts.append(item if isinstance(item, str) else tuple(item))
     return (tuple(ids),) if ids else tuple(prompts)
 
 
@@ -420,52 +420,52 @@ class ResponseBuilder:
         """Return the choice that begins a stream of a chat."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def choice(self, index: int, part: ChoiceText, *, is_delta: bool) -> dict[str, Any]:
+    def choice(self, index: int, choice: ChoiceText, *, is_delta: bool) -> dict[str, Any]:
         """Return a choice with a text or a part of a text."""
-        rest = {"index": index, "logprobs": self._log_probs(index, part), "finish_reason": part.finish_reason}
+        fields = {"index": index, "logprobs": self._log_probs(index, choice), "finish_reason": choice.finish_reason}
         if not self._is_chat:
-            return {"text": part.text} | rest
-        calls = list(part.calls)
+            return {"text": choice.text} | fields
+        calls = list(choice.calls)
         if is_delta:
             first = self._num_calls.get(index, 0)
             self._num_calls[index] = first + len(calls)
-            delta: dict[str, Any] = {"reasoning_content": part.reasoning} if part.reasoning else {}
-            if part.text:
-                delta["content"] = part.text
+            delta: dict[str, Any] = {"reasoning_content": choice.reasoning} if choice.reasoning else {}
+            if choice.text:
+                delta["content"] = choice.text
             if calls:
                 delta["tool_calls"] = [{"index": first + i} | dict(call) for i, call in enumerate(calls)]
-            return {"delta": delta} | rest
-        message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
-        if part.reasoning:
-            message["reasoning_content"] = part.reasoning
+            return {"delta": delta} | fields
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         if calls:
-            message |= {"content": part.text if part.text.strip() else None, "tool_calls": calls}
-        return {"message": message} | rest
+            message |= {"content": choice.text if choice.text.strip() else None, "tool_calls": calls}
+        return {"message": message} | fields
 
-    def _log_probs(self, index: int, part: ChoiceText) -> dict[str, Any] | None:
+    def _log_probs(self, index: int, choice: ChoiceText) -> dict[str, Any] | None:
         if not self._request.has_log_probs:
             return None
         if self._is_chat:
             return {
                 "content": [
                     _chat_log_prob(token) | {"top_logprobs": [_chat_log_prob(other) for other in token.alternatives]}
-                    for token in part.tokens
+                    for token in choice.tokens
                 ],
                 "refusal": None,
             }
         offsets = []
-        for token in part.tokens:
+        for token in choice.tokens:
             offsets.append(self._text_ends.get(index, 0))
             self._text_ends[index] = offsets[-1] + (_num_characters(token.piece) if token.is_shown else 0)
         return {
-            "tokens": [token.text for token in part.tokens],
-            "token_logprobs": [token.log_prob for token in part.tokens],
+            "tokens": [token.text for token in choice.tokens],
+            "token_logprobs": [token.log_prob for token in choice.tokens],
             # The token itself is always included. Of several tokens with the same text, the most likely is used.
             "top_logprobs": [
                 None
                 if token.log_prob is None
                 else {other.text: other.log_prob for other in (*reversed(token.alternatives), token)}
-                for token in part.tokens
+                for token in choice.tokens
             ],
             "text_offset": offsets,
         }

@@ -57,10 +57,10 @@ class ReasoningReader:
             self._is_done = True
             reasoning = self._take(end)
             return reasoning, self._take(len(self._pending))[len(END) :]
-        held = 0 if is_end else next(n for n in range(len(END) - 1, -1, -1) if self._pending.endswith(END[:n]))
-        return self._take(len(self._pending) - held), ""
+        num_held = 0 if is_end else next(n for n in range(len(END) - 1, -1, -1) if self._pending.endswith(END[:n]))
+        return self._take(len(self._pending) - num_held), ""
 
     def _take(self, length: int) -> str:
-        taken = self._pending[:length]
+        text = self._pending[:length]
         self._pending = self._pending[length:]
-        return taken
+        return text

@@ -85,17 +85,17 @@ def _call_of(value: Any) -> Call:
 
 def _object_of(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text) if text.strip() else {}
+        value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         raise NoCallError from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise NoCallError
-    return found
+    return value
 
 
-def _skip(text: str, start: int, more: str = "") -> int:
+def _skip(text: str, start: int, separators: str = "") -> int:
     """Return the first place without a space or one of the given characters."""
-    while start < len(text) and text[start] in _SPACES + more:
+    while start < len(text) and text[start] in _SPACES + separators:
         start += 1
     return start
 
@@ -106,7 +106,7 @@ _XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?
 _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+def _take_tagged(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     """Read `<tool_call>...</tool_call>` with JSON (Hermes, Qwen) or `<function=...>` (Qwen3-Coder), or GLM's form."""
     start = len(_TAG)
     end = text.find(_END_TAG)
@@ -120,25 +120,25 @@ def _take_tagged(text: str, is_end: bool, use: ToolUse) -> Taken | None:
         return Taken([_call_of(decoded[0])], length)
     if (function := _XML_FUNCTION.fullmatch(body)) is not None:
         pairs = _XML_PARAMETER.findall(function[2])
-        return Taken([_call_of_texts(function[1].strip(), pairs, use)], length)
+        return Taken([_call_of_texts(function[1].strip(), pairs, tool_use)], length)
     if end < 0:
         # The answer is truncated: arguments may be missing.
         raise NoCallError
     if "<arg_key>" in body:
         name = body.partition("<arg_key>")[0].strip()
         pairs = [(key.strip(), value) for key, value in _GLM_ARGUMENT.findall(body)]
-        return Taken([_call_of_texts(name, pairs, use)], length)
+        return Taken([_call_of_texts(name, pairs, tool_use)], length)
     name = body.strip()
     if not name or "<" in name:
         raise NoCallError
     return Taken([Call(name, "{}")], length)
 
 
-def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], use: ToolUse) -> Call:
+def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], tool_use: ToolUse) -> Call:
     """Return a call whose arguments are texts; arguments that are not strings in the tool's schema are JSON."""
-    if name not in _names(use):
+    if name not in _names(tool_use):
         raise NoCallError
-    schema = use.parameters_of(name)
+    schema = tool_use.parameters_of(name)
     types = schema.get("properties", {})
     arguments = {}
     for key, value in pairs:
@@ -161,7 +161,7 @@ _MISTRAL_NAME = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[AR
 def _take_array(begin: str, end: str = "") -> Take:
     """Return a reader of a mark and a JSON array of calls, or of `NAME[ARGS]{...}` (newer Mistral models)."""
 
-    def take(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+    def take(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
         start = _skip(text, len(begin))
         if start == len(text):
             return _wait(is_end)
@@ -170,7 +170,7 @@ def _take_array(begin: str, end: str = "") -> Take:
             if decoded is None:
                 return None
             value, stop = decoded
-            calls = [_call_of(one) for one in (value if isinstance(value, list) else [value])]
+            calls = [_call_of(entry) for entry in (value if isinstance(value, list) else [value])]
             return Taken(calls, _skip_mark(text, stop, end))
         named = _MISTRAL_NAME.match(text, start)
         if named is None:
@@ -199,7 +199,7 @@ def _skip_mark(text: str, start: int, mark: str) -> int:
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _take_llama(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+def _take_llama(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     """Read JSON objects with "name" and "parameters", several with ";" between them."""
     start = _skip(text, len(_PYTHON_TAG) if text.startswith(_PYTHON_TAG) else 0, ";")
     if start == len(text):
@@ -212,11 +212,11 @@ def _take_llama(text: str, is_end: bool, use: ToolUse) -> Taken | None:
     calls = [_call_of(decoded[0])]
     stop = decoded[1]
     if text[_skip(text, stop) :].startswith(";"):
-        rest = text[_skip(text, stop, ";") :]
-        more = _take_llama(rest, is_end, use)
-        if more is None:
+        tail = text[_skip(text, stop, ";") :]
+        others = _take_llama(tail, is_end, tool_use)
+        if others is None:
             return None
-        return Taken([*calls, *more.calls], len(text) - len(rest) + more.length)
+        return Taken([*calls, *others.calls], len(text) - len(tail) + others.length)
     # Another call may follow.
     return Taken(calls, stop) if is_end or text[_skip(text, stop) :] else None
 
@@ -225,17 +225,17 @@ _DEEPSEEK = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call�
 _DEEPSEEK_FENCED = re.compile(r"(.*?)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 
 
-def _take_deepseek(text: str, is_end: bool, use: ToolUse) -> Taken | None:
+def _take_deepseek(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     """Read the calls between DeepSeek's marks: `function<sep>NAME` and a block of JSON (V3), or `NAME<sep>JSON`."""
     end = text.find(_DEEPSEEK["calls▁end"])
     if end < 0 and not is_end:
         return None
     body = text[: len(text) if end < 0 else end]
     calls = []
-    for part in body.split(_DEEPSEEK["call▁begin"])[1:]:
-        kind, _, rest = part.partition(_DEEPSEEK["call▁end"])[0].partition(_DEEPSEEK["sep"])
-        fenced = _DEEPSEEK_FENCED.fullmatch(rest)
-        name, arguments = (fenced[1], fenced[2]) if fenced else (kind, rest)
+    for call in body.split(_DEEPSEEK["call▁begin"])[1:]:
+        kind, _, tail = call.partition(_DEEPSEEK["call▁end"])[0].partition(_DEEPSEEK["sep"])
+        fenced = _DEEPSEEK_FENCED.fullmatch(tail)
+        name, arguments = (fenced[1], fenced[2]) if fenced else (kind, tail)
         calls.append(Call(name.strip(), json.dumps(_object_of(arguments), ensure_ascii=False)))
     if not calls:
         raise NoCallError
@@ -263,15 +263,15 @@ def find_format(template: str, location: str) -> ToolFormat:
         ApiError: the template does not support tools, or has a format of calls without a reader.
     """
     check_takes_tools(template, location)
-    for one in FORMATS:
-        if any(begin in template for begin in one.begins):
-            return one
+    for tool_format in FORMATS:
+        if any(begin in template for begin in tool_format.begins):
+            return tool_format
     if "ipython" in template and '"parameters"' in template:
         return FORMATS[-1]
-    known = ", ".join(one.name for one in FORMATS)
+    names = ", ".join(tool_format.name for tool_format in FORMATS)
     raise ApiError(
         f"the chat template of {location} writes tool calls in a format that this server does not read (it reads "
-        f"{known}); force a call by tool_choice='required' or a function's name, or leave tools out",
+        f"{names}); force a call by tool_choice='required' or a function's name, or leave tools out",
         param="tools",
     )
 
@@ -282,25 +282,25 @@ def check_takes_tools(template: str, location: str) -> None:
         raise ApiError(f"the chat template of {location} takes no tools; leave them out", param="tools")
 
 
-def forced_schema(use: ToolUse) -> dict[str, Any]:
+def forced_schema(tool_use: ToolUse) -> dict[str, Any]:
     """Return the JSON schema of an answer that must call a tool: its arguments, or a list of calls."""
-    if use.is_named:
-        return dict(use.parameters_of(use.forced[0]))
+    if tool_use.is_named:
+        return dict(tool_use.parameters_of(tool_use.forced[0]))
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": use.parameters_of(name)},
+            "properties": {"name": {"const": name}, "parameters": tool_use.parameters_of(name)},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name in use.forced
+        for name in tool_use.forced
     ]
-    most = {} if use.allows_many else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | most
+    limit = {} if tool_use.allows_many else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | limit
 
 
-def _names(use: ToolUse) -> set[str]:
-    return {tool["function"]["name"] for tool in use.tools}
+def _names(tool_use: ToolUse) -> set[str]:
+    return {tool["function"]["name"] for tool in tool_use.tools}
 
 
 class CallReader:
@@ -309,13 +309,13 @@ class CallReader:
     A call of an unknown tool, and text that only begins like a call, stay text.
     """
 
-    def __init__(self, use: ToolUse, tool_format: ToolFormat | None) -> None:
+    def __init__(self, tool_use: ToolUse, tool_format: ToolFormat | None) -> None:
         """Start an answer.
 
         Args:
             tool_format: format of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
         """
-        self._use = use
+        self._tool_use = tool_use
         self._format = tool_format
         self._pending = ""
         """Text of a call that is not complete."""
@@ -327,7 +327,7 @@ class CallReader:
     @property
     def is_done(self) -> bool:
         """Return whether the answer is complete: only one call is allowed, and it has a call."""
-        return self.num_calls > 0 and not self._use.allows_many
+        return self.num_calls > 0 and not self._tool_use.allows_many
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """Add text; return the text outside of calls, and complete calls."""
@@ -347,41 +347,41 @@ class CallReader:
         except ValueError:
             # The answer is truncated.
             return text, []
-        if self._use.is_named:
-            return "", self._counted([Call(self._use.forced[0], text.strip())])
+        if self._tool_use.is_named:
+            return "", self._counted([Call(self._tool_use.forced[0], text.strip())])
         return "", self._counted([_call_of(value) for value in values])
 
     def _split(self, *, is_end: bool) -> tuple[str, list[Call]]:
         assert self._format is not None
-        found = ""
+        text = ""
         calls: list[Call] = []
         self._is_in_call = False
         while self._pending and not self.is_done:
-            begin = self._begin(self._pending, is_end=is_end)
-            found += self._text(self._pending[:begin])
-            self._pending = self._pending[begin:]
+            start = self._begin(self._pending, is_end=is_end)
+            text += self._text(self._pending[:start])
+            self._pending = self._pending[start:]
             if not self._pending or not self._is_call(self._pending):
                 break
             try:
-                taken = self._format.take(self._pending, is_end, self._use)
-                if taken is not None and any(call.name not in _names(self._use) for call in taken.calls):
+                call = self._format.take(self._pending, is_end, self._tool_use)
+                if call is not None and any(call.name not in _names(self._tool_use) for call in call.calls):
                     raise NoCallError
             except NoCallError:
-                found += self._text(self._pending[0])
+                text += self._text(self._pending[0])
                 self._pending = self._pending[1:]
                 continue
-            if taken is None:
+            if call is None:
                 self._is_in_call = True
                 break
             self._skips_spaces = True
-            calls += self._counted(taken.calls)
-            self._pending = self._pending[taken.length :]
+            calls += self._counted(call.calls)
+            self._pending = self._pending[call.length :]
         if self.is_done:
             self._pending = ""
-        return found, calls
+        return text, calls
 
     def _counted(self, calls: Sequence[Call]) -> list[Call]:
-        kept = list(calls) if self._use.allows_many else list(calls[:1])
+        kept = list(calls) if self._tool_use.allows_many else list(calls[:1])
         self.num_calls += len(kept)
         return kept
 
@@ -395,8 +395,8 @@ class CallReader:
         assert self._format is not None
         if not self._has_text and self._is_call(text.lstrip()):
             return len(text) - len(text.lstrip())
-        whole = StopStringFilter(*self._format.begins)
-        return len(whole.push(text) + (whole.finish() if is_end else ""))
+        prefix_filter = StopStringFilter(*self._format.begins)
+        return len(prefix_filter.push(text) + (prefix_filter.finish() if is_end else ""))
 
     def _text(self, text: str) -> str:
         """Return text outside of calls, without spaces after calls."""

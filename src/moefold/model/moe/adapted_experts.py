@@ -125,11 +125,11 @@ class _AdaptedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
-        x_RH, probs_R, *rest = ctx.saved_tensors
+        x_RH, probs_R, *saved = ctx.saved_tensors
         weights, options, products = ctx.args
-        pairs = rest[:6]
+        pairs = saved[:6]
         rows = GatheredRows(x_RH)
-        g_RF, u_RF = rest[6:] if options.saves_fc1 else products.fc1(rows, weights, pairs)
+        g_RF, u_RF = saved[6:] if options.saves_fc1 else products.fc1(rows, weights, pairs)
         grad_rows = GatheredRows(grad_RH.contiguous())
         grad_hidden, low_rank_y = products.input_gradient(grad_rows, weights.down_EFH, pairs[4:])
         hidden_RF, grad_g, grad_u, grad_probs_R = products.ops.activation_backward(

@@ -75,8 +75,8 @@ class Experts(nn.Module):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The parameters in the order of `ExpertWeights`: three matrices, and three biases if there are any."""
-        found = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
-        return [weight for weight in found if weight is not None]
+        weights = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
+        return [weight for weight in weights if weight is not None]
 
     @property
     def computed_weights(self) -> Sequence[Tensor]:
@@ -96,17 +96,17 @@ class Experts(nn.Module):
         takes_masters = migration is None and self.lora is None
         matrix_dtype = self.ops.weight_dtype(expert_input.x) if takes_masters else dtype
         weights = self.computed_weights
-        own = [local_param(weight, matrix_dtype) for weight in weights[:NUM_MATRICES]]
-        own += [local_param(bias, dtype) for bias in weights[NUM_MATRICES:]]
+        local = [local_param(weight, matrix_dtype) for weight in weights[:NUM_MATRICES]]
+        local += [local_param(bias, dtype) for bias in weights[NUM_MATRICES:]]
         if migration is None:
-            return self._compute(expert_input, own, self.wgrad_store)
+            return self._compute(expert_input, local, self.wgrad_store)
         # Gradients of migrated weights are returned by a collective of the backward pass: they cannot be delayed.
-        own, received = migration.migrate(own)
-        if len(expert_input.tokens_per_expert) == len(own[0]):
-            return self._compute(expert_input, own)
+        local, received = migration.migrate(local)
+        if len(expert_input.tokens_per_expert) == len(local[0]):
+            return self._compute(expert_input, local)
         # Two calls, because concatenating the weights would copy all of them.
-        own_input, received_input = expert_input.split(len(own[0]))
-        return torch.cat((self._compute(own_input, own), self._compute(received_input, received)))
+        own_input, received_input = expert_input.split(len(local[0]))
+        return torch.cat((self._compute(own_input, local), self._compute(received_input, received)))
 
     def _compute(
         self,

@@ -43,7 +43,7 @@ def fused_experts(
     Returns:
         Like `x`: an output for each row, or the sum for each token.
     """
-    tensors = [getattr(weights, part.name) for part in fields(weights)]
+    tensors = [getattr(weights, entry.name) for entry in fields(weights)]
     wgrad_sink, tensors = weight_grad_sink(wgrad_store, x, tensors)
     call = _Call(ops, replace(options, delays_wgrad=wgrad_sink.is_delayed), wgrad_sink)
     y: Tensor = _FusedExperts.apply(x, probs_R, call, *tensors)

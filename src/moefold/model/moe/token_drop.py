@@ -69,7 +69,7 @@ class CapacityPolicy:
             kept = keep_within_capacity(ids_TK, probs_TK.detach(), index_T, num_experts, capacity, self.policy)
         else:
             # One all-gather: float64 represents ids, float32 probabilities and indices below 2**53 exactly.
-            packed = torch.cat([part.detach().double() for part in (ids_TK, probs_TK, index_T.unsqueeze(1))], 1)
+            packed = torch.cat([column.detach().double() for column in (ids_TK, probs_TK, index_T.unsqueeze(1))], 1)
             ids, probs, indices = group.gather(packed).split([top_k, top_k, 1], 1)
             capacity = self._capacity_of(ids, num_experts, is_token_T is not None)
             kept = keep_within_capacity(

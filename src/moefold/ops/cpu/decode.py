@@ -115,7 +115,7 @@ class CDecode:
 
     def replaces(self, kernel: object) -> bool:
         """See `DecodeKernel`."""
-        return any(kernel is known for known in self._replaced)
+        return any(kernel is replaced for replaced in self._replaced)
 
     def functions_address(self, dtype: torch.dtype) -> int:
         """Return the address of the C struct of functions for rows of a dtype."""

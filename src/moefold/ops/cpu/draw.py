@@ -69,8 +69,8 @@ class CDraw:
         places = np.linspace(0, 0.999, 9)
         cumulative = np.cumsum(np.exp(logits_V.double().numpy() / 0.7))
         expected = np.searchsorted(cumulative, places * cumulative[-1], side="right")
-        found = self(logits_V.expand(9, -1), 0.7, places.tolist()).numpy()
+        tokens = self(logits_V.expand(9, -1), 0.7, places.tolist()).numpy()
         most_likely = int(self(logits_V.unsqueeze(0), 0, [0.0]))
         is_undefined = int(self(logits_V.log().unsqueeze(0), 1, [0.0])) == NO_TOKEN
-        if (found != expected).any() or most_likely != int(logits_V.argmax()) or not is_undefined:
+        if (tokens != expected).any() or most_likely != int(logits_V.argmax()) or not is_undefined:
             raise CompilerError("the compiled draws of tokens are wrong")

@@ -77,8 +77,8 @@ class CExactTopk:
         scores = (torch.arange(2000) * 7 % 101).view(1, -1)
         expected = scores.argsort(dim=1, descending=True, stable=True)[:, :300].sort(dim=1).values
         for dtype in SCORE_TYPES:
-            found, _ = self(scores.to(dtype), 300, None, None, torch.arange(300, dtype=torch.int32).view(1, -1))
-            if not torch.equal(found.long(), expected):
+            indices, _ = self(scores.to(dtype), 300, None, None, torch.arange(300, dtype=torch.int32).view(1, -1))
+            if not torch.equal(indices.long(), expected):
                 raise CompilerError(f"the compiled top-k kernel is wrong in {dtype}")
 
 

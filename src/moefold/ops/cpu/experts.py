@@ -218,7 +218,7 @@ class _WeightGradients:
     def _allocated(self) -> list[Any]:
         """Return the gradients: zero for experts without tokens, uninitialised before `add` for the other experts."""
         if self._grads is None:
-            weights = (getattr(self._weights, part.name) for part in fields(ExpertWeights))
+            weights = (getattr(self._weights, entry.name) for entry in fields(ExpertWeights))
             self._grads = [None if weight is None else torch.empty_like(weight) for weight in weights]
             for grad in self._grads:
                 for e, count in enumerate(self._options.tokens_per_expert):

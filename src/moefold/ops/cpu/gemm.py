@@ -194,10 +194,10 @@ class CGemm(Gemm):
             a = x.to(dtype)
             b = w.to(dtype)
             expected = a.double() @ b.double().t()
-            for left, other in ((a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a, b.float())):
+            for first, second in ((a, b), (a, b.t().contiguous().t()), (a.t().contiguous().t(), b), (a, b.float())):
                 actual = torch.full((rows, columns), float("nan"))
-                self.matmul_out(actual, left, other)
-                self.add_weight_gradient(actual, left.t(), other.t())
+                self.matmul_out(actual, first, second)
+                self.add_weight_gradient(actual, first.t(), second.t())
                 if not (actual.double() - 2 * expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max():
                     raise CompilerError(f"the compiled GEMM kernel is wrong in {dtype}")
 

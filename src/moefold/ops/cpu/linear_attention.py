@@ -154,18 +154,18 @@ class CLinearAttention:
         grads: Sequence[Tensor],
     ) -> list[Tensor]:
         """Return the gradients of the tensors of the tokens, from the gradients of the tensors of the chunks."""
-        found = [x.new_empty(x.shape) for x in inputs]
+        input_grads = [x.new_empty(x.shape) for x in inputs]
         functions = self._chunk_functions(sizes)
         scratch, struct = self._scratch_and_sizes(sizes, functions.scratch_floats)
         functions.backward(
             _to_inputs_struct(inputs, starts),
             _to_chunks_struct(chunks),
             _to_chunks_struct(grads),
-            _GradsStruct(*_to_token_structs(found)),
+            _GradsStruct(*_to_token_structs(input_grads)),
             scratch.data_ptr(),
             struct,
         )
-        return found
+        return input_grads
 
     def scan_forward(
         self, sizes: "_Sizes", chunks: Sequence[Tensor], state: Tensor, *, saves: bool
@@ -194,7 +194,7 @@ class CLinearAttention:
     ) -> list[Tensor]:
         """Return the gradients of the chunks' tensors and first states, from the gradients of the scan's results."""
         grad_out, grad_last = grads
-        found = [torch.empty_like(x) for x in chunks]
+        chunk_grads = [torch.empty_like(x) for x in chunks]
         grad_state = torch.empty_like(grad_last)
         scratch, struct = self._scratch_and_sizes(sizes, self._scan_scratch_floats)
         self._scan_backward(
@@ -203,12 +203,12 @@ class CLinearAttention:
             _to_chunks_struct(chunks),
             states.data_ptr(),
             written.data_ptr(),
-            _to_chunks_struct(found),
+            _to_chunks_struct(chunk_grads),
             grad_state.data_ptr(),
             scratch.data_ptr(),
             struct,
         )
-        return [*found, grad_state]
+        return [*chunk_grads, grad_state]
 
     def _chunk_functions(self, sizes: "_Sizes") -> _ChunkFunctions:
         return self._of_heads if sizes.decay_size == 1 else self._of_channels
@@ -347,8 +347,8 @@ class CChunks:
         if state is None:
             state = self.solved.new_zeros(*self.solved.shape[1:3], self.sizes.key_size, self.sizes.value_size)
         tensors = (self.read_keys, self.scores, self.write_keys, self.solved, self.decay)
-        found: tuple[Tensor, Tensor] = _ScanChunks.apply(self.kernel, self.sizes, *tensors, state)
-        return found
+        result: tuple[Tensor, Tensor] = _ScanChunks.apply(self.kernel, self.sizes, *tensors, state)
+        return result
 
 
 class _PrepareChunks(torch.autograd.Function):

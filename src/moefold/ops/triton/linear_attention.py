@@ -243,13 +243,13 @@ class _Scan(torch.autograd.Function):
         read_keys, scores, write_keys, erase_keys, decay, states, written = ctx.saved_tensors
         grad_out = grad_out.contiguous()
         keys = (read_keys, scores, write_keys, erase_keys, decay)
-        after, of_values, grad_state = scan_backward(grad_out, grad_last.contiguous(), *keys)
+        after, grad_values, grad_state = scan_backward(grad_out, grad_last.contiguous(), *keys)
         return (
             None if read_keys is None else grad_out @ states.mT,
             None if scores is None else grad_out @ written.mT,
             written @ after.mT,
-            of_values,
-            None if erase_keys is None else of_values @ states.mT,
+            grad_values,
+            None if erase_keys is None else grad_values @ states.mT,
             (after * states).sum_to_size(decay.shape),
             grad_state,
         )
@@ -296,17 +296,17 @@ def scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the states after the chunks, of the written values, and of the first states."""
     heads = write_keys.shape[:3]
-    of_values = grad_last.new_empty(*write_keys.shape[:-1], grad_last.shape[-1])
+    grad_values = grad_last.new_empty(*write_keys.shape[:-1], grad_last.shape[-1])
     after = grad_last.new_empty(heads[0], *grad_last.shape)
     grad_state = torch.empty_like(grad_last)
-    grid, sizes, options = _launch(write_keys, of_values, decay)
+    grid, sizes, options = _launch(write_keys, grad_values, decay)
     _scan_backward_kernel[grid](
-        grad_out, grad_last, of_values if read_keys is None else read_keys, of_values if scores is None else scores,
-        write_keys, of_values if erase_keys is None else erase_keys, decay, after, of_values, grad_state, *sizes,
+        grad_out, grad_last, grad_values if read_keys is None else read_keys, grad_values if scores is None else scores,
+        write_keys, grad_values if erase_keys is None else erase_keys, decay, after, grad_values, grad_state, *sizes,
         HAS_DELTA=erase_keys is not None, HAS_OUT=read_keys is not None,
         **options,
     )  # fmt: skip
-    return after, of_values, grad_state
+    return after, grad_values, grad_state
 
 
 def _launch(

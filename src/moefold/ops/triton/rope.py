@@ -51,9 +51,9 @@ def _rope_kernel(
         tl.store(row_y + pair[None, :], turned_first, mask=is_pair)
         tl.store(row_y + pair[None, :] + half, turned_second, mask=is_pair)
     if BLOCK_R > 0:
-        rest = half * 2 + tl.arange(0, BLOCK_R)
-        is_rest = is_head & (rest < width)[None, :]
-        tl.store(row_y + rest[None, :], tl.load(row_x + rest[None, :], mask=is_rest), mask=is_rest)
+        tail = half * 2 + tl.arange(0, BLOCK_R)
+        is_rest = is_head & (tail < width)[None, :]
+        tl.store(row_y + tail[None, :], tl.load(row_x + tail[None, :], mask=is_rest), mask=is_rest)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
@@ -89,12 +89,12 @@ def _launch_rope(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, i
     seq_len, num_batch, num_heads, width = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = cos.shape[-1] // 2
-    rest = width - cos.shape[-1]
+    tail = width - cos.shape[-1]
     if y.numel():
         _rope_kernel[(seq_len * num_batch, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
             x, cos, sin, y, num_batch, num_heads, half, width, *x.stride()[:3], cos.stride(0),
             0 if cos.shape[1] == 1 else cos.stride(1), IS_INTERLEAVED=is_interleaved, IS_BACKWARD=is_backward,
             HEADS=HEADS_PER_PROGRAM,
-            BLOCK_P=triton.next_power_of_2(half), BLOCK_R=triton.next_power_of_2(rest) if rest else 0,
+            BLOCK_P=triton.next_power_of_2(half), BLOCK_R=triton.next_power_of_2(tail) if tail else 0,
         )  # fmt: skip
     return y

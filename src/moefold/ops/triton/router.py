@@ -46,11 +46,11 @@ def _mask_to_top_groups(values, expert, num_experts, NUM_GROUPS: tl.constexpr, T
     groups = tl.arange(0, BLOCK_G)
     worth = tl.full((values.shape[0], BLOCK_G), float("-inf"), tl.float32)
     for group in tl.static_range(NUM_GROUPS):
-        of_group = tl.where((group_of == group)[None, :], values, float("-inf"))
-        best = tl.max(of_group, 1)
+        group_values = tl.where((group_of == group)[None, :], values, float("-inf"))
+        best = tl.max(group_values, 1)
         if SUMS_TOP_TWO:
-            first = _first_argmax(of_group, expert, BLOCK_E - 1)
-            best += tl.max(tl.where(expert[None, :] == first[:, None], float("-inf"), of_group), 1)
+            first = _first_argmax(group_values, expert, BLOCK_E - 1)
+            best += tl.max(tl.where(expert[None, :] == first[:, None], float("-inf"), group_values), 1)
         worth = tl.where((groups == group)[None, :], best[:, None], worth)
     is_open = tl.zeros(values.shape, tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
@@ -155,7 +155,7 @@ def _backward_kernel(
     if HAS_GRAD_SUMS:
         grad += tl.load(grad_sums + expert, mask=is_expert, other=0.0)[None, :]
     # Scatter the gradients of the probabilities to their experts, and mark these experts.
-    of_choice = tl.zeros((ROWS, BLOCK_E), tl.float32)
+    grad_choice = tl.zeros((ROWS, BLOCK_E), tl.float32)
     is_chosen = tl.zeros((ROWS, BLOCK_E), tl.int32)
     for k in tl.static_range(TOP_K):
         place = token.to(tl.int64) * TOP_K + k
@@ -164,29 +164,29 @@ def _backward_kernel(
         if HAS_GRAD_PROBS:
             value += tl.load(grad_probs + place, mask=is_token, other=0.0) * factor
         is_best = expert[None, :] == best[:, None]
-        of_choice = tl.where(is_best, value[:, None], of_choice)
+        grad_choice = tl.where(is_best, value[:, None], grad_choice)
         is_chosen = tl.where(is_best, 1, is_chosen)
     if IS_SOFTMAX:
         if IS_POST_SOFTMAX:
             open_z = tl.where(is_chosen == 1, z, float("-inf"))
             weight = tl.exp(open_z - tl.max(open_z, 1)[:, None])
             weight = weight / tl.sum(weight, 1)[:, None]
-            direct = weight * (of_choice - tl.sum(of_choice * weight, 1)[:, None])
+            direct = weight * (grad_choice - tl.sum(grad_choice * weight, 1)[:, None])
         else:
-            grad += of_choice
+            grad += grad_choice
             direct = tl.zeros((ROWS, BLOCK_E), tl.float32)
         result = raw * (grad - tl.sum(grad * raw, 1)[:, None]) + direct
     else:
         total = tl.sum(raw, 1) + eps
         share = raw / total[:, None]
-        of_raw = (grad - tl.sum(grad * share, 1)[:, None]) / total[:, None]
+        grad_raw = (grad - tl.sum(grad * share, 1)[:, None]) / total[:, None]
         if NORMALIZES:
             chosen = tl.where(is_chosen == 1, raw, 0.0)
             total = tl.sum(chosen, 1) + eps
             weight = chosen / total[:, None]
-            of_choice = (of_choice - tl.sum(of_choice * weight, 1)[:, None]) / total[:, None]
-        of_raw += tl.where(is_chosen == 1, of_choice, 0.0)
-        result = of_raw * raw * (1.0 - raw)
+            grad_choice = (grad_choice - tl.sum(grad_choice * weight, 1)[:, None]) / total[:, None]
+        grad_raw += tl.where(is_chosen == 1, grad_choice, 0.0)
+        result = grad_raw * raw * (1.0 - raw)
     if HAS_GRAD_Z:
         result += tl.load(grad_z) * 2.0 * lse[:, None] * tl.exp(z - lse[:, None])
     tl.store(grad_logits + cell, result, mask=is_cell)
@@ -249,14 +249,14 @@ def route_backward(logits_TE: Tensor, ids_TK: Tensor, grads: Sequence[Tensor | N
     num_tokens, num_experts = logits_TE.shape
     grad_TE = torch.empty_like(logits_TE)
     names = ("HAS_GRAD_PROBS", "HAS_GRAD_SCORES", "HAS_GRAD_SUMS", "HAS_GRAD_Z")
-    given = {name: grad is not None for name, grad in zip(names, grads, strict=True)}
+    has_grad = {name: grad is not None for name, grad in zip(names, grads, strict=True)}
     if num_tokens:
         _backward_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
             logits_TE, ids_TK, *(logits_TE if grad is None else grad.contiguous() for grad in grads), grad_TE,
             num_tokens, num_experts,
             options.scaling_factor, SCORE_SUM_EPS, TOP_K=options.top_k,
             IS_SOFTMAX=options.is_softmax, IS_POST_SOFTMAX=options.is_post_softmax,
-            NORMALIZES=options.normalizes_probs, **given,
+            NORMALIZES=options.normalizes_probs, **has_grad,
             BLOCK_E=triton.next_power_of_2(num_experts), ROWS=TOKENS_PER_PROGRAM,
         )  # fmt: skip
     return grad_TE

@@ -24,7 +24,7 @@ def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
     environment = kernel_environment(device)
     times = read_times(environment) if world.rank == 0 else {}
     (first, recorded), *others = all_gather_objects((environment, times), world)
-    if difference := _difference(first, [of_rank for of_rank, _ in others]):
+    if difference := _difference(first, [choices for choices, _ in others]):
         return f"recorded kernel times are not used, as ranks differ in {difference}"
     autotuner.recall(recorded)
     num_shapes = sum(map(len, recorded.values()))
@@ -45,7 +45,7 @@ def settle_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
         return ""
     environment = kernel_environment(device)
     environments = all_gather_objects(environment, world)
-    measured = autotuner.settle(lambda own: all_gather_objects(own, world))
+    measured = autotuner.settle(lambda times: all_gather_objects(times, world))
     if world.rank != 0:
         return ""
     message = f"kernels by measured time: {_describe(autotuner)}"
@@ -80,11 +80,11 @@ def _describe(autotuner: Autotuner) -> str:
 
 def _skipped(measured: Times) -> str:
     """Return the candidates that raised on a rank."""
-    found = {
+    reasons = {
         f"{operation.partition(':')[0]} by {name}"
         for operation, by_octave in measured.items()
         for times in by_octave.values()
         for name, ms in times.items()
         if math.isinf(ms)
     }
-    return ", ".join(sorted(found))
+    return ", ".join(sorted(reasons))

@@ -18,6 +18,6 @@ class BatchAdvantage(AdvantagePart):
         import numpy as np
 
         over_mean = centred(rewards)
-        known = over_mean[~np.isnan(over_mean)]
-        std = float(np.sqrt(np.mean(known**2))) if known.size else 0.0
+        scored = over_mean[~np.isnan(over_mean)]
+        std = float(np.sqrt(np.mean(scored**2))) if scored.size else 0.0
         return over_mean / (std + EPS)

@@ -34,4 +34,4 @@ class RoundRobin(ChoicePart):
         def forced(token: int, top_k: int, num_experts: int) -> list[int]:
             return [(token * top_k + k) % num_experts for k in range(top_k)]
 
-        return ChoiceFormula(lambda given: given.biased, forced=forced)
+        return ChoiceFormula(lambda scores: scores.biased, forced=forced)

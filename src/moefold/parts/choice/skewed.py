@@ -61,4 +61,4 @@ class Skewed(ChoicePart):
             is_skewed = math.floor((token + 1) * self.share) > math.floor(token * self.share)
             return [0, *others[1:]] if is_skewed else others
 
-        return ChoiceFormula(lambda given: given.biased, forced=forced)
+        return ChoiceFormula(lambda scores: scores.biased, forced=forced)

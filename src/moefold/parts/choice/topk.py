@@ -21,4 +21,4 @@ class BestScores(ChoicePart):
 
     def formula(self) -> ChoiceFormula:
         """Return the choice by the biased scores."""
-        return ChoiceFormula(lambda given: given.biased, has_aux_loss=True)
+        return ChoiceFormula(lambda scores: scores.biased, has_aux_loss=True)

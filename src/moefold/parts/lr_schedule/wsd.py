@@ -51,8 +51,8 @@ class WarmupStableDecay(DecayPart):
 
         def rate(peak: float, first: int, step: int, steps: int) -> float:
             length = min(self.decay_steps or max(1, steps // 10), steps - first)
-            left = min(steps - step, length)
-            return peak if left == length else self.min_lr + left * (peak - self.min_lr) / length
+            remaining = min(steps - step, length)
+            return peak if remaining == length else self.min_lr + remaining * (peak - self.min_lr) / length
 
         return rate
 

@@ -67,8 +67,8 @@ class LongRope(ContextScaling):
 
     def rotated_factor(self, seq_len: int) -> float:
         """Return the given factor, or the factor of sec. 3.3."""
-        given = self.long_mscale if self.is_long(seq_len) else self.short_mscale
-        return given or math.sqrt(1 + math.log(self.factor) / math.log(self.original_seq_len))
+        mscale = self.long_mscale if self.is_long(seq_len) else self.short_mscale
+        return mscale or math.sqrt(1 + math.log(self.factor) / math.log(self.original_seq_len))
 
     def shrink(self, to: SmallSizes) -> Self:
         """Return the part with fewer factors, and an original context that selects the same of both lists."""
@@ -88,8 +88,8 @@ class LongRope(ContextScaling):
             return 1 / theta ** (2 * pair / rotary_dim) / divisors[pair]
 
         def rotated_factor(seq_len: int) -> float:
-            given = (self.short_mscale, self.long_mscale)[seq_len > self.original_seq_len]
-            return given or math.sqrt(1 + math.log(self.factor, self.original_seq_len))
+            mscale = (self.short_mscale, self.long_mscale)[seq_len > self.original_seq_len]
+            return mscale or math.sqrt(1 + math.log(self.factor, self.original_seq_len))
 
         return RopeFormula(frequency, rotated_factor)
 

@@ -93,11 +93,11 @@ def _read_schedule(
     if len(rows) != pp:
         raise ConfigError(f"{name} has {len(rows)} rows, and parallel.pp={pp}; write one row for each pipeline rank")
     ranks = _stage_ranks(name, rows, pp, virtual_stages)
-    found = 1 + max(action.micro_batch for row in rows for action in row)
-    count = found if num_micro_batches is None else num_micro_batches
-    if found != count:
+    num_listed = 1 + max(action.micro_batch for row in rows for action in row)
+    count = num_listed if num_micro_batches is None else num_micro_batches
+    if num_listed != count:
         raise ConfigError(
-            f"{name} is for {found} micro-batches, and the batch gives each data-parallel rank {count}; "
+            f"{name} is for {num_listed} micro-batches, and the batch gives each data-parallel rank {count}; "
             "choose train.global_batch_size = micro_batch_size*dp times as many, or another file"
         )
     slots = tuple(map(one_per_slot, rows))

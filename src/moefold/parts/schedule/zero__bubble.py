@@ -41,9 +41,9 @@ class ZeroBubble(SchedulePart):
         """
         from moefold.cost.array_math import elementwise_max
 
-        both = forward_s + backward_s
+        full = forward_s + backward_s
         num_active = min(count, pp)
-        without_wgrad = both - wgrad_s
-        sequential = pp * without_wgrad + ((num_active - 1) * without_wgrad + wgrad_s) / num_stages - num_active * both
-        filled = (pp - 1) * elementwise_max(both - 2 * wgrad_s, both / 3) / num_stages + (pp - num_active) * wgrad_s
+        without_wgrad = full - wgrad_s
+        sequential = pp * without_wgrad + ((num_active - 1) * without_wgrad + wgrad_s) / num_stages - num_active * full
+        filled = (pp - 1) * elementwise_max(full - 2 * wgrad_s, full / 3) / num_stages + (pp - num_active) * wgrad_s
         return elementwise_max(sequential, filled)

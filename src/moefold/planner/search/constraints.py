@@ -17,7 +17,7 @@ from moefold.config.groups.dispatcher import DispatcherPart, is_own
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, word_of
-from moefold.config.rule import Rule, ask
+from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, raise_all
 from moefold.topology.layout import fold
@@ -125,7 +125,7 @@ def _validate_stage_count(cfg: Config) -> Iterator[str]:
 
 def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
     """Check the part of a group, as `check_config` does."""
-    return map(str, ask(chosen(cfg, group).check, cfg))
+    return map(str, apply_rule(chosen(cfg, group).check, cfg))
 
 
 def _counts_tokens(dispatcher: DispatcherPart) -> bool:
@@ -222,7 +222,7 @@ class MappingConstraints:
             validate_shortcut,
         }
         raise_all(
-            error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in ask(rule, cfg)
+            e for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for e in apply_rule(rule, cfg)
         )
         raise_all(_validate_part(DropPart, cfg))
         self.base_config = cfg
@@ -282,7 +282,7 @@ class MappingConstraints:
         )
         known = self._cache.get(key)
         if known is None:
-            known = next(iter(ask(rule.validate, self.config_with(values))), None) is None
+            known = next(iter(apply_rule(rule.validate, self.config_with(values))), None) is None
             self._cache[key] = known
         return known
 

@@ -166,9 +166,9 @@ class Checkpointing(Callback):
         context.groups.recorder.set_phase("copying the state to a peer")
         started_s = context.groups.recorder.clock()
         states = context.states.state_dict()
-        if of_callbacks := {name: state for name, state in states.items() if name.startswith(CALLBACKS)}:
+        if callback_states := {name: state for name, state in states.items() if name.startswith(CALLBACKS)}:
             # The states of rank 0, as in a checkpoint.
-            states |= broadcast_object(of_callbacks, context.groups.world, 0)
+            states |= broadcast_object(callback_states, context.groups.world, 0)
         self.snapshots.take(context.training.tensors(), TrainState(states=states), context.groups)
         blocked_s = context.groups.recorder.clock() - started_s
         context.save_s += blocked_s
@@ -180,21 +180,21 @@ class Checkpointing(Callback):
         Raises:
             RunError: there is no checkpoint yet.
         """
-        found = Resume(self._history.resumed_from)
+        resume = Resume(self._history.resumed_from)
         if self._history.saved_step is not None:
-            own = replace(self._cfg.checkpoint, resume="auto")
-            found = resolve_resume(replace(self._cfg, checkpoint=own), context.data.fingerprints)
-        if found.path is None:
+            section = replace(self._cfg.checkpoint, resume="auto")
+            resume = resolve_resume(replace(self._cfg, checkpoint=section), context.data.fingerprints)
+        if resume.path is None:
             raise RunError(
                 f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "
                 "to: set checkpoint.every lower, or skip such steps"
             )
-        self._load(context, found.path)
+        self._load(context, resume.path)
         context.position.skipped.append((step_fault.samples[0], step_fault.end_sample))
         if self.snapshots is not None:
             self.snapshots.forget_groups()
             self._take_snapshot(context)
-        return found
+        return resume
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Save if it is due; collective."""

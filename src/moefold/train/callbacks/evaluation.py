@@ -43,8 +43,8 @@ class PeriodicEvaluation(Callback):
         eval_loss, raised = _evaluate(context)
         if context.log is not None and eval_loss is not None:
             context.log.writer.add_evaluation(step, eval_loss)
-            why = "before the first step" if is_first else "made up after a signal"
-            context.log.message(f"step {step}: eval {eval_loss:.4f}, {why}")
+            occasion = "before the first step" if is_first else "made up after a signal"
+            context.log.message(f"step {step}: eval {eval_loss:.4f}, {occasion}")
         if raised and eval_loss is None:
             context.status = SIGNAL_STATUS + raised[0]
 

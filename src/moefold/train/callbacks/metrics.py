@@ -51,9 +51,9 @@ class MetricsLogging(Callback):
         values = self._values(context, step)
         further = [metric for callback in self._measuring for metric in callback.metrics]
         if self._measuring:
-            parts = [measured(one.metrics, one.measure(context, step), type(one).__name__) for one in self._measuring]
-            own = {name: value for part in parts for name, value in part.items()}
-            values |= reduced(further, current_world().all_gather_object(own))
+            by_callback = [measured(cb.metrics, cb.measure(context, step), type(cb).__name__) for cb in self._measuring]
+            local = {name: value for metrics in by_callback for name, value in metrics.items()}
+            values |= reduced(further, current_world().all_gather_object(local))
         context.metrics = step_values(values, further)
         if context.log is not None:
             context.log.write(context.metrics, step.result.expert_counts)

@@ -64,7 +64,7 @@ class ReferencePass(Callback):
 
         It is in the run folder, or next to the checkpoint that checkpoint.resume names.
         """
-        found: NDArray[np.float64] | None = None
+        log_probs: NDArray[np.float64] | None = None
         folders = [context.folder]
         if self._checkpoint.resume not in ("auto", "never"):
             folders.append(Path(self._checkpoint.resume).resolve().parent.parent)
@@ -73,12 +73,12 @@ class ReferencePass(Callback):
             path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
             if path is not None:
                 try:
-                    found = np.load(path, allow_pickle=False)
+                    log_probs = np.load(path, allow_pickle=False)
                 except (OSError, ValueError):
-                    found = None
-                if found is not None and (found.shape != shape or found.dtype != np.float64):
-                    found = None
-        on_rank0: NDArray[np.float64] | None = current_world().all_gather_object(found)[0]
+                    log_probs = None
+                if log_probs is not None and (log_probs.shape != shape or log_probs.dtype != np.float64):
+                    log_probs = None
+        on_rank0: NDArray[np.float64] | None = current_world().all_gather_object(log_probs)[0]
         if on_rank0 is None:
             raise ConfigError(
                 f"run.dir={str(context.folder)!r} has no readable {name}, the log-probabilities of this data under the "
@@ -110,7 +110,7 @@ def _file_name(context: TrainingContext) -> str:
 
 def _former_file_name(context: TrainingContext) -> str:
     """Return the file name of earlier versions, which also depended on the paths of the data."""
-    fingerprints = {name: " ".join(seen.split()[:2]) for name, seen in context.data.fingerprints.items()}
+    fingerprints = {name: " ".join(digest.split()[:2]) for name, digest in context.data.fingerprints.items()}
     return _hashed_name([context.data.order | _KEYS_OF_FORMAT_1, fingerprints])
 
 
@@ -141,13 +141,13 @@ def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.
     # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
     totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
     if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
-        for pair_ids, sums in recorder.found:
+        for pair_ids, sums in recorder.sums:
             is_pair = pair_ids.flatten() >= 0
             rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
             totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
     totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
-    found: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
-    return found
+    means: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
+    return means
 
 
 def _epoch(sampler: Sampler, context: TrainingContext) -> Iterator[Batch]:
@@ -165,7 +165,7 @@ class SequenceLogProbs:
 
     def __init__(self, terms: tuple[str, ...]) -> None:
         self.terms = terms
-        self.found: list[tuple[Tensor, Tensor]] = []
+        self.sums: list[tuple[Tensor, Tensor]] = []
         """Pairs of "pair_ids", int64 [B, K / 2], and sums, [B, K], one for each micro-batch."""
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
@@ -173,5 +173,5 @@ class SequenceLogProbs:
         sequences = Sequences(columns["sequence_ids"], output.context_parallel)
         (sums,) = sequences.sums(output.log_probs(columns["labels"]).unsqueeze(0))
         pair_ids = columns["pair_ids"]
-        self.found.append((pair_ids, sums[:, : 2 * pair_ids.shape[1]].detach()))
+        self.sums.append((pair_ids, sums[:, : 2 * pair_ids.shape[1]].detach()))
         return sums.new_zeros(len(self.terms))

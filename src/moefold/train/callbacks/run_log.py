@@ -106,8 +106,8 @@ class RunLog:
         """Log one step."""
         counts = self._counts
         if counts is not None and is_due(self._cfg.metrics.expert_counts_every, values["step"]):
-            of_experts = expert_counts[:, : self._cfg.model.experts.num_experts]
-            self.outputs.attempt(COUNTS_FILE, lambda: counts.write(values["step"], of_experts))
+            routed = expert_counts[:, : self._cfg.model.experts.num_experts]
+            self.outputs.attempt(COUNTS_FILE, lambda: counts.write(values["step"], routed))
         self.writer.write(values)
         self._progress.update(values)
 

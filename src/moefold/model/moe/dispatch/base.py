@@ -94,7 +94,7 @@ class ExpertInput:
     def split(self, num_experts: int) -> tuple["ExpertInput", "ExpertInput"]:
         """Return the input of the first experts and the input of the other experts, both without a migration."""
         counts = self.tokens_per_expert[:num_experts], self.tokens_per_expert[num_experts:]
-        sizes = [sum(part) for part in counts]
+        sizes = [sum(row) for row in counts]
         xs = self.x.split(sizes)
         probs = (None, None) if self.probs_R is None else self.probs_R.split(sizes)
         return ExpertInput(xs[0], counts[0], probs[0]), ExpertInput(xs[1], counts[1], probs[1])

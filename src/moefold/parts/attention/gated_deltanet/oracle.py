@@ -51,15 +51,15 @@ def delta_rule(
     values = heads("v", part.value_head_dim)
     strengths = torch.sigmoid(x @ weights["wb"].T)
     state = x.new_zeros(part.num_value_heads, part.value_head_dim, key_dim)
-    found = []
+    outputs = []
     for t in range(len(x)):
         # S_t = S_{t-1} diag(a) (I - b k k^T) + b v k^T, for all heads.
         strength = strengths[t, :, None, None]
         forget = torch.eye(key_dim, dtype=x.dtype) - strength * keys[t, :, :, None] * keys[t, :, None, :]
         written = strength * values[t, :, :, None] * keys[t, :, None, :]
         state = state * decays[t, :, None, :] @ forget + written
-        found.append((state @ queries[t, :, :, None]).squeeze(-1) / key_dim**0.5)
-    return gated_norm(weights, torch.stack(found), factors.view_as(values), eps)
+        outputs.append((state @ queries[t, :, :, None]).squeeze(-1) / key_dim**0.5)
+    return gated_norm(weights, torch.stack(outputs), factors.view_as(values), eps)
 
 
 def gated_norm(weights: Mapping[str, Tensor], out: Tensor, gates: Tensor, eps: float) -> Tensor:

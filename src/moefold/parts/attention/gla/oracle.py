@@ -27,11 +27,11 @@ def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> T
     values, gates = ((x @ weights[f"w{letter}"].T).view(len(x), heads, -1) for letter in "vg")
     logits = x @ weights["wa_down"].T @ weights["wa_up"].T + weights["ba"]
     decays = torch.sigmoid(logits).pow(1 / 16).view(len(x), heads, -1)
-    found = []
+    outputs = []
     for t in range(len(x)):
         # The keys of all tokens up to this one, each with the decays after it.
         later = decays[1 : t + 1].flip(0).cumprod(0).flip(0)
         decayed = keys[: t + 1] * torch.cat((later, torch.ones_like(keys[:1])))
         scores = (decayed * queries[t]).sum(-1) / part.key_head_dim**0.5
-        found.append((scores[..., None] * values[: t + 1]).sum(0))
-    return gated_norm(weights, torch.stack(found), gates * torch.sigmoid(gates), eps)
+        outputs.append((scores[..., None] * values[: t + 1]).sum(0))
+    return gated_norm(weights, torch.stack(outputs), gates * torch.sigmoid(gates), eps)

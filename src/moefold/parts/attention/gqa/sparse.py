@@ -32,8 +32,8 @@ class SparseAttention(GroupedQueryAttention):
     def __init__(self, part: GqaPart, frame: AttentionFrame) -> None:
         super().__init__(part, frame)
         hidden = frame.hidden_size
-        own = part.own_indexer
-        self.indexer = None if own is None else LightningIndexer(own, hidden, hidden, part.window)
+        indexer = part.own_indexer
+        self.indexer = None if indexer is None else LightningIndexer(indexer, hidden, hidden, part.window)
         self.selected_keys: PagedSelection | None = None
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:

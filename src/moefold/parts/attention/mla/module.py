@@ -91,9 +91,9 @@ class LatentAttention(SelfAttention):
         selection: Selection | None = None,
     ) -> Tensor:
         """Compute latent attention, see `SelfAttention.forward`; for `selection` see `_attend`."""
-        own = self._latents(x)
-        gathered = self._all_gather_latents(own)
-        attended = self._attend(x, own, gathered, rope, documents, selection)
+        local = self._latents(x)
+        gathered = self._all_gather_latents(local)
+        attended = self._attend(x, local, gathered, rope, documents, selection)
         if self.wg is not None:
             attended = gate_heads(attended, self._gate(x, gathered[0], self.wg))
         wo = local_param(self.wo, x.dtype)
@@ -104,7 +104,7 @@ class LatentAttention(SelfAttention):
     def _attend(
         self,
         x: Tensor,
-        own: tuple[Tensor, Tensor, Tensor],
+        local: tuple[Tensor, Tensor, Tensor],
         gathered: tuple[Tensor, Tensor, Tensor],
         rope: Rope | NoRope,
         documents: PackedDocuments | None,
@@ -114,7 +114,7 @@ class LatentAttention(SelfAttention):
 
         Args:
             x: input of the layer, [S/(cp*tp), B, H].
-            own: input of the query heads, KV latent and shared key of the same tokens.
+            local: input of the query heads, KV latent and shared key of the same tokens.
             gathered: the same values for all tokens of the context shard, [S/cp, B, ...].
             rope: RoPE of the positions of this rank's context shard.
             documents: see `CoreAttention`.
@@ -269,10 +269,10 @@ class LatentAttention(SelfAttention):
             latent = latent * self._latent_scale
         return source, latent, shared_key
 
-    def _all_gather_latents(self, own: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _all_gather_latents(self, local: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Gather the latents of all tokens of the context shard, [S/cp, B, ...] each; one all-gather over tp."""
-        source, latent, shared_key = self.sequence_parallel.gather(torch.cat(own, -1)).split(
-            [part.shape[-1] for part in own], -1
+        source, latent, shared_key = self.sequence_parallel.gather(torch.cat(local, -1)).split(
+            [part.shape[-1] for part in local], -1
         )
         return source, latent, shared_key
 

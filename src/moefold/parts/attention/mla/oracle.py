@@ -10,27 +10,27 @@ from moefold.config.groups.attention import SoftmaxHeads, SoftmaxInput
 from moefold.parts.attention.gqa.oracle import gates
 
 
-def heads(part: Any, given: SoftmaxInput) -> SoftmaxHeads:
+def heads(part: Any, inputs: SoftmaxInput) -> SoftmaxHeads:
     """Return queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of the heads.
 
     Args:
         part: `MlaPart`.
-        given: hidden states and weights.
+        inputs: hidden states and weights.
     """
-    weights = given.weights
+    weights = inputs.weights
     nope_dim = part.qk_nope_head_dim
     rope_dim = part.qk_rope_head_dim
     rank = part.kv_lora_rank
 
     def rotate(y: Tensor) -> Tensor:
-        return given.rotate(y[..., None, :], rope_dim)[:, :, 0]
+        return inputs.rotate(y[..., None, :], rope_dim)[:, :, 0]
 
-    compressed = given.x
+    compressed = inputs.x
     if part.q_lora_rank:
-        compressed = _latent(part, weights["query_norm.weight"], compressed @ weights["wq_down"].T, given.x)
+        compressed = _latent(part, weights["query_norm.weight"], compressed @ weights["wq_down"].T, inputs.x)
     to_query = weights["wq_up" if part.q_lora_rank else "wq"]
-    joint = given.x @ weights["wkv_down"].T
-    latent = _latent(part, weights["key_value_norm.weight"], joint[..., :rank], given.x)
+    joint = inputs.x @ weights["wkv_down"].T
+    latent = _latent(part, weights["key_value_norm.weight"], joint[..., :rank], inputs.x)
     shared = rotate(joint[..., rank:])
     queries = []
     keys = []
@@ -47,8 +47,8 @@ def heads(part: Any, given: SoftmaxInput) -> SoftmaxHeads:
         torch.stack(queries, 2),
         torch.stack(keys, 2),
         torch.stack(values, 2),
-        scale=given.score_factor / math.sqrt(nope_dim + rope_dim),
-        gates=gates(part, given),
+        scale=inputs.score_factor / math.sqrt(nope_dim + rope_dim),
+        gates=gates(part, inputs),
         index_source=compressed,
     )
 

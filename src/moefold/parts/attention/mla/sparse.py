@@ -33,8 +33,8 @@ class SparseLatentAttention(LatentAttention):
         super().__init__(part, frame)
         hidden = frame.hidden_size
         source = part.q_lora_rank or hidden
-        own = part.own_indexer
-        self.indexer = None if own is None else LightningIndexer(own, source, hidden, part.window)
+        indexer = part.own_indexer
+        self.indexer = None if indexer is None else LightningIndexer(indexer, source, hidden, part.window)
         self.selected_keys: PagedSelection | None = None
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
@@ -45,7 +45,7 @@ class SparseLatentAttention(LatentAttention):
     def _attend(
         self,
         x: Tensor,
-        own: tuple[Tensor, Tensor, Tensor],
+        local: tuple[Tensor, Tensor, Tensor],
         gathered: tuple[Tensor, Tensor, Tensor],
         rope: Rope | NoRope,
         documents: PackedDocuments | None,
@@ -55,12 +55,12 @@ class SparseLatentAttention(LatentAttention):
         selection = Selection.begin(self.indexer, selection)
         indexer = selection.indexer
         if indexer.is_dense and not indexer.training:
-            return super()._attend(x, own, gathered, rope, documents)
+            return super()._attend(x, local, gathered, rope, documents)
         source, latent, shared_key = gathered
         rank = latent.shape[-1]
         query = self._absorbed_queries(source, rope)
         key = self._latent_keys(latent, shared_key, rope).unsqueeze(2)
-        inputs = x, own[0]
+        inputs = x, local[0]
         if self.selected_keys is not None:
             keys, _ = selection.extend(self.indexer, inputs, rope, self.selected_keys, (key, None))
             attended = sparse_attention(query, keys, None, selection.selected, value_dim=rank, scale=self._scale)[0]
@@ -72,7 +72,7 @@ class SparseLatentAttention(LatentAttention):
             selection.dense_loss = indexer.dense_loss(
                 selection.index, visible, query, keys, documents, scale=self._scale, sinks=None
             )
-            return super()._attend(x, own, gathered, rope, documents)
+            return super()._attend(x, local, gathered, rope, documents)
         attended, sums = sparse_attention(query, keys, None, selection.selected, value_dim=rank, scale=self._scale)
         attended = indexer.attach_selected_loss(attended, selection.index, selection.selected, sums, documents)
         return self._expand_values(attended)

@@ -6,10 +6,10 @@ from torch import Tensor
 from moefold.config.groups.router import OracleScores
 
 
-def ranking(iterations: int, given: OracleScores) -> Tensor:
+def ranking(iterations: int, scores: OracleScores) -> Tensor:
     """Return the scaled matrix of a micro-batch, [B, S, E], 0 for padding."""
-    values = torch.zeros_like(given.logits)
-    values[given.is_token] = _sinkhorn(given.logits[given.is_token], iterations)
+    values = torch.zeros_like(scores.logits)
+    values[scores.is_token] = _sinkhorn(scores.logits[scores.is_token], iterations)
     return values
 
 

@@ -261,8 +261,8 @@ class MigratedExperts:
 
     def migrate(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """See `ExpertMigration.migrate`; collective over ep."""
-        both = _MigrateWeights.apply(self, *weights)
-        return list(both[: len(weights)]), list(both[len(weights) :])
+        migrated = _MigrateWeights.apply(self, *weights)
+        return list(migrated[: len(weights)]), list(migrated[len(weights) :])
 
 
 def received_experts(assignment_PE: Counts, rank: int) -> Counts:
@@ -289,16 +289,16 @@ class _MigrateWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         migration: MigratedExperts = ctx.migration
-        own = grads[: len(ctx.shapes)]
+        local = grads[: len(ctx.shapes)]
         received = grads[len(ctx.shapes) :]
         sent = torch.cat([grad.flatten(1) for grad in received], 1)
         returned = all_to_all(sent, migration.ep, migration.num_received_from, migration.num_sent_to)
         if not migration.sent_experts:
-            return None, *own
+            return None, *local
         # Clone all of this rank's experts, even if one is migrated: autograd may share its inputs, so they must not be
         # changed in place, and each stack of experts needs one gradient.
-        totals = [grad.clone() for grad in own]
-        accum_dtype = torch.promote_types(own[0].dtype, torch.float32)
+        totals = [grad.clone() for grad in local]
+        accum_dtype = torch.promote_types(local[0].dtype, torch.float32)
         for total, column in zip(totals, _split_matrices(returned, ctx.shapes), strict=True):
             for expert in sorted(set(migration.sent_experts)):
                 # An expert may have several receivers: round their sum once, as one GEMM over all rows would.

@@ -115,21 +115,21 @@ def _split_views(*lists: list[Tensor]) -> tuple[list[Tensor], ...]:
         The same lists, with rows instead of such weights. Their first row has the step count itself, other rows have
         copies.
     """
-    found: tuple[list[Tensor], ...] = ([], [], [], [], [])
+    columns_of_views: tuple[list[Tensor], ...] = ([], [], [], [], [])
     for weight, grad, first, second, count in zip(*lists, strict=True):
         columns: tuple[Sequence[Tensor], ...] = ([weight], [grad], [first], [second], [count])
         if not _have_same_strides(weight, first):
             tensors = [tensor.unbind() for tensor in (weight, grad, first, second)]
             columns = (*tensors, [count, *count.repeat(len(weight) - 1).unbind()])
-        for total, column in zip(found, columns, strict=True):
+        for total, column in zip(columns_of_views, columns, strict=True):
             total.extend(column)
-    return found
+    return columns_of_views
 
 
 def _have_same_strides(weight: Tensor, grad: Tensor) -> bool:
     """Return whether weight and gradient have the same memory layout, as the fused kernel assumes."""
     strides = zip(weight.shape, weight.stride(), grad.stride(), strict=True)
-    return all(size < 2 or of_weight == of_grad for size, of_weight, of_grad in strides)
+    return all(size < 2 or weight_stride == grad_stride for size, weight_stride, grad_stride in strides)
 
 
 def _update_low_precision(

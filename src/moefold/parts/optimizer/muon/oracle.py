@@ -30,11 +30,11 @@ def update(
     momentum = state.setdefault("momentum", torch.zeros_like(weight))
     momentum.mul_(part.momentum).add_(gradient)
     nesterov = gradient + part.momentum * momentum
-    found = part.weight_decay * weight
+    change = part.weight_decay * weight
     for index in matrix_indices(spec):
         orthogonal = newton_schulz(nesterov[index], part.ns_steps)
-        found[index] += 0.2 * max(nesterov[index].shape) ** 0.5 * orthogonal
-    return found
+        change[index] += 0.2 * max(nesterov[index].shape) ** 0.5 * orthogonal
+    return change
 
 
 def matrix_indices(spec: ParamSpec) -> Iterator[int | Tensor]:
@@ -43,11 +43,11 @@ def matrix_indices(spec: ParamSpec) -> Iterator[int | Tensor]:
         yield from range(spec.shape[0])
         return
     rows = torch.arange(spec.shape[0])
-    begin = 0
+    start = 0
     period = sum(spec.matrix_rows) or spec.shape[0]
     for height in spec.matrix_rows or (period,):
-        yield rows[(rows % period >= begin) & (rows % period < begin + height)]
-        begin += height
+        yield rows[(rows % period >= start) & (rows % period < start + height)]
+        start += height
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:

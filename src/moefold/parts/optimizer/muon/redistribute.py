@@ -16,7 +16,7 @@ from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import Group
 from moefold.comm.sharded_tensor import local_slice
 
-ROUND_ELEMENTS = 1 << 25
+BUCKET_ELEMENTS = 1 << 25
 """Approximate number of elements of full matrices in memory per rank at a time; at least one matrix."""
 
 
@@ -75,10 +75,10 @@ class MatrixRedistributor:
     Args:
         group: the ranks that together hold the tensors: a pipeline stage.
         tensors: tensors by name, the same names on every rank; 2D, or 3D with one matrix per index of the first dim.
-        round_elements: see `ROUND_ELEMENTS`.
+        bucket_elements: see `BUCKET_ELEMENTS`.
     """
 
-    def __init__(self, group: Group, tensors: Mapping[str, Tensor], round_elements: int = ROUND_ELEMENTS) -> None:
+    def __init__(self, group: Group, tensors: Mapping[str, Tensor], bucket_elements: int = BUCKET_ELEMENTS) -> None:
         self._group = group
         regions = {name: local_slice(tensor) for name, tensor in tensors.items()}
         own_regions = {name: (start, tuple(values.shape)) for name, (values, start) in regions.items()}
@@ -92,7 +92,7 @@ class MatrixRedistributor:
         ]
         self._empty = next((values.new_empty(0) for values, _ in regions.values()), torch.empty(0))
         matrices = _balance_owners(unassigned, group.size)
-        self._rounds = list(batch_by_size(matrices, lambda m: m.shape[0] * m.shape[1], round_elements * group.size))
+        self._buckets = list(batch_by_size(matrices, lambda m: m.shape[0] * m.shape[1], bucket_elements * group.size))
 
     def run(
         self,
@@ -108,10 +108,10 @@ class MatrixRedistributor:
             compute: computes the result of a full matrix, of the same shape and type.
             sink: takes this rank's shard of the result.
         """
-        for matrices in self._rounds:
-            self._run_round(matrices, source, compute, sink)
+        for matrices in self._buckets:
+            self._run_bucket(matrices, source, compute, sink)
 
-    def _run_round(
+    def _run_bucket(
         self,
         matrices: Sequence[_Matrix],
         source: Callable[[MatrixKey, int], Tensor],

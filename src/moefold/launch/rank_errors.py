@@ -162,8 +162,8 @@ class RankErrorHandler:
 def _exit_text(error: SystemExit) -> str:
     """Return a description of a `sys.exit` in code that a run calls, with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"the run was ended by sys.exit({error.code!r}){where}; raise an error with a message there"
+    line = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"the run was ended by sys.exit({error.code!r}){line}; raise an error with a message there"
 
 
 def _find_run_error(error: BaseException | None) -> RunError | None:

@@ -10,16 +10,16 @@ import pytest
 from moefold.comm.collectives import is_collective_error
 from moefold.errors import RunError
 from moefold.host.rank_env import RankEnv
-from moefold.launch.failure import RankErrorHandler
+from moefold.launch.rank_errors import RankErrorHandler
 from tests.e2e.forked import run_program
 
 RANK = """
 import signal, sys, time
-import moefold.launch.failure as failure
+import moefold.launch.rank_errors as rank_errors
 from moefold.errors import ConfigError, RunError
 from moefold.host.rank_env import RankEnv
 
-failure.NONZERO_RANK_DELAY_S = failure.ROOT_CAUSE_WAIT_S = 0.3
+rank_errors.NONZERO_RANK_DELAY_S = rank_errors.ROOT_CAUSE_WAIT_S = 0.3
 started = time.monotonic()
 rank, told = int(sys.argv[1]), bool(int(sys.argv[2]))
 import os
@@ -28,7 +28,7 @@ def timed(status):
     print(f"waited={time.monotonic() - started > 0.3}", flush=True)
     end(status)
 os._exit = timed
-with failure.RankErrorHandler(RankEnv(rank, rank, 8, "127.0.0.1", 1), lambda: told):
+with rank_errors.RankErrorHandler(RankEnv(rank, rank, 8, "127.0.0.1", 1), lambda: told):
     exec(sys.argv[3])
 os._exit = end
 print("went on")
