@@ -85,7 +85,7 @@ def compute_rank_memory(
     optimizer = chosen_in(cfg.train, OptimizerPart)
     if not optimizer.needs_gradients:
         return _forward_rank_memory(formula, states, *recipe_stages(cfg))
-    table = activation_table(formula, offload)
+    table = activation_table(formula, cfg.model.distinct_kinds, offload)
     chunks, _ = recipe_stages(cfg)
     found = []
     ranks = zip(_rank_snapshots(cfg), states.max_by_pp_rank, states.offloaded_moments, strict=True)

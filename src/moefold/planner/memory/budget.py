@@ -17,10 +17,10 @@ from moefold.cost.hardware import GIB, Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import MemoryColumns, ModelChunk, columns_of
 from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
+from moefold.cost.saved_tensors import PARTS
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
-    ACTIVATION_PARTS,
     ActivationMemoryTable,
     MemoryStrategies,
     minimal_config,
@@ -37,7 +37,9 @@ EXPERT_BACKWARD_BUFFERS = 4
 """Buffers of [routed tokens, FFN width] in the backward pass of the experts, in addition to saved or recomputed
 tensors:
 the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
-MEMORY_PARTS = (*STATE_PARTS, *ACTIVATION_PARTS, "workspace")
+REPORTED_ACTIVATIONS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
+"""Parts of the activations that are reported separately; the others are "activations"."""
+MEMORY_PARTS = (*STATE_PARTS, "activations", *REPORTED_ACTIVATIONS.values(), "workspace")
 """Parts of a `MemoryEstimate`. `gathered` are weights in the compute type; `optimizer` has the moments on the device,
 and the excess of prefetched moments over the activations of the peak; `buffers` are of the router, RoPE and the
 dispatcher; `dispatch` are routed tokens, `pipeline` hidden states and gradients between stages."""
@@ -135,8 +137,10 @@ class MemoryModel:
         activations = snapshots.activations @ saved.sum(axis=0)
         prefetched = self.state_memory.update_bytes(mapping, snapshots.states)
         at = int(np.argmax(snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)))
-        parts = dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
-        parts |= dict(zip(ACTIVATION_PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True))
+        parts = dict.fromkeys(MEMORY_PARTS, 0.0)
+        parts |= dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
+        for part, size in zip(PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True):
+            parts[REPORTED_ACTIVATIONS.get(part, "activations")] += size
         parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
         return MemoryEstimate(parts=parts | {"workspace": self.workspace(mapping)}, capacity=self.device.memory_bytes)
 
