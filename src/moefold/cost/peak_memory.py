@@ -15,7 +15,7 @@ from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import ByteTable, ModelChunk, columns_of
-from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, find_rank_snapshots
+from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, StepSnapshots
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS, KernelProfile
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
@@ -145,7 +145,8 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
             overlap=overlaps_micro_batches(cfg.model, cfg.parallel),
         )
     )
-    return find_rank_snapshots(shortest, chunks, stages_by_rank, rows, columns_of(cfg.model.distinct_kinds))
+    columns = columns_of(cfg.model.distinct_kinds)
+    return StepSnapshots(shortest, chunks, stages_by_rank, columns, merges_equal_chunks=False).by_rank(rows)
 
 
 def _activation_peak(snapshots: RankSnapshots, formula: ActivationMemory, table: ByteTable) -> ActivationPeak:

@@ -349,7 +349,7 @@ class CostModel:
         w = self.workload
         if w.attention is None:
             return self
-        bounded = replace(w, attention=w.attention.lower_bounds())
+        bounded = replace(w, attention=replace(w.attention, is_lower_bound=True))
         return CostModel(self.model_spec, self.device, bounded, self.activation_memory, self.split)
 
     def least_model_s(self, mapping: ParallelMapping) -> float:
