@@ -262,7 +262,7 @@ class LayerCostModel:
 
     def tp_gather(self, mapping: ParallelMapping) -> CostItem:
         """Return the time of an all-gather, or a reduce-scatter, of hidden states over tp."""
-        num_bytes = self.tokens(mapping) * self.model_spec.hidden_size * self.gemm.value_bytes
+        num_bytes = self.tokens(mapping) * self.model_spec.config.hidden_size * self.gemm.value_bytes
         return CostItem("tp_comm", all_gather_s(self.device, RankGroup(mapping.tp, 1), num_bytes))
 
 
@@ -275,7 +275,7 @@ class _BlockCost:
         self.workload = costs.workload
         self.mapping = mapping
         self.tp = mapping.tp
-        self.hidden = costs.model_spec.hidden_size
+        self.hidden = costs.model_spec.config.hidden_size
         self.tokens = costs.tokens(mapping)
         self.local_tokens = self.tokens / self.tp
         self.gather = costs.tp_gather(mapping)

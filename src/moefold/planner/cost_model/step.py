@@ -339,7 +339,7 @@ class CostModel:
             mapping,
             w.global_batch_size,
             is_coupled=w.is_coupled,
-            has_experts=self.model_spec.has_experts,
+            has_experts=self.model_spec.config.routed is not None,
             gpus_per_node=self.device.links[0].gpus,
         )
 
@@ -434,14 +434,14 @@ class CostModel:
     @memoised(lambda self, m: (m.tp, m.cp, m.mbs))
     def head_and_loss_s(self, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of output head and loss of one micro-batch, forward and backward, on the last stage."""
-        shape = self.model_spec
+        model = self.model_spec.config
         gemm = self.layer_costs.gemm
         tokens = self.layer_costs.tokens(mapping)
-        _, width = shard_rows(shape.vocab_size, mapping.tp, 0)
+        _, width = shard_rows(model.vocab_size, mapping.tp, 0)
         gather = self.layer_costs.tp_gather(mapping).seconds
         logits = gemm.memory_bound_s(tokens * width * 4)
-        forward_s, backward_s, weights_s = gemm.linear_s(tokens, shape.hidden_size, width)
-        repeats = 1 + (shape.mtp_layers if self.workload.runs_mtp else 0)
+        forward_s, backward_s, weights_s = gemm.linear_s(tokens, model.hidden_size, width)
+        repeats = 1 + (model.mtp_layers if self.workload.runs_mtp else 0)
         return (
             repeats * (forward_s + 2.5 * logits + gather),
             repeats * (backward_s + weights_s + 1.5 * logits + gather),
@@ -459,7 +459,7 @@ class CostModel:
         if mapping.pp == 1:
             return 0.0
         tokens = self.layer_costs.tokens(mapping) / mapping.tp
-        num_bytes = tokens * self.model_spec.hidden_size * self.workload.value_bytes
+        num_bytes = tokens * self.model_spec.config.hidden_size * self.workload.value_bytes
         return p2p_s(self.device, mapping.world_size // mapping.pp, num_bytes)
 
     def exposed_p2p_s(self, mapping: ParallelMapping, vpp: Any, num_micro_batches: int) -> tuple[Any, Any]:

@@ -153,7 +153,7 @@ class ActivationMemoryTable:
     @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
         """Return whether the dispatcher of a mapping may need less memory than the default one at some snapshot."""
-        if not self.model_spec.has_experts:
+        if self.model_spec.config.routed is None:
             return False
         one_sample = replace(mapping, cp=1, mbs=1)
         own, default = (

@@ -71,7 +71,12 @@ def _model_parallel_size(values: AxisValues) -> int:
 
 
 def _samples_per_dispatch(values: AxisValues) -> float:
-    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp); equal ratios of integers give the same number."""
+    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp); equal ratios of integers give the same number.
+
+    It is 0 for a dispatcher without its own rules, which alone may read the tokens of a dispatch.
+    """
+    if not is_own(values["dispatcher"], "check"):
+        return 0.0
     return float(values["mbs"] * values["ep"] * values["etp"] / (values["cp"] * values["tp"]))
 
 
@@ -89,7 +94,7 @@ DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] =
     "dp": (_model_parallel_size, ("tp", "cp", "pp")),
     "crosses_ranks": (_crosses_ranks, ("ep", "etp")),
     "step": (_samples_per_step, ("mbs", "tp", "cp", "pp")),
-    "samples_per_dispatch": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp")),
+    "samples_per_dispatch": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp", "dispatcher")),
 }
 """Values that rules derive from several axes: the function, and the axes."""
 
@@ -100,8 +105,6 @@ class MappingRule:
 
     validate: Rule
     reads: tuple[str, ...]
-    applies_when: tuple[str, Callable[[Any], bool]] = ("", bool)
-    """One axis of `reads` and a test of its value. If the test fails, the rule does not apply."""
 
 
 def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
@@ -126,15 +129,6 @@ def _validate_stage_count(cfg: Config) -> Iterator[str]:
 def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
     """Check the part of a group, as `check_config` does."""
     return map(str, ask(chosen(cfg, group).check, cfg))
-
-
-def _counts_tokens(dispatcher: DispatcherPart) -> bool:
-    """Return whether a dispatcher has its own rules, which may read the tokens of a dispatch."""
-    return is_own(dispatcher, "check")
-
-
-def _counts_no_tokens(dispatcher: DispatcherPart) -> bool:
-    return not _counts_tokens(dispatcher)
 
 
 def _axis_rule(name: str, *reads: str) -> MappingRule:
@@ -162,23 +156,11 @@ PIPELINE_RULES = (
     MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
 )
 DISPATCH_OVERLAP_RULES = (MappingRule(validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
-VALIDATE_DISPATCHER = partial(_validate_part, DispatcherPart)
 DISPATCH_RULES = (
     *DISPATCH_OVERLAP_RULES,
-    MappingRule(VALIDATE_DISPATCHER, ("ep", "etp", "dispatcher"), applies_when=("dispatcher", _counts_no_tokens)),
-    MappingRule(
-        VALIDATE_DISPATCHER,
-        ("ep", "etp", "dispatcher", "samples_per_dispatch"),
-        applies_when=("dispatcher", _counts_tokens),
-    ),
+    MappingRule(partial(_validate_part, DispatcherPart), ("ep", "etp", "dispatcher", "samples_per_dispatch")),
 )
-OVERLAP_RULES = (
-    MappingRule(
-        validate_expert_overlap,
-        ("crosses_ranks", "schedule", "zero", "step", "overlap"),
-        applies_when=("overlap", bool),
-    ),
-)
+OVERLAP_RULES = (MappingRule(validate_expert_overlap, ("crosses_ranks", "schedule", "zero", "step", "overlap")),)
 OFFLOAD_RULES = (
     MappingRule(validate_offload, ("recompute", "offload")),
     MappingRule(validate_offload_dir, ("offload", "moments")),
@@ -273,9 +255,6 @@ class MappingConstraints:
         return ""
 
     def _is_satisfied(self, rule: MappingRule, values: AxisValues) -> bool:
-        axis, applies = rule.applies_when
-        if axis and not applies(values[axis]):
-            return True
         key = (
             rule.validate,
             *(DERIVED_VALUES[name][0](values) if name in DERIVED_VALUES else values[name] for name in rule.reads),
