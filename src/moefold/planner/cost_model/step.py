@@ -114,14 +114,8 @@ class StepTime:
     """Seconds by part on the busiest pipeline rank; they add up to `total_s`."""
     num_micro_batches: int
     tokens_per_s_per_gpu: float
-    flops_per_token: float
     tflops_per_gpu: float
     mfu: float
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of exposed communication."""
-        return sum(self.parts[name] for name in COMM_PARTS)
 
     @property
     def bottleneck(self) -> str:
@@ -483,7 +477,6 @@ class CostModel:
             parts=seconds,
             num_micro_batches=num_micro_batches,
             tokens_per_s_per_gpu=tokens,
-            flops_per_token=self.flops_per_token,
             tflops_per_gpu=flops / 1e12,
             mfu=flops / self.device.peak("bf16"),
         )

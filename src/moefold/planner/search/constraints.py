@@ -280,9 +280,6 @@ class Fold(NamedTuple):
     etp: int
     edp: int
 
-    def __str__(self) -> str:
-        return " ".join(f"{axis}={getattr(self, axis)}" for axis in DEGREES)
-
     @property
     def values(self) -> dict[str, int]:
         """The degrees that determine the fold; dp and edp follow."""
@@ -352,18 +349,14 @@ class Restriction:
 
     def allows_fold(self, degrees: Fold) -> bool:
         """Return whether the degrees match the fixed ones and the method."""
-        fixed = self._fixed_degrees
-        return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
+        is_as_fixed = all(getattr(degrees, axis) == self.fixed[axis] for axis in DEGREES if axis in self.fixed)
+        return is_as_fixed and METHODS[self.method].accepts(degrees)
 
     def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":
         """Return the restriction with the recipe's external part in place of a fixed kind that the recipe has."""
         parts = {axis: word_of(getattr(parallel, axis)) for axis in ("schedule", "dispatcher") if axis in self.fixed}
         chosen = {axis: part for axis, part in parts.items() if str(part) == self.fixed[axis]}
         return replace(self, fixed={**self.fixed, **chosen})
-
-    @property
-    def _fixed_degrees(self) -> list[tuple[str, Any]]:
-        return [(axis, self.fixed[axis]) for axis in DEGREES if axis in self.fixed]
 
     def allows(self, axis: str, value: Any) -> bool:
         """Return whether an axis other than the degrees may have a value."""
