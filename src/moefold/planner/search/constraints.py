@@ -6,7 +6,7 @@ config that records its reads, and compares. `Restriction` fixes axes, or select
 arXiv:2504.14960.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -99,14 +99,6 @@ DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] =
 """Values that rules derive from several axes: the function, and the axes."""
 
 
-@dataclass(frozen=True)
-class MappingRule:
-    """A rule of the runtime with the mapping axes, or names of `DERIVED`, that it reads."""
-
-    validate: Rule
-    reads: tuple[str, ...]
-
-
 def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
     return DEGREE_RULES[name](cfg, getattr(cfg.parallel, name))
 
@@ -131,56 +123,35 @@ def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
     return map(str, ask(chosen(cfg, group).check, cfg))
 
 
-def _axis_rule(name: str, *reads: str) -> MappingRule:
-    return MappingRule(partial(_validate_axis, name), reads)
-
-
-TP_RULES = (_axis_rule("tp", "tp"),)
-CP_RULES = (
-    _axis_rule("cp", "tp", "cp"),
-    MappingRule(validate_sequence_length, ("tp", "cp")),
-    MappingRule(partial(_validate_part, DropScopePart), ("tp", "cp")),
-    MappingRule(validate_attention_pool, ("dp", "cp")),
-)
-EXPERT_RULES = (_axis_rule("ep", "ep"), _axis_rule("etp", "etp"))
-BATCH_RULES = (MappingRule(validate_loss_chunk, ("cp", "mbs")),)
-STAGE_RULES = (
-    MappingRule(_validate_stage_count, ("pp", "vpp")),
-    MappingRule(validate_schedule, ("pp", "schedule", "vpp")),
-    MappingRule(validate_pipeline_layout, ("pp", "schedule", "vpp")),
-    MappingRule(_validate_shortcut_split, ("pp", "vpp")),
-    MappingRule(_validate_selection_split, ("pp", "vpp")),
-)
-PIPELINE_RULES = (
-    MappingRule(validate_batch_size, ("dp", "mbs")),
-    MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
-)
-DISPATCH_OVERLAP_RULES = (MappingRule(validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
-DISPATCH_RULES = (
-    *DISPATCH_OVERLAP_RULES,
-    MappingRule(partial(_validate_part, DispatcherPart), ("ep", "etp", "dispatcher", "samples_per_dispatch")),
-)
-OVERLAP_RULES = (MappingRule(validate_expert_overlap, ("crosses_ranks", "schedule", "zero", "step", "overlap")),)
-OFFLOAD_RULES = (
-    MappingRule(validate_offload, ("recompute", "offload")),
-    MappingRule(validate_offload_dir, ("offload", "moments")),
-)
-RECOMPUTE_RULES = (MappingRule(validate_recompute, ("recompute",)),)
-ZERO_RULES = (MappingRule(validate_site_shards, ("zero",)),)
-
-MAPPING_RULES = (
-    *TP_RULES,
-    *CP_RULES,
-    *EXPERT_RULES,
-    *BATCH_RULES,
-    *STAGE_RULES,
-    *PIPELINE_RULES,
-    *DISPATCH_RULES,
-    *RECOMPUTE_RULES,
-    *OVERLAP_RULES,
-    *OFFLOAD_RULES,
-    *ZERO_RULES,
-)
+MAPPING_RULES: dict[str, dict[Rule, tuple[str, ...]]] = {
+    "tp": {partial(_validate_axis, "tp"): ("tp",)},
+    "cp": {
+        partial(_validate_axis, "cp"): ("tp", "cp"),
+        validate_sequence_length: ("tp", "cp"),
+        partial(_validate_part, DropScopePart): ("tp", "cp"),
+        validate_attention_pool: ("dp", "cp"),
+    },
+    "experts": {partial(_validate_axis, "ep"): ("ep",), partial(_validate_axis, "etp"): ("etp",)},
+    "batch": {validate_loss_chunk: ("cp", "mbs")},
+    "stages": {
+        _validate_stage_count: ("pp", "vpp"),
+        validate_schedule: ("pp", "schedule", "vpp"),
+        validate_pipeline_layout: ("pp", "schedule", "vpp"),
+        _validate_shortcut_split: ("pp", "vpp"),
+        _validate_selection_split: ("pp", "vpp"),
+    },
+    "pipeline": {
+        validate_batch_size: ("dp", "mbs"),
+        validate_micro_batch_count: ("dp", "pp", "mbs", "schedule"),
+    },
+    "kernels": {validate_dispatch_kernels: ("ep", "etp", "dispatcher", "overlap")},
+    "dispatcher": {partial(_validate_part, DispatcherPart): ("ep", "etp", "dispatcher", "samples_per_dispatch")},
+    "overlap": {validate_expert_overlap: ("crosses_ranks", "schedule", "zero", "step", "overlap")},
+    "recompute": {validate_recompute: ("recompute",)},
+    "offload": {validate_offload: ("recompute", "offload"), validate_offload_dir: ("offload", "moments")},
+    "zero": {validate_site_shards: ("zero",)},
+}
+"""The runtime's rules at each level of the space, with the axes, or names of `DERIVED_VALUES`, that each reads."""
 ALL_AXES_RULE = validate_degrees
 """The rule that yields the errors of `DEGREE_RULES`, each with a suggestion appended."""
 
@@ -198,11 +169,7 @@ class MappingConstraints:
     def __init__(self, cfg: Config) -> None:
         raise_all(range_problems(cfg))
         raise_all(validate_layer_words(cfg.model))
-        read_mapping = {rule.validate for rule in MAPPING_RULES} | {
-            ALL_AXES_RULE,
-            validate_selection_stages,
-            validate_shortcut,
-        }
+        read_mapping = {ALL_AXES_RULE, validate_selection_stages, validate_shortcut}.union(*MAPPING_RULES.values())
         raise_all(
             error for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for error in ask(rule, cfg)
         )
@@ -224,14 +191,14 @@ class MappingConstraints:
             train=replace(self.base_config.train, **changes["train"]),
         )
 
-    def allows(self, rules: Iterable[MappingRule], values: AxisValues) -> bool:
-        """Return whether a mapping satisfies all given rules.
+    def allows(self, level: str, values: AxisValues) -> bool:
+        """Return whether a mapping satisfies the rules of a level of `MAPPING_RULES`.
 
         Args:
-            rules: rules of one level.
-            values: values of every axis that the rules read.
+            level: the level.
+            values: values of every axis that its rules read.
         """
-        return all(self._is_satisfied(rule, values) for rule in rules)
+        return all(self._is_satisfied(rule, reads, values) for rule, reads in MAPPING_RULES[level].items())
 
     def can_fold(self, degrees: Mapping[str, int]) -> bool:
         """Return whether both views fold over each other under the recipe's rank orders, and the result can sample."""
@@ -254,14 +221,11 @@ class MappingConstraints:
             return " ".join(str(error).split())
         return ""
 
-    def _is_satisfied(self, rule: MappingRule, values: AxisValues) -> bool:
-        key = (
-            rule.validate,
-            *(DERIVED_VALUES[name][0](values) if name in DERIVED_VALUES else values[name] for name in rule.reads),
-        )
+    def _is_satisfied(self, rule: Rule, reads: tuple[str, ...], values: AxisValues) -> bool:
+        key = rule, *(DERIVED_VALUES[name][0](values) if name in DERIVED_VALUES else values[name] for name in reads)
         known = self._cache.get(key)
         if known is None:
-            known = next(iter(ask(rule.validate, self.config_with(values))), None) is None
+            known = next(iter(ask(rule, self.config_with(values))), None) is None
             self._cache[key] = known
         return known
 
