@@ -1,4 +1,5 @@
 import inspect
+from itertools import chain
 from typing import get_type_hints
 
 import pytest
@@ -11,7 +12,7 @@ from moefold.planner.search.constraints import MAPPING_RULES
 from moefold.validate.config import RULES
 from moefold.validate.moe import TRAINING_ONLY_RULES
 
-EVERY_RULE = [*RULES, *TRAINING_ONLY_RULES, *(rule.validate for rule in MAPPING_RULES)]
+EVERY_RULE = [*RULES, *TRAINING_ONLY_RULES, *chain.from_iterable(MAPPING_RULES.values())]
 SECTIONS = get_type_hints(Config) | {"cfg": Config}
 CHECKS = [find_part(group.group, kind).check for group in groups() for kind in built_in_kinds(group.group)]
 

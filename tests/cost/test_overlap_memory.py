@@ -89,7 +89,7 @@ def test_a_forward_pass_ends_with_what_a_backward_pass_begins_with(parts, kernel
     (stage,) = plan_stages(cfg).stages
     chunk = recipe_chunk(cfg.model, stage.parts)
     forward, backward = _intervals(cfg, chunk, splits_backward=False)
-    table = activation_table(formula)
+    table = activation_table(formula, cfg.model.distinct_kinds)
     sizes = table.sum(axis=0)
     saved = sum((formula.saved_by_kind[kind] for kind in cfg.model.block_kinds), formula.embedding() + formula.head())
     saved += formula.mtp_layer()

@@ -11,7 +11,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.parallel import planned_attention
 from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, PlannedAttention
-from moefold.planner.cost_model.attention_load import TokenWidths, exchange_bytes
+from moefold.planner.cost_model.attention_load import exchange_bytes
 from moefold.topology.layout import fold
 from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
 from tests.model.attention_reference import (
@@ -144,8 +144,8 @@ def test_ranks_send_the_rows_of_the_exchange(attended):
     for each, ranks in attended:
         exchange = each.options.plan(each.placement, each.window).exchange()
         num_queries, num_keys = exchange.queries.num_rows, exchange.keys.num_rows
-        widths = TokenWidths(query_heads * size, query_heads * size, 2 * kv_heads * size)
-        forward, backward = exchange_bytes(num_queries, num_keys, widths, value_bytes=8)
+        widths = {"query_width": 2 * query_heads * size, "kv_width": 2 * kv_heads * size}
+        forward, backward = exchange_bytes(num_queries, num_keys, **widths, value_bytes=8)
         sent_bytes = forward + backward
         assert sum(num_bytes for rank in ranks for _, num_bytes in rank[2]) == sent_bytes
         assert sum(rank[3].sent_bytes for rank in ranks) == sent_bytes
@@ -166,9 +166,12 @@ def _sent_in_bfloat16() -> int:
 
 def test_gradients_of_keys_are_sent_in_float32(pool):
     query_heads, kv_heads, size = HEADS
-    widths = TokenWidths(query_heads * size, query_heads * size, 2 * kv_heads * size)
     # Rank 0 of two has chunks 0 and 3 of 6 tokens, and rank 1 the two between: 12 and 6 rows of two samples.
-    expected = sum(exchange_bytes(0, 2 * 2 * (12 + 6), widths, value_bytes=2))
+    expected = sum(
+        exchange_bytes(
+            0, 2 * 2 * (12 + 6), query_width=2 * query_heads * size, kv_width=2 * kv_heads * size, value_bytes=2
+        )
+    )
     assert sum(pool.run(4, _sent_in_bfloat16)) == expected
 
 

@@ -123,7 +123,7 @@ def test_a_planned_recipe_has_no_key_of_attention_without_effect(tmp_path):
     asked = request(8, pp=1, tp=2)
     cfg = replace(asked.base_config, parallel=replace(asked.base_config.parallel, context=own), moe=MoEConfig())
     loads = asked.workload.attention
-    asked = replace(asked, base_config=cfg, workload=replace(asked.workload, attention=loads.with_strategy(own)))
+    asked = replace(asked, base_config=cfg, workload=replace(asked.workload, attention=replace(loads, strategy=own)))
     planner = Planner(asked)
     plans = planner.search.plans_below(float("inf"))
     assert {plan.mapping.cp for plan in plans} >= {1, 2}

@@ -113,7 +113,7 @@ def test_names_as_tables_spell_them(spelling, name):
 def test_a_recipe_and_a_folder_are_models_too(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text('[model]\npreset = "tiny"\n')
-    assert load_model_spec(str(path)).hidden_size == load_model_spec("tiny").hidden_size
+    assert load_model_spec(str(path)).config.hidden_size == load_model_spec("tiny").config.hidden_size
     with pytest.raises(ConfigError, match="does not exist"):
         load_model_spec(str(tmp_path / "absent" / "config.json"))
 

@@ -1,6 +1,6 @@
 """Activation bytes of each memory column of a recipe: layers by kind, and the ends of the model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,24 +24,24 @@ OFFLOADED_LABELS = {
 """Labels of `PARTS` that each part of train.offload offloads; `layer` offloads everything."""
 
 
-def activation_table(formula: ActivationMemory, offload: Iterable[str] = ()) -> ByteTable:
-    """Return the bytes of each column of a recipe by part, [`PARTS`, `MemoryColumns`].
+def activation_table(formula: ActivationMemory, layers: Sequence[Layer], offload: Iterable[str] = ()) -> ByteTable:
+    """Return the bytes of each column by part, [`PARTS`, `MemoryColumns`].
 
     Args:
-        formula: activation memory of the recipe.
+        formula: activation memory of the recipe, or of a mapping of it.
+        layers: distinct layers of the model, in the order of the columns.
         offload: parts of `train.offload` whose saved tensors are offloaded between the passes, all of them in time.
     """
-    columns = columns_of(formula.model.distinct_kinds)
+    columns = columns_of(layers)
     table = np.zeros((len(PARTS), columns.size))
     sizes = {columns.end_column(name): parts for name, parts in end_columns(formula).items()}
     largest = BytesByPart()
-    for kind in formula.saved_by_kind:
-        layer = layer_columns(formula, kind)
-        offloaded = offloaded_bytes(layer["saved"], offload)
-        layer["saved"] = layer["saved"] - offloaded
+    for column, layer in enumerate(layers):
+        found = layer_columns(formula, layer.kind)
+        offloaded = offloaded_bytes(found["saved"], offload)
+        found["saved"] = found["saved"] - offloaded
         largest = _larger(offloaded, largest)
-        column = formula.model.distinct_kinds.index(kind)
-        sizes |= {columns.layer_column(name) + column: parts for name, parts in layer.items()}
+        sizes |= {columns.layer_column(name) + column: parts for name, parts in found.items()}
     sizes[columns.end_column("in_transit")] = BytesByPart(
         {part: MAX_OFFLOADED_PARTS_IN_TRANSIT * size for part, size in largest.items()}
     )

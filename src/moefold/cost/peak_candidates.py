@@ -83,93 +83,18 @@ class StepSchedule:
         return replace(self, num_micro_batches=limit) if repeats else self
 
 
-def find_snapshots(
-    schedule_spec: StepSchedule,
-    chunks: Sequence[ModelChunk],
-    stages_by_rank: Sequence[Sequence[int]],
-    columns: MemoryColumns,
-) -> MemorySnapshots:
-    """Find all snapshots that may be the memory peak.
-
-    Args:
-        schedule_spec: the schedule.
-        chunks: layers of each stage, in model order.
-        stages_by_rank: stage indices of each pipeline rank.
-        columns: columns of the model.
-    """
-    walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns)
-    found = []
-    slots = [_runtime_row(schedule_spec, rank) for rank in range(schedule_spec.pp)]
-    for stages, (rows, _) in zip(stages_by_rank, walk.ranks(slots), strict=True):
-        found.append(np.hstack([np.tile(state_counts(chunks, stages, columns), (len(rows), 1)), rows]))
-    end = columns.state_size + columns.size
-    kept = drop_dominated(np.concatenate(found))
-    return MemorySnapshots(kept[:, : columns.state_size], kept[:, columns.state_size : end], kept[:, end:])
-
-
-def find_peak_candidates(
-    schedule_spec: StepSchedule,
-    chunks: Sequence[ModelChunk],
-    stages_by_rank: Sequence[Sequence[int]],
-    columns: MemoryColumns,
-) -> MemorySnapshots:
-    """Find a cheap lower bound of the peak: the snapshots with most layers in flight of three ranks.
-
-    These are the first and the last rank, and of the ranks with the most layers the first with the most of the most
-    frequent kind. In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation.
-    Messages are not counted: they take the rows of all ranks. For the arguments see `find_snapshots`.
-    """
-    walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, finds_all=False)
-    kinds = [[kind for stage in stages for kind in chunks[stage].kinds] for stages in stages_by_rank]
-    frequent = Counter(chain.from_iterable(kinds)).most_common(1)
-    sizes = [(len(own), *(own.count(kind) for kind, _ in frequent)) for own in kinds]
-    ranks = (0, sizes.index(max(sizes)), len(stages_by_rank) - 1)
-    found = []
-    for rank in ranks:
-        rows, _ = walk.snapshots(walk.slots(_runtime_row(schedule_spec, rank)))
-        # The snapshots with most layers in flight; among equal ones, those with most other activations.
-        layers = rows[:, : columns.num_kinds].sum(axis=1)
-        others = rows[:, columns.num_kinds : columns.size].sum(axis=1)
-        found.append(rows[np.lexsort((others, layers))[-1], : columns.size])
-    states = np.array([state_counts(chunks, stages_by_rank[rank], columns) for rank in ranks])
-    return MemorySnapshots(states, np.array(found), np.ones((len(ranks), 2)))
-
-
-def find_rank_snapshots(
-    schedule_spec: StepSchedule,
-    chunks: Sequence[ModelChunk],
-    stages_by_rank: Sequence[Sequence[int]],
-    rows: Sequence[SlotRow],
-    columns: MemoryColumns,
-) -> tuple[RankSnapshots, ...]:
-    """Find all snapshots of each pipeline rank, with the micro-batches in flight on each stage.
-
-    Args:
-        schedule_spec: the schedule.
-        chunks: layers of each stage, in model order.
-        stages_by_rank: stage indices of each pipeline rank.
-        rows: slots of each pipeline rank, as the runtime executes them.
-        columns: columns of the model.
-    """
-    walk = _RankWalker(schedule_spec, chunks, stages_by_rank, columns, merges_equal_chunks=False)
-    return tuple(
-        RankSnapshots(tuple(stages), counts[:, : columns.size], counts[:, columns.size :], in_flight)
-        for stages, (counts, in_flight) in zip(stages_by_rank, walk.ranks(rows), strict=True)
-    )
-
-
 @lru_cache(maxsize=16384)
 def _runtime_row(schedule_spec: StepSchedule, rank: int) -> SlotRow:
     s = schedule_spec
     return schedule_row(s.schedule, rank, s.pp, s.vpp, s.num_micro_batches, overlap=s.overlap)
 
 
-class _RankWalker:
-    """Walks through the slots of one rank.
+class StepSnapshots:
+    """Snapshots of the ranks of a pipeline in a step.
 
     Args:
         schedule_spec: the schedule.
-        chunks: layers of each stage.
+        chunks: layers of each stage, in model order.
         stages_by_rank: stage indices of each pipeline rank.
         columns: columns of the model.
         finds_all: whether to find all snapshots of overlapped pairs, or only the one before they begin.
@@ -188,6 +113,7 @@ class _RankWalker:
     ) -> None:
         self.schedule_spec = schedule_spec
         self.chunks = chunks
+        self.stages_by_rank = stages_by_rank
         self.rank_of = {stage: rank for rank, stages in enumerate(stages_by_rank) for stage in stages}
         self.columns = columns
         self.splits_backward = schedule_spec.pp > 1 and schedule_named(schedule_spec.schedule).splits_backward
@@ -201,20 +127,63 @@ class _RankWalker:
         self._finds_all = finds_all
         self._running_cache: dict[RunningChunks, Counts] = {}
 
-    def ranks(self, rows: Sequence[SlotRow]) -> Iterator[tuple[Counts, Counts]]:
-        """Yield the `snapshots` of each rank, given its slots as the runtime executes them."""
+    def candidates(self) -> MemorySnapshots:
+        """Return all snapshots that may be the memory peak."""
+        rows = [_runtime_row(self.schedule_spec, rank) for rank in range(self.schedule_spec.pp)]
+        found = [
+            np.hstack([np.tile(self._state_counts(rank), (len(counts), 1)), counts])
+            for rank, (counts, _) in enumerate(self._ranks(rows))
+        ]
+        states = self.columns.state_size
+        kept = drop_dominated(np.concatenate(found))
+        return MemorySnapshots(*np.split(kept, (states, states + self.columns.size), axis=1))
+
+    def few_candidates(self) -> MemorySnapshots:
+        """Return a cheap lower bound of the peak: the snapshots with most layers in flight of three ranks.
+
+        These are the first and the last rank, and of the ranks with the most layers the first with the most of the most
+        frequent kind. In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation.
+        Messages are not counted: they take the rows of all ranks.
+        """
+        kinds = [[kind for stage in stages for kind in self.chunks[stage].kinds] for stages in self.stages_by_rank]
+        frequent = Counter(chain.from_iterable(kinds)).most_common(1)
+        sizes = [(len(own), *(own.count(kind) for kind, _ in frequent)) for own in kinds]
+        ranks = (0, sizes.index(max(sizes)), len(kinds) - 1)
+        found = []
+        for rank in ranks:
+            rows, _ = self._snapshots(self._slots(_runtime_row(self.schedule_spec, rank)))
+            # The snapshots with most layers in flight; among equal ones, those with most other activations.
+            layers = rows[:, : self.columns.num_kinds].sum(axis=1)
+            others = rows[:, self.columns.num_kinds : self.columns.size].sum(axis=1)
+            found.append(rows[np.lexsort((others, layers))[-1], : self.columns.size])
+        states = np.array([self._state_counts(rank) for rank in ranks])
+        return MemorySnapshots(states, np.array(found), np.ones((len(ranks), 2)))
+
+    def by_rank(self, rows: Sequence[SlotRow]) -> tuple[RankSnapshots, ...]:
+        """Return all snapshots of each pipeline rank, given its slots as the runtime executes them."""
+        size = self.columns.size
+        return tuple(
+            RankSnapshots(tuple(stages), counts[:, :size], counts[:, size:], in_flight)
+            for stages, (counts, in_flight) in zip(self.stages_by_rank, self._ranks(rows), strict=True)
+        )
+
+    def _state_counts(self, rank: int) -> Counts:
+        return state_counts(self.chunks, self.stages_by_rank[rank], self.columns)
+
+    def _ranks(self, rows: Sequence[SlotRow]) -> Iterator[tuple[Counts, Counts]]:
+        """Yield the `_snapshots` of each rank, given its slots as the runtime executes them."""
         messages: list[list[int]] = [[] for _ in rows]
         if len(rows) > 1:
             plans = plan_messages(rows, [self.rank_of[stage] for stage in sorted(self.rank_of)])
             messages = [live_messages(p, len(self.rank_of), overlaps=self.schedule_spec.overlap) for p in plans]
         for row, counts in zip(rows, messages, strict=True):
-            yield self.snapshots(self.slots(row), counts)
+            yield self._snapshots(self._slots(row), counts)
 
-    def slots(self, row: SlotRow) -> SlotRow:
+    def _slots(self, row: SlotRow) -> SlotRow:
         """Return the row with a slot for each action, unless two micro-batches are computed at a time."""
         return row if self.schedule_spec.overlap else split_pairs(row)
 
-    def snapshots(self, row: SlotRow, messages: Sequence[int] = ()) -> tuple[Counts, Counts]:
+    def _snapshots(self, row: SlotRow, messages: Sequence[int] = ()) -> tuple[Counts, Counts]:
         """Return the distinct counts at the start of the slots.
 
         Args:

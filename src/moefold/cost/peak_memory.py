@@ -16,7 +16,7 @@ from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import ByteTable, ModelChunk, columns_of
-from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, find_rank_snapshots
+from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, StepSnapshots
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS
 from moefold.cost.state_memory import StateMemory, recipe_stages
 from moefold.cost.unit_memory import StateBytes
@@ -86,7 +86,7 @@ def compute_rank_memory(
     optimizer = chosen_in(cfg.train, OptimizerPart)
     if not optimizer.needs_gradients:
         return _forward_rank_memory(formula, states, *recipe_stages(cfg))
-    table = activation_table(formula, offload)
+    table = activation_table(formula, cfg.model.distinct_kinds, offload)
     chunks, _ = recipe_stages(cfg)
     found = []
     ranks = zip(_rank_snapshots(cfg), states.max_by_pp_rank, states.offloaded_moments, strict=True)
@@ -146,7 +146,8 @@ def _rank_snapshots(cfg: Config) -> tuple[RankSnapshots, ...]:
             overlap=overlaps_micro_batches(cfg.model, cfg.parallel),
         )
     )
-    return find_rank_snapshots(shortest, chunks, stages_by_rank, rows, columns_of(cfg.model.distinct_kinds))
+    columns = columns_of(cfg.model.distinct_kinds)
+    return StepSnapshots(shortest, chunks, stages_by_rank, columns, merges_equal_chunks=False).by_rank(rows)
 
 
 def _activation_peak(snapshots: RankSnapshots, formula: ActivationMemory, table: ByteTable) -> ActivationPeak:

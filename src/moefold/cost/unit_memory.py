@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
-from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.groups.router import BalanceScopePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
@@ -55,114 +54,6 @@ def master_dtype_bytes(run: RunConfig) -> int:
 def compute_dtype_bytes(run: RunConfig) -> int:
     """Return the bytes of one element of the compute type."""
     return ITEM_BYTES[run.dtype]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardSpec:
-    """Data-parallel sharding degrees and element types of a rank's weights, gradients and moments."""
-
-    degrees: tuple[int, int]
-    """Number of ranks over which dense weights and experts are sharded; 1 and 1 with zero=0."""
-    accumulates_gradients: bool
-    """Whether gradients are summed over micro-batches before they are reduced."""
-    master_bytes: int
-    """Bytes per master weight; 0 if there are only weights in the compute type."""
-    compute_bytes: int
-    """Bytes per element of the compute type."""
-    gradient_bytes: int
-    """Bytes per element of a gradient."""
-    optimizer: OptimizerPart
-    """The optimizer part that decides the states of a parameter."""
-    trained_names: str = ""
-    """Part of the names of the weights that are trained; all others are frozen, without gradients and moments. Empty:
-    all are trained."""
-    narrows_frozen: bool = False
-    """Whether frozen weights are in the compute type, except for those that are read in the master type."""
-    outer_bytes: int = 0
-    """Bytes of the outer weights and momentum per weight; 0 without sites."""
-    residual_bytes: int = 0
-    """Bytes of the outer residual per weight; 0 without one."""
-    expert_owners: int = 1
-    """Number of sites that divide the experts; each has the moments and residual of only its own experts."""
-
-    def state_bytes(self, weights: Iterable[ParamSpec]) -> StateBytes:
-        """Return the state bytes of weights that are already sharded by tensor and expert parallelism.
-
-        These are the bytes of the first data-parallel rank, which holds most: later ranks get the remaining rows.
-        """
-        weight_bytes = gradients = sums = moments = 0
-        for weight in weights:
-            shards = weight.dp_shards(self.degrees[weight.is_expert])
-            if self.trained_names not in weight.name:
-                is_narrow = self.narrows_frozen and not weight.is_full_precision
-                weight_bytes += shards.padded_numel * (self.compute_bytes if is_narrow else self.master_bytes)
-                continue
-            weight_bytes += shards.padded_numel * self.master_bytes
-            gradients += shards.padded_numel * self.gradient_bytes
-            sums += shards.padded_numel * shards.degree * self.gradient_bytes if self.accumulates_gradients else 0
-            numel = shards.numel(0)
-            own_numel = numel // self.owners(weight)
-            for state in self.optimizer.states(weight):
-                moments += self.state_item_bytes(state) * (1 if state.is_count else own_numel)
-            moments += own_numel * self.residual_bytes
-            moments += numel * self.outer_bytes
-        return StateBytes(weights=weight_bytes, gradients=gradients, gradient_sums=sums, optimizer=moments)
-
-    def owners(self, weight: ParamSpec) -> int:
-        """Return the number of sites among which the rows of a weight are divided."""
-        return self.expert_owners if weight.is_expert else 1
-
-    def state_item_bytes(self, state: StateSpec) -> int:
-        """Return the bytes of one number of a state."""
-        return ITEM_BYTES[state.dtype] if state.dtype else self.master_bytes
-
-    def gathered_bytes(self, weights: Iterable[ParamSpec]) -> int:
-        """Return the bytes of the gathered weights."""
-        total = 0
-        for weight in weights:
-            shards = weight.dp_shards(self.degrees[weight.is_expert])
-            item = max(self.master_bytes, self.compute_bytes) if weight.is_full_precision else self.compute_bytes
-            total += shards.padded_numel * shards.degree * item
-        return total
-
-    def offloaded_bytes(self, weight: ParamSpec, min_kib: int) -> int:
-        """Return the offloaded moment bytes of a sharded weight; moments below `min_kib` KiB are not offloaded."""
-        numel = weight.dp_shards(self.degrees[weight.is_expert]).numel(0)
-        own_numel = numel // self.owners(weight)
-        min_bytes = max(min_kib * 2**10, 1)
-        offloaded = 0
-        for state in self.optimizer.states(weight):
-            size = own_numel * self.state_item_bytes(state)
-            offloaded += size if size >= min_bytes and not (state.is_count or state.is_kept) else 0
-        if numel * self.master_bytes >= min_bytes:
-            offloaded += numel * self.outer_bytes
-        if own_numel * self.master_bytes >= min_bytes:
-            offloaded += own_numel * self.residual_bytes
-        return offloaded
-
-    def prefetched_bytes(self, weights: Iterable[ParamSpec]) -> int:
-        """Return the bytes of weights that are all-gathered ahead; weights of a single rank are cast at their use."""
-        return self.gathered_bytes(weight for weight in weights if self.degrees[weight.is_expert] > 1)
-
-
-def make_shard_spec(cfg: Config, degrees: tuple[int, int], *, accumulates_gradients: bool) -> ShardSpec:
-    """Return the shard spec of a recipe for given sharding degrees."""
-    train = cfg.train
-    master = master_dtype_bytes(cfg.run)
-    optimizer = chosen_in(train, OptimizerPart)
-    return ShardSpec(
-        degrees=degrees,
-        accumulates_gradients=accumulates_gradients,
-        master_bytes=master,
-        compute_bytes=compute_dtype_bytes(cfg.run),
-        gradient_bytes=master if optimizer.needs_gradients else 0,
-        optimizer=optimizer,
-        trained_names=trained_names(cfg.model, cfg.train, cfg.lora),
-        narrows_frozen=cfg.trains_adapters_only,
-        outer_bytes=master * cfg.sites.num_states,
-        residual_bytes=master * cfg.sites.has_residual,
-        expert_owners=cfg.sites.num_expert_owners,
-    )
 
 
 def trained_names(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -> str:
@@ -220,12 +111,11 @@ def dispatch_sizes(
     )
 
 
-def cast_copy_bytes(run: RunConfig, model: ModelConfig, lora: LoraConfig, names: Iterable[Unit]) -> int:
-    """Return the bytes of an unsharded rank's weights in the compute type; 0 if that is the master type."""
-    if compute_dtype_bytes(run) == master_dtype_bytes(run):
+def cast_copy_bytes(run: RunConfig, model: ModelConfig, lora: LoraConfig, name: Unit) -> int:
+    """Return the bytes of an unsharded rank's copies of a unit in the compute type; 0 if that is the master type."""
+    if compute_dtype_bytes(run) == master_dtype_bytes(run) or (name == "embedding" and not model.tie_embeddings):
         return 0
-    read = [name for name in names if name != "embedding" or model.tie_embeddings]
-    weights = [weight for name in read for weight in unit_weights(model, lora, name) if not weight.is_full_precision]
+    weights = [weight for weight in unit_weights(model, lora, name) if not weight.is_full_precision]
     if lora.trains_adapters_only:
         weights = [weight for weight in weights if is_adapter(weight.name)]
     return sum(weight.numel for weight in weights) * compute_dtype_bytes(run)

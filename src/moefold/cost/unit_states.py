@@ -1,31 +1,35 @@
 """State bytes of the units of a model under any mapping: of one recipe, and of all of a search."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from heapq import nlargest
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from moefold.config.chosen import chosen_in
 from moefold.config.groups.layer_sizes import KernelProfile
+from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.layers import Layer
 from moefold.config.param_spec import ParamSpec
 from moefold.config.schema import Config
-from moefold.cost.memoised import all_arguments, memoised
+from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable, Counts, columns_of
 from moefold.cost.saved_tensors import CUDA_KERNELS
 from moefold.cost.unit_memory import (
-    ShardSpec,
+    ITEM_BYTES,
     StateBytes,
     Unit,
     caches_quantized_weights,
     cast_copy_bytes,
+    compute_dtype_bytes,
     expert_buffer_bytes,
     has_experts,
-    make_shard_spec,
+    master_dtype_bytes,
     quantized_copy_bytes,
     rope_buffer_bytes,
+    trained_names,
     unit_weights,
 )
 
@@ -75,7 +79,8 @@ class UnitMemory:
         cfg: the recipe; its mapping does not count.
         kernels: kernel profile of the device.
         kinds: distinct layers of the model, in the order of `columns`; None: the recipe's.
-        item_bytes: bytes of `ShardSpec` fields that differ from the recipe's types.
+        item_bytes: bytes of a number of the master weights, 0 if there are only weights in the compute type, and of the
+            gradients; None: of the recipe's types.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class UnitMemory:
         cfg: Config,
         kernels: KernelProfile = CUDA_KERNELS,
         kinds: Sequence[Layer] | None = None,
-        item_bytes: Mapping[str, Any] | None = None,
+        item_bytes: tuple[int, int] | None = None,
     ) -> None:
         self.cfg = cfg
         kinds = cfg.model.distinct_kinds if kinds is None else kinds
@@ -94,7 +99,14 @@ class UnitMemory:
         self.units |= {self.columns.state_column(str(name)): name for name in ends}
         self._weights = {column: unit_weights(cfg.model, cfg.lora, name) for column, name in self.units.items()}
         self._kernels = kernels
-        self._item_bytes = item_bytes or {}
+        self._optimizer = chosen_in(cfg.train, OptimizerPart)
+        master = master_dtype_bytes(cfg.run)
+        own_types = master, master if self._optimizer.needs_gradients else 0
+        self._master_bytes, self._gradient_bytes = item_bytes or own_types
+        self._compute_bytes = compute_dtype_bytes(cfg.run)
+        self._outer_bytes = master * cfg.sites.num_states
+        self._residual_bytes = master * cfg.sites.has_residual
+        self._trained_names = trained_names(cfg.model, cfg.train, cfg.lora)
 
     def unit_bytes(self, name: Unit, mapping: StateMapping, *, with_optimizer: bool) -> int:
         """Return the state bytes of a unit in a step, on the first rank of a stage."""
@@ -109,7 +121,7 @@ class UnitMemory:
         cfg = self.cfg
         name = self.units[column]
         dense, experts = (self._weight_states(column, mapping, is_expert) for is_expert in (False, True))
-        copies = cast_copy_bytes(cfg.run, cfg.model, cfg.lora, [name]) if mapping.is_single else 0
+        copies = cast_copy_bytes(cfg.run, cfg.model, cfg.lora, name) if mapping.is_single else 0
         if self._kernels.caches_quantized_weights and caches_quantized_weights(
             cfg.train, 1 + mapping.has_several_micro_batches, mapping.zero
         ):
@@ -130,11 +142,52 @@ class UnitMemory:
         )
     )
     def _weight_states(self, column: int, mapping: StateMapping, is_expert: bool) -> StateBytes:
-        """Return the state bytes of the experts of a unit, or of its other weights, without buffers."""
-        spec = self.shard_spec(mapping)
-        weights = [weight for weight in self.shards(column, mapping) if weight.is_expert == is_expert]
-        gathered = 0 if mapping.is_single else spec.gathered_bytes(weights)
-        return replace(spec.state_bytes(weights), gathered=gathered)
+        """Return the state bytes of the experts of a unit, or of its other weights, without buffers.
+
+        These are the bytes of the first data-parallel rank, which holds most: later ranks get the remaining rows.
+        """
+        own = [weight for weight in self.shards(column, mapping) if weight.is_expert == is_expert]
+        weights = gradients = sums = moments = 0
+        for weight in own:
+            shards = weight.dp_shards(mapping.degrees[is_expert])
+            if self._trained_names not in weight.name:
+                # Beside adapters alone, frozen weights are in the compute type unless they are read in the master type.
+                is_narrow = self.cfg.trains_adapters_only and not weight.is_full_precision
+                weights += shards.padded_numel * (self._compute_bytes if is_narrow else self._master_bytes)
+                continue
+            weights += shards.padded_numel * self._master_bytes
+            gradients += shards.padded_numel * self._gradient_bytes
+            if mapping.accumulates_gradients:
+                sums += shards.padded_numel * shards.degree * self._gradient_bytes
+            moments += sum(size for size, _ in self._moments(weight, mapping))
+        gathered = 0 if mapping.is_single else self._gathered_bytes(own, mapping)
+        return StateBytes(
+            weights=weights, gathered=gathered, gradients=gradients, gradient_sums=sums, optimizer=moments
+        )
+
+    def _moments(self, weight: ParamSpec, mapping: StateMapping) -> Iterator[tuple[int, int]]:
+        """Yield the bytes of each state of a weight, and the bytes that decide whether it is offloaded; 0: never.
+
+        The states are of the optimizer, and of the outer optimizer of sites, which may divide the experts.
+        """
+        numel = weight.dp_shards(mapping.degrees[weight.is_expert]).numel(0)
+        own_numel = numel // (self.cfg.sites.num_expert_owners if weight.is_expert else 1)
+        for state in self._optimizer.states(weight):
+            item_bytes = ITEM_BYTES[state.dtype] if state.dtype else self._master_bytes
+            size = item_bytes * (1 if state.is_count else own_numel)
+            yield size, 0 if state.is_count or state.is_kept else size
+        yield own_numel * self._residual_bytes, own_numel * self._master_bytes
+        yield numel * self._outer_bytes, numel * self._master_bytes
+
+    def _gathered_bytes(self, weights: Iterable[ParamSpec], mapping: StateMapping) -> int:
+        """Return the bytes of gathered weights."""
+        total = 0
+        for weight in weights:
+            shards = weight.dp_shards(mapping.degrees[weight.is_expert])
+            wide = max(self._master_bytes, self._compute_bytes)
+            item_bytes = wide if weight.is_full_precision else self._compute_bytes
+            total += shards.padded_numel * shards.degree * item_bytes
+        return total
 
     def table(self, mapping: StateMapping, *, exchange_bytes: int, offloads_moments: bool = False) -> ByteTable:
         """Return the bytes of each state column, [`STATE_FIELDS`, columns].
@@ -202,25 +255,25 @@ class UnitMemory:
         return sizes
 
     def prefetched_bytes(self, mapping: StateMapping) -> dict[int, int]:
-        """Return the bytes of each unit that are gathered while the layer before it computes, by its column."""
-        spec = self.shard_spec(mapping)
-        return {column: spec.prefetched_bytes(self.shards(column, mapping)) for column in self.units}
+        """Return the bytes of each unit that are gathered while the layer before it computes, by its column.
+
+        Weights of a single rank are cast at their use.
+        """
+        found = {}
+        for column in self.units:
+            sharded = (w for w in self.shards(column, mapping) if mapping.degrees[w.is_expert] > 1)
+            found[column] = self._gathered_bytes(sharded, mapping)
+        return found
 
     @memoised(lambda self, column, m: (column, m.tp, m.ep, m.etp, m.degrees))
     def offloaded_unit(self, column: int, mapping: StateMapping) -> list[int]:
         """Return the moment bytes of each weight that is large enough for `optim/state_offload.py` to offload."""
-        spec = self.shard_spec(mapping)
-        found = (spec.offloaded_bytes(w, self.cfg.train.offload_min_kib) for w in self.shards(column, mapping))
+        least = max(self.cfg.train.offload_min_kib * 2**10, 1)
+        found = (
+            sum(size for size, deciding in self._moments(weight, mapping) if deciding >= least)
+            for weight in self.shards(column, mapping)
+        )
         return sorted((size for size in found if size), reverse=True)
-
-    def shard_spec(self, mapping: StateMapping) -> ShardSpec:
-        """Return the sharding and the types of a mapping."""
-        return self._shard_spec(mapping.degrees, mapping.accumulates_gradients)
-
-    @memoised(all_arguments)
-    def _shard_spec(self, degrees: tuple[int, int], accumulates_gradients: bool) -> ShardSpec:
-        spec = make_shard_spec(self.cfg, degrees, accumulates_gradients=accumulates_gradients)
-        return replace(spec, **self._item_bytes)
 
     @memoised(lambda self, column, m: (column, m.tp, m.ep, m.etp))
     def shards(self, column: int, mapping: StateMapping) -> tuple[ParamSpec, ...]:

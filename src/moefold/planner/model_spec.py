@@ -49,26 +49,6 @@ class ModelSpec:
         numbers = {kind: i for i, kind in enumerate(self.kinds)}
         return tuple(numbers[_without_rope(layer)] for layer in self.config.all_layers)
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary."""
-        return self.config.vocab_size
-
-    @property
-    def mtp_layers(self) -> int:
-        """Number of MTP layers."""
-        return self.config.mtp_layers
-
-    @property
-    def has_experts(self) -> bool:
-        """True if any layer has experts."""
-        return any(kind.ffn.is_routed for kind in self.kinds)
-
 
 @lru_cache(maxsize=64)
 def model_spec_from_config(model: ModelConfig) -> ModelSpec:

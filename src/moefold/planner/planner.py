@@ -111,7 +111,7 @@ class Planner:
         searches: dict[ContextPart | None, Search] = {}
         for strategy in candidate_strategies(loads.strategy):
             cfg = replace(q.base_config, parallel=replace(q.base_config.parallel, context=strategy))
-            workload = replace(q.workload, attention=loads.with_strategy(strategy))
+            workload = replace(q.workload, attention=replace(loads, strategy=strategy))
             try:
                 planner = Planner(replace(q, base_config=cfg, workload=workload))
             except ConfigError:

@@ -48,9 +48,8 @@ CODING_S = MappingProxyType(
         "fp4": (7e-9, 4e-9),
     }
 )
-"""Seconds to encode an element, and to decode and add it, on one core of a host, by sites.precision (docs/log.md)."""
-PRECISIONS = ("float32", "bfloat16", "int8", "fp4")
-"""Values of sites.precision, from the most to the fewest bits."""
+"""Seconds to encode an element, and to decode and add it, on one core of a host, by sites.precision (docs/log.md), from
+the most to the fewest bits."""
 MEETING_MESSAGES = 4
 """Messages between a site and the meeting point in a round, one after the other: two questions and their answers."""
 DAY_S = 86400.0
@@ -255,7 +254,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
     sites = cfg.sites
     has_code = sites.part.wire_format(difference_itemsize(cfg.run)) is not None
     # A residual is the error of a code, and float32 has none.
-    choosable = [name for name in PRECISIONS if name != "float32" or not sites.residual]
+    choosable = [name for name in CODING_S if name != "float32" or not sites.residual]
     precisions = [sites.precision] if has_code else choosable
     volumes = {name: site_volumes(cfg, None if has_code else name) for name in precisions}
     cost = SiteCost(link, sites.count, step_s, volumes, in_pairs=sites.part.in_pairs)

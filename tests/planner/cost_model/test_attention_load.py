@@ -144,6 +144,6 @@ def test_the_simulator_prices_each_round_by_its_own_documents():
         if event.action is not None and event.rank == 0 and event.action.kind == "F" and event.part == "attention":
             forward_s[event.action.micro_batch] += event.end_s - event.start_s
     assert len(set(forward_s.values())) == len(forward_s)
-    rounds = [pricer(wlb().of_round(i)).step_time(mapping).parts["attention"] for i in range(8)]
+    rounds = [pricer(replace(wlb(), only_round=i)).step_time(mapping).parts["attention"] for i in range(8)]
     by_micro_batch = [forward_s[i] for i in range(8)]
     assert sorted(range(8), key=rounds.__getitem__) == sorted(range(8), key=by_micro_batch.__getitem__)

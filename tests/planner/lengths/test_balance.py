@@ -71,10 +71,10 @@ def test_rounds_one_by_one_have_the_mean_of_all():
     peers = AttentionPeers(2, 2, 1, 4, 8)
     whole = loads.load(peers, 0)
     count = len(loads.rounds(2, 2, 1).pairs)
-    keys = [loads.of_round(i).load(peers, 0).keys for i in range(count)]
+    keys = [replace(loads, only_round=i).load(peers, 0).keys for i in range(count)]
     assert np.mean(keys) == pytest.approx(whole.keys)
     assert np.std(keys) > 0
-    assert loads.of_round(count).load(peers, 0) == loads.of_round(0).load(peers, 0)
+    assert replace(loads, only_round=count).load(peers, 0) == replace(loads, only_round=0).load(peers, 0)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_rounds_one_by_one_have_the_mean_of_all():
 )
 @pytest.mark.parametrize("num_rounds", [1, 3, 100])
 def test_the_lower_bound_plans_nothing_and_is_one(strategy, num_rounds):
-    loads = loads_of("wlb", 8192).with_strategy(strategy)
+    loads = replace(loads_of("wlb", 8192), strategy=strategy)
     for window in (0, 100):
         peers = AttentionPeers(2, 64, 2, 2, num_rounds)
-        bound = loads.lower_bounds().load(peers, window)
+        bound = replace(loads, is_lower_bound=True).load(peers, window)
         assert len(loads._rounds) == bool(window)
         load = loads.load(peers, window)
         assert bound.keys <= load.keys * (1 + 1e-12)
@@ -95,7 +95,7 @@ def test_the_lower_bound_plans_nothing_and_is_one(strategy, num_rounds):
 
 @pytest.mark.parametrize("placement", ["samples", "documents"])
 def test_nodes_that_hold_whole_samples_need_no_plan_of_their_own(placement):
-    loads = loads_of("wlb", 8192).with_strategy(replace(PLANNED, placement=placement))
+    loads = replace(loads_of("wlb", 8192), strategy=replace(PLANNED, placement=placement))
     shared = loads.rounds(4, 4, 1)
     assert loads.rounds(4, 4, 1, 0, 8) is shared
     assert not shared.exchanged["remote_keys"].any()
@@ -104,7 +104,9 @@ def test_nodes_that_hold_whole_samples_need_no_plan_of_their_own(placement):
 
 def test_all_strategies_see_the_same_documents():
     loads = loads_of("wikipedia", 8192)
-    means = [loads.with_strategy(s).rounds(2, 4, 1).pairs.mean() for s in (make_part("context", "ring"), PLANNED, LAST)]
+    means = [
+        replace(loads, strategy=s).rounds(2, 4, 1).pairs.mean() for s in (make_part("context", "ring"), PLANNED, LAST)
+    ]
     assert means[0] == means[1] == means[2]
 
 
@@ -123,13 +125,13 @@ def test_the_balance_of_the_strategies_has_the_known_shape(row):
     name, seq_len, cp, dp, samples, documents, balanced, hosts, keys, queries = row
     loads = loads_of(name, seq_len)
     found = {
-        placement: loads.with_strategy(replace(PLANNED, placement=placement)).rounds(cp, dp, 1).max_over_mean
+        placement: replace(loads, strategy=replace(PLANNED, placement=placement)).rounds(cp, dp, 1).max_over_mean
         for placement in ("samples", "documents", "balanced")
     }
     # Documents over the cp ranks of their sample are the most even of the placements, zigzags of samples the least.
     assert found["documents"] < found["balanced"] < found["samples"]
     assert found == pytest.approx({"samples": samples, "documents": documents, "balanced": balanced}, rel=0.3)
-    last = loads.with_strategy(replace(LAST, placement="balanced")).rounds(cp, dp, 1)
+    last = replace(loads, strategy=replace(LAST, placement="balanced")).rounds(cp, dp, 1)
     assert last.max_over_mean == pytest.approx(hosts, abs=0.06)
     assert last.received_keys == pytest.approx(keys, rel=0.3)
     assert last.moved_queries == pytest.approx(queries, rel=0.3)
@@ -139,10 +141,10 @@ def test_the_balance_of_the_strategies_has_the_known_shape(row):
 
 @pytest.mark.parametrize("name", ["wikipedia", "wlb", "prolong", "magi"])
 def test_balanced_hosts_are_within_a_tenth_of_the_mean(name):
-    assert loads_of(name).with_strategy(LAST).rounds(8, 4, 1).max_over_mean <= 1.1
+    assert replace(loads_of(name), strategy=LAST).rounds(8, 4, 1).max_over_mean <= 1.1
     # Of 1,024 ranks, a block of 128 rows at the end of the longest documents is a tenth of a rank's work.
     fine = replace(LAST, block=64)
-    assert loads_of(name).with_strategy(fine).rounds(8, 128, 1).max_over_mean <= 1.1
+    assert replace(loads_of(name), strategy=fine).rounds(8, 128, 1).max_over_mean <= 1.1
 
 
 def test_equal_documents_need_no_moves():

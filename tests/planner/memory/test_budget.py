@@ -20,7 +20,7 @@ from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.export_recipe import config_with_mapping
 from moefold.planner.mapping import ParallelMapping, mapping_from_config
-from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryEstimate, MemoryModel
+from moefold.planner.memory.budget import OVERHEAD_GIB, REPORTED_ACTIVATIONS, MemoryEstimate, MemoryModel
 from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.stages import RecipeStageSplitter
@@ -275,6 +275,18 @@ def test_what_is_offloaded_is_not_there():
     assert away.parts["optimizer"] < 0.01 * plain.parts["optimizer"]
     assert away.parts["activations"] < plain.parts["activations"]
     assert away.parts["weights"] == plain.parts["weights"]
+
+
+@pytest.mark.parametrize("offload", [("expert_activation",), ("core_attention", "moe")], ids="+".join)
+def test_offloaded_bytes_leave_the_part_that_they_belong_to(offload):
+    cfg = recipe(*BIG[2])
+    _, found = estimated(cfg, replace(mapping_from_config(cfg.parallel, cfg.train), offload=offload))
+    (rank,) = compute_rank_memory(cfg, offload=offload)
+    expected = dict.fromkeys(("activations", *REPORTED_ACTIVATIONS.values()), 0)
+    for part, size in rank.activations.by_part.items():
+        expected[REPORTED_ACTIVATIONS.get(part, "activations")] += size
+    assert expected["dispatch"] > 0
+    assert {part: found.parts[part] for part in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("device", ["h100", "cpu"])

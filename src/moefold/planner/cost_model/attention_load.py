@@ -89,17 +89,9 @@ def attention_peers(
     return AttentionPeers(m.cp, m.dp, m.mbs, group, m.num_micro_batches(global_batch_size), per_node)
 
 
-class TokenWidths(NamedTuple):
-    """Numbers of one token on one tp rank."""
-
-    query: float
-    """Query heads times head size, A * D; `output` likewise with the size of the values, A * Dv."""
-    output: float
-    keys_and_values: float
-    """G * (D + Dv)."""
-
-
-def exchange_bytes(query_rows: float, key_rows: float, widths: TokenWidths, value_bytes: int) -> tuple[float, float]:
+def exchange_bytes(
+    query_rows: float, key_rows: float, *, query_width: float, kv_width: float, value_bytes: int
+) -> tuple[float, float]:
     """Return the bytes that are sent forward and backward.
 
     Forward: queries to their hosts and outputs back, and keys and values. Backward: queries, outputs and gradients of
@@ -109,10 +101,11 @@ def exchange_bytes(query_rows: float, key_rows: float, widths: TokenWidths, valu
     Args:
         query_rows: rows of queries that are sent, each to one host.
         key_rows: rows of keys and values that are sent, each once to each rank that needs it.
-        widths: of a token.
+        query_width: numbers of the query and the output of a token on one tp rank, A * (D + Dv).
+        kv_width: numbers of its keys and values, G * (D + Dv).
         value_bytes: bytes of a number in the compute dtype.
     """
-    keys_and_values = key_rows * widths.keys_and_values
-    forward = (query_rows * (widths.query + widths.output) + keys_and_values) * value_bytes
-    backward = query_rows * 2 * (widths.query + widths.output) * value_bytes
+    keys_and_values = key_rows * kv_width
+    forward = (query_rows * query_width + keys_and_values) * value_bytes
+    backward = query_rows * 2 * query_width * value_bytes
     return forward, backward + keys_and_values * (value_bytes + max(value_bytes, SUM_BYTES))

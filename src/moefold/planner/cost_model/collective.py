@@ -5,6 +5,7 @@ spans several of its units (nodes, NVLink domains). Traffic over the outer level
 as many NICs as ranks of the group.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import comb, log2
 
@@ -29,26 +30,28 @@ def ranks_per_unit(group: RankGroup, link: NetworkLink) -> int:
     return inside
 
 
+def levels_of(device: Device, group: RankGroup) -> Iterator[tuple[NetworkLink, int, int]]:
+    """Yield each link level that a group uses, with the ranks in a unit below it, and the units that it connects."""
+    below = 1
+    for link in device.links:
+        inside = ranks_per_unit(group, link)
+        if inside > below:
+            yield link, below, inside // below
+            below = inside
+        if inside == group.size:
+            return
+
+
 def all_gather_s(device: Device, group: RankGroup, full_bytes: float) -> float:
     """Return the seconds of an all-gather to `full_bytes` on each rank, or a reduce-scatter from them.
 
     All levels run their rings concurrently.
     """
-    if group.size == 1:
-        return 0.0
-    slowest = 0.0
-    latency = 0.0
-    below = 1
-    for link in device.links:
-        inside = ranks_per_unit(group, link)
-        if inside > below:
-            units = inside // below
-            # All bytes pass every link of a ring; each rank of a unit adds its own NIC to the ring of this level.
-            slowest = max(slowest, full_bytes * (units - 1) / units / below / link.reached_bytes_per_s)
-            latency += link.latency_s * (log2(units) + 1)
-            below = inside
-        if inside == group.size:
-            break
+    slowest = latency = 0.0
+    for link, below, units in levels_of(device, group):
+        # All bytes pass every link of a ring; each rank of a unit adds its own NIC to the ring of this level.
+        slowest = max(slowest, full_bytes * (units - 1) / units / below / link.reached_bytes_per_s)
+        latency += link.latency_s * (log2(units) + 1)
     return slowest + latency
 
 
@@ -69,22 +72,12 @@ def all_to_all_s(
         routing: given for kernels that send a token once to each rank, and over the network once to each unit of it
             (DeepEP, HybridEP); None: once for each expert.
     """
-    if group.size == 1:
-        return 0.0
-    slowest = 0.0
-    latency = 0.0
-    below = 1
-    for link in device.links:
-        inside = ranks_per_unit(group, link)
-        if inside > below:
-            units = inside // below
-            all_units = group.size // below
-            sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
-            slowest = max(slowest, sent * (units - 1) / all_units / link.reached_bytes_per_s)
-            latency = max(latency, link.latency_s * (1 + log2(units)))
-            below = inside
-        if inside == group.size:
-            break
+    slowest = latency = 0.0
+    for link, below, units in levels_of(device, group):
+        all_units = group.size // below
+        sent = sent_bytes * (routing.expected_units(all_units) / routing.top_k if routing else 1.0)
+        slowest = max(slowest, sent * (units - 1) / all_units / link.reached_bytes_per_s)
+        latency = max(latency, link.latency_s * (1 + log2(units)))
     return slowest + latency
 
 
@@ -102,12 +95,12 @@ def exchange_s(device: Device, group: RankGroup, sent_bytes: float, remote_bytes
     first, *outer = device.links
     seconds = sent_bytes / first.reached_bytes_per_s
     latency = first.latency_s
-    if ranks_per_unit(group, first) < group.size:
-        for link in outer:
+    inside = ranks_per_unit(group, first)
+    for link in outer:
+        if inside < group.size:
             seconds = max(seconds, remote_bytes / link.reached_bytes_per_s)
             latency = max(latency, link.latency_s)
-            if ranks_per_unit(group, link) == group.size:
-                break
+            inside = ranks_per_unit(group, link)
     return seconds + latency
 
 

@@ -254,7 +254,7 @@ class DataParallelCostModel:
     def max_parameters(self, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the parameters of the fullest rank: outside the experts, and of the experts."""
         sizes = [layer_parameters(layer) for layer in self.model_spec.kinds]
-        ends = self.model_spec.vocab_size * self.model_spec.hidden_size
+        ends = self.model_spec.config.vocab_size * self.model_spec.config.hidden_size
         fullest = (0.0, 0.0)
         for counts, has_embedding, has_loss in self.rank_contents(mapping.pp, mapping.vpp, mapping.schedule):
             dense = sum(count * size[0] for count, size in zip(counts, sizes, strict=True))

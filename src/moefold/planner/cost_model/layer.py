@@ -5,7 +5,7 @@ attention does not depend on the experts' degrees, and the experts depend on cp 
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 from moefold.config.groups.dispatcher import SentTokens, Transfer
@@ -14,7 +14,7 @@ from moefold.config.layers import Layer
 from moefold.cost.flops import keys_per_token
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import memoised
-from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers, TokenWidths, exchange_bytes
+from moefold.planner.cost_model.attention_load import AttentionLoad, AttentionPeers, exchange_bytes
 from moefold.planner.cost_model.collective import (
     GroupLimitedRouting,
     RankGroup,
@@ -262,7 +262,7 @@ class LayerCostModel:
 
     def tp_gather(self, mapping: ParallelMapping) -> CostItem:
         """Return the time of an all-gather, or a reduce-scatter, of hidden states over tp."""
-        num_bytes = self.tokens(mapping) * self.model_spec.hidden_size * self.gemm.value_bytes
+        num_bytes = self.tokens(mapping) * self.model_spec.config.hidden_size * self.gemm.value_bytes
         return CostItem("tp_comm", all_gather_s(self.device, RankGroup(mapping.tp, 1), num_bytes))
 
 
@@ -275,7 +275,7 @@ class _BlockCost:
         self.workload = costs.workload
         self.mapping = mapping
         self.tp = mapping.tp
-        self.hidden = costs.model_spec.hidden_size
+        self.hidden = costs.model_spec.config.hidden_size
         self.tokens = costs.tokens(mapping)
         self.local_tokens = self.tokens / self.tp
         self.gather = costs.tp_gather(mapping)
@@ -412,17 +412,15 @@ class _MixerCost(_BlockCost):
         """Return the seconds of the rows that planned attention sends, forward and backward."""
         if load.exchange_ranks == 1:
             return 0.0, 0.0
-        core = self.core
-        widths = TokenWidths(
-            query=core.heads / self.tp * core.key_width,
-            output=core.heads / self.tp * core.value_width,
-            keys_and_values=self._kv_heads * (core.key_width + core.value_width),
+        width = self.core.key_width + self.core.value_width
+        bytes_of = partial(
+            exchange_bytes,
+            query_width=self.core.heads / self.tp * width,
+            kv_width=self._kv_heads * width,
+            value_bytes=self.workload.value_bytes,
         )
-        ways = zip(
-            exchange_bytes(load.sent_queries, load.sent_keys, widths, self.workload.value_bytes),
-            exchange_bytes(load.remote_queries, load.remote_keys, widths, self.workload.value_bytes),
-            strict=True,
-        )
+        of_all = bytes_of(load.sent_queries, load.sent_keys)
+        ways = zip(of_all, bytes_of(load.remote_queries, load.remote_keys), strict=True)
         group = RankGroup(load.exchange_ranks, self.tp)
         forward_s, backward_s = (
             exchange_s(self.device, group, self.tokens * sent, self.tokens * remote) for sent, remote in ways

@@ -114,14 +114,8 @@ class StepTime:
     """Seconds by part on the busiest pipeline rank; they add up to `total_s`."""
     num_micro_batches: int
     tokens_per_s_per_gpu: float
-    flops_per_token: float
     tflops_per_gpu: float
     mfu: float
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of exposed communication."""
-        return sum(self.parts[name] for name in COMM_PARTS)
 
     @property
     def bottleneck(self) -> str:
@@ -339,7 +333,7 @@ class CostModel:
             mapping,
             w.global_batch_size,
             is_coupled=w.is_coupled,
-            has_experts=self.model_spec.has_experts,
+            has_experts=self.model_spec.config.routed is not None,
             gpus_per_node=self.device.links[0].gpus,
         )
 
@@ -349,7 +343,7 @@ class CostModel:
         w = self.workload
         if w.attention is None:
             return self
-        bounded = replace(w, attention=w.attention.lower_bounds())
+        bounded = replace(w, attention=replace(w.attention, is_lower_bound=True))
         return CostModel(self.model_spec, self.device, bounded, self.activation_memory, self.split)
 
     def least_model_s(self, mapping: ParallelMapping) -> float:
@@ -434,14 +428,14 @@ class CostModel:
     @memoised(lambda self, m: (m.tp, m.cp, m.mbs))
     def head_and_loss_s(self, mapping: ParallelMapping) -> tuple[float, float]:
         """Return the seconds of output head and loss of one micro-batch, forward and backward, on the last stage."""
-        shape = self.model_spec
+        model = self.model_spec.config
         gemm = self.layer_costs.gemm
         tokens = self.layer_costs.tokens(mapping)
-        _, width = shard_rows(shape.vocab_size, mapping.tp, 0)
+        _, width = shard_rows(model.vocab_size, mapping.tp, 0)
         gather = self.layer_costs.tp_gather(mapping).seconds
         logits = gemm.memory_bound_s(tokens * width * 4)
-        forward_s, backward_s, weights_s = gemm.linear_s(tokens, shape.hidden_size, width)
-        repeats = 1 + (shape.mtp_layers if self.workload.runs_mtp else 0)
+        forward_s, backward_s, weights_s = gemm.linear_s(tokens, model.hidden_size, width)
+        repeats = 1 + (model.mtp_layers if self.workload.runs_mtp else 0)
         return (
             repeats * (forward_s + 2.5 * logits + gather),
             repeats * (backward_s + weights_s + 1.5 * logits + gather),
@@ -459,7 +453,7 @@ class CostModel:
         if mapping.pp == 1:
             return 0.0
         tokens = self.layer_costs.tokens(mapping) / mapping.tp
-        num_bytes = tokens * self.model_spec.hidden_size * self.workload.value_bytes
+        num_bytes = tokens * self.model_spec.config.hidden_size * self.workload.value_bytes
         return p2p_s(self.device, mapping.world_size // mapping.pp, num_bytes)
 
     def exposed_p2p_s(self, mapping: ParallelMapping, vpp: Any, num_micro_batches: int) -> tuple[Any, Any]:
@@ -483,7 +477,6 @@ class CostModel:
             parts=seconds,
             num_micro_batches=num_micro_batches,
             tokens_per_s_per_gpu=tokens,
-            flops_per_token=self.flops_per_token,
             tflops_per_gpu=flops / 1e12,
             mfu=flops / self.device.peak("bf16"),
         )

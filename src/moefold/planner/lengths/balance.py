@@ -4,7 +4,7 @@ Rounds are drawn once, with a fixed seed, and all mappings, placements and hosts
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import lcm
@@ -75,7 +75,7 @@ class DocumentLoads:
         seq_len: tokens of a sample.
         strategy: context parallelism.
         seed: seed of the documents.
-        only_round: index of the one round to price; None: the mean over the rounds.
+        only_round: index of the one round to price, the first again after the last; None: the mean over the rounds.
     """
 
     samples: DocumentSamples
@@ -88,18 +88,6 @@ class DocumentLoads:
     _rounds: dict[Any, RoundLoads] = field(default_factory=dict, repr=False, compare=False)
     _drawn: dict[int, list[SampleLengths]] = field(default_factory=dict, repr=False, compare=False)
     _pairs_of_samples: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
-
-    def with_strategy(self, strategy: ContextPart) -> "DocumentLoads":
-        """Return the loads of the same documents under another strategy."""
-        return replace(self, strategy=strategy)
-
-    def of_round(self, index: int) -> "DocumentLoads":
-        """Return the loads of only one round; the first drawn round follows the last."""
-        return replace(self, only_round=index)
-
-    def lower_bounds(self) -> "DocumentLoads":
-        """Return loads whose `load` is a lower bound of this `load`, without planned rounds."""
-        return replace(self, is_lower_bound=True)
 
     def load(self, peers: AttentionPeers, window: int) -> AttentionLoad:
         """Return the work of layers with a sliding window of `window` keys; 0: no limit."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from moefold.config.train import TrainConfig
 from moefold.cost.activation_columns import (
     MAX_OFFLOADED_PARTS_IN_TRANSIT,
     OFFLOADED_LABELS,
+    activation_table,
     end_columns,
     layer_columns,
     recomputes_comm,
@@ -26,14 +27,10 @@ from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable, MemoryColumns
 from moefold.cost.recompute_parts import NETWORK_PARTS
-from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, BytesByPart
+from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, PARTS, BytesByPart
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
-
-ACTIVATION_PARTS: tuple[str, ...] = ("activations", "dispatch", "logits", "pipeline")
-PART_GROUPS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
-"""Parts of the memory ledger that are reported separately; the others are activations."""
 
 OFFLOADABLE_LABELS = tuple(dict.fromkeys(label for labels in OFFLOADED_LABELS.values() for label in labels))
 
@@ -103,23 +100,17 @@ class ActivationMemoryTable:
         self.kernel_profile = MEGATRON_KERNELS if workload.is_megatron else CPU_KERNELS if on_cpu else CUDA_KERNELS
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
-        """Return the bytes of each activation column under a mapping, [parts, columns]."""
+        """Return the bytes of each activation column under a mapping, [`PARTS`, columns]."""
         recompute, offload = memory_strategy(mapping)
-        base = self._recompute_table(mapping, recompute)
-        scale = mapping.mbs / mapping.cp
-        table = base.table * scale
-        if offload:
-            offloaded = _offload_mask((offload,)) @ base.label_bytes.T
-            for kind, leaving in enumerate(offloaded[0] * scale):
-                column = table[:, self.columns.layer_column("saved") + kind]
-                column *= 1 - leaving / column.sum() if leaving else 1.0
-            table[0, self.columns.end_column("in_transit")] = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max() * scale
-        return self._with_head_columns(table, mapping, axis=1)
+        formula = self._formula(replace(mapping, cp=1, mbs=1), recompute)
+        table: ByteTable = activation_table(formula, self.model_spec.kinds, offload) * (mapping.mbs / mapping.cp)
+        table[PARTS.index("logits")] += self._fixed_head_bytes(mapping)
+        return table
 
     def total_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
         """Return the sums over parts under every memory strategy, [strategies, columns]."""
-        totals = self._per_sample_tables(mapping, strategies)[0] * (mapping.mbs / mapping.cp)
-        return self._with_head_columns(totals, mapping, axis=-1)
+        totals: ByteTable = self._per_sample_tables(mapping, strategies)[0] * (mapping.mbs / mapping.cp)
+        return totals + self._fixed_head_bytes(mapping)
 
     def offloaded_bytes(self, mapping: ParallelMapping, strategies: MemoryStrategies) -> ByteTable:
         """Return the bytes that a layer of each kind offloads for one micro-batch, [strategies, kinds]."""
@@ -135,9 +126,9 @@ class ActivationMemoryTable:
         columns = self.columns
         bases = [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets]
         which = strategies.recompute_set_indices
-        totals = np.array([base.column_totals for base in bases])[which]
+        totals = np.array([sizes for sizes, _ in bases])[which]
         masks = _offload_mask(tuple(offload for _, offload in strategies))
-        offloaded = np.einsum("sl,skl->sk", masks, np.array([base.label_bytes for base in bases])[which])
+        offloaded = np.einsum("sl,skl->sk", masks, np.array([labels for _, labels in bases])[which])
         first = columns.layer_column("saved")
         totals[:, first : first + columns.num_kinds] -= offloaded
         in_transit = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max(axis=1, initial=0.0)
@@ -162,7 +153,7 @@ class ActivationMemoryTable:
     @memoised(lambda self, m: (m.tp, m.ep, m.etp, m.overlap, m.dispatcher))
     def may_need_less(self, mapping: ParallelMapping) -> bool:
         """Return whether the dispatcher of a mapping may need less memory than the default one at some snapshot."""
-        if not self.model_spec.has_experts:
+        if self.model_spec.config.routed is None:
             return False
         one_sample = replace(mapping, cp=1, mbs=1)
         own, default = (
@@ -173,55 +164,40 @@ class ActivationMemoryTable:
         sizes += [ExpertMemory.dispatch_comm_buffers, ExpertMemory.combine_comm_buffers] if mapping.overlap else []
         return any(size(own).total() < size(default).total() for size in sizes)
 
-    def _has_fixed_head_sizes(self, mapping: ParallelMapping) -> bool:
-        """Return whether the loss of a mapping, or of its table's mapping, is computed in chunks or tiles."""
-        cfg = self.cfg
-        if self.kernel_profile.tiled_loss or cfg.train.loss_chunk >= 0:
-            return self.kernel_profile.tiled_loss or cfg.train.loss_chunk > 0
-        return any(
-            replace(
-                cfg,
-                parallel=replace(cfg.parallel, tp=mapping.tp, cp=cp),
-                train=replace(cfg.train, micro_batch_size=mbs),
-            ).loss_chunk_tokens(self.kernel_profile.device_type)
-            for cp, mbs in ((1, 1), (mapping.cp, mapping.mbs))
-        )
-
-    def _with_head_columns(self, table: ByteTable, mapping: ParallelMapping, axis: int) -> ByteTable:
-        """Replace the head columns for these tokens: chunks and tiles of the loss have a fixed size."""
-        for column, change in self._head_changes(mapping):
-            table[:, column] += change if axis == 1 else change.sum()
-        return table
-
     def _head_key(self, m: ParallelMapping) -> tuple[Any, ...]:
-        return (*(self.cache_key(m) if self.model_spec.mtp_layers else (m.tp,)), m.cp, m.mbs)
+        return (*(self.cache_key(m) if self.model_spec.config.mtp_layers else (m.tp,)), m.cp, m.mbs)
 
     @memoised(_head_key)
-    def _head_changes(self, mapping: ParallelMapping) -> list[tuple[int, ByteTable]]:
-        """Return the head columns with their bytes beyond the part that is proportional to the tokens, [parts] each."""
-        if not self._has_fixed_head_sizes(mapping):
-            return []
-        plain = self._recompute_table(mapping, ()).table * (mapping.mbs / mapping.cp)
+    def _fixed_head_bytes(self, mapping: ParallelMapping) -> ByteTable:
+        """Return the bytes of each column that are not proportional to the tokens: of chunks and tiles of the loss."""
+        found = np.zeros(self.columns.size)
+        plain, _ = self._recompute_table(mapping, ())
         ends = end_columns(self._formula(mapping))
-        columns = {name: self.columns.end_column(name) for name in ("head", "mtp", "logits", "delayed_head")}
         # The recomputed parts of the layer of `mtp` change its size by a multiple of the tokens.
-        return [(column, group_parts(ends[name]) - plain[:, column]) for name, column in columns.items()]
+        for name in ("head", "mtp", "logits", "delayed_head"):
+            column = self.columns.end_column(name)
+            found[column] = ends[name].total() - plain[column] * (mapping.mbs / mapping.cp)
+        return found
 
     @memoised(lambda self, m, recompute: (*self.cache_key(m), recompute))
-    def _recompute_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> "_RecomputeTable":
-        """Return the bytes of one sample without cp."""
+    def _recompute_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> tuple[ByteTable, ByteTable]:
+        """Return the bytes of one sample without cp, and nothing offloaded.
+
+        Returns:
+            The sums over parts, [columns].
+            The saved bytes of layers by `OFFLOADABLE_LABELS`, [kinds, labels].
+        """
         columns = self.columns
-        table = np.zeros((len(ACTIVATION_PARTS), columns.size))
+        totals = np.zeros(columns.size)
         formula = self._formula(replace(mapping, cp=1, mbs=1), recompute)
         label_bytes = np.zeros((columns.num_kinds, len(OFFLOADABLE_LABELS)))
         for kind, layer in enumerate(self.model_spec.kinds):
             saved, found = self._layer_bytes(formula, layer.kind, mapping)
             label_bytes[kind] = [saved.get(label, 0) for label in OFFLOADABLE_LABELS]
-            for first, sizes in found.items():
-                table[:, first + kind] = sizes
+            totals[[first + kind for first in found]] = list(found.values())
         for name, parts in end_columns(formula).items():
-            table[:, columns.end_column(name)] = group_parts(parts)
-        return _RecomputeTable(table, table.sum(axis=0), label_bytes)
+            totals[columns.end_column(name)] = parts.total()
+        return totals, label_bytes
 
     def _layer_key(self, formula: ActivationMemory, layer: Layer, m: ParallelMapping) -> tuple[Any, ...]:
         """Return the parts of the mapping and of the recomputation that a kind of layers has."""
@@ -231,10 +207,10 @@ class ActivationMemoryTable:
     @memoised(_layer_key)
     def _layer_bytes(
         self, formula: ActivationMemory, layer: Layer, mapping: ParallelMapping
-    ) -> tuple[BytesByPart, dict[int, ByteTable]]:
+    ) -> tuple[BytesByPart, dict[int, int]]:
         """Return the saved bytes of a kind of layers, and its bytes by first column."""
         found = layer_columns(formula, layer)
-        return found["saved"], {self.columns.layer_column(name): group_parts(parts) for name, parts in found.items()}
+        return found["saved"], {self.columns.layer_column(name): parts.total() for name, parts in found.items()}
 
     def _formula(self, mapping: ParallelMapping, recompute: tuple[str, ...] = ()) -> ActivationMemory:
         """Return the runtime's formula for a mapping, without pipeline stages."""
@@ -248,16 +224,6 @@ class ActivationMemoryTable:
         )
         cfg = replace(self.cfg, parallel=parallel, train=replace(self.cfg.train, micro_batch_size=mapping.mbs))
         return activation_memory(cfg, recompute, self.kernel_profile, self.workload.max_over_mean(mapping.ep))
-
-
-class _RecomputeTable(NamedTuple):
-    """Activation bytes with one set of recomputed parts, and nothing offloaded."""
-
-    table: ByteTable
-    """[parts, columns]."""
-    column_totals: ByteTable
-    label_bytes: ByteTable
-    """Saved bytes by `OFFLOADABLE_LABELS`, [kinds, labels]."""
 
 
 @lru_cache(maxsize=256)
@@ -281,14 +247,6 @@ def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:
 def minimal_config(model_spec: ModelSpec, workload: TrainingWorkload) -> Config:
     """Return a recipe with only the model and the sequence length."""
     return Config(model=model_spec.config, train=TrainConfig(seq_len=workload.seq_len))
-
-
-def group_parts(parts: BytesByPart) -> ByteTable:
-    """Return the bytes by `ACTIVATION_PARTS`."""
-    found = np.zeros(len(ACTIVATION_PARTS))
-    for part, size in parts.items():
-        found[ACTIVATION_PARTS.index(PART_GROUPS.get(part, "activations"))] += size
-    return found
 
 
 def has_own_memory(dispatcher: DispatcherPart) -> bool:

@@ -5,7 +5,6 @@ order of the schedule. They are linear in a few counts (`cost/peak_candidates.py
 `activations.py`), each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +14,12 @@ from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.memory_columns import MemoryColumns, ModelChunk, columns_of
-from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, find_peak_candidates, find_snapshots
+from moefold.cost.memory_columns import columns_of
+from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, StepSnapshots
+from moefold.cost.saved_tensors import PARTS
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.memory.activations import (
-    ACTIVATION_PARTS,
     ActivationMemoryTable,
     MemoryStrategies,
     minimal_config,
@@ -37,7 +36,9 @@ EXPERT_BACKWARD_BUFFERS = 4
 """Buffers of [routed tokens, FFN width] in the backward pass of the experts, in addition to saved or recomputed
 tensors:
 the gradient of the hidden values, the hidden values, and the gradients of gate and up."""
-MEMORY_PARTS = (*STATE_PARTS, *ACTIVATION_PARTS, "workspace")
+REPORTED_ACTIVATIONS = {"dispatch buffers": "dispatch", "logits": "logits", "pipeline": "pipeline"}
+"""Parts of the activations that are reported separately; the others are "activations"."""
+MEMORY_PARTS = (*STATE_PARTS, "activations", *REPORTED_ACTIVATIONS.values(), "workspace")
 """Parts of a `MemoryEstimate`. `gathered` are weights in the compute type; `optimizer` has the moments on the device,
 and the excess of prefetched moments over the activations of the peak; `buffers` are of the router, RoPE and the
 dispatcher; `dispatch` are routed tokens, `pipeline` hidden states and gradients between stages."""
@@ -60,9 +61,6 @@ class MemoryEstimate:
     def fits(self) -> bool:
         """True if the device has this much memory."""
         return self.total <= self.capacity
-
-
-FindSnapshots = Callable[[StepSchedule, Sequence[ModelChunk], Sequence[Sequence[int]], MemoryColumns], MemorySnapshots]
 
 
 class MemoryModel:
@@ -135,8 +133,10 @@ class MemoryModel:
         activations = snapshots.activations @ saved.sum(axis=0)
         prefetched = self.state_memory.update_bytes(mapping, snapshots.states)
         at = int(np.argmax(snapshots.states @ states.sum(axis=0) + np.maximum(activations, prefetched)))
-        parts = dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
-        parts |= dict(zip(ACTIVATION_PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True))
+        parts = dict.fromkeys(MEMORY_PARTS, 0.0)
+        parts |= dict(zip(STATE_PARTS, (states @ snapshots.states[at]).tolist(), strict=True))
+        for part, size in zip(PARTS, (saved @ snapshots.activations[at]).tolist(), strict=True):
+            parts[REPORTED_ACTIVATIONS.get(part, "activations")] += size
         parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
         return MemoryEstimate(parts=parts | {"workspace": self.workspace(mapping)}, capacity=self.device.memory_bytes)
 
@@ -174,17 +174,19 @@ class MemoryModel:
 
     def _all_snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of all memory strategies, whether or not they recompute communication."""
-        return self._find(self._shortest_schedule(mapping), find_snapshots)
+        return self._find(self._shortest_schedule(mapping), True)
 
     def peak_candidates(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return three of the snapshots, or lower bounds of them, at a fraction of the cost."""
-        return self._find(self._shortest_schedule(mapping), find_peak_candidates)
+        return self._find(self._shortest_schedule(mapping), False)
 
     @memoised(all_arguments)
-    def _find(self, schedule: StepSchedule, find: FindSnapshots) -> MemorySnapshots:
+    def _find(self, schedule: StepSchedule, finds_all: bool) -> MemorySnapshots:
         pipeline = schedule.schedule, schedule.pp, schedule.vpp
         chunks = self.split(placed_ranks(*pipeline))
-        return find(schedule, chunks, chunks_of_rank(chunks, *pipeline), self.columns)
+        placed = chunks_of_rank(chunks, *pipeline)
+        found = StepSnapshots(schedule, chunks, placed, self.columns, finds_all=finds_all)
+        return found.candidates() if finds_all else found.few_candidates()
 
     def _shortest_schedule(self, mapping: ParallelMapping) -> StepSchedule:
         """Return the schedule of a mapping with the fewest micro-batches that have all its snapshots."""

@@ -36,12 +36,12 @@ class StateMemoryTable:
         self.workload = workload
         self.cfg = cfg
         self._copies_weights = chosen_in(cfg.train, OptimizerPart).copies_weights
-        item_bytes = {}
+        item_bytes = None
         if states := workload.state_bytes:
             is_narrow = states.moment == ITEM_BYTES["bfloat16"]
             optimizer = chosen_in(cfg.train, OptimizerPart).with_moment_dtype("bfloat16" if is_narrow else "float32")
             cfg = replace(cfg, train=replace(cfg.train, optimizer=optimizer))
-            item_bytes = {"master_bytes": states.master, "gradient_bytes": states.gradient}
+            item_bytes = states.master, states.gradient
         self._units = UnitMemory(cfg, kernels, model_spec.kinds, item_bytes)
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:

@@ -6,7 +6,7 @@ config that records its reads, and compares. `Restriction` fixes axes, or select
 arXiv:2504.14960.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,7 +71,12 @@ def _model_parallel_size(values: AxisValues) -> int:
 
 
 def _samples_per_dispatch(values: AxisValues) -> float:
-    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp); equal ratios of integers give the same number."""
+    """Return the samples of one dispatch, mbs*ep*etp / (cp*tp); equal ratios of integers give the same number.
+
+    It is 0 for a dispatcher without its own rules, which alone may read the tokens of a dispatch.
+    """
+    if not is_own(values["dispatcher"], "check"):
+        return 0.0
     return float(values["mbs"] * values["ep"] * values["etp"] / (values["cp"] * values["tp"]))
 
 
@@ -89,19 +94,9 @@ DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] =
     "dp": (_model_parallel_size, ("tp", "cp", "pp")),
     "crosses_ranks": (_crosses_ranks, ("ep", "etp")),
     "step": (_samples_per_step, ("mbs", "tp", "cp", "pp")),
-    "samples_per_dispatch": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp")),
+    "samples_per_dispatch": (_samples_per_dispatch, ("mbs", "ep", "etp", "cp", "tp", "dispatcher")),
 }
 """Values that rules derive from several axes: the function, and the axes."""
-
-
-@dataclass(frozen=True)
-class MappingRule:
-    """A rule of the runtime with the mapping axes, or names of `DERIVED`, that it reads."""
-
-    validate: Rule
-    reads: tuple[str, ...]
-    applies_when: tuple[str, Callable[[Any], bool]] = ("", bool)
-    """One axis of `reads` and a test of its value. If the test fails, the rule does not apply."""
 
 
 def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
@@ -128,77 +123,35 @@ def _validate_part(group: type[Part], cfg: Config) -> Iterator[str]:
     return map(str, apply_rule(chosen(cfg, group).check, cfg))
 
 
-def _counts_tokens(dispatcher: DispatcherPart) -> bool:
-    """Return whether a dispatcher has its own rules, which may read the tokens of a dispatch."""
-    return is_own(dispatcher, "check")
-
-
-def _counts_no_tokens(dispatcher: DispatcherPart) -> bool:
-    return not _counts_tokens(dispatcher)
-
-
-def _axis_rule(name: str, *reads: str) -> MappingRule:
-    return MappingRule(partial(_validate_axis, name), reads)
-
-
-TP_RULES = (_axis_rule("tp", "tp"),)
-CP_RULES = (
-    _axis_rule("cp", "tp", "cp"),
-    MappingRule(validate_sequence_length, ("tp", "cp")),
-    MappingRule(partial(_validate_part, DropScopePart), ("tp", "cp")),
-    MappingRule(validate_attention_pool, ("dp", "cp")),
-)
-EXPERT_RULES = (_axis_rule("ep", "ep"), _axis_rule("etp", "etp"))
-BATCH_RULES = (MappingRule(validate_loss_chunk, ("cp", "mbs")),)
-STAGE_RULES = (
-    MappingRule(_validate_stage_count, ("pp", "vpp")),
-    MappingRule(validate_schedule, ("pp", "schedule", "vpp")),
-    MappingRule(validate_pipeline_layout, ("pp", "schedule", "vpp")),
-    MappingRule(_validate_shortcut_split, ("pp", "vpp")),
-    MappingRule(_validate_selection_split, ("pp", "vpp")),
-)
-PIPELINE_RULES = (
-    MappingRule(validate_batch_size, ("dp", "mbs")),
-    MappingRule(validate_micro_batch_count, ("dp", "pp", "mbs", "schedule")),
-)
-DISPATCH_OVERLAP_RULES = (MappingRule(validate_dispatch_kernels, ("ep", "etp", "dispatcher", "overlap")),)
-VALIDATE_DISPATCHER = partial(_validate_part, DispatcherPart)
-DISPATCH_RULES = (
-    *DISPATCH_OVERLAP_RULES,
-    MappingRule(VALIDATE_DISPATCHER, ("ep", "etp", "dispatcher"), applies_when=("dispatcher", _counts_no_tokens)),
-    MappingRule(
-        VALIDATE_DISPATCHER,
-        ("ep", "etp", "dispatcher", "samples_per_dispatch"),
-        applies_when=("dispatcher", _counts_tokens),
-    ),
-)
-OVERLAP_RULES = (
-    MappingRule(
-        validate_expert_overlap,
-        ("crosses_ranks", "schedule", "zero", "step", "overlap"),
-        applies_when=("overlap", bool),
-    ),
-)
-OFFLOAD_RULES = (
-    MappingRule(validate_offload, ("recompute", "offload")),
-    MappingRule(validate_offload_dir, ("offload", "moments")),
-)
-RECOMPUTE_RULES = (MappingRule(validate_recompute, ("recompute",)),)
-ZERO_RULES = (MappingRule(validate_site_shards, ("zero",)),)
-
-MAPPING_RULES = (
-    *TP_RULES,
-    *CP_RULES,
-    *EXPERT_RULES,
-    *BATCH_RULES,
-    *STAGE_RULES,
-    *PIPELINE_RULES,
-    *DISPATCH_RULES,
-    *RECOMPUTE_RULES,
-    *OVERLAP_RULES,
-    *OFFLOAD_RULES,
-    *ZERO_RULES,
-)
+MAPPING_RULES: dict[str, dict[Rule, tuple[str, ...]]] = {
+    "tp": {partial(_validate_axis, "tp"): ("tp",)},
+    "cp": {
+        partial(_validate_axis, "cp"): ("tp", "cp"),
+        validate_sequence_length: ("tp", "cp"),
+        partial(_validate_part, DropScopePart): ("tp", "cp"),
+        validate_attention_pool: ("dp", "cp"),
+    },
+    "experts": {partial(_validate_axis, "ep"): ("ep",), partial(_validate_axis, "etp"): ("etp",)},
+    "batch": {validate_loss_chunk: ("cp", "mbs")},
+    "stages": {
+        _validate_stage_count: ("pp", "vpp"),
+        validate_schedule: ("pp", "schedule", "vpp"),
+        validate_pipeline_layout: ("pp", "schedule", "vpp"),
+        _validate_shortcut_split: ("pp", "vpp"),
+        _validate_selection_split: ("pp", "vpp"),
+    },
+    "pipeline": {
+        validate_batch_size: ("dp", "mbs"),
+        validate_micro_batch_count: ("dp", "pp", "mbs", "schedule"),
+    },
+    "kernels": {validate_dispatch_kernels: ("ep", "etp", "dispatcher", "overlap")},
+    "dispatcher": {partial(_validate_part, DispatcherPart): ("ep", "etp", "dispatcher", "samples_per_dispatch")},
+    "overlap": {validate_expert_overlap: ("crosses_ranks", "schedule", "zero", "step", "overlap")},
+    "recompute": {validate_recompute: ("recompute",)},
+    "offload": {validate_offload: ("recompute", "offload"), validate_offload_dir: ("offload", "moments")},
+    "zero": {validate_site_shards: ("zero",)},
+}
+"""The runtime's rules at each level of the space, with the axes, or names of `DERIVED_VALUES`, that each reads."""
 ALL_AXES_RULE = validate_degrees
 """The rule that yields the errors of `DEGREE_RULES`, each with a suggestion appended."""
 
@@ -216,11 +169,7 @@ class MappingConstraints:
     def __init__(self, cfg: Config) -> None:
         raise_all(range_problems(cfg))
         raise_all(validate_layer_words(cfg.model))
-        read_mapping = {rule.validate for rule in MAPPING_RULES} | {
-            ALL_AXES_RULE,
-            validate_selection_stages,
-            validate_shortcut,
-        }
+        read_mapping = {ALL_AXES_RULE, validate_selection_stages, validate_shortcut}.union(*MAPPING_RULES.values())
         raise_all(
             e for rule in (*RULES, *TRAINING_ONLY_RULES) if rule not in read_mapping for e in apply_rule(rule, cfg)
         )
@@ -242,14 +191,14 @@ class MappingConstraints:
             train=replace(self.base_config.train, **changes["train"]),
         )
 
-    def allows(self, rules: Iterable[MappingRule], values: AxisValues) -> bool:
-        """Return whether a mapping satisfies all given rules.
+    def allows(self, level: str, values: AxisValues) -> bool:
+        """Return whether a mapping satisfies the rules of a level of `MAPPING_RULES`.
 
         Args:
-            rules: rules of one level.
-            values: values of every axis that the rules read.
+            level: the level.
+            values: values of every axis that its rules read.
         """
-        return all(self._is_satisfied(rule, values) for rule in rules)
+        return all(self._is_satisfied(rule, reads, values) for rule, reads in MAPPING_RULES[level].items())
 
     def can_fold(self, degrees: Mapping[str, int]) -> bool:
         """Return whether both views fold over each other under the recipe's rank orders, and the result can sample."""
@@ -272,17 +221,11 @@ class MappingConstraints:
             return " ".join(str(error).split())
         return ""
 
-    def _is_satisfied(self, rule: MappingRule, values: AxisValues) -> bool:
-        axis, applies = rule.applies_when
-        if axis and not applies(values[axis]):
-            return True
-        key = (
-            rule.validate,
-            *(DERIVED_VALUES[name][0](values) if name in DERIVED_VALUES else values[name] for name in rule.reads),
-        )
+    def _is_satisfied(self, rule: Rule, reads: tuple[str, ...], values: AxisValues) -> bool:
+        key = rule, *(DERIVED_VALUES[name][0](values) if name in DERIVED_VALUES else values[name] for name in reads)
         known = self._cache.get(key)
         if known is None:
-            known = next(iter(apply_rule(rule.validate, self.config_with(values))), None) is None
+            known = next(iter(apply_rule(rule, self.config_with(values))), None) is None
             self._cache[key] = known
         return known
 
@@ -300,9 +243,6 @@ class Fold(NamedTuple):
     ep: int
     etp: int
     edp: int
-
-    def __str__(self) -> str:
-        return " ".join(f"{axis}={getattr(self, axis)}" for axis in DEGREES)
 
     @property
     def values(self) -> dict[str, int]:
@@ -373,18 +313,14 @@ class Restriction:
 
     def allows_fold(self, degrees: Fold) -> bool:
         """Return whether the degrees match the fixed ones and the method."""
-        fixed = self._fixed_degrees
-        return all(getattr(degrees, axis) == degree for axis, degree in fixed) and METHODS[self.method].accepts(degrees)
+        is_as_fixed = all(getattr(degrees, axis) == self.fixed[axis] for axis in DEGREES if axis in self.fixed)
+        return is_as_fixed and METHODS[self.method].accepts(degrees)
 
     def with_parts_of(self, parallel: ParallelConfig) -> "Restriction":
         """Return the restriction with the recipe's external part in place of a fixed kind that the recipe has."""
         parts = {axis: word_of(getattr(parallel, axis)) for axis in ("schedule", "dispatcher") if axis in self.fixed}
         chosen = {axis: part for axis, part in parts.items() if str(part) == self.fixed[axis]}
         return replace(self, fixed={**self.fixed, **chosen})
-
-    @property
-    def _fixed_degrees(self) -> list[tuple[str, Any]]:
-        return [(axis, self.fixed[axis]) for axis in DEGREES if axis in self.fixed]
 
     def allows(self, axis: str, value: Any) -> bool:
         """Return whether an axis other than the degrees may have a value."""

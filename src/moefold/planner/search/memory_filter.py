@@ -289,7 +289,7 @@ class MemoryFilter:
     def _saved_bytes(self, tp: int, strategies: MemoryStrategies) -> ByteArray:
         """Return the least bytes that layers save of one sample for their backward pass, by activation column."""
         # Rows of dropped tokens stay in memory where experts are not spread, and not where they are.
-        degrees = (1, 2) if self.memory_model.model_spec.has_experts else (1,)
+        degrees = (1, 2) if self.memory_model.model_spec.config.routed else (1,)
         mappings = [
             replace(self._single, fold=self._single.fold._replace(tp=tp, ep=ep, edp=max(1, tp // ep)), dispatcher=one)
             for ep in degrees

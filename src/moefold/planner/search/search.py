@@ -367,7 +367,7 @@ class Search:
     def _dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers, without dispatchers that are priced like a legal default dispatcher."""
         found = self.space.dispatchers(fold, mbs)
-        if fold.ep * fold.etp == 1 or not self.cost_model.model_spec.has_experts:
+        if fold.ep * fold.etp == 1 or self.cost_model.model_spec.config.routed is None:
             return found[:1]
         default = default_part(DispatcherPart)
         like = default in found

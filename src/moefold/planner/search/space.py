@@ -28,19 +28,7 @@ from moefold.planner.mapping import PipelineVariant
 from moefold.planner.memory.activations import MemoryStrategies, MemoryStrategy
 from moefold.planner.search.constraints import (
     AXIS_KEYS,
-    BATCH_RULES,
-    CP_RULES,
-    DISPATCH_OVERLAP_RULES,
-    DISPATCH_RULES,
-    EXPERT_RULES,
     METHODS,
-    OFFLOAD_RULES,
-    OVERLAP_RULES,
-    PIPELINE_RULES,
-    RECOMPUTE_RULES,
-    STAGE_RULES,
-    TP_RULES,
-    ZERO_RULES,
     Fold,
     MappingConstraints,
     Restriction,
@@ -115,9 +103,7 @@ class MappingSpace:
     @cached_property
     def zero_stages(self) -> tuple[int, ...]:
         """The legal ZeRO stages without overlap."""
-        return tuple(
-            zero for zero in self._allowed_values("zero") if self.constraints.allows(ZERO_RULES, {"zero": zero})
-        )
+        return tuple(zero for zero in self._allowed_values("zero") if self.constraints.allows("zero", {"zero": zero}))
 
     @cached_property
     def recompute_sets(self) -> tuple[tuple[str, ...], ...]:
@@ -127,7 +113,7 @@ class MappingSpace:
             parts
             for parts in subsets
             if self.restriction.allows("recompute", parts)
-            and self.constraints.allows(RECOMPUTE_RULES, {"recompute": parts})
+            and self.constraints.allows("recompute", {"recompute": parts})
         )
 
     @cached_property
@@ -143,7 +129,7 @@ class MappingSpace:
             for offload in subsets
             if (self.searches_offload or not offload)
             and self.restriction.allows("offload", offload)
-            and self.constraints.allows(OFFLOAD_RULES, {"recompute": recompute, "offload": offload, "moments": "none"})
+            and self.constraints.allows("offload", {"recompute": recompute, "offload": offload, "moments": "none"})
         )
 
     @cached_property
@@ -185,14 +171,12 @@ class MappingSpace:
     def _may_overlap(self, fold: Fold, dispatcher: DispatcherPart) -> bool:
         """Return whether a dispatcher can overlap its all-to-all."""
         values = {"ep": fold.ep, "etp": fold.etp, "dispatcher": dispatcher, "overlap": True}
-        return self.constraints.allows(DISPATCH_OVERLAP_RULES, values)
+        return self.constraints.allows("kernels", values)
 
     @memoised(lambda self, fold, mbs, schedule: (fold.ep * fold.etp > 1, fold.dp * mbs, schedule))
     def _legal_overlapped_zero_stages(self, fold: Fold, mbs: int, schedule: str | Part) -> tuple[int, ...]:
         values = {**fold.values, "mbs": mbs, "schedule": schedule, "overlap": True}
-        return tuple(
-            zero for zero in self.zero_stages if self.constraints.allows(OVERLAP_RULES, {**values, "zero": zero})
-        )
+        return tuple(zero for zero in self.zero_stages if self.constraints.allows("overlap", {**values, "zero": zero}))
 
     @cached_property
     def _allowed_overlaps(self) -> tuple[bool, ...]:
@@ -219,11 +203,10 @@ class MappingSpace:
     @memoised(lambda self, fold, mbs: (fold.ep, fold.etp, fold.tp * fold.cp, mbs))
     def dispatchers(self, fold: Fold, mbs: int) -> tuple[DispatcherPart, ...]:
         """Return the legal dispatchers."""
-        values = {**fold.values, "mbs": mbs, "overlap": False}
         allows = self.constraints.allows
-        return tuple(
-            part for part in self.searched_dispatchers if allows(DISPATCH_RULES, {**values, "dispatcher": part})
-        )
+        plain = {**fold.values, "mbs": mbs, "overlap": False}
+        tried = ((part, {**plain, "dispatcher": part}) for part in self.searched_dispatchers)
+        return tuple(part for part, values in tried if allows("kernels", values) and allows("dispatcher", values))
 
     def count(self) -> int:
         """Return the number of legal mappings."""
@@ -293,11 +276,11 @@ class MappingSpace:
         world = self._cfg.parallel.world_size
         for pp in divisors(world):
             for tp in divisors(world // pp):
-                if not self.constraints.allows(TP_RULES, {"tp": tp}):
+                if not self.constraints.allows("tp", {"tp": tp}):
                     continue
                 for cp in divisors(world // (pp * tp)):
                     values = {"tp": tp, "cp": cp, "pp": pp}
-                    if not self.constraints.allows(CP_RULES, values):
+                    if not self.constraints.allows("cp", values):
                         continue
                     batches = tuple(self._legal_micro_batches(values))
                     if batches:
@@ -311,7 +294,7 @@ class MappingSpace:
             (ep, etp)
             for ep in divisors(world)
             for etp in divisors(world // ep)
-            if self.constraints.allows(EXPERT_RULES, {"ep": ep, "etp": etp})
+            if self.constraints.allows("experts", {"ep": ep, "etp": etp})
         )
 
     def _iterate_folds(self, view: AttentionView) -> Iterator[Fold]:
@@ -329,7 +312,7 @@ class MappingSpace:
         samples, rest = divmod(self._cfg.train.global_batch_size, dp)
         for size in self._listed_sizes(samples) if not rest and samples else ():
             tried = {**values, "mbs": size}
-            if not self.restriction.allows("mbs", size) or not self.constraints.allows(BATCH_RULES, tried):
+            if not self.restriction.allows("mbs", size) or not self.constraints.allows("batch", tried):
                 continue
             if pipelines := self._legal_pipelines(tried):
                 yield size, pipelines
@@ -347,7 +330,7 @@ class MappingSpace:
         return tuple(
             pipeline
             for schedule, pipelines in self._pipeline_variants(values["pp"]).items()
-            if allows(PIPELINE_RULES, {**values, "schedule": schedule})
+            if allows("pipeline", {**values, "schedule": schedule})
             for pipeline in pipelines
         )
 
@@ -359,7 +342,7 @@ class MappingSpace:
                 PipelineVariant(schedule, chunks)
                 for chunks in self._listed_virtual_stages
                 if chunks * pp <= self._max_stages
-                and self.constraints.allows(STAGE_RULES, {"pp": pp, "schedule": schedule, "vpp": chunks})
+                and self.constraints.allows("stages", {"pp": pp, "schedule": schedule, "vpp": chunks})
             ]
             for schedule in self._schedules()
             if not schedule_named(schedule).is_for_one_mapping

@@ -257,7 +257,7 @@ def _models_of_rounds(cost_model: CostModel, num_micro_batches: int) -> list[Cos
         CostModel(
             cost_model.model_spec,
             cost_model.device,
-            replace(cost_model.workload, attention=attention.of_round(index)),
+            replace(cost_model.workload, attention=replace(attention, only_round=index)),
             cost_model.activation_memory,
             cost_model.split,
         )
