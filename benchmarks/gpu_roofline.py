@@ -1,6 +1,6 @@
 """Estimate the time of a MoE layer on one H200 from the trace of its CUDA step; nothing is run on a GPU.
 
-    python benchmarks/gpu_roofline.py                 rates, the layers of the table in docs/kernels-cuda.md, their losses
+    python benchmarks/gpu_roofline.py                 rates, the layers of docs/kernels-cuda.md, their losses
     python benchmarks/gpu_roofline.py --part block    the same with attention and norms
     python benchmarks/gpu_roofline.py --operations    bytes, FLOPs, rate and time of each operation of the layers
     python benchmarks/gpu_roofline.py --write         save the tables of the layers in docs/kernels-cuda.md
