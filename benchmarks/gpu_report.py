@@ -29,10 +29,10 @@ YARDSTICK_ROWS = {"copy": "copy", "gemm": "bfloat16 GEMM"}
 HOW_TO_RUN = """\
 # Running on a GPU
 
-{status}
+`make gpu` on a machine with an NVIDIA GPU checks every CUDA path against float64 or plain operations, and times it. It
+needs at most 10 minutes a call, goes on where the last call stopped, and ends with a table of what passed.
 
-This page is the output of `python -m benchmarks.gpu_report RESULTS.json --write`; without a results file, measured
-cells are empty.
+{status}
 
 ## How to run
 ```
@@ -43,28 +43,29 @@ make gpu READY= PY=python3 ARGS="--device cpu --tiny"    # a rehearsal without a
 make bench-gpu READY= PY=python3    # two large shapes next to other implementations, one call
 make bench-gpu-sweep                # every large shape, call after call
 ```
-Each stage is a child process with a time limit. The stages are ordered by value. One that is expected to take longer
-than what is left of the call is skipped, and the next one that fits runs; the next call runs what was skipped.
-The stage `shared` needs two GPUs, and is left out where there is one.
-`results.json` has all rows and the end of each log, and `logs.tgz` everything that the stages wrote; both are in
-`runs/gpu` (a rehearsal: `runs/gpu-rehearsal`) and are replaced after each stage. While a stage runs, its rows are added
-every 5 seconds: a machine that is taken away loses no more.
+**Stages.** Each [stage](#stages) is a child process with a time limit; the most useful stages come first. A stage that
+does not fit into the rest of the call is skipped, and the next call runs it. The stage `shared` needs two GPUs.
 
-**A short lease.** 15 minutes are a start of about 100 s, a call of `--budget 430` and one of `--budget 345`. By the
-expected seconds below, the first does `env` to `attention`, the two together all up to `constants`. To go on, on
-any machine, carry the file along: `--carried results.json`, with `logs.tgz` next to it. Results of another card or
-torch count; only `env` and `rates` run on every machine, as the yardsticks of what it measures. If `contact` finds
-wrong numbers, look there first: `python -m benchmarks.gpu_stages contact --rows FILE --only "fc1"`, also under
-`compute-sanitizer`.
+**Results.** `runs/gpu/results.json` (a rehearsal: `runs/gpu-rehearsal`) has all rows and the end of each log, and
+`logs.tgz` the files that the stages wrote. Both are written after each stage, and rows every 5 seconds.
+`python -m benchmarks.gpu_report RESULTS.json --write` fills the tables of this page.
+
+**A machine for 15 minutes.** The start takes about 100 s. Then run a call with `--budget 430`, which does `env` to
+`attention`, and one with `--budget 345`, which goes on to `constants`. To go on with another machine, give it the file:
+`--carried results.json`, with `logs.tgz` next to it. Results of another card or torch count. Only `env` and `rates` run
+on every machine.
+
+**Wrong numbers in `contact`**: repeat one comparison with `python -m benchmarks.gpu_stages contact --rows FILE
+--only "fc1"`, also under `compute-sanitizer`.
 
 **Compiled kernels.** Compilation takes minutes of CPU time on a new machine. A machine without a GPU can do it before:
 ```
 env -u TRITON_INTERPRET python -m tests.gpu_static.kernel_table --cache DIR --capability 90
 make gpu ARGS="--kernels DIR/ARCHIVE.tar.xz"
 ```
-The first command packs what every launch compiles to and proves in another folder that each is found again. The keys
-are equal where Triton and Python are the same. Kernels of another Triton, or for another card, are said to be of no
-use, and are compiled. The results say how many were compiled in addition.
+The first command packs the compiled kernels of every launch, and proves in another folder that each is found again. The
+keys are equal where Triton and Python are the same. Kernels of another Triton, or for another card, are named and
+compiled again. The results say how many were compiled in addition.
 
 | exit status | meaning |
 | --- | --- |
@@ -78,20 +79,20 @@ use, and are compiled. The results say how many were compiled in addition.
 
 {packages}
 
-**Without a network.** Elsewhere, for the Python and the platform of the machine:
+**Without a network.** On another machine, for the Python and the platform of the machine with the GPU:
 ```
 pip download --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
   --platform manylinux2014_x86_64 -d wheels pydantic
 ```
-There, where its torch is:
+On the machine with the GPU:
 ```
 python3 -m pip install --no-index --no-deps --target site wheels/*.whl
 PYTHONPATH=site make gpu READY= PY=python3
 ```
 
-`pytest -m gpu` runs the tests alone. The stage `tests` runs the named files that have them without the slow ones, 12
-processes at a time: 440 tests of Triton kernels at about 1 s, most of it compilation, and 77 others at 1 to 2 s, those
-that start processes of their own at 8 s. Every rendezvous uses a free port.
+`pytest -m gpu` runs the tests alone. The stage `tests` runs them without the slow ones, 12 processes at a time: 440
+tests of Triton kernels at about 1 s, most of it compilation, and 77 others at 1 to 8 s. Every rendezvous uses a free
+port.
 """
 PACKAGES_TEXT = (
     "**Packages.** moefold itself need not be installed: the stages take it from `src`. Every stage needs {libraries}, "
@@ -111,18 +112,13 @@ PREDICTIONS_TEXT = """\
 Estimates: the least bytes over 3,000 GB/s on an H100 and 4,000 GB/s on an H200, and FLOPs over 790 TFLOP/s times the
 efficiency of the kernel. The column "this machine" scales the prediction of the kind whose copy is nearest: of its
 time, the share that moves memory by the measured copy, and the share of GEMMs by the measured bfloat16 rate. A
-measurement outside of that range has to be explained.
+measurement outside of that range needs an explanation.
 """
 PLANS_TEXT = """\
 ## Plan and measurement
-What the planner predicts for the steps of the stage `step`, with the rates of its devices `h100` and `h200` and, in the
-stage `plan`, with those that the stage `probe` measured. It predicts the same time for every `loss_chunk`. For a run of
-your own:
-```
-moefold probe this-machine.toml
-moefold simulate --run RUN_DIR --gpu this-machine.toml
-```
-[cost-model.md](cost-model.md#a-plan-checked-against-a-run-on-the-same-machine) has such a comparison on a CPU.
+The planner predicts the steps of the stage `step`: with the rates of its devices `h100` and `h200` and, in the stage
+`plan`, with the rates that the stage `probe` measured. It predicts the same time for every `loss_chunk`.
+[Find out how far to trust a plan](how-to/trust-a-plan.md) compares a run of your own.
 """
 CONSTANTS_TEXT = """\
 ## Constants of the planner
@@ -138,7 +134,7 @@ unmeasured on its device. The layer is one of qwen3-30b-a3b with 16,384 tokens, 
 * Copy during an all-gather: its speed over its speed alone. Within a machine the all-gather passes NVLink, not the
   network card.
 
-Plans use a measured number once it stands in the device file, in seconds or as a part, under its key and with its
+Plans use a measured number once the device file has it, in seconds or as a fraction, under its key and with its
 `[sources]` ([planner.md](planner.md)).
 """
 CONSTANT_STAGES = {

@@ -1,9 +1,9 @@
 """Estimate the time of a MoE layer on one H200 from the trace of its CUDA step; nothing is run on a GPU.
 
-    python benchmarks/gpu_roofline.py                 rates, the layers of the table in docs/kernels.md, their losses
+    python benchmarks/gpu_roofline.py                 rates, the layers of docs/kernels-cuda.md, their losses
     python benchmarks/gpu_roofline.py --part block    the same with attention and norms
     python benchmarks/gpu_roofline.py --operations    bytes, FLOPs, rate and time of each operation of the layers
-    python benchmarks/gpu_roofline.py --write         save the tables of the layers in docs/kernels.md
+    python benchmarks/gpu_roofline.py --write         save the tables of the layers in docs/kernels-cuda.md
 
 Forward and backward pass. Each traced operator or kernel takes the time of its FLOPs or of its bytes at an assumed
 rate, whichever is longer, and at least the time of an empty kernel. The further bytes of a GEMM's epilogue add to it.
@@ -68,7 +68,7 @@ FUSED_ATTENTION = {
     "_flash_attention_backward": "flash backward",
 }
 GROUPED_GEMMS = ("_grouped_mm", "_grouped_gemm_kernel", "_fc1_kernel", "_weight_grad_kernel")
-PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
+PAGE = Path(__file__).parents[1] / "docs" / "kernels-cuda.md"
 BEGIN = "<!-- tables of benchmarks/gpu_roofline.py -->"
 END = "<!-- end of the tables -->"
 SHORTEST_LISTED = 0.003
@@ -290,7 +290,7 @@ def table(estimates: dict[Layer, Estimate]) -> str:
 
 
 def write_page(text: str) -> None:
-    """Replace the text between the two marks of docs/kernels.md."""
+    """Replace the text between the two marks of docs/kernels-cuda.md."""
     page = PAGE.read_text()
     before, _, tail = page.partition(BEGIN)
     _, _, after = tail.partition(END)
@@ -308,7 +308,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["layer", "block"], default="layer")
     parser.add_argument("--operations", action="store_true", help="print the operations of each layer")
-    parser.add_argument("--write", action="store_true", help="save the tables of the layers in docs/kernels.md")
+    parser.add_argument("--write", action="store_true", help="save the tables of the layers in docs/kernels-cuda.md")
     args = parser.parse_args()
     if args.write:
         write_page(table({layer: estimate_layer(layer) for layer in LAYERS}))

@@ -45,7 +45,7 @@ def test_without_padding_dp_divides_the_micro_batches():
     traced = replace(cfg, moe=replace(cfg.moe, trace_every=1))
     assert fitting_world_sizes(traced) == [1, 2, 3, 4, 6, 12]
     assert fitting_world_sizes(recipe(tp=2, ep=4), largest=16) == [4, 8, 12, 16]
-    with pytest.raises(ConfigError, match="fits 1, 2, 3, 4, 6 or 12: .*moe.trace_every does not go with the padding"):
+    with pytest.raises(ConfigError, match="fits 1, 2, 3, 4, 6 or 12: .*moe.trace_every is incompatible with"):
         with_world_size(traced, 5)
 
 

@@ -197,9 +197,9 @@ def test_predictions_are_of_rows_and_stages_that_exist(tmp_path):
 
 
 def test_predicted_layers_agree_with_the_estimate_of_the_kernels():
-    """The tables of benchmarks/gpu_roofline.py in docs/kernels.md, for the same layers."""
+    """The tables of benchmarks/gpu_roofline.py in docs/kernels-cuda.md, for the same layers."""
     estimates = {}
-    for line in (PAGE.parent / "kernels.md").read_text().splitlines():
+    for line in (PAGE.parent / "kernels-cuda.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 6 and cells[3].endswith("%"):
             preset, _, tokens = cells[0].partition(", ")

@@ -176,8 +176,8 @@ def test_mxfp4_codes_are_the_nearest_even_ones():
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("mixtral", "mxfp4", "--quantize mxfp4 does not go with family mixtral; choose fp8, or leave it out"),
-        ("gpt-oss", "fp8", "--quantize fp8 does not go with family gpt_oss; choose mxfp4, or leave it out"),
+        ("mixtral", "mxfp4", "--quantize mxfp4 is incompatible with family mixtral; choose fp8 or none"),
+        ("gpt-oss", "fp8", "--quantize fp8 is incompatible with family gpt_oss; choose mxfp4 or none"),
         ("gpt-oss", "mxfp4", "one scale for 32 inputs, and the experts have 24 in model.layers.0.mlp.experts.gate_up"),
         ("granite-moe", "fp8", "--quantize fp8 needs a tensor for each expert, and family granitemoe stores"),
     ],

@@ -204,8 +204,8 @@ MAPPINGS = {
         "padding"
     ),
     "world_size=4 elastic=true train.global_batch_size=6 moe.trace_every=1": (
-        "train.global_batch_size=6 is not a multiple of train.micro_batch_size*dp=1*4, and moe.trace_every does not go "
-        "with the padding that fills it up; choose 4 or 8, or leave moe.trace_every out"
+        "train.global_batch_size=6 is not a multiple of train.micro_batch_size*dp=1*4, and moe.trace_every is "
+        "incompatible with the padding that fills it up; choose 4 or 8, or leave moe.trace_every out"
     ),
     "world_size=4 elastic=true train.global_batch_size=3": (
         "train.global_batch_size=3 must be divisible by train.micro_batch_size*dp=1*4=4 (dp = "

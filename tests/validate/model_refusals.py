@@ -94,7 +94,7 @@ SIZES = {
     "model.layer_pattern=D": ("model.layer_pattern is model.layers now: write model.layers='4 dense'"),
     "model.num_layers=8": ("model.num_layers is model.layers now: write model.layers=8"),
     "model.norm.zero_centered=true model.norm=layernorm": (
-        "model.norm.zero_centered=true does not go with model.norm='layernorm', whose weights start at 1; set "
+        "model.norm.zero_centered=true is incompatible with model.norm='layernorm', whose weights start at 1; set "
         "zero_centered=false, or norm='rmsnorm'"
     ),
     "model.rope.scaling=longrope model.rope.scaling.long_factors=[1,2] model.attention.head_dim=4": (
@@ -114,17 +114,17 @@ SIZES = {
         "the context length of the first training, or short_mscale and long_mscale"
     ),
     "model.ffn.moe.router.softmax=sparsemixer moe.choice=round_robin": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with moe.choice='round_robin': it chooses only "
+        "model.ffn.moe.router.softmax='sparsemixer' is incompatible with moe.choice='round_robin': it chooses only "
         "by the logits, "
         "and the weights of a token have no fixed sum; choose choice='topk', or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.router.expert_bias=true": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.expert_bias=true: it "
+        "model.ffn.moe.router.softmax='sparsemixer' is incompatible with model.ffn.moe.router.expert_bias=true: it "
         "chooses only by the logits, "
         "and the weights of a token have no fixed sum; choose expert_bias=false, or softmax='pre'"
     ),
     "model.ffn.moe.router.softmax=sparsemixer model.ffn.moe.router.num_groups=4 model.ffn.moe.router.top_groups=2": (
-        "model.ffn.moe.router.softmax='sparsemixer' does not go with model.ffn.moe.router.num_groups=4: it chooses "
+        "model.ffn.moe.router.softmax='sparsemixer' is incompatible with model.ffn.moe.router.num_groups=4: it chooses "
         "only by the logits, and "
         "the weights of a token have no fixed sum; choose num_groups=1, or softmax='pre'"
     ),
@@ -133,12 +133,12 @@ SIZES = {
         "do not add up to the dense layer of checkpoint.upcycle={ dense = \"runs/a\" }; choose 'pre' or 'post'"
     ),
     "model.norm.zero_centered=true model.attention=mla": (
-        "model.norm.zero_centered=true does not go with model.attention='mla', whose latents have other norms; set "
+        "model.norm.zero_centered=true is incompatible with model.attention='mla', whose latents have other norms; set "
         "zero_centered=false, or attention='gqa'"
     ),
     "model.norm.zero_centered=true model.attention.qk_norm={} model.attention.qk_norm.over=all_heads": (
-        "model.norm.zero_centered=true does not go with model.attention.qk_norm.over='all_heads', a norm of another "
-        "kind; set "
+        "model.norm.zero_centered=true is incompatible with model.attention.qk_norm.over='all_heads', a norm of "
+        "another kind; set "
         "zero_centered=false, or over='head'"
     ),
     "model.layers=2x(linear,full) model.linear_attention.num_key_heads=3": (
@@ -195,13 +195,13 @@ SIZES = {
         "rl.group_size=4 out"
     ),
     "model.attention.indexer.top_k=8 parallel.world_size=2 parallel.cp=2": (
-        "parallel.context='ring' with parallel.cp=2 does not go with model.attention.indexer.top_k=8, which selects "
-        "among the keys "
+        "parallel.context='ring' with parallel.cp=2 is incompatible with model.attention.indexer.top_k=8, which "
+        "selects among the keys "
         "of the whole sequence; choose 'allgather', or parallel.cp=1"
     ),
     "model.attention.indexer.top_k=8 parallel.world_size=2 parallel.cp=2 parallel.context=planned "
     "data.document_end=0": (
-        "parallel.context='planned' does not go with model.attention.indexer.top_k=8, which selects among the keys "
+        "parallel.context='planned' is incompatible with model.attention.indexer.top_k=8, which selects among the keys "
         "of the whole "
         "sequence; choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"
     ),
@@ -211,7 +211,7 @@ SIZES = {
         "part; leave it out"
     ),
     "model.attention.indexer.top_k=8 run.cuda_graphs=attention run.device=cuda": (
-        "run.cuda_graphs='attention' does not go with model.attention.indexer.top_k=8: the indexer's loss is "
+        "run.cuda_graphs='attention' is incompatible with model.attention.indexer.top_k=8: the indexer's loss is "
         "recorded, and its "
         "blocks chosen, by the host; set run.cuda_graphs='none', or change that"
     ),
@@ -224,18 +224,18 @@ SIZES = {
         "dimensions"
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.after_rope=true model.rope.interleaved=true": (
-        "model.attention.qk_norm.after_rope=true does not go with model.rope.interleaved=true, whose rotation "
+        "model.attention.qk_norm.after_rope=true is incompatible with model.rope.interleaved=true, whose rotation "
         "reorders the "
         "dims; choose interleaved=false"
     ),
     "model.ffn.moe.zero_experts=4 model.ffn.moe.router.num_groups=2 model.ffn.moe.router.top_groups=1": (
-        "model.ffn.moe.zero_experts=4 does not go with model.ffn.moe.router.num_groups=2, as zero-computation "
+        "model.ffn.moe.zero_experts=4 is incompatible with model.ffn.moe.router.num_groups=2, as zero-computation "
         "experts are in no group; leave "
         "num_groups and top_groups out, or zero_experts"
     ),
     "model.ffn.moe.zero_experts=4 checkpoint.upcycle.dense=dense": (
-        'model.ffn.moe.zero_experts=4 does not go with checkpoint.upcycle={ dense = "dense" }: each token would lose '
-        "the part of the dense layer that it routes to them; leave one of them out"
+        'model.ffn.moe.zero_experts=4 is incompatible with checkpoint.upcycle={ dense = "dense" }: each token would '
+        "lose the part of the dense layer that it routes to them; leave one of them out"
     ),
     "model.ffn.moe.zero_experts=4 model.ffn.moe.router.expert_bias=true model.ffn.moe.active_experts=3": (
         "model.ffn.moe.active_experts=3.0 must be at most model.ffn.moe.top_k=2, the choices of a token; choose a "
@@ -251,7 +251,7 @@ SIZES = {
     ),
     "model.ffn.moe.shortcut=true model.layers=2x(moe,dense) model.ffn.moe.shared.intermediate_size=64 "
     "model.residual=post": (
-        "model.ffn.moe.shortcut=true does not go with model.residual='post': the routed output would be added "
+        "model.ffn.moe.shortcut=true is incompatible with model.residual='post': the routed output would be added "
         "without a norm; set residual='pre'"
     ),
     "model.ffn.moe.shortcut=true model.layers=2x(moe,dense) model.ffn.moe.shared.intermediate_size=64 "
@@ -284,13 +284,13 @@ SIZES = {
         "choose 'full' or 'window', or indexer='none'"
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.weight=false model.attention.qk_norm.over=all_heads": (
-        "model.attention.qk_norm.weight=false does not go with model.attention.qk_norm.over='all_heads', whose norm "
-        "has weights; set "
+        "model.attention.qk_norm.weight=false is incompatible with model.attention.qk_norm.over='all_heads', whose "
+        "norm has weights; set "
         "over='head'"
     ),
     "model.attention.qk_norm={} model.attention.qk_norm.in_nope=false model.layers=2x(full,nope)": (
-        "model.attention.qk_norm.in_nope=false does not go with model.attention.qk_norm.weight=true: layers without "
-        "RoPE would have other "
+        "model.attention.qk_norm.in_nope=false is incompatible with model.attention.qk_norm.weight=true: layers "
+        "without RoPE would have other "
         "parameters than those with it; set weight=false, or in_nope=true"
     ),
     'train.recompute=["core_attention"] model.layers=4x(linear)': (

@@ -51,8 +51,8 @@ REINFORCEMENT = {
         "(moe.bias_update_rate=0.001); set bias_update_rate=0, updates=1, or replay='off'"
     ),
     f"{RL} rl.objective=clip rl.staleness=1 rl.replay=on": (
-        "rl.replay='on' does not go with rl.staleness=1: rollouts that wait for training keep no expert choices; set "
-        "replay='auto' (off here), or staleness=0"
+        "rl.replay='on' is incompatible with rl.staleness=1: rollouts that wait for training keep no expert choices; "
+        "set replay='auto' (off here), or staleness=0"
     ),
     f"{RL} rollout.ranks=2": (
         "rollout.ranks=2 would wait for each training step, and the other ranks for each round of rollouts: "
@@ -72,7 +72,7 @@ REINFORCEMENT = {
         "'cispo' bounds the ratio to the sampler), or staleness=0"
     ),
     f"{RL} rl.staleness=1 rl.objective=clip rollout.ranks=1 parallel.elastic=true": (
-        "rollout.ranks=1 does not go with parallel.elastic=true, which gives every process of the launcher to "
+        "rollout.ranks=1 is incompatible with parallel.elastic=true, which gives every process of the launcher to "
         "training; set elastic=false"
     ),
     f"{RL} rl.staleness=1 rl.objective=clip rollout.ranks=3 rollout.tp=2": (
@@ -106,19 +106,19 @@ REINFORCEMENT = {
         "choose rollout.experts='exchange'"
     ),
     f"{RL} moe.choice=sinkhorn": (
-        "moe.choice='sinkhorn' does not go with reinforcement learning: a token's experts would then depend on other "
-        "tokens, and sampling sees other tokens; choose 'topk', or rl.group_size=0"
+        "moe.choice='sinkhorn' is incompatible with reinforcement learning: a token's experts would then depend on "
+        "other tokens, and sampling sees other tokens; choose 'topk', or rl.group_size=0"
     ),
-    f"{RL} moe.capacity_factor=1.0": "moe.capacity_factor=1.0 does not go with reinforcement learning: ...",
+    f"{RL} moe.capacity_factor=1.0": "moe.capacity_factor=1.0 is incompatible with reinforcement learning: ...",
     f"{RL} train.eval_every=2 moe.eval_capacity_factor=1.0": (
-        "moe.eval_capacity_factor=1.0 does not go with reinforcement learning: ..."
+        "moe.eval_capacity_factor=1.0 is incompatible with reinforcement learning: ..."
     ),
-    f"{RL} moe.input_jitter=0.1": "moe.input_jitter=0.1 does not go with reinforcement learning: ...",
+    f"{RL} moe.input_jitter=0.1": "moe.input_jitter=0.1 is incompatible with reinforcement learning: ...",
     f"{RL} model.ffn.moe.router.softmax=sparsemixer": (
-        "model.ffn.moe.router.softmax.samples=true does not go with reinforcement learning: training would sample "
+        "model.ffn.moe.router.softmax.samples=true is incompatible with reinforcement learning: training would sample "
         "other "
         "experts than rollouts have; set model.ffn.moe.router.softmax.samples=false, or rl.group_size=0"
     ),
-    f"{RL} moe.trace_every=2": "moe.trace_every=2 does not go with reinforcement learning: ...",
-    f"{RL} model.mtp_layers=1": "model.mtp_layers=1 does not go with reinforcement learning: ...",
+    f"{RL} moe.trace_every=2": "moe.trace_every=2 is incompatible with reinforcement learning: ...",
+    f"{RL} model.mtp_layers=1": "model.mtp_layers=1 is incompatible with reinforcement learning: ...",
 }

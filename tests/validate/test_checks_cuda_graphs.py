@@ -56,7 +56,7 @@ def test_an_obstacle_is_named(modes, settings, obstacle):
     for mode in (MODES[letter] for letter in modes):
         with pytest.raises(ConfigError) as error:
             check_config(load_config(None, [f"run.cuda_graphs={mode}", *settings.split()]))
-        message = f"run.cuda_graphs={mode!r} does not go with {obstacle}"
+        message = f"run.cuda_graphs={mode!r} is incompatible with {obstacle}"
         assert message in str(error.value)
         assert "; set run.cuda_graphs='none', or change that" in str(error.value)
 

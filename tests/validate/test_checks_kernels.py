@@ -36,7 +36,7 @@ def test_compiled_parts_replace_those_in_c():
 
 
 def test_compiled_sums_may_depend_on_timings():
-    with pytest.raises(ConfigError, match=r"run.compile='blocks' does not go with run.deterministic=true"):
+    with pytest.raises(ConfigError, match=r"run.compile='blocks' is incompatible with run.deterministic=true"):
         check_config(_compiled(deterministic=True))
 
 

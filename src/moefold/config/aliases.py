@@ -186,12 +186,12 @@ parallel.zero: deepspeed fsdp_config
 faults.nonfinite: logging_nan_inf_filter
 """
 _INSTEAD = """
-each step is recorded in metrics.jsonl; leave it out: logging_steps logging_strategy logging_first_step log_interval
-the first rank logs, and the terminal decides on the form; leave it out: log_level log_level_replica log_on_each_node \
+metrics.jsonl records every step; leave it out: logging_steps logging_strategy logging_first_step log_interval
+the first rank logs in a form that fits the terminal; leave it out: log_level log_level_replica log_on_each_node \
 disable_tqdm
-a checkpoint has all that a run goes on with; `moefold export` writes the weights alone: save_only_model \
+a checkpoint has the whole state of a run; `moefold export` writes only the weights: save_only_model \
 save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint ignore_data_skip overwrite_output_dir
-`moefold push` uploads a model when its run is done: push_to_hub hub_token hub_private_repo \
+`moefold push` uploads a model after its run: push_to_hub hub_token hub_private_repo \
 hub_model_id hub_strategy hub_always_push hub_revision
 trackers are set by metrics.tensorboard and metrics.wandb: trackio_space_id trackio_bucket_id trackio_static_space_id
 data is read without loader processes; leave it out: dataloader_drop_last dataloader_num_workers \
@@ -205,22 +205,22 @@ eval_accumulation_steps include_for_metrics batch_eval_metrics label_names per_d
 bf16_full_eval fp16_full_eval eval_packing num_generations_eval
 columns that nothing reads are ignored; leave it out: remove_unused_columns dataset_kwargs
 moefold trains without dropout; leave it out: disable_dropout lora_dropout attention_dropout hidden_dropout
-of conversations (data.kind="sft") the answers alone are trained; leave it out: assistant_only_loss \
+in conversations (data.kind="sft") only the answers are trained; leave it out: assistant_only_loss \
 completion_only_loss train_on_inputs
 log-probabilities of the reference are computed once, before training; leave it out: precompute_ref_log_probs \
 precompute_ref_batch_size
-conversations are packed by best fit, so that there is little padding; leave it out: group_by_length \
+conversations are packed by best fit, with little padding; leave it out: group_by_length \
 train_sampling_strategy length_column_name pad_to_multiple_of
 the folder of data.tokenizer declares its tokens; leave it out: pad_token eos_token
-`moefold tokenize --processes N` makes tokens of texts before the training: dataset_num_proc
+`moefold tokenize --processes N` tokenizes texts before training: dataset_num_proc
 checkpoint.init_from names the model, and no code of its folder is run: model_init_kwargs trust_remote_code \
 model_revision
 the loss needs the probabilities of all tokens, so that rollout.temperature alone changes the sampling: top_p min_p \
 rollout.top_k rl.top_k repetition_penalty generation_kwargs cache_implementation
-the vLLM server gets its own options where it is started (rollout.engine="vllm"): vllm_model_impl \
+give these options to the vLLM server (rollout.engine="vllm"): vllm_model_impl \
 vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size \
 vllm_structured_outputs_regex
-of preferences it is align.method, of rollouts rl.objective and rl.loss_mean: loss_type
+set align.method for preferences, rl.objective and rl.loss_mean for rollouts: loss_type
 losses are means over the tokens of the whole batch, and metrics.jsonl counts them; leave it out: \
 average_tokens_across_devices include_num_input_tokens_seen
 moefold trains plain LoRA, by lora.rank, lora.alpha and lora.targets: use_rslora use_dora lora_modules_to_save \
@@ -229,7 +229,7 @@ rewards are summed by reward.weights, and rl.advantage normalises the sum: multi
 a rollout is one turn, without calls of tools; leave it out: max_tool_calling_iterations
 a chat template has no variables in training; write them into a template of your own (data.chat_template): \
 chat_template_kwargs
-moefold has no such term of a loss; leave it out: label_smoothing_factor label_smoothing neftune_noise_alpha ld_alpha \
+moefold has no such loss term; leave it out: label_smoothing_factor label_smoothing neftune_noise_alpha ld_alpha \
 loss_weights f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau delta sapo_temperature_neg \
 sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef \
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target use_bias_correction_kl \

@@ -266,7 +266,7 @@ def plan_quantization(
         return Quantization(kind, frozenset())
     if (kind == "mxfp4") != (family.name == "gpt_oss"):
         other = "fp8" if kind == "mxfp4" else "mxfp4"
-        raise ConfigError(f"--quantize {kind} does not go with family {family.name}; choose {other}, or leave it out")
+        raise ConfigError(f"--quantize {kind} is incompatible with family {family.name}; choose {other} or none")
     weights = model_weights(model)
     names = set()
     for name, pieces in mapping.by_hf_name.items():

@@ -44,7 +44,7 @@ def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[str]:
     for setting, is_present, reason in obstacles:
         if is_present:
             yield (
-                f"run.cuda_graphs={run.cuda_graphs!r} does not go with {setting}: {reason}; set "
+                f"run.cuda_graphs={run.cuda_graphs!r} is incompatible with {setting}: {reason}; set "
                 "run.cuda_graphs='none', or change that"
             )
 
@@ -153,7 +153,7 @@ def check_graphed_loss(run: RunConfig, metric_names: list[str]) -> None:
     """
     if run.cuda_graphs == "full" and metric_names:
         raise ConfigError(
-            f"run.cuda_graphs='full' does not go with the metrics {metric_names} of the loss function: they are "
+            f"run.cuda_graphs='full' is incompatible with the metrics {metric_names} of the loss function: they are "
             "recorded by the host; set run.cuda_graphs to 'attention_router', or use a loss without metrics"
         )
 

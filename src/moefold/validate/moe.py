@@ -60,7 +60,7 @@ def _validate_zero_experts(part: RoutedPart) -> Iterator[str]:
     """Check the settings that are incompatible with zero-computation experts, and their share."""
     if part.zero_experts and part.router.num_groups > 1:
         yield (
-            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with model.ffn.moe.router.num_groups="
+            f"model.ffn.moe.zero_experts={part.zero_experts} is incompatible with model.ffn.moe.router.num_groups="
             f"{part.router.num_groups}, as zero-computation experts are in no group; leave num_groups and top_groups "
             "out, or zero_experts"
         )

@@ -301,7 +301,7 @@ def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
     if cp > 1 and cfg.model.selected_keys and not (context.takes_selected_keys or context.is_planned):
         legal = kinds_with(context.group, "takes_selected_keys")
         yield (
-            f"parallel.context={context.kind!r} with parallel.cp={cp} does not go with "
+            f"parallel.context={context.kind!r} with parallel.cp={cp} is incompatible with "
             f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole "
             f"sequence; choose {join_with_or(list(map(repr, legal)))}"
         )
@@ -493,8 +493,8 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
         if is_set:
             yield (
                 f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size*dp="
-                f"{cfg.train.micro_batch_size}*{p.dp}, and {key} does not go with the padding that fills it up; choose "
-                f"{nearest_multiples(batch, cfg.train.micro_batch_size * p.dp)}, or leave {key} out"
+                f"{cfg.train.micro_batch_size}*{p.dp}, and {key} is incompatible with the padding that fills it up; "
+                f"choose {nearest_multiples(batch, cfg.train.micro_batch_size * p.dp)}, or leave {key} out"
             )
 
 

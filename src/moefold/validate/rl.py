@@ -114,7 +114,7 @@ def validate_replay(model: ModelConfig, moe: MoEConfig, rl: RLConfig) -> Iterato
         )
     if rl.is_on and rl.replay == "on" and rl.staleness:
         yield (
-            f"rl.replay='on' does not go with rl.staleness={rl.staleness}: rollouts that wait for training keep no "
+            f"rl.replay='on' is incompatible with rl.staleness={rl.staleness}: rollouts that wait for training keep no "
             "expert choices; set replay='auto' (off here), or staleness=0"
         )
 
@@ -168,8 +168,8 @@ def validate_staleness(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutC
         )
     if ranks and parallel.elastic:
         yield (
-            f"rollout.ranks={ranks} does not go with parallel.elastic=true, which gives every process of the launcher "
-            "to training; set elastic=false"
+            f"rollout.ranks={ranks} is incompatible with parallel.elastic=true, which gives every process of the "
+            "launcher to training; set elastic=false"
         )
 
 
@@ -211,7 +211,7 @@ def validate_rl_model(model: ModelConfig, moe: MoEConfig, train: TrainConfig, rl
     }
     for setting, (is_present, reason, remedy) in obstacles.items():
         if is_present:
-            yield f"{setting} does not go with reinforcement learning: {reason}; {remedy}, or rl.group_size=0"
+            yield f"{setting} is incompatible with reinforcement learning: {reason}; {remedy}, or rl.group_size=0"
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[str]:

@@ -17,8 +17,8 @@ def validate_shortcut(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
         return
     if model.decoder_layers[0].residual.norms_output:
         yield (
-            f"{KEY} does not go with model.residual={model.decoder_layers[0].residual.kind!r}: the routed output would "
-            "be added without a norm; set residual='pre'"
+            f"{KEY} is incompatible with model.residual={model.decoder_layers[0].residual.kind!r}: the routed output "
+            "would be added without a norm; set residual='pre'"
         )
     if not part.shared_width:
         yield (

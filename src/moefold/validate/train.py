@@ -179,8 +179,8 @@ def validate_upcycling(model: ModelConfig, lora: LoraConfig, checkpoint: Checkpo
         )
     if part.zero_experts:
         yield (
-            f"model.ffn.moe.zero_experts={part.zero_experts} does not go with {name}: each token would lose the part "
-            "of the dense layer that it routes to them; leave one of them out"
+            f"model.ffn.moe.zero_experts={part.zero_experts} is incompatible with {name}: each token would lose the "
+            "part of the dense layer that it routes to them; leave one of them out"
         )
     if part.router.uniform_weight(part.num_experts) is None:
         yield (
@@ -314,7 +314,7 @@ def validate_compile(run: RunConfig) -> Iterator[str]:
         )
     if run.deterministic:
         yield (
-            f"{name} does not go with run.deterministic=true: Inductor may choose how a GPU sums by timing it; set "
+            f"{name} is incompatible with run.deterministic=true: Inductor may choose how a GPU sums by timing it; set "
             "run.compile='none' or run.deterministic=false"
         )
 

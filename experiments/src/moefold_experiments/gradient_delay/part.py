@@ -50,7 +50,7 @@ class Delayed(OptimizerPart):
         return (*super().states(weight), *self.kept_states())
 
     def check(self, recipe: "Config") -> Iterator[Problem]:  # type: ignore[override]
-        """Yield what delayed gradients do not go with: rounds of sites, rollouts, and a run of one step."""
+        """Yield what is incompatible with delayed gradients: rounds of sites, rollouts, and a run of one step."""
         yield from apply_rule(super().check, recipe)
         if recipe.sites.is_active:
             yield self._problem(

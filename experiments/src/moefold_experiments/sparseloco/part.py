@@ -42,7 +42,7 @@ class SparseLoCo(SiteMethodPart):
         return {"lr": 1.0, "momentum": 0.0, "residual": 0.95}
 
     def check(self, sites: "SitesConfig") -> Iterator[Problem]:  # type: ignore[override]
-        """Yield what the code does not go with."""
+        """Yield what is incompatible with the code."""
         if sites.precision != "float32":
             yield Problem(
                 "sites.precision",

@@ -59,7 +59,7 @@ class SPES(SiteMethodPart):
         return replace(self, merge_every=max(1, round(self.merge_every / every)) * every)
 
     def check(self, recipe: "Config") -> Iterator[Any]:  # type: ignore[override]
-        """Yield what experts of each site do not go with."""
+        """Yield what is incompatible with experts of each site."""
         from moefold_experiments.spes.rules import spes_problems
 
         yield from spes_problems(self, recipe)

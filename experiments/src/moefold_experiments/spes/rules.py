@@ -20,7 +20,7 @@ OTHER = "choose another sites.method"
 
 
 def spes_problems(method: "SPES", cfg: Config) -> Iterator[Problem]:
-    """Yield what experts of each site do not go with in a recipe, so that they learn and every rank has some."""
+    """Yield what is incompatible with experts of each site in a recipe, so that they learn and every rank has some."""
     sites = cfg.sites
     if sites.count == 1:
         yield Problem(KEY, "spes", "divides experts among sites, and sites.count=1", "set sites.count")
@@ -54,7 +54,7 @@ def spes_problems(method: "SPES", cfg: Config) -> Iterator[Problem]:
 
 
 def _merging_problems(method: "SPES", cfg: Config) -> Iterator[Problem]:
-    """Yield what the merging of experts does not go with."""
+    """Yield what is incompatible with the merging of experts."""
     sites = cfg.sites
     if cfg.model.experts.num_experts <= NUM_SIMILAR:
         yield Problem(

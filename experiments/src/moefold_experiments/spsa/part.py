@@ -75,7 +75,7 @@ class Spsa(OptimizerPart):
         return ForwardPasses(model, optimizer)
 
     def check(self, recipe: "Config") -> Iterator[Any]:  # type: ignore[override]
-        """Yield what forward passes alone do not go with."""
+        """Yield what is incompatible with forward passes alone."""
         from moefold_experiments.spsa.rules import spsa_problems
 
         yield from apply_rule(super().check, recipe)

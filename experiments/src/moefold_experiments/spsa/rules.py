@@ -16,7 +16,7 @@ from moefold.config.sites import SitesConfig
 
 
 def spsa_problems(name: str, cfg: Config) -> Iterator[Problem]:
-    """Yield what forward passes alone do not go with in a recipe.
+    """Yield what is incompatible with forward passes alone in a recipe.
 
     Args:
         name: the optimizer, as a message names it.

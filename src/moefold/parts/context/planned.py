@@ -67,8 +67,8 @@ class PlannedContext(RoundPlan, ContextPart):
         """Yield errors: attention that cannot be planned, a block that no document exceeds, samples without hosts."""
         if model.selected_keys:
             rule = (
-                f"does not go with model.attention.indexer.top_k={model.selected_keys}, which selects among the keys "
-                "of the whole "
+                f"is incompatible with model.attention.indexer.top_k={model.selected_keys}, which selects among the "
+                "keys of the whole "
                 "sequence"
             )
             way_out = "choose 'allgather' with parallel.cp=2 or more, or leave parallel.context out"

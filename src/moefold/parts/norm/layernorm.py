@@ -24,7 +24,7 @@ class LayerNormPart(NormPart):
             yield Problem(
                 "model.norm.zero_centered",
                 True,
-                f"does not go with model.norm={self.kind!r}, whose weights start at 1",
+                f"is incompatible with model.norm={self.kind!r}, whose weights start at 1",
                 "set zero_centered=false, or norm='rmsnorm'",
             )
 

@@ -136,21 +136,21 @@ class GqaPart(SoftmaxAttentionPart):
             yield Problem(
                 "model.attention.qk_norm.after_rope",
                 True,
-                "does not go with model.rope.interleaved=true, whose rotation reorders the dims",
+                "is incompatible with model.rope.interleaved=true, whose rotation reorders the dims",
                 "choose interleaved=false",
             )
         if norm.over_all_heads and not norm.weight:
             yield Problem(
                 "model.attention.qk_norm.weight",
                 False,
-                "does not go with model.attention.qk_norm.over='all_heads', whose norm has weights",
+                "is incompatible with model.attention.qk_norm.over='all_heads', whose norm has weights",
                 "set over='head'",
             )
         if norm.weight and not norm.in_nope:
             yield Problem(
                 "model.attention.qk_norm.in_nope",
                 False,
-                "does not go with model.attention.qk_norm.weight=true: layers without RoPE would have other "
+                "is incompatible with model.attention.qk_norm.weight=true: layers without RoPE would have other "
                 "parameters than "
                 "those with it",
                 "set weight=false, or in_nope=true",
@@ -159,7 +159,7 @@ class GqaPart(SoftmaxAttentionPart):
             yield Problem(
                 "model.norm.zero_centered",
                 True,
-                "does not go with model.attention.qk_norm.over='all_heads', a norm of another kind",
+                "is incompatible with model.attention.qk_norm.over='all_heads', a norm of another kind",
                 "set zero_centered=false, or over='head'",
             )
 

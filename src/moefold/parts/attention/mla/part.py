@@ -68,7 +68,7 @@ class MlaPart(SoftmaxAttentionPart):
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
         """Yield errors for norms and chunks that MLA does not have, and for an odd number of rotated dims."""
         if model.norm.zero_centered:
-            rule = f"does not go with model.attention={self.kind!r}, whose latents have other norms"
+            rule = f"is incompatible with model.attention={self.kind!r}, whose latents have other norms"
             yield Problem("model.norm.zero_centered", True, rule, "set zero_centered=false, or attention='gqa'")
         if self.span and self.span.chunk:
             rule = f"has layers 'chunk', and model.attention={self.kind!r} has no chunks"

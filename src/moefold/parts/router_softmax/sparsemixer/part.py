@@ -72,7 +72,7 @@ class SparseMixer(RouterSoftmaxPart):
                 yield Problem(
                     self.key,
                     self.kind,
-                    f"does not go with {name}: it chooses only by the logits, and the weights of a token have no "
+                    f"is incompatible with {name}: it chooses only by the logits, and the weights of a token have no "
                     "fixed sum",
                     f"choose {way_out}, or softmax='pre'",
                 )
