@@ -8,7 +8,7 @@ from hypothesis import settings
 from moefold.cli.main import main
 from moefold.verify.ranks.pool import WorkerPool
 from tests.e2e.command import small, train
-from tests.train.test_trainer import _train, recipe
+from tests.train.tiny_runs import recipe, train_rank
 
 
 def _speed_and_missing_modules() -> tuple[object, set[str]]:
@@ -25,7 +25,7 @@ def test_a_rank_has_common_modules_and_no_time_limit_of_an_example(pool: WorkerP
 
 def test_no_run_of_the_tests_draws_its_loss(pool: WorkerPool, tmp_path: Path) -> None:
     """In a rank, by a forked command and in this process: matplotlib takes longer than the steps of most tests."""
-    pool.run(1, _train, recipe(tmp_path / "rank", 1))
+    pool.run(1, train_rank, recipe(tmp_path / "rank", 1))
     train(tmp_path / "command", "run.steps=1")
     main(small(tmp_path / "here", "run.steps=1"))
     assert {path.parent.name for path in tmp_path.glob("*/metrics.jsonl")} == {"rank", "command", "here"}

@@ -12,7 +12,7 @@ from moefold.config.sites import SitesConfig
 from moefold.optim.outer_round import PendingRound
 from moefold_experiments.co2.module import bits_to_float, float_to_bits
 from moefold_experiments.co2.part import CO2
-from tests.optim.test_outer import Site, gradients
+from tests.optim.outer_site import Site, gradients
 
 
 def settings(*, penalty: bool = True, clip: float = 0.05, **keys: Any) -> SitesConfig:

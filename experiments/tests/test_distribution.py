@@ -15,8 +15,8 @@ from moefold.config.part_registry import EXPERIMENTS, find_part, kind_of
 from moefold.config.upgrade import KIND, MOVED, upgraded
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from tests.architecture.test_imports import imports_torch
-from tests.parts.test_parts import check_formula
+from tests.architecture.imports import imports_torch
+from tests.parts.formula_rule import check_formula
 
 PROJECT = Path(__file__).parents[1]
 KINDS = [(group, kind) for group, kinds in EXPERIMENTS.items() for kind in kinds]

@@ -10,10 +10,10 @@ from moefold.planner.sites import TARGET, RoundSettings, RoundVolume, SiteCost, 
 from moefold_experiments.co2.part import CO2
 from moefold_experiments.sparseloco.part import SparseLoCo
 from moefold_experiments.spes.part import SPES
-from tests.cost.test_site_traffic import MODELS, check_bytes
-from tests.cost.test_state_memory import check_every_byte, random_config
+from tests.cost.random_mappings import check_every_byte, random_config
+from tests.cost.site_bytes import MODELS, check_bytes
+from tests.planner.planned_sites import RECIPE, planned
 from tests.planner.site_rounds import simulate_site
-from tests.planner.test_sites import RECIPE, planned
 from tests.slow import slow
 
 SPARSE = {"method": SparseLoCo(), "residual": 0.95}

@@ -19,20 +19,9 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
-from tests.train.site_jobs import Server, of_site, run_sites
+from tests.train.site_checks import check_equal, check_other_mapping, check_resume, check_return, check_tokens
+from tests.train.site_jobs import CODED, STREAMING, Server, Waiting, of_site, recipe, run_sites, train_and_fail
 from tests.train.site_results import checkpoint, records
-from tests.train.test_sites import (
-    CODED,
-    STREAMING,
-    Waiting,
-    check_equal,
-    check_other_mapping,
-    check_resume,
-    check_return,
-    check_tokens,
-    recipe,
-    train_and_fail,
-)
 from tests.verify.recipes import without_mapping
 
 pytestmark = pytest.mark.parity

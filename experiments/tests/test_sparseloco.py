@@ -8,8 +8,8 @@ import torch
 from moefold.config.sites import SitesConfig
 from moefold_experiments.sparseloco.module import SparseCode
 from moefold_experiments.sparseloco.part import CHUNK, SparseLoCo
-from tests.comm.test_wire_codes import vector
-from tests.optim.test_outer import Site, check_residual, check_same_shard, gradients
+from tests.comm.wide_range import vector
+from tests.optim.outer_site import Site, check_residual, check_same_shard, gradients
 
 
 def sparse_code(density: float, bits: int, dtype: torch.dtype) -> SparseCode:

@@ -7,7 +7,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.rules import ROOT, name_of, tree_of
+from tests.architecture.rules import ROOT, SOURCE, name_of, python_files, tree_of
 
 MAX_COLUMNS = 120
 MAX_PACKED_ASSIGNMENTS = 60
@@ -22,6 +22,13 @@ WORDS = re.compile(
     r"goes? home|lives? in|travels?|is told|are told|further tokens?)\b",
     re.IGNORECASE,
 )
+PAGES = sorted(
+    page
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "skills").rglob("*.md"))
+    if page.name != "log.md" and page.parent.name != "design"
+)
+"""The log and the design notes are records: what was written stays as it was."""
+CODE = python_files(SOURCE, ROOT / "benchmarks", ROOT / "tools")
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, ast.AST, str]]:

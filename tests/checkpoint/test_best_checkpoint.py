@@ -22,7 +22,7 @@ from moefold.errors import ConfigError
 from moefold.inference.source import find_source
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
-from tests.checkpoint.test_checkpoint_dir import names, seal
+from tests.checkpoint.empty_checkpoints import names, seal
 from tests.inference.checkpoint_folder import described_run
 
 LOSSES = {5: None, 10: 2.5, 15: 2.25, 20: 2.25, 25: 3.0}

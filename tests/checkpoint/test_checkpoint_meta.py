@@ -6,7 +6,7 @@ import pytest
 from moefold.checkpoint.checkpoint_meta import META_FILE, counted, read_meta
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError
-from tests.checkpoint.test_checkpoint_dir import meta, write
+from tests.checkpoint.empty_checkpoints import meta, write
 
 
 def test_meta_comes_back(tmp_path):

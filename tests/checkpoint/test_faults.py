@@ -23,7 +23,7 @@ from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 
 pytestmark = pytest.mark.parity
 

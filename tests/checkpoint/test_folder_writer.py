@@ -42,7 +42,7 @@ from moefold.errors import ConfigError
 from moefold.host.folder_lock import FolderLock, is_in_use
 from moefold.hub import files_to_push
 from moefold.validate.config import check_config
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 
 pytestmark = pytest.mark.parity
 

@@ -14,7 +14,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
-from tests.checkpoint.test_checkpoint_dir import MODEL, meta, names, recipe, write
+from tests.checkpoint.empty_checkpoints import MODEL, meta, names, recipe, write
 from tests.models import edit_model
 
 

@@ -12,7 +12,7 @@ from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.cli.main import main
 from tests.models import edit_model
-from tests.train.test_trainer import _train, recipe
+from tests.train.tiny_runs import recipe, train_rank
 
 pytestmark = pytest.mark.parity
 
@@ -23,7 +23,7 @@ STEPS = ("step-000002", "step-000004")
 def run(pool, tmp_path_factory) -> Path:
     """A run of two ranks, saved after steps 2 and 4."""
     run_dir = tmp_path_factory.mktemp("run")
-    pool.run(2, _train, recipe(run_dir, 4, dtype="float32", world_size=2, ep=2))
+    pool.run(2, train_rank, recipe(run_dir, 4, dtype="float32", world_size=2, ep=2))
     return run_dir
 
 
@@ -167,7 +167,9 @@ def test_diff_shortens_what_is_long(run, capsys):
 
 def test_diff_of_other_sizes(pool, run, tmp_path, capsys):
     cfg = recipe(tmp_path, 2)
-    pool.run(1, _train, replace(cfg, model=edit_model(cfg.model, {"layers": 1, "vocab_size": 64, "ffn.moe.top_k": 3})))
+    pool.run(
+        1, train_rank, replace(cfg, model=edit_model(cfg.model, {"layers": 1, "vocab_size": 64, "ffn.moe.top_k": 3}))
+    )
     assert main(_words("diff", run / "checkpoints" / STEPS[0], tmp_path, "--json")) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["description"]["model.layers"], found["description"]["model.ffn.moe.top_k"]) == ([2, 1], [2, 3])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import main
-from tests.cli.test_main import run_calls_without_torch
+from tests.cli.without_torch import run_calls_without_torch
 from tests.inference.checkpoint_folder import described_run
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import moefold
 from moefold.cli.main import COMMANDS, main
+from tests.cli.without_torch import run_calls_without_torch
 from tests.clock import processor_s
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -17,13 +18,6 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def run_main(*words: str) -> subprocess.CompletedProcess[str]:
     program = "import sys; from moefold.cli.main import main; sys.exit(main())"
     return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
-
-
-def run_calls_without_torch(calls: list[list[str]], **where: Path) -> subprocess.CompletedProcess[str]:
-    """Print the status of each call of the command line in a new interpreter, and fail if one imported torch."""
-    program = f"import sys; from moefold.cli.main import main; print([main(words) for words in {calls!r}]);"
-    program += "assert 'torch' not in sys.modules"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, **where)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from moefold.comm.wire_codes import BLOCK, Fp4Code, Int8Code, PlainCode, make_wire_code
+from tests.comm.wide_range import vector
 
 SIZES = [0, 1, 2, 255, 256, 257, 1000]
-
-
-def vector(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values over many magnitudes, with zeros, denormals and a block of zeros."""
-    x = torch.randn(numel, dtype=dtype) * 10.0 ** torch.randint(-6, 3, (numel,))
-    if numel > 600:
-        x[256:512] = 0
-        x[512:515] = torch.tensor([1e-42, -1e-44, 0.0])
-    return x
 
 
 @pytest.mark.parametrize("numel", SIZES)

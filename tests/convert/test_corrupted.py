@@ -18,8 +18,8 @@ from moefold.errors import ConfigError
 from moefold.inference.load import load_model
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import find_source
+from tests.convert.hf_folders import add_tokenizer
 from tests.convert.hf_models import make_model, save_model
-from tests.convert.test_round_trip import add_tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

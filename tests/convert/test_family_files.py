@@ -22,6 +22,7 @@ from moefold.convert.key_reader import Json
 from moefold.convert.weights import HfSource, load_hf_weights
 from moefold.errors import ConfigError
 from moefold.model.transformer import build_model
+from tests.convert.hf_folders import add_tokenizer, loaded_in_silence
 from tests.convert.hf_models import (
     CONFIG_MAPPING,
     FILED,
@@ -38,7 +39,6 @@ from tests.convert.hf_models import (
 from tests.convert.random_sizes import random_sizes
 from tests.convert.regions import full_region
 from tests.convert.side_by_side import assert_close, batch_of, gradients_by_our_names, recipe
-from tests.convert.test_round_trip import add_tokenizer, loaded_in_silence
 from tests.models import edit_model
 from tests.slow import slow
 

@@ -18,9 +18,9 @@ from moefold.convert.preflight import resolve_weights_folder
 from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
+from tests.convert.hf_folders import add_tokenizer
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.side_by_side import recipe, train_ours
-from tests.convert.test_round_trip import add_tokenizer
 
 pytestmark = pytest.mark.parity
 STAGES = ("dense", "warm", "sparse")

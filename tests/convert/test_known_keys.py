@@ -13,7 +13,7 @@ from moefold.convert.hf_config import inspect_config, inspect_folder
 from moefold.convert.key_reader import declared_keys
 from moefold.convert.known_keys import KeyReport, config_known_keys
 from moefold.errors import ConfigError
-from tests.convert.test_config_fields import _model_for
+from tests.convert.family_models import model_of_family
 from tools.declared_keys import family_keys, format_table, make_table
 
 BASE_CLASS = {
@@ -45,7 +45,7 @@ HARMLESS = {"my_text": "anything", "my_null": None, "my_false": False}
 
 
 def _keys(family: str) -> dict[str, Any]:
-    return FAMILIES[family].write(_model_for(family))
+    return FAMILIES[family].write(model_of_family(family))
 
 
 def _inspect(keys: Mapping[str, Any], *ignored: str) -> tuple[ModelConfig, KeyReport]:

@@ -12,7 +12,8 @@ from moefold.convert.model_card import read_training_run
 from moefold.convert.preflight import read_model
 from moefold.hub import snapshot
 from moefold.remote_copy import local_copy
-from tests.convert.test_tokenizer_export import SIZES, export, make_import, make_tokenizer, place, train, transformers
+from tests.convert.hf_models import transformers
+from tests.convert.tokenizer_folders import SIZES, export, make_import, make_tokenizer, place, train
 
 __all__ = ["place"]
 

@@ -13,7 +13,7 @@ from moefold.cli.main import main
 from moefold.convert.hf_config import read_model_config
 from moefold.errors import ConfigError
 from tests.convert.hf_models import LONGROPE, logits_of, make_model, save_model, tokens_of
-from tests.convert.test_weights import SEQ_LEN, our_logits
+from tests.convert.our_logits import SEQ_LEN, our_logits
 
 
 def _folder(tmp_path: Path, change: dict[str, Any]) -> Path:

@@ -28,9 +28,9 @@ from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
+from tests.convert.hf_folders import add_tokenizer
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
 from tests.convert.regions import full_region
-from tests.convert.test_round_trip import add_tokenizer
 from tests.models import edit_model
 
 SEQ_LEN = 16

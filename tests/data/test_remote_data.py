@@ -17,7 +17,7 @@ from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy, upload_folder
 from moefold.remote_path import RemotePath
-from tests.convert.test_tokenizer_export import TEXT, make_tokenizer
+from tests.convert.tokenizer_folders import TEXT, make_tokenizer
 
 SEQ_LEN = 72
 

@@ -19,7 +19,7 @@ from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
-from tests.model.test_against_transformers import FAMILIES, SHARED, SIZES, _their_tensor
+from tests.model.transformers_families import FAMILIES, SHARED, SIZES, their_tensor
 from tests.models import config_of
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def theirs(cfg: Config, family: str) -> Any:
     model = getattr(transformers, f"{class_name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_their_tensor(name, weights))
+            parameter.copy_(their_tensor(name, weights))
     return model
 
 

@@ -22,7 +22,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from moefold.validate.exactness import inexact_settings
 from tests.inference.example import CPU, KINDS
-from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.model.transformers_families import FAMILIES, SIZES
 from tests.models import config_of
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow

@@ -27,7 +27,7 @@ from moefold.ops.decode import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.kernels.select import apply_kernels, select_kernels, uses_c_kernels
-from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.model.transformers_families import FAMILIES, SIZES
 from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler
 from tests.slow import slow

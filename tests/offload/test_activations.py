@@ -21,7 +21,7 @@ from moefold.offload.activations import ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.parallel.offload import apply_offload, open_offload
-from tests.parallel.test_recompute import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
+from tests.parallel.counted_models import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
 
 CPU = torch.device("cpu")
 SIZE = 1024

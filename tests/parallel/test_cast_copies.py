@@ -9,7 +9,6 @@ from torch.optim.adamw import adamw
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -22,23 +21,9 @@ from moefold.train.batch_sharding import BatchSharder
 from moefold.train.memory_profile import measure_step
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.parallel.count_casts import CountCasts
 from tests.slow import slow
 from tests.verify.recipes import LATENT, tiny
-
-
-class CountCasts(TorchDispatchMode):
-    """Counts the casts of parameters from float32 to bfloat16."""
-
-    def __init__(self, parameters):
-        super().__init__()
-        self._addresses = {p.data_ptr() for p in parameters}
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is CAST_OP and result.dtype == torch.bfloat16 and args[0].data_ptr() in self._addresses:
-            self.count += 1
-        return result
 
 
 def _open(cfg: Config, keeps: bool):

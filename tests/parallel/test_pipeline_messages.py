@@ -18,7 +18,7 @@ from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.parts.schedule.csv import CsvSchedule
 from moefold.topology.message_plan import RankPlan, forward_rows, live_messages, plan_messages
 from moefold.topology.schedules import schedule_named, schedule_rows
-from tests.cost.test_activation_memory import _config, measured
+from tests.cost.measured_memory import measured, memory_config
 from tests.slow import slow
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
@@ -178,7 +178,7 @@ def _recipe(schedule: str, chunks: int, count: int, *, overlap: bool = False) ->
     train = {"global_batch_size": 2 * count * (2 if overlap else 1)}
     parallel = {"world_size": 4, "ep": 2} if overlap else {"world_size": 2}
     model = {"num_layers": 4}
-    return _config(
+    return memory_config(
         model=model, train=train, pp=2, schedule=schedule, virtual_stages=chunks, overlap_experts=overlap, **parallel
     )
 

@@ -18,44 +18,9 @@ from moefold.model.transformer import build_model
 from moefold.parallel.recompute import apply_recompute, resolve_recompute
 from moefold.verify.distributed_run import create_groups
 from tests.models import model_of
+from tests.parallel.counted_models import FE, FS, GQA, LATENT, A, F, H, K, T, V
 from tests.verify.recipes import tiny
 
-H, A, G, D, F, FE, FS, E, K, V, T = 64, 4, 2, 16, 160, 96, 80, 4, 2, 8, 128
-GQA = model_of(
-    {
-        "num_layers": 2,
-        "layer_pattern": "DM",
-        "hidden_size": H,
-        "attention.num_heads": A,
-        "attention.num_kv_heads": G,
-        "attention.head_dim": D,
-        "ffn.dense.intermediate_size": F,
-        "ffn.moe.intermediate_size": FE,
-        "ffn.moe.shared.intermediate_size": FS,
-        "ffn.moe.num_experts": E,
-        "ffn.moe.top_k": K,
-        "vocab_size": V,
-    }
-)
-LATENT = model_of(
-    {
-        "num_layers": 2,
-        "layer_pattern": "DM",
-        "hidden_size": H,
-        "attention.num_heads": A,
-        "attention": "mla",
-        "attention.q_lora_rank": 24,
-        "attention.kv_lora_rank": 20,
-        "attention.qk_nope_head_dim": 12,
-        "attention.qk_rope_head_dim": 4,
-        "attention.v_head_dim": 16,
-        "ffn.dense.intermediate_size": F,
-        "ffn.moe.intermediate_size": FE,
-        "ffn.moe.num_experts": E,
-        "ffn.moe.top_k": K,
-        "vocab_size": V,
-    }
-)
 DENSE, SHARED, MOE = 4 * F, 4 * FS, K * (2 * H + 2 * FE)
 """Numbers that a token keeps: gate, its SiLU, up and their product; the same; rows, their results, two projections."""
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
+from moefold.config.field import Judged
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, Table
 
@@ -627,3 +628,16 @@ def _is_import_of(node: ast.AST, module: ModuleType) -> bool:
     return (
         isinstance(node, ast.ImportFrom) and f"{node.module}".rpartition(".")[2] == module.__name__.rpartition(".")[2]
     )
+
+
+def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
+    """Check that a formula uses no code that trains, and reads each field of its part; return what it reads.
+
+    The oracle itself reads what all kinds of a group have: the framed fields, and the fields of a layer's place.
+    """
+    read = formula_reads(part)
+    names = {field.name for field in fields(part)} - part.framed - part.of_layers - set(unread)
+    hints = get_type_hints(part, include_extras=True)
+    formats = {name for name in names if any(isinstance(m, Judged) for m in getattr(hints[name], "__metadata__", ()))}
+    assert names - formats <= read
+    return read

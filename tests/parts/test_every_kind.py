@@ -25,11 +25,10 @@ from moefold.parallel.parallelize import build_sharded_stages
 from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
-from tests.cost.test_activation_memory import _assert_close as assert_memory_close
-from tests.cost.test_activation_memory import _config as memory_config
-from tests.cost.test_activation_memory import _on_one_rank as memory_of_one_rank
+from tests.cost.measured_memory import assert_memory_close, memory_config
+from tests.cost.measured_memory import measure_one_rank as memory_of_one_rank
 from tests.inference.example import write_checkpoint
-from tests.inference.test_memory_inference import kept_bytes
+from tests.inference.kept_bytes import kept_bytes
 from tests.parts.every_kind import OF_LAYERS, kinds_of, merged, recipes, settings
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny

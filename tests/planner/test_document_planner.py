@@ -22,7 +22,7 @@ from moefold.planner.search.document_search import candidate_strategies
 from moefold.recipe import load_config
 from tests.models import edit_model
 from tests.planner.recipes import RECIPES, on_ranks
-from tests.planner.search.test_search import every_mapping, found_by
+from tests.planner.search.exhaustive import every_mapping, found_by
 
 FIXED = {"zero": 1, "recompute": (), "offload": (), "moments": "none", "mbs": 1}
 SEQ_LEN = 4096

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,27 +21,12 @@ from moefold.planner.sites import (
     RoundSettings,
     RoundVolume,
     SiteCost,
-    plan_sites,
     with_site_settings,
 )
 from moefold.recipe import load_config
+from tests.planner.planned_sites import RECIPE, planned
 from tests.planner.site_rounds import EXCHANGE, STEP, WAIT, simulate_site
 
-RECIPE = """
-[run]
-steps = 2000
-dtype = "bfloat16"
-[model]
-preset = "tiny"
-[parallel]
-world_size = 4
-[train]
-seq_len = 256
-global_batch_size = 64
-[sites]
-count = 2
-every = 100
-"""
 ALONE = RECIPE.split("[sites]")[0]
 
 
@@ -136,13 +120,6 @@ def test_the_exchange_is_overlapped_with_steps_and_the_meeting_is_not():
     assert [cost.exposed_s("fp4", overlap) for overlap in (0, 1, 2, 3)] == pytest.approx([3.2, 2.2, 1.2, 0.4])
     sent = cost.rate(RoundSettings(precision="fp4", every=10, overlap=3)).bytes_per_day
     assert sent == pytest.approx(86400 * 2.5e6 / 10.4)
-
-
-def planned(tmp_path: Path, words: tuple[str, ...] = (), *, step_s: float = 1.0, bytes_per_s: float, **sites: object):
-    (tmp_path / "sites.toml").write_text(RECIPE)
-    cfg = load_config(tmp_path / "sites.toml", ["sites.count=3", *words])
-    cfg = replace(cfg, sites=replace(cfg.sites, **sites))
-    return cfg, plan_sites(cfg, SiteLink(bytes_per_s=bytes_per_s, latency_s=0.0), step_s)
 
 
 def test_settings_of_the_recipe_are_kept_where_they_are_enough(tmp_path):

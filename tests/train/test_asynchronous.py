@@ -35,7 +35,7 @@ from moefold.verify.ranks.pool import WorkerError
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 from tests.split_job import split_pool
-from tests.train.test_rollout_loader import recipe, records
+from tests.train.policy_runs import recipe, records
 
 pytestmark = [pytest.mark.parity, needs_compiler]
 

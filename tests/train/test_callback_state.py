@@ -26,7 +26,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.train.worker import ProgramParts
 from moefold.validate.config import check_config
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 
 LEFT_OVER = "the checkpoint has the state of callbacks.Losses, which this program does not add"
 NEW = "the checkpoint has no state of callbacks.Losses, which starts as the program built it"

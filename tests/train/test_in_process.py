@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import moefold
 from moefold.config.schema import Config
-from tests.train.test_trainer import losses, recipe
+from tests.train.tiny_runs import losses, recipe
 
 pytestmark = pytest.mark.parity
 

@@ -27,8 +27,8 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import gather_full_tensors, open_samples, run_distributed
 from tests.slow import slow
-from tests.train.test_rollout_loader import recipe as rl_recipe
-from tests.train.test_rollout_loader import records, under
+from tests.train.policy_runs import recipe as rl_recipe
+from tests.train.policy_runs import records, under
 from tests.verify.lora_cases import LORA, MIXED
 from tests.verify.oracle import errors_of_broken_run
 from tests.verify.recipes import tiny

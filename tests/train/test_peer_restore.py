@@ -25,8 +25,8 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
-from tests.train.test_silent_faults import farthest, poison, write_tokens
-from tests.train.test_silent_faults import recipe as faulty_recipe
+from tests.train.poisoned_runs import farthest, poison, write_tokens
+from tests.train.poisoned_runs import recipe as faulty_recipe
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity

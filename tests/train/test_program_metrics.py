@@ -11,8 +11,8 @@ import moefold
 from moefold.config.metrics import MetricsConfig
 from moefold.config.schema import Config
 from moefold.metrics.definitions import REDUCTIONS
-from tests.test_extending import _register
-from tests.train.test_trainer import recipe
+from tests.docs.extending_page import register
+from tests.train.tiny_runs import recipe
 
 
 class Ranks(moefold.Callback):
@@ -53,7 +53,7 @@ def test_the_values_of_the_ranks_become_one(pool, tmp_path: Path):
 
 
 def test_the_example_of_the_page_measures(tmp_path: Path):
-    _register("A metric")
+    register("A metric")
     cfg = replace(recipe(tmp_path / "run", 1, every=0), metrics=MetricsConfig(tensorboard=True))
     moefold.train_in_process(cfg, callbacks=[sys.modules["extension"].MaskedTokens()])
     [line] = _lines(tmp_path / "run")

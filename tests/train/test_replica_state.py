@@ -16,7 +16,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.models import edit_model
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity

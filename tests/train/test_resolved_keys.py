@@ -11,7 +11,7 @@ from moefold.optim.lr_schedule import schedule_settings
 from moefold.recipe import load_recipe
 from moefold.train.run_folder import choose_run_folder
 from moefold.train.start import set_up_run
-from tests.train.test_run_folder import WORDS, write_run
+from tests.train.written_runs import WORDS, write_run
 
 OLD_RATE = "train.lr=0.002"
 

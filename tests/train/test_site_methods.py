@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import read_meta
-from tests.train.site_jobs import Server, of_site, run_sites
+from tests.train.site_jobs import MEAN, Server, of_site, planned_bytes, recipe, run_sites, train, train_sites
 from tests.train.site_results import TOLERANCE, checkpoint, largest_error, records, tensors
-from tests.train.test_sites import MEAN, planned_bytes, recipe, train, train_sites
 
 pytestmark = pytest.mark.parity
 

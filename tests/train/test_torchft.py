@@ -14,8 +14,8 @@ from moefold.verify.compare import oracle_batch, token_chunks
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from tests.models import edit_model
+from tests.train.site_jobs import recipe, train_sites
 from tests.train.site_results import TOLERANCE, checkpoint, largest_error, tensors
-from tests.train.test_sites import recipe, train_sites
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ from moefold.ops.cpu import attention
 from moefold.recipe import load_config
 from moefold.validate.exactness import MAX_EXACT_HEAD_DIM, MAX_EXACT_SEQ_LEN, inexact_settings
 from tests.inference.example import KINDS
-from tests.model.test_against_transformers import SIZES
+from tests.model.transformers_families import SIZES
 from tests.models import config_of
 
 

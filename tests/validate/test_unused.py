@@ -15,6 +15,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys, is_within
 from moefold.validate.unused_rule import _holds, why_unread
+from tests.validate.idle_keys import check_read
 
 RL = ["data.kind=task", "rl.group_size=4"]
 VLLM = [*RL, "rollout.engine=vllm"]
@@ -202,19 +203,6 @@ CASES = [
     ("faults.straggler_factor=3", [f"parallel.{key}=2" for key in ("world_size", "pp")], ["parallel.world_size=2"]),
     ("faults.check_dispatch=true", ["model.layers=4 dense"], ["model.layers=4"]),
 ]
-
-
-def check_read(word: str, idle: list[str], active: list[str]) -> None:
-    """Check that a setting is refused after some words, with the way out, and accepted after others."""
-    with pytest.raises(ConfigError) as error:
-        load_config(None, [*idle, word])
-    key = word.split("=")[0]
-    assert str(error.value).startswith(f"{key}=")
-    assert " has no effect: " in str(error.value)
-    assert str(error.value).endswith(f"or leave {key.partition('.')[2]} out")
-    assert "leave it out" not in str(error.value)
-    assert "leave them out" not in str(error.value)
-    load_config(None, [*active, word])
 
 
 @pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])

@@ -7,8 +7,8 @@ from moefold.config.suggestions import default_of, sections, tables
 from moefold.config.upgrade import flat_settings
 from tests.verify import same_bits_cases
 from tests.verify.cases import AXES, Settings, axes_of
-from tests.verify.test_parity import ORACLE_CASES
-from tests.verify.test_routing import KINDS
+from tests.verify.oracle_cases import ORACLE_CASES
+from tests.verify.routing_cases import KINDS
 
 CASES = [*ORACLE_CASES, *same_bits_cases.CASES]
 FAST = [case for case in CASES if not case.is_slow]

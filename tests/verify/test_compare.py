@@ -1,10 +1,8 @@
 from dataclasses import fields, replace
 
-import numpy as np
 import pytest
 import torch
 
-from moefold.train.step_meter import StepResult
 from moefold.verify.compare import (
     NamedError,
     OracleRecord,
@@ -14,8 +12,8 @@ from moefold.verify.compare import (
     token_chunks,
     zero_gradients,
 )
-from moefold.verify.distributed_run import DistributedRecord
 from tests.verify.oracle import TOLERANCE
+from tests.verify.perfect_record import perfect
 from tests.verify.recipes import tiny
 
 
@@ -31,31 +29,6 @@ def oracle() -> OracleRecord:
             }
         ),
         2,
-    )
-
-
-def perfect(oracle: OracleRecord) -> DistributedRecord:
-    """The record of a rank that computed exactly what the oracle did."""
-    steps = tuple(
-        StepResult(
-            loss=step.loss,
-            aux_loss=step.aux_loss,
-            z_loss=step.z_loss,
-            mtp_loss=step.mtp_loss,
-            indexer_loss=step.indexer_loss,
-            grad_norm=step.grad_norm,
-            lr=0.0,
-            expert_load=(),
-            expert_counts=np.zeros((0, 0), dtype=np.int64),
-            dropped_fraction=0.0,
-            moe_layers=step.moe_layers,
-            flags=(),
-            peak_memory_gib=0.0,
-        )
-        for step in oracle.steps
-    )
-    return DistributedRecord(
-        dict(oracle.initial), dict(oracle.gradients), dict(oracle.weights), steps, oracle.eval_loss
     )
 
 

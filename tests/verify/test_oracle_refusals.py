@@ -50,8 +50,8 @@ from moefold.verify.read_record import ReadRecord
 from tests.objectives.losses import policy, preference
 from tests.train import oracle_sites
 from tests.train.oracle_sites import OracleSites
+from tests.verify.perfect_record import perfect
 from tests.verify.recipes import LATENT, tiny
-from tests.verify.test_compare import perfect
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 FORMULAS = (*Path(moefold.verify.oracle.__file__).parent.glob("oracle*.py"), Path(oracle_sites.__file__))

@@ -25,8 +25,9 @@ from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
+from moefold.train.memory_profile import sharded_state_bytes
 from moefold.validate.config import check_config
-from tests.cost.test_state_memory import random_config, sharded_state_bytes
+from tests.cost.random_mappings import random_config
 from tests.models import edit_model, model_of
 from tests.slow import slow
 
