@@ -15,7 +15,7 @@ from moefold.config.upgrade import upgraded
 def layers_in_words(settings: Mapping[str, Any], layers: int | str = ModelConfig.layers) -> dict[str, Any]:
     """Return settings of a model with `layers` in place of patterns of format 1, such as `layer_pattern`.
 
-    Cases are combined from dicts, of which one may set the attention of the layers and another one their experts.
+    Cases are combined from dicts: one may set the attention of the layers and another one their experts.
 
     Args:
         settings: settings by "key" and "key.setting".
@@ -55,7 +55,7 @@ def edit_model(model: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:
     """Return a model with other settings, see `moefold.config.edit`; patterns change its layers."""
     found = layers_in_words(settings, model.layers)
     if isinstance(found.get("layers"), int) and "layers" not in settings:
-        # A number alone keeps the kinds that the layers have.
+        # Only a number keeps the kinds that the layers have.
         found["layers"] = f"{found['layers']} moe"
     return moefold.config.edit.edit_model(model, found)
 

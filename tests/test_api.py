@@ -1,4 +1,4 @@
-"""The Python interface: the programs of docs/api.md, ranks that are started, and what is refused."""
+"""The Python interface: the programs of docs/api.md, ranks that are started, and refusals."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ class Recorder(moefold.Callback):
 
 
 def run_programs(programs: list[str], folder: Path) -> str:
-    """Run programs one after the other in one process, and return what they print."""
+    """Run programs one after the other in one process, and return their output."""
     files = [folder / f"program_{number}.py" for number in range(len(programs))]
     for file, program in zip(files, programs, strict=True):
         file.write_text(program)

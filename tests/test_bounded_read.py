@@ -51,7 +51,7 @@ def test_toml_of_too_many_levels_or_digits_is_refused(text: str):
 
 @pytest.mark.parametrize("text", ["a" * 10**6, '"\\' * 500_000, "a = '" + "." * 10**6, "a " * 500_000])
 def test_toml_that_is_long_takes_time_in_proportion(text: str):
-    """What would take the square of its length if it were tried from each place; the parser itself refuses it."""
+    """A text that would take the square of its length if tried from each place; the parser itself refuses it."""
     with pytest.raises(tomllib.TOMLDecodeError, match="^(?!a key has more)"):
         parse_toml(text)
 

@@ -1,4 +1,4 @@
-"""What docs/extending.md shows and tests/plugin has not: a loss and its data in a program, a schedule in a file."""
+"""Code of docs/extending.md that is not in tests/plugin: a loss and its data in a program, a schedule in a file."""
 
 import re
 import sys
@@ -34,7 +34,7 @@ def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def test_the_page_quotes_the_package_of_the_tests():
-    """Each file of the package stands on the page by its name; what is quoted of the package is what it has."""
+    """Each file of the package stands on the page by its name; quotes of the package equal its files."""
     folder = Path(__file__).parent / "plugin"
     [code], [project] = blocks("python", "A learning-rate schedule"), blocks("toml", "A learning-rate schedule")[:1]
     name, _, text = code.partition("\n")
@@ -57,7 +57,7 @@ def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch
 
 
 def _expected_terms(cfg: Config) -> dict[str, float]:
-    """Compute the loss terms of the first batch with torch alone."""
+    """Compute the loss terms of the first batch with only torch."""
     register("A loss and its data")
     batch = sys.modules["extension"].Rollouts().batch(0, 4)
     logits = build_model(cfg)(torch.from_numpy(batch.inputs)).transpose(0, 1)

@@ -192,7 +192,7 @@ def test_links_within_the_folder_and_a_cache_of_the_hub_are_sent_as_files(tmp_pa
     (snapshot_dir / "config.json").symlink_to("../../blobs/0123")
     (snapshot_dir / "again.json").symlink_to("config.json")
     assert files_to_push(snapshot_dir) == {"again.json": 2, "config.json": 2}
-    # A folder named like a snapshot, in one of a stranger's making, is no cache.
+    # A folder named like a snapshot, in a stranger's folder, is not a cache.
     other = tmp_path / "snapshots" / "x"
     other.mkdir(parents=True)
     (other / "key.txt").symlink_to("../../models--org--name/blobs/0123")

@@ -1,4 +1,4 @@
-"""What ranks of the tests find in memory."""
+"""Modules that ranks of the tests have in memory."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ def _speed_and_missing_modules() -> tuple[object, set[str]]:
 
 
 def test_a_rank_has_common_modules_and_no_time_limit_of_an_example(pool: WorkerPool) -> None:
-    """The fork server leaves out what it cannot import, and says nothing."""
+    """The fork server leaves out modules that it cannot import, and says nothing."""
     assert pool.run(1, _speed_and_missing_modules) == [(None, set())]
 
 

@@ -117,7 +117,7 @@ def test_tables_and_names_of_written_files_are_escaped(tmp_path, capsys):
 
 
 def test_commands_print_text_through_one_door():
-    """What is printed as it is: constants, JSON, which escapes by itself, and text that was escaped."""
+    """Values that are printed unchanged: constants, JSON, which escapes by itself, and text that was escaped."""
     for file in sorted((Path(__file__).parents[1] / "src" / "moefold" / "cli").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and node.args:

@@ -36,7 +36,7 @@ def test_a_resume_with_a_pending_gradient_gives_the_same_bits(pool, tmp_path, op
 
 
 def test_states_that_an_optimizer_would_drop_are_refused(pool, tmp_path):
-    """What is left of them may have another meaning: the moment of AdamW is no moment of Lion."""
+    """Tensors left of them may have another meaning: the moment of AdamW is not the moment of Lion."""
     pool.run(1, save_broken, recipe(tmp_path, train={"optimizer": DelayedAdamW()}), "", "")
     (error,) = pool.run(1, load_error, recipe(tmp_path))
     assert "is of another optimizer, it also has optimizer." in error

@@ -1,4 +1,4 @@
-"""The distribution: its kinds, what a recipe is told without it, and what old keys are answered with."""
+"""The distribution: its kinds, the message of a recipe without it, and the answers to old keys."""
 
 import tomllib
 from importlib.metadata import distribution

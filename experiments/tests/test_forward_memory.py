@@ -21,7 +21,7 @@ WIDE = [
 
 
 def _assert_certain(formula: RankMemory, rank: MeasuredMemory) -> None:
-    """The part that the check of a machine's memory takes as certain is not above what is measured, and near it."""
+    """The part that the check of a machine's memory takes as certain is not above the measured one, and near it."""
     assert CERTAIN_FRACTION * formula.activations.total <= rank.activations <= 1.1 * formula.activations.total, rank
 
 

@@ -1,4 +1,4 @@
-"""Plans and memory of methods of sites: what a method fixes stays, and its rounds and states are priced."""
+"""Plans and memory of methods of sites: fixed keys of a method stay, and its rounds and states are priced."""
 
 import pytest
 

@@ -147,7 +147,7 @@ def test_site_lost_in_an_exchange_of_pairs_voids_the_round_of_its_pair_alone(poo
         members[number] = rounds[1]
         assert rounds[2] == 3
         assert differing_tensors(*(checkpoint(tmp_path / f"site-{n}", 8) for n in (0, number)), "model.") == []
-    # Of the three sites that are left, two exchange in the second round, and one rests.
+    # Two of the three remaining sites exchange in the second round, and one rests.
     assert sorted(members.values()) == [1, 2, 2]
 
 

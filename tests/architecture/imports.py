@@ -74,7 +74,7 @@ def imports(package: Path) -> list[Import]:
 
 
 class Loaded(NamedTuple):
-    """What the import of a module brings along, by the syntax trees."""
+    """Find the modules that the import of a module loads, by the syntax trees."""
 
     modules: set[str]
     """Modules of the package, folders included."""
@@ -83,7 +83,7 @@ class Loaded(NamedTuple):
 
 
 def loaded(package: Path, module: str) -> Loaded:
-    """Return what the import of a module loads: its imports outside of functions, and what these import in turn."""
+    """Return the modules that the import of a module loads: its own imports outside of functions, and theirs."""
     files = modules(package)
     found = Loaded({"__init__"}, set())
     waiting = [module]

@@ -27,7 +27,7 @@ PAGES = sorted(
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "skills").rglob("*.md"))
     if page.name != "log.md" and page.parent.name != "design"
 )
-"""The log and the design notes are records: what was written stays as it was."""
+"""Pages that describe the current state: the log and the design notes are records."""
 CODE = python_files(SOURCE, ROOT / "benchmarks", ROOT / "tools")
 
 
@@ -41,7 +41,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, ast.AST, str]]:
 
 
 def headless(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the docstrings whose first line is no sentence of the form that CONTRIBUTING.md asks for."""
+    """Return the docstrings whose first line is not a sentence of the form that CONTRIBUTING.md asks for."""
     found = []
     for line, node, text in docstrings(path):
         first = text.split("\n")[0]
@@ -62,7 +62,7 @@ def words_to_avoid(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def words_of_page(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the lines of a page that hold a word of the list or are too long, tables and links apart."""
+    """Return the lines of a page that hold a word of the list or are too long, except tables and links."""
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         found += [f"{name_of(path, root)}:{number}: {match.group()}" for match in WORDS.finditer(line)]

@@ -1,4 +1,4 @@
-"""The counts of tools/house.py notice what they count, and a rise of one is refused with its places."""
+"""The counts of tools/house.py notice each kind of place, and a rise is refused with its places."""
 
 import json
 

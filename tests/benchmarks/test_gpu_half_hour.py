@@ -249,7 +249,7 @@ def _lease(tmp_path, budgets_s, overhead_s):
 
 @pytest.mark.parametrize("overhead_s", [0.0, 2.0, 4.0])
 def test_a_lease_of_a_quarter_of_an_hour_reaches_what_is_worth_most(tmp_path, overhead_s):
-    """900 s, of which a start takes 100; a call has at most 600 s."""
+    """A lease of 900 s: a start takes 100 s, and a call has at most 600 s."""
     first, second = _lease(tmp_path, (430, 345), overhead_s)
     assert first[:6] == ["env", "contact", "rates", "layer", "step", "attention"]
     assert {"graphs", "fp8", "staged", "tests", "constants"} <= {*first, *second}

@@ -68,7 +68,7 @@ class SimulatedStage(Stage):
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.25, 1.0])
 def test_the_exposed_part_of_a_transfer_is_what_it_adds_to_enough_compute(tmp_path, slowdown):
-    """A layer is shorter than the transfer, which slows what runs at the same time."""
+    """A layer is shorter than the transfer, which slows the kernels that run at the same time."""
     stage = SimulatedStage(CPU, True, tmp_path / "rows.jsonl")
     transfer_ms = 20.0
 

@@ -1,4 +1,4 @@
-"""A peer's layer computes what ours does, or does not compete and says why."""
+"""A peer's layer gives the same numbers as ours, or does not compete and says why."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ REFUSED = [
 
 
 def config(words, dtype="float64"):
-    # A balance loss is no part of what is raced.
+    # A balance loss is not raced.
     return load_config(None, [*SIZES, f"run.dtype={dtype}", "moe.aux_loss=0", *words])
 
 

@@ -1,4 +1,4 @@
-"""The race of all parts: ratios, what is missing, what failed, other work, and going on from a file."""
+"""The race of all parts: ratios, missing and failed parts, other work, and going on from a file."""
 
 import json
 from importlib.util import find_spec

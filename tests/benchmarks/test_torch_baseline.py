@@ -1,4 +1,4 @@
-"""The plain contestant computes what ours does: it would be no comparison otherwise."""
+"""The plain contestant gives the same numbers as our step: their times could not be compared otherwise."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_loss_and_gradients_are_ours(kind):
     init_weights(model, cfg.model, 3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Biases are zero and norms one at first, which would hide what is left out.
+            # Biases are zero and norms one at first, which would hide a parameter that is left out.
             parameter.add_(torch.randn_like(parameter), alpha=0.1 if "w_" not in name else 0.02)
     model.set_positions(torch.arange(16))
     tokens, labels = torch.randint(64, (2, 2, 16)).unbind(0)

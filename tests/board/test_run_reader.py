@@ -393,7 +393,7 @@ def test_every_row_is_fresh_whether_or_not_its_run_was_charted(tmp_path, was_cha
     for wanted in ([], [key], []):
         (row,) = runs.summaries(wanted)
         assert [row[name] for name in ROW] == expected
-    # A run that went back has the row of what it did since.
+    # A run that went back has the row of its second attempt.
     write_run(run_dir, 50, resume_step=45)
     for wanted in ([], [key], []):
         (row,) = runs.summaries(wanted)

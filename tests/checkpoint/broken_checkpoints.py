@@ -38,7 +38,7 @@ def training_step(cfg: Config) -> TrainingStep:
 
 
 def save_broken(cfg: Config, lacks: str, cuts: str) -> None:
-    """Write a checkpoint by hand, without some tensors and with one that has lost an expert."""
+    """Write a checkpoint by hand, without some tensors, and with a tensor that has lost an expert."""
     training = training_step(cfg)
     moments = named_moments(training.optimizer, training.parameters)
     state = {f"model.{name}": p.data for name, p in training.parameters.items()}

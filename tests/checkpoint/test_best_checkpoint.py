@@ -83,7 +83,7 @@ def test_run_best_without_a_loss_or_a_run_is_refused(tmp_path):
         find_source(str(tmp_path / "run/best"))
     with pytest.raises(ConfigError, match="does not exist"):
         find_source(str(tmp_path / "none/best"))
-    # A folder of that name is what it is.
+    # A folder of that name is the best checkpoint.
     (tmp_path / "run/best").mkdir()
     assert not names_best(tmp_path / "run/best")
 

@@ -58,7 +58,7 @@ def compressed(content: bytes) -> bytes:
 
 
 def check(folder: Path, content: bytes, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    # Parts lie one after another: this one is neither at the start nor at the end of its file.
+    # Parts lie one after another: this one is in the middle of its file.
     (folder / "f").write_bytes(b"before" + content + b"after")
     check_parts(folder, [StoredPart("w", _StorageInfo("f", 6, len(content)), torch.Size(sizes), dtype)])
 

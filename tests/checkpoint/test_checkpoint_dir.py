@@ -84,7 +84,7 @@ def test_a_checkpoint_that_another_job_has_just_saved_is_not_replaced(tmp_path, 
     (write(tmp_path, 5) / "other").touch()
     draft = tmp_checkpoint_path(tmp_path, 5, "job")
     draft.mkdir()
-    # It appears after the look for one of that name.
+    # It appears after the check that the name is free.
     monkeypatch.setattr(Path, "exists", lambda path: False)
     with pytest.raises(OSError, match=r"not empty|exists"):
         commit(draft, step_path(tmp_path, 5))

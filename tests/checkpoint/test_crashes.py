@@ -1,4 +1,4 @@
-"""Runs that are killed again and again end with the weights of one that never was."""
+"""Runs that are killed again and again end with the weights of an uninterrupted run."""
 
 import os
 import random
@@ -54,7 +54,7 @@ def _campaign(pool: WorkerPool, run_dir: Path, kills: int, *, async_save: bool, 
     """Kill one rank or all, at random moments, until the count is full, a line for each (-s); then let the run end.
 
     Returns:
-        The number of deaths, of those in which a save was surely under way, and of those after a new checkpoint.
+        The number of deaths, the number of deaths while a save was surely under way, and after a new checkpoint.
     """
     folder = run_dir / "checkpoints"
     chance = random.Random(seed)

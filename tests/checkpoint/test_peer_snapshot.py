@@ -118,7 +118,7 @@ def _certify(
     groups: ParallelGroups,
     damage: str,
 ) -> str:
-    """Damage what one rank has, and return the error of the certificate; the damage is undone."""
+    """Damage the shards of one rank, and return the error of the certificate; the damage is undone."""
     slot = snapshots.snapshot(step)
     is_here = groups.rank == 1
     changed: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -234,7 +234,7 @@ def test_a_shard_that_is_lost_with_its_peer_is_no_step_to_go_on_from():
     assert choose_step(left(1), layout) == 4
     assert choose_step(left(1, 3), layout) == 4
     assert choose_step(left(1, 2), layout) is None
-    # Rank 2 alone has the shards of rank 1: it stays, and rank 3 may wait.
+    # Only rank 2 has the shards of rank 1: it stays, and rank 3 may wait.
     assert choose_members(left(1), layout, 2) == (0, 2)
     assert choose_members(left(1), layout, 1) is None
     # A rank that was lost while it took a newer snapshot: all go back to the step that all have.

@@ -102,7 +102,7 @@ def test_an_end_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, m
 
 
 def test_checkpoints_are_found_validated_and_removed(tmp_path, monkeypatch, capsys):
-    """Without the run folder too: another machine takes over with the remote folder alone."""
+    """Without the run folder too: another machine takes over with only the remote folder."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text("")
     run = ["data.kind=synthetic", "run.dir=run", "run.device=cpu", "train.seq_len=16", "train.global_batch_size=2"]
@@ -191,7 +191,7 @@ def test_bad_names_are_refused_before_ranks_start(tmp_path, monkeypatch, capsys,
 
 
 def _failed_save(cfg: Config) -> str:
-    """Save a checkpoint of which rank 1 cannot send its file; return the error of this rank."""
+    """Save a checkpoint whose file of rank 1 cannot be sent; return the error of this rank."""
     original = RemotePath.open
 
     def fail(self, mode="r", *_, **__):

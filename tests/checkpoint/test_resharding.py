@@ -124,7 +124,7 @@ def _resave(cfg: Config, saved: str, step: int) -> None:
     [("muon", "two replicas"), *slow([("adamw", "uneven experts"), ("muon", "uneven experts")])],
 )
 def test_rounded_moments_come_through_other_mappings_bit_for_bit(pool, tmp_path, optimizer, between):
-    """Steps with them agree to 8 bits between mappings; what is stored must agree to the last."""
+    """Steps with them agree to 8 bits between mappings; stored moments must agree to the last bit."""
     saved = [str(tmp_path / "checkpoints" / f"step-{step:06d}") for step in (2, 3, 4)]
     configs = [_recipe(name, tmp_path) for name in ("tensor and pipeline", between, "one rank")]
     rounded = make_part("optimizer", optimizer, moment_dtype="bfloat16")
@@ -147,7 +147,7 @@ UNEVEN_VOCAB = {
     "attention.num_heads": 12,
     "attention.num_kv_heads": 12,
 }
-"""Of 7 + 7 + 5 rows on three tp ranks; the 10 and 9 rows on two are cut over dp = 3 into 4 + 4 + 2 and 3 + 3 + 3."""
+"""Three tp ranks have 7 + 7 + 5 rows; two have 10 and 9, cut over dp = 3 into 4 + 4 + 2 and 3 + 3 + 3."""
 UNEVEN_MAPPINGS = [{"world_size": 6, "tp": 2, "zero": 3}, {}, {"world_size": 3, "tp": 3}, {"world_size": 4, "tp": 4}]
 
 

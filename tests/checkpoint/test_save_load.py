@@ -1,4 +1,4 @@
-"""Checkpoints that lack something, and what a save leaves in the folder."""
+"""Checkpoints that lack something, and the files that a save leaves in the folder."""
 
 import errno
 import os
@@ -273,7 +273,7 @@ def test_a_folder_that_cannot_be_written_is_one_message_on_every_rank(pool, tmp_
 
 
 def _save_over_a_draft(cfg: Config) -> bool:
-    """Save where the first rank takes its time to delete what a run that died has left there.
+    """Save where the first rank takes its time to delete the files of a run that died there.
 
     Returns:
         Whether this rank began to write while it still lay there.
@@ -322,13 +322,13 @@ def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
     error = _explained([after, after], tmp_path / "gone" / "checkpoints")
     assert re.fullmatch("it fails: a file could not be written to its end" + rest, error)
     assert _explained([after], None) == "it fails: unexpected pos 704 vs 598"
-    # What is no fault of the disk keeps its text.
+    # An error that is not the disk's keeps its text.
     assert re.fullmatch("it fails: strange" + rest, _explained([RuntimeError("strange")], tmp_path))
     assert _explained([PermissionError(errno.EACCES, "Permission denied")], tmp_path) == "it fails: Permission denied"
 
 
 def _save_on_a_full_disk(cfg: Config) -> str:
-    """Save where no file may grow beyond some bytes, on the last rank alone."""
+    """Save where no file may grow beyond some bytes, on the last rank only."""
     if dist.get_rank() == dist.get_world_size() - 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))

@@ -214,7 +214,7 @@ def words_of(command: str, base: Path, folder: Path, checkpoint: Path) -> list[s
 
 
 def _left_alone(command: str, attack: str) -> bool:
-    """Whether a command has no use for what the attack changed, so that it may as well go on."""
+    """Whether a command does not read the attacked field, so that it may as well go on."""
     return (command in READS_NO_TENSOR and attack in ("tensors run", "swapped", "linked file", "endless manifest")) or (
         command in READS_NO_SIZES and attack in ("endless manifest", "long pattern")
     )
@@ -222,7 +222,7 @@ def _left_alone(command: str, attack: str) -> bool:
 
 @pytest.fixture
 def watched() -> Iterator[None]:
-    """Metadata, as a pickle may try to change it, is what it was."""
+    """Metadata is unchanged, whatever a pickle tries to change in it."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     assert Metadata.version is None

@@ -93,7 +93,7 @@ def test_a_checkpoint_without_a_step_in_its_name_is_listed_and_verified(copy, ca
 
 
 def _seal(checkpoint: Path) -> None:
-    """Write the manifest of what the folder has now, as a stranger who changed it would."""
+    """Write the manifest of the folder as it is now, as a stranger who changed it would."""
     names = [file.name for file in checkpoint.iterdir() if file.is_file() and file.name != MANIFEST_FILE]
     write_manifest(checkpoint, {name: digest_file(checkpoint / name) for name in names})
 

@@ -58,7 +58,7 @@ def check_view(view: View, cards) -> None:
         assert place == {axis: view.coordinate(rank, axis) for axis in cut}
     for axis in cut:
         for (a, _, colour_a), (b, _, colour_b) in combinations(cards, 2):
-            # Stages have one colour each; other groups one of their own.
+            # Each stage has its colour; so has each other group.
             alike = view.coordinate(a, axis) == view.coordinate(b, axis) if axis == "pp" else b in view.group(a, axis)
             assert (colour_a[axis] == colour_b[axis]) == alike
 

@@ -164,7 +164,7 @@ def test_a_full_standard_output_is_one_line(more):
 
 
 def test_help_of_all_commands_imports_no_schema():
-    # -S: no other package of this environment imports what is looked for.
+    # -S: no other package of this environment imports the missing module.
     heavy = ["moefold.config.schema", "pydantic", "importlib.metadata"]
     program = f"import sys; from moefold.cli.main import main; main(); print([m for m in {heavy} if m in sys.modules])"
     source = {**os.environ, "PYTHONPATH": str(Path(moefold.__file__).parents[1])}
@@ -194,7 +194,7 @@ for name in COMMANDS:
 
 
 def test_commands_import_torch_and_each_other_only_when_they_work():
-    """Each in a fork of an interpreter that has imported no command yet, but what many of them share."""
+    """Each in a fork of an interpreter that has imported no command yet, only the modules that many of them share."""
     words = [sys.executable, "-c", HELP_OF_EACH_COMMAND]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     expected = [f"{name} 0 moefold.cli.{name.replace('-', '_')}" for name in COMMANDS]
@@ -212,7 +212,7 @@ WRONG_RECIPES = {
 
 @pytest.mark.parametrize("name", ["train", pytest.param("verify", marks=pytest.mark.slow)])
 def test_a_wrong_recipe_is_answered_without_torch(name):
-    """All of them in one interpreter of its own, in which none imports torch."""
+    """All of them in one interpreter of its own, where none imports torch."""
     calls = [[name, str(RECIPES / "quickstart.toml"), word] for word in WRONG_RECIPES]
     done = run_calls_without_torch(calls)
     assert (done.returncode, done.stdout) == (0, f"{[2] * len(calls)}\n")

@@ -122,7 +122,7 @@ def test_by_formula_what_is_offloaded_is_gone_but_for_two_parts_in_transit(capsy
 
 
 def _check_loads(ranks: list[MeasuredMemory]) -> None:
-    """The rows of each rank, by the router's choices, explain what the ranks keep more or less than the formula."""
+    """The rows of each rank, by the router's choices, explain the difference between measurement and formula."""
     cfg = load_config(Path(RECIPE), [*SMALL, *TWO])
     layout = fold(world_size=2, ep=2)
     loads = [rank_imbalance(layout, ranks, rank) for rank in range(2)]

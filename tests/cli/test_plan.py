@@ -124,7 +124,7 @@ def test_a_margin_of_memory_stays_free(capsys):
     usual, all_of_it = (answer(capsys, *reserve, words=words) for reserve in ((), ("--memory-reserve", "0")))
     assert (usual["gpu_memory_gib"], usual["memory_reserve_gib"]) == (79.1, pytest.approx(0.05 * 79.1))
     assert usual["mappings"][0]["memory_gib"] <= 0.95 * 79.1
-    # The best mapping of all does not fit beside a margin that is 1 GiB more than what it leaves free.
+    # The best mapping of all does not fit beside a margin that is 1 GiB more than the memory it leaves free.
     filled = all_of_it["mappings"][0]["memory_gib"]
     margin = int(79.1 - filled) + 2
     more = answer(capsys, "--memory-reserve", str(margin), words=words)
@@ -377,7 +377,7 @@ def test_recipe_has_the_precision_that_was_priced(capsys, tmp_path):
     words = [*SMALL[:3], "b200", *SMALL[4:]]
     narrow = answer(capsys, *fixed, "--precision", "mxfp8", "--recipe", str(path), words=words)
     assert load_config(path).train.precision == "mxfp8"
-    # The recipe by itself prices as it will train; an option wins, and is what its own recipe says.
+    # The recipe by itself prices as it will train; an option wins, and gives the same as a recipe with its value.
     asked = ["plan", str(path), "--gpu", "b200", *fixed]
     again = answer(capsys, words=asked)
     assert (again["precision"], again["mappings"]) == ("mxfp8", narrow["mappings"])

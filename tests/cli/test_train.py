@@ -1,4 +1,4 @@
-"""What `moefold train` settles before any rank starts."""
+"""The decisions of `moefold train` before any rank starts."""
 
 from pathlib import Path
 

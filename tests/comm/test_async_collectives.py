@@ -28,7 +28,7 @@ ROWS = [[1, 3], [0, 2]]
 """ROWS[i][j]: rows from member i to member j."""
 
 LETTING_GO_S = 10.0
-"""Seconds after which what is still alive is kept by somebody."""
+"""Seconds after which a tensor that is still alive has an owner."""
 
 
 def _group() -> Group:

@@ -58,7 +58,7 @@ def test_plain_codes_keep_the_bits():
 
 @pytest.mark.parametrize("name", ["int8", "fp4"])
 def test_codes_are_idempotent(name):
-    """A decoded vector is coded without a further error, and a sign and a zero stay what they are."""
+    """A decoded vector is coded without a further error, and signs and zeros are kept."""
     x = vector(700)
     code = make_wire_code(name, torch.float32)
     once = code.decode(code.encode(x), x)

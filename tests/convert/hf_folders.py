@@ -14,7 +14,7 @@ from tests.convert.hf_models import transformers
 
 
 def add_tokenizer(folder: Path) -> Path:
-    """What a folder has beside the model."""
+    """Add the files of a folder that are not the model's."""
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "modeling_custom.py").write_text("raise SystemExit")
@@ -58,7 +58,7 @@ REPORTED_ANYWAY = tuple(
 
 
 def loaded_in_silence(folder: Path, monkeypatch, caplog, **how: object) -> Any:
-    """The model of transformers, which reports no missing and no unexpected key, nor anything else."""
+    """Return the model of transformers, which must report no missing key, no unexpected key, and nothing else."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     caplog.clear()
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)

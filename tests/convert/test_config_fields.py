@@ -55,7 +55,7 @@ def test_what_a_family_writes_reads_back(tmp_path, family):
     assert FAMILIES[family].write(model) == keys
 
 
-# Sizes that go with those that the configuration classes have by default.
+# Sizes that fit the default sizes of the configuration classes.
 _DEFAULTS = {"num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8, "num_hidden_layers": 5}
 _DEFAULTS |= {"hidden_size": 1024, "n_routed_experts": 64, "num_experts": 64, "num_local_experts": 64}
 _DEFAULTS |= {"linear_num_value_heads": 32}
@@ -124,7 +124,7 @@ def test_deepseek_v3_has_groups_unless_it_says_otherwise():
         del keys[key]
     model = read_keys(keys, Path("hf"))
     assert (model.ffn.moe.router.num_groups, model.ffn.moe.router.top_groups) == (8, 4)
-    # The four of four that a token may choose from by default are no choice.
+    # By default a token may choose from all four groups: that chooses nothing.
     assert read_keys(keys | {"n_group": 4}, Path("hf")).ffn.moe.router.num_groups == 1
 
 

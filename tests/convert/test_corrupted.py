@@ -441,7 +441,7 @@ def test_companions_that_do_not_fit_are_one_message(sound, tmp_path):
 
 
 def test_what_travels_along_is_no_link_to_elsewhere(sound, tmp_path, capsys):
-    """A folder of a stranger's making would else put a file of ours into what is exported and published."""
+    """Else a stranger's folder would put a file of ours into an export that is published."""
     folder = _copy(sound, tmp_path)
     (tmp_path / "secret.json").write_text("mine")
     (folder / "extra.json").symlink_to(tmp_path / "secret.json")

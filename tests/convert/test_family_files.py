@@ -1,4 +1,4 @@
-"""Families in files of their own: transformers in float64, folders out and in again, and what they refuse."""
+"""Families in files of their own: transformers in float64, folders out and in again, and their refusals."""
 
 import json
 import re
@@ -48,7 +48,7 @@ MULTIMODAL = [name for name, family in FILED.items() if family.multimodal]
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in float64 what a model asks torch to compute in float32."""
+    """Computes in float64 where a model asks torch for float32."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function = Tensor.double if function is Tensor.float else function
@@ -99,7 +99,7 @@ def _run(*words: object) -> None:
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_the_text_model_comes_out_and_in_again(tmp_path, monkeypatch, capsys, caplog, name):
-    """As a folder of the text model alone, which transformers loads; the same bytes from there on."""
+    """Convert to a folder of only the text model, which transformers loads; the bytes are the same from there on."""
     model, family = make_model(name), FILED[name]
     folder = add_tokenizer(save_model(model, tmp_path / "hf"))
     _run("import", folder, tmp_path / "ckpt", "--check")
@@ -122,7 +122,7 @@ def test_the_text_model_comes_out_and_in_again(tmp_path, monkeypatch, capsys, ca
 
 
 def _logits_of_text(folder: Path, architecture: str, tokens: Tensor, monkeypatch: Any, caplog: Any) -> Tensor:
-    """The logits of a folder of a text model alone, which transformers loads without a word."""
+    """Return the logits of a folder of only a text model, which transformers loads without a message."""
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     if architecture.endswith("ForCausalLM"):
         return logits_of(loaded_in_silence(folder, monkeypatch, caplog, **how), tokens)
@@ -204,7 +204,7 @@ def test_keys_that_are_unknown_or_mean_other_mathematics_are_refused(name):
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_a_key_that_the_text_model_lacks_means_what_transformers_takes_for_it(name):
     family = FILED[name]
-    # Sizes that go with those that the configuration classes have by default.
+    # Sizes that fit the default sizes of the configuration classes.
     heads = {"num_attention_heads": 128, "num_key_value_heads": 128 if "kv_lora_rank" in options_of(family) else 64}
     experts = {"n_routed_experts": 64} if "n_routed_experts" in options_of(family) else {}
     whole = _keys(name, hidden_size=1024, **heads, **experts)

@@ -115,7 +115,7 @@ def _train(folder: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("layers", [2, *slow([(1,)])])
 def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch, capsys, caplog, layers):
-    """transformers is silent on layer 61 alone: other further layers have a file that no index names."""
+    """transformers is silent only on layer 61: other further layers have a file that no index names."""
     monkeypatch.chdir(tmp_path)
     made = published(tmp_path / "hf", layers=layers)
     assert main(["import", "hf", "ckpt"]) == 0
@@ -131,7 +131,7 @@ def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch,
     assert main(["import", "out", "back", "--check"]) == 0
     assert read_meta(Path("back")).model["mtp_layers"] == layers
     assert main(["export", "back", "again", "--check"]) == 0
-    # The card describes the run, of which an imported folder says nothing.
+    # The card describes the run; an imported folder says nothing of it.
     assert_same_folder(Path("out"), Path("again"), but=(MANIFEST_FILE, "README.md"))
     assert main(["export", "back", "inside", "--mtp-inside", "--check"]) == 0
     assert load_file(f"inside/{WEIGHTS}").keys() == whole.keys()
@@ -148,7 +148,7 @@ def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch,
 
 
 def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_path, monkeypatch, capsys, caplog):
-    """As many layers as DeepSeek-V3 itself, of which the last ones have experts."""
+    """As many layers as DeepSeek-V3 itself has; the last layers have experts."""
     sizes = {"num_hidden_layers": 61, "first_k_dense_replace": 60, "n_routed_experts": 3, "n_group": 1, "topk_group": 1}
     made = published(tmp_path / "hf", layers=1, **sizes)
     assert_loads(made.folder, made.model, monkeypatch, caplog)

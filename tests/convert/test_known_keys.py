@@ -140,7 +140,7 @@ def test_the_table_equals_the_installed_transformers():
     if transformers.__version__ == table.versions["transformers"]:
         assert {name: family_keys(name) for name in known} == {name: table.families[name] for name in known}
         return
-    # Of another version, at least a folder with the defaults of its classes has no key that is not known.
+    # Under another version, at least a folder with the defaults of its classes has no unknown key.
     for name in known:
         added = {key: value for key, value in family_keys(name).items() if key not in table.families[name]}
         family = MODEL_TYPES[name].name

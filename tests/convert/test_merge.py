@@ -1,4 +1,4 @@
-"""Weighted means of checkpoints: the numbers, any mapping, what is refused, and what accepts the result."""
+"""Weighted means of checkpoints: the numbers, any mapping, refusals, and the commands that accept the result."""
 
 import json
 from dataclasses import replace

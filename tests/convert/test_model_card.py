@@ -55,7 +55,7 @@ def test_an_export_has_card_and_generation_settings_of_its_run(place, capsys):
 
 
 def test_a_card_names_the_model_on_the_hub_that_training_began_with(place, capsys):
-    """Through an import and a run: neither has to be there by its name on the hub."""
+    """Through an import and a run: none of them has to be there by its name on the hub."""
     folder = make_import(Path("hub/models--me--base/snapshots/0123"))
     assert main(["import", str(folder), "start"]) == 0
     words = ["model.vocab_size=320", f"data.tokenizer={folder}/tokenizer.json"]

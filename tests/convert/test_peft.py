@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: a recorded folder of PEFT, the way out and in, and what is refused."""
+"""Adapters in PEFT's format: a recorded folder of PEFT, export and import, and refusals."""
 
 import json
 import shutil
@@ -195,7 +195,7 @@ def test_experts_that_transformers_has_no_parameter_of_are_refused(folder, tmp_p
 
 
 def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
-    """Every expert is a module of PEFT; what is read again has the same bits, and training goes on from it."""
+    """Every expert is a module of PEFT; adapters that are read again have the same bits, and training goes on."""
     monkeypatch.chdir(tmp_path)
     run = str(folder / "run")
     assert main(["export", run, "peft"]) == 0

@@ -1,4 +1,4 @@
-"""Folders of Phi-3.5-MoE: older keys, contexts beyond the original one, and what is refused."""
+"""Folders of Phi-3.5-MoE: older keys, contexts beyond the original one, and refusals."""
 
 import json
 from functools import partial
@@ -82,7 +82,7 @@ def test_a_bias_that_is_missing_or_unknown_stops_the_import(tmp_path, capsys, na
 
 
 def test_beyond_the_original_context_the_long_factors_are_used(tmp_path):
-    """transformers 5.24 switches the attention factor alone there, unless its RoPE is told the length."""
+    """transformers 5.24 switches only the attention factor there, unless its RoPE is told the length."""
     theirs = make_model("phi-moe", rope_parameters=LONGROPE | {"original_max_position_embeddings": SEQ_LEN - 1})
     folder = save_model(theirs, tmp_path / "hf")
     tokens = tokens_of(2, SEQ_LEN)

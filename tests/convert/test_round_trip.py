@@ -144,7 +144,7 @@ def test_index_config_and_metadata_come_back_whatever_wrote_them(tmp_path):
 
 @pytest.mark.parametrize("name", ALL_MODELS_SOME_SLOW)
 def test_transformers_computes_the_same_with_an_export(tmp_path, monkeypatch, caplog, name):
-    """With a config.json that was made from [model] alone, as for a run without import.
+    """Config.json is made from [model] only, as for a run without import.
 
     With the files that came along, an export is the folder that transformers wrote, to the byte, and a manifest.
     """

@@ -51,7 +51,7 @@ def test_a_tokenizer_goes_out_with_the_run_that_read_text_with_it(place, capsys)
 
 
 def test_what_lies_beside_a_tokenizer_goes_out_with_it(place, capsys):
-    """The folder may be named instead of the file; a template that was changed since is the one of the training."""
+    """The folder may be named instead of the file; a template that changed since is exported as it was in training."""
     trained = make_tokenizer(Path("words/tokenizer.json"), special=("<stop>",))
     settings = {"eos_token": "<stop>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
     Path("words/tokenizer_config.json").write_text(json.dumps(settings))

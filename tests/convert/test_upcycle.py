@@ -293,7 +293,7 @@ def test_slices_are_given_by_their_number_or_their_width(dense, tmp_path):
 
 
 def test_a_dense_model_without_tokenizer_is_noted(dense, tmp_path, capsys):
-    """The recipe of the result can name none, so what it would read is not what the model knows."""
+    """The recipe of the result can name none, so it would read other ids than the model knows."""
     folder = tmp_path / "dense"
     shutil.copytree(dense[1], folder)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")

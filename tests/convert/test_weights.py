@@ -22,7 +22,7 @@ from tests.convert.regions import full_region
 from tests.slow import slow
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
-"""Of float64: transformers computes norms, routers and angles in float32 whatever the weights are."""
+"""A float64 tolerance: transformers computes norms, routers and angles in float32 whatever the weights are."""
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)

@@ -37,7 +37,7 @@ def make_tokenizer(file: Path, *, special: tuple[str, ...] = (END,), merges: int
 
 
 def make_import(folder: Path) -> Path:
-    """A Hugging Face folder with a tokenizer and what goes with it."""
+    """Make a Hugging Face folder with a tokenizer and its other files."""
     model = make_model("qwen3-moe", num_hidden_layers=1, vocab_size=320)
     save_model(model, folder)
     make_tokenizer(folder / "tokenizer.json", merges=20)
@@ -63,7 +63,7 @@ def train(*words: str) -> None:
 
 
 def export(capsys) -> tuple[Path, str]:
-    """The folder of the run's newest checkpoint, and what the command said."""
+    """Return the folder of the run's newest checkpoint, and the output of the command."""
     capsys.readouterr()
     assert main(["export", "run", "out", "--check"]) == 0
     return Path("out"), capsys.readouterr().out

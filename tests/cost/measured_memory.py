@@ -57,7 +57,7 @@ def memory_config(
         run=RunConfig(dtype=dtype, device="cpu"),
         model=model_of(MODEL | (model or {})),
         parallel=ParallelConfig(**parallel),
-        # Even experts: what the formulas assume of rows.
+        # Even experts: the formulas assume the same number of rows for each.
         moe=MoEConfig(**{"choice": "round_robin"} | (moe or {})),
         train=TrainConfig(**{"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 4} | (train or {})),
         data=DataConfig(kind="synthetic"),
@@ -124,14 +124,14 @@ def measure_ranks(pool: WorkerPool, cfg: Config, formula_cfg: Config | None = No
 
 
 def lacking_values(cfg: Config, rank: MeasuredMemory) -> int:
-    """The values of embedding and head that the last tp rank has less than the first, of which the formula is."""
+    """Return the values of embedding and head that the last tp rank has less than the first, as the formula counts."""
     tp = cfg.parallel.tp
     rows = tp * cfg.vocab_rows - cfg.model.vocab_size if rank.rank % tp == tp - 1 else 0
     return 2 * cfg.model.hidden_size * rows
 
 
 def assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
-    """Weights, gradients and moments behind a step, and what is gathered in it, to the byte."""
+    """Compare weights, gradients and moments after a step, and the weights gathered in it, to the byte."""
     formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
     for rank in ranks:
         states = formulas[rank.pp_rank].states

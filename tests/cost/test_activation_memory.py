@@ -218,7 +218,7 @@ def test_linear_attention_by_torch_operations(kind):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parts", [(), ("mla_up",)], ids=str)
 def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts):
-    """As on CUDA, where SDPA takes values narrower than the keys; this one saves what a flash kernel saves."""
+    """As on CUDA, where SDPA takes values narrower than the keys; this one saves the tensors of a flash kernel."""
 
     def attend(core, q, k, v, documents=None, sinks=None, scale=None):
         assert (v.shape[-1], scale) == (8, 0.25)
@@ -320,7 +320,7 @@ def test_pairs_whose_layers_run_again(pool, schedule, chunks):
 
 @pytest.mark.parity
 def test_pairs_of_auto_keep_to_the_budget(pool):
-    """All ranks choose the same, or they would wait for each other's exchanges; and it needs what was predicted."""
+    """All ranks choose the same, or they would wait for each other's exchanges; and it needs the predicted memory."""
     known = _pairs("1f1b", 1, ("expert_activation", "shared_experts"))
     budget = max(rank.total for rank in compute_rank_memory(known, kernels=CPU_KERNELS))
     train = replace(known.train, recompute=("auto",), memory_budget_gib=budget / GIB)
@@ -379,7 +379,7 @@ def test_pairs_on_every_axis(pool, settings, parts):
 
 
 def test_pairs_hold_more_micro_batches():
-    """Of 1F1B with p ranks, rank r holds 2 (p-1-r) + 2 micro-batches with pairs, and p-r without (docs/pipeline.md)."""
+    """In 1F1B with p ranks, rank r holds 2 (p-1-r) + 2 micro-batches with pairs, and p-r without (docs/pipeline.md)."""
     totals = []
     for pairs, held in ((True, [8, 6, 4, 2]), (False, [4, 3, 2, 1])):
         model = {"num_layers": 4, "layer_pattern": "M"}
@@ -387,7 +387,7 @@ def test_pairs_hold_more_micro_batches():
         cfg = memory_config(model=model, train=train, world_size=8, pp=4, ep=2, overlap_experts=pairs)
         assert max_in_flight(cfg, 4) == held
         totals.append([rank.activations.total for rank in compute_rank_memory(cfg, kernels=CPU_KERNELS)])
-    # Of a pair, a part of each micro-batch is in memory at a time.
+    # A part of each micro-batch of a pair is in memory at a time.
     assert all(1.3 < paired / plain < 2.0 for paired, plain in zip(*totals, strict=True)), totals
 
 

@@ -1,4 +1,4 @@
-"""Adapters and what they save, by formula against a ledger of real steps."""
+"""Adapters and their saved tensors, by formula against a ledger of real steps."""
 
 from dataclasses import replace
 

@@ -96,7 +96,7 @@ SMALL = model_of(
 @pytest.mark.parametrize(
     ("model", "total", "active"),
     [
-        # Sizes of the published checkpoints (transformers counts the same), and what their model cards call active.
+        # Sizes of published checkpoints (transformers counts the same), and active parameters of their model cards.
         (MIXTRAL_8X7B, 46_702_792_704, 12.9e9),
         (QWEN3_30B_A3B, 30_532_122_624, 3.3e9),
         (QWEN3_235B_A22B, 235_093_634_560, 22e9),
@@ -199,7 +199,7 @@ def test_biases_and_sinks_are_parameters() -> None:
 
 
 def test_matches_the_flop_counter_of_torch() -> None:
-    """Run the products of SMALL, forward and backward, and compare what torch counts with the formula."""
+    """Run the products of SMALL, forward and backward, and compare the count of torch with the formula."""
     seq_len, batch = 8, 2
     with FlopCounterMode(display=False) as forward:
         loss = run_products(SMALL, seq_len, batch)
@@ -211,7 +211,7 @@ def test_matches_the_flop_counter_of_torch() -> None:
 
 
 def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
-    """Count what torch computes for a dense layer and its adapters, without the core attention, which it recomputes."""
+    """Count torch's operations for a dense layer and its adapters, without the core attention, which it recomputes."""
     model = edit_model(SMALL, {"layer_pattern": "D", "num_layers": 1, "attention.qk_norm": "none"})
     cfg = Config(model=model, lora=LoraConfig(rank=2))
     layer = build_model(cfg).layers["0"].double()
@@ -221,7 +221,7 @@ def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
     with FlopCounterMode(display=False) as counted:
         layer(x, NO_ROPE).sum().backward()
     count = train_flops_per_token(model, 4)
-    # The head is no part of the layer: a product in each pass.
+    # The head is not part of the layer: a product in each pass.
     recipe = replace(cfg, train=TrainConfig(seq_len=4))
     layer_flops = step_flops_per_token(recipe.model, recipe.train, recipe.lora) - 3 * count.attention_core
     # To torch, the sums of the two norms are products: of the squares, and of their gradient.
@@ -300,7 +300,7 @@ def test_sparse_attention_by_hand() -> None:
     assert flops.attention_projections - dense.attention_projections == 32 * 2 * 4096 * (2 * 8 + 8 + 2)
     rank, rope = latent.attention.kv_lora_rank, latent.attention.qk_rope_head_dim
     assert train_flops_per_token(latent, 64).attention_core == 3 * (2 * 6 * 4 * (rank + rope + rank) + scores)
-    # A layer that shares a selection has neither the scores nor the weights of an indexer.
+    # A layer that shares a selection has no scores and no weights of an indexer.
     shared = edit_model(latent, {"index_pattern": "FS2"})
     assert train_flops_per_token(shared, 64).attention_core == 3 * 2 * 6 * 4 * (2 * rank + rope) + scores
     assert count_parameters(latent).attention - count_parameters(shared).attention == 2 * (2 * 8 * 6 + (8 + 2) * 12)

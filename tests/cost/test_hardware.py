@@ -1,4 +1,4 @@
-"""Devices by name and from files, and what is wrong with a file."""
+"""Devices by name and from files, and errors of a file."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_a_file_may_give_the_link_to_other_sites(tmp_path):
 
 
 def test_a_constant_is_measured_where_the_file_says_by_what(tmp_path):
-    """Absent means unmeasured: a number that a file inherits or only states is no measurement."""
+    """Absent means unmeasured: a number that a file inherits or only states was not measured."""
     assert load_device("h100").unmeasured == tuple(DECIDING_CONSTANTS)
     path = tmp_path / "mine.toml"
     path.write_text(

@@ -95,7 +95,7 @@ def test_shard_dims_by_hand() -> None:
 
 
 def test_matrices_by_hand() -> None:
-    """List what is no matrix, for weight decay, and the matrix that Muon leaves to AdamW."""
+    """List the parameters that are not matrices, for weight decay, and the matrix that Muon leaves to AdamW."""
     weights = WITH_EVERYTHING.decoder_layers[1].params
     vectors = {weight.name.split(".", 1)[-1] for weight in weights if not weight.is_matrix}
     assert vectors == {

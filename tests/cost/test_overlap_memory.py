@@ -1,4 +1,4 @@
-"""Two passes that take turns: what is in memory at once, where they stand."""
+"""Two passes that take turns: the tensors that are in memory at the same time, at each point."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def _both(forward: Intervals, backward: Intervals, sent: int = 0) -> tuple[int, 
 @pytest.mark.parametrize(
     ("forward", "backward", "expected"),
     [
-        # Without an exchange backward, the forward pass runs behind it, beside what was sent.
+        # Without an exchange backward, the forward pass runs after it, and the sent tensors are in memory too.
         ([(10, 5), (30, 20)], [(25, 0)], (30, 4)),
         ([(10, 5), (20, 20)], [(25, 0)], (0, 25)),
         # At the first exchange the backward pass rests with 15; the forward pass reaches 10 there, rests with 5.

@@ -59,7 +59,7 @@ def test_the_parts_cost_what_the_model_costs(model):
     ],
 )
 def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
-    """Of every tp rank, what tensor parallelism shards and what it replicates: bytes by the exact formula of states."""
+    """Sharded and replicated bytes of every tp rank by the exact formula of states."""
     sizes = load_preset(model["preset"]) if "preset" in model else model
     parallel = ParallelConfig(world_size=8, tp=4, pp=2, ep=2, zero=0)
     cfg = Config(model=model_of(sizes), parallel=parallel)
@@ -92,7 +92,7 @@ def _bounds(stages: tuple[StageParts, ...], num_units: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", ORACLE)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
 def test_no_other_cut_is_better(name, num_stages):
-    """Of all cuts none has a smaller product of operations squared and bytes, within the pace that is allowed."""
+    """No cut has a smaller product of operations squared and bytes, within the pace that is allowed."""
     model, train, parallel = ORACLE[name]
     cfg = _config(model=model, train=train, world_size=num_stages, pp=num_stages, **parallel)
     loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
@@ -117,7 +117,7 @@ def test_no_other_cut_is_better(name, num_stages):
     "ranks", [(0,), (0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0, 1, 0, 1), (*range(8),)]
 )
 def test_no_other_cut_is_faster(ranks, vocab_size):
-    """Of all cuts none has a busiest rank, the sum of its stages, with fewer operations."""
+    """No cut has a busiest rank, the sum of its stages, with fewer operations."""
     cfg = _config(model={"vocab_size": vocab_size})
     loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
 

@@ -64,7 +64,7 @@ def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(fa
 
 @pytest.mark.parametrize(("num_layers", "ep", "prefetched"), [(1, 1, 0), (5, 1, 1), (5, 2, "dense")])
 def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
-    """Experts that one rank has alone, as with ep = dp, are not gathered, and so not ahead."""
+    """Experts that only one rank has, as with ep = dp, are not gathered, and so not ahead."""
     model = model_of(
         {
             "num_layers": num_layers,

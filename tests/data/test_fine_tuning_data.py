@@ -47,7 +47,7 @@ def open_chats(path: Path, *, seq_len: int = S, vocab_size: int = 512, prepares:
 
 
 def answers(dataset: Dataset) -> list[str]:
-    """What the weights of every training sample select, one string a sample."""
+    """Return the tokens that the weights of every training sample select, one string a sample."""
     found = []
     for i in range(len(dataset.train)):
         sample = dataset.train.annotated_sample(i)

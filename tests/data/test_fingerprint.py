@@ -1,4 +1,4 @@
-"""What is noticed of files that change under their names, and what that costs."""
+"""Changes of files under the same name that are noticed, and their cost."""
 
 import os
 from pathlib import Path

@@ -189,7 +189,7 @@ def test_paths_are_checked_before_anything_is_read(tmp_path: Path):
 
 
 def test_a_data_set_on_the_hub_is_asked_for_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Without a network the package refuses; the message has to say what was asked for.
+    # Without a network the package refuses; the message has to name the data set.
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"data.path='owner/none-such' \(split 'train'\) cannot be read"):

@@ -1,4 +1,4 @@
-"""Columns of parquet files: what is damaged is named with its file and its row."""
+"""Columns of parquet files: a damaged one is named with its file and its row."""
 
 from pathlib import Path
 

@@ -182,7 +182,7 @@ def test_kto_adds_the_completion_of_the_next_other_prompt(files: Path):
 
 
 def test_kto_compares_the_rows_that_are_left_when_bad_ones_are_skipped(files: Path, caplog):
-    """Whether a row cannot be read or cannot be rendered, it is neither trained nor the completion of another row."""
+    """A row that cannot be read or rendered is not trained, and is not the completion of another row."""
     good = [{"prompt": p, "completion": c, "label": c != "2"} for p, c in [("p", "1"), ("q", "2"), ("r", "3")]]
     unread = {"prompt": "s", "completion": "x", "label": None}
     unrendered = {"prompt": "t", "completion": "BAD", "label": True}

@@ -1,4 +1,4 @@
-"""Alignment with rewards: what is kept, how losses are scaled, and how a reward is written into a prompt."""
+"""Alignment with rewards: rows that are kept, scales of losses, and rewards that are written into a prompt."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The trace on the disk: what is written is read, and what cannot be replayed is refused with its reason."""
+"""The trace on the disk: it is read as it was written, and a trace that cannot be replayed is refused with a reason."""
 
 import json
 import os

@@ -107,7 +107,7 @@ def test_rows_without_a_text_are_skipped_and_counted(tmp_path: Path, is_array: b
     path = tmp_path / "a.jsonl"
     text = "[" + ",\n".join(lines) + "]" if is_array else "\n".join(lines)
     path.write_bytes(text.encode() if is_array else text.encode("latin-1"))
-    # In latin-1, the last one is no UTF-8; within a JSON array it is a text as any other.
+    # In latin-1, the last one is not UTF-8; within a JSON array it is a text as any other.
     bad = rows[:-1] if is_array else rows
     out = tmp_path / "out"
     first = f"{path}:2{' (element 2)' if is_array else ''}: column 'text' holds null, not text; fix or remove it"
@@ -332,7 +332,7 @@ def test_an_index_of_other_tokens_is_refused(tmp_path: Path, ends: list[int]):
 def test_token_files_know_their_tokenizer(
     tmp_path: Path, make_tokenizer_file: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ):
-    """It is known by what makes ids: a file that is written again is the same one, another vocabulary is not."""
+    """It is known by the vocabulary and rules: a file that is written again is the same, another vocabulary is not."""
     import tokenizers
 
     (tmp_path / "a.txt").write_text(make_text(400))

@@ -1,4 +1,4 @@
-"""AGENTS.md and the skills: what their text and commands name exists, and every skill is listed and can be found."""
+"""AGENTS.md and the skills: the names in text and commands exist, and every skill is listed and can be found."""
 
 import importlib.util
 import re

@@ -105,7 +105,7 @@ def test_files_in_the_text_exist(page):
 
 
 def absent_files(text: str) -> list[str]:
-    """Return the passages "`folder/file.py`" of which no file of the repository has the end."""
+    """Return the passages "`folder/file.py`" that end no path of a file of the repository."""
     named = re.findall(r"`((?:\w+/)+[a-z_0-9]+\.py)`", text)
     return [
         name

@@ -143,7 +143,7 @@ def test_a_launcher_of_another_number_of_ranks_is_one_message(tmp_path):
 
 def test_user_error_that_one_rank_alone_meets_is_one_message(tmp_path):
     # An id beyond the vocabulary at a token that only the second rank reads, in its first step. The file (of zeros,
-    # which take no place on the disk) is twice as long as what is probed before a run, in runs of 2**14 tokens.
+    # which take no place on the disk) is twice as long as the probe before a run, in runs of 2**14 tokens.
     with (tmp_path / "tokens.bin").open("wb") as file:
         file.truncate(2 * 2**25)
         file.seek(2 * (2**15 - 10))

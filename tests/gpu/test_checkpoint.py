@@ -1,4 +1,4 @@
-"""Checkpoints between CPU and GPU: what one wrote the other goes on from. Needs CUDA and NCCL."""
+"""Checkpoints between CPU and GPU: each goes on from a checkpoint of the other. Needs CUDA and NCCL."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package
 
 
 def _two_steps(cfg):
-    """The losses of two steps, what is logged before and after the first, and the choices."""
+    """Return the losses of two steps, the messages before and after the first, and the choices."""
     with pretended_cuda(), init_distributed(single_rank_env(), "cuda") as device:
         groups = ParallelGroups.create(check_config(cfg), device)
         model = parallelize(cfg, groups)
@@ -111,7 +111,7 @@ def test_a_second_run_measures_nothing(recipe, caplog, monkeypatch):
     median_ms = autotune._median_ms
     monkeypatch.setattr(autotune, "_median_ms", lambda candidate: timed.append(1) or median_ms(candidate))
     again = _two_steps(recipe)
-    # Only the attention of which a backend raised.
+    # Only the attention whose backend raised.
     assert len(timed) == 3
     assert again[0] == losses
     assert f"kernels by {sum(map(len, recorded['ms'].values()))} recorded times of NVIDIA H100" in again[1]

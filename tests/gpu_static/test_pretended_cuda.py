@@ -341,7 +341,7 @@ def test_gpu_tests_pass_on_the_pretended_device():
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-# Negative controls: what the device is for is noticed.
+# Negative controls: the errors that the device is made to find are noticed.
 
 
 def test_a_tensor_left_on_the_cpu_is_noticed():

@@ -67,7 +67,7 @@ def test_flops_that_are_not_the_models_are_a_loss():
         (Event("op", "mm", "x:1", moved_bytes=3.9e9, flops=790e6), 1e-3),
         (Event("op", "mm", "x:1", flops=45e9, is_float32=True), 1e-3),
         (Event("op", "sort", "x:1", moved_bytes=12), RATES["sort"].value),
-        # A GEMM hides what it reads and writes, but not what its epilogue writes beyond its results.
+        # A GEMM hides its reads and writes, but not the writes of its epilogue beyond its results.
         (Event("op", "mm", "x:1", moved_bytes=3.9e9, epilogue_bytes=1.95e9, flops=790e9), 1.5e-3),
         (Event("wait", "item", "x:1"), RATES["host wait"].value),
         (Event("host", "sum", "x:1", moved_bytes=1e9), 0.0),

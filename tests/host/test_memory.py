@@ -41,7 +41,7 @@ def test_what_is_available_counts_with_free_swap(tmp_path):
     [
         ("0::/job\n", group("sys/fs/cgroup/job", 2, str(500 * MIB), 300 * MIB, 100 * MIB), 300),
         ("0::/job\n", group("sys/fs/cgroup/job", 2, "max", 300 * MIB, 0), 1000),
-        # The limit of a group above counts, and so does the limit of the mount where the path is the host's.
+        # The limit of a group above counts, and where the path is the host's also the limit of the mount.
         ("0::/job/step\n", group("sys/fs/cgroup/job", 2, str(500 * MIB), 100 * MIB, 0), 400),
         ("0::/docker/1a\n", group("sys/fs/cgroup", 2, str(200 * MIB), 50 * MIB, 0), 150),
         ("4:memory:/job\n0::/\n", group("sys/fs/cgroup/memory/job", 1, str(500 * MIB), 300 * MIB, 50 * MIB), 250),

@@ -60,7 +60,7 @@ def test_a_step_that_names_no_nodes_is_on_the_nodes_of_its_job_or_here():
 
 
 def test_a_batch_script_is_no_rank():
-    # sbatch sets SLURM_PROCID in the script itself, which is no step.
+    # sbatch sets SLURM_PROCID in the script itself, which is not a step.
     assert read_rank_env({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}) is None
 
 

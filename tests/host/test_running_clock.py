@@ -1,4 +1,4 @@
-"""A clock that leaves out the time in which its process was stopped."""
+"""A clock that leaves out the time while its process was stopped."""
 
 import os
 import signal

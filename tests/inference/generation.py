@@ -14,7 +14,7 @@ from tests.model.paged_rows import pass_rows
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ([3, 14, 15, 9, 26, 5], [35], [8, 9, 7])
-"""Of different lengths: shorter ones are filled up."""
+"""Prompts of different lengths: shorter ones are filled up."""
 NEW_TOKENS = 9
 
 

@@ -15,7 +15,7 @@ from tests.model.paged_rows import pass_rows
 
 
 def kept_bytes(folder: Path, mapping: dict[str, Any], kind: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes of the keys and values that a rank keeps and of its weights, and what was computed for them."""
+    """Return bytes of the keys and values that a rank keeps and of its weights, and the computed bytes of both."""
     model = opened(folder, "generate", mapping, 10, 3).model
     size = CacheSize(num_pages=3, page_positions=4, kind=kind)
     with forward_chain(model) as chain, PagedDecoder(chain, size) as decoder:

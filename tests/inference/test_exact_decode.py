@@ -309,7 +309,7 @@ def test_sampling_under_a_mapping_has_the_bits_of_training_under_it(pool, mappin
 
 
 UNDONE = ["router", "head", "linears", "decode attention", "training attention"]
-"""Parts that are exact by the C kernels. GEMMs are replaced by one that sums by the number of rows, as torch's do on
+"""Parts that are exact by the C kernels. A GEMM that sums by the number of rows replaces torch's, as torch's do on
 some processors; attention by torch's operations, which sum keys in another order."""
 
 

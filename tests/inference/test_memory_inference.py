@@ -1,4 +1,4 @@
-"""What a wish needs at least is what it takes, and what nothing could hold is refused before it is reserved."""
+"""A wish takes the memory that it is said to need, and a wish that fits nowhere is refused before it is reserved."""
 
 import numpy as np
 import pytest

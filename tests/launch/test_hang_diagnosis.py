@@ -38,7 +38,7 @@ def verdict(*reports: RankReport | None) -> tuple[tuple[int, ...], str]:
 
 def test_a_rank_that_has_not_come_to_the_collective_of_the_others():
     assert verdict(report(), report(), report(4, is_communicating=False), report()) == ((2,), "is late")
-    # Where the source of each thread tells nothing (a GPU waits elsewhere), the counts alone do.
+    # Where the source of each thread tells nothing (a GPU waits elsewhere), the counts are enough.
     assert verdict(report(), report(), report(4), report()) == ((2,), "is late")
 
 

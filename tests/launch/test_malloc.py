@@ -1,4 +1,4 @@
-"""What becomes of freed memory: a conversion gives it back, training has it for its next step."""
+"""Freed memory: a conversion gives it back, training has it for its next step."""
 
 import os
 import platform
@@ -79,7 +79,7 @@ print(resident() - before)
 
 
 def test_a_conversion_of_several_ranks_trims_its_heap():
-    """It has joined them, and been told to keep what it frees, before."""
+    """It has joined them, and was told before to keep the memory that it frees."""
     assert _found(SMALL, "yes") < 20 < 80 < _found(SMALL, "no")
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a job on one machine listen to."""
+"""Addresses on which the processes of a job on one machine listen."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Threads of a rank, and the line that says what is set."""
+"""Threads of a rank, and the line that names the settings."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The definitions of reported numbers: what a run writes and shows, and nothing else; the page is current."""
+"""The definitions cover exactly the numbers that a run writes and shows; the page is current."""
 
 import math
 from dataclasses import fields

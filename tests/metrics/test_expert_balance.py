@@ -1,4 +1,4 @@
-"""What is said of the balance of a run, against numbers worked by hand, from each of its sources."""
+"""The report on the balance of a run, against numbers worked by hand, from each of its sources."""
 
 import json
 
@@ -98,7 +98,7 @@ def test_counts_that_are_rarer_than_metrics(tmp_path):
     write_metrics(tmp_path, range(1, 101))
     balance = read_balance(tmp_path)
     assert balance.steps.tolist() == list(range(10, 101, 10))
-    # The end is the last of ten records, step 100, and so is what metrics.jsonl says of it.
+    # The end is the last of ten records, step 100, also in the words of metrics.jsonl.
     assert balance.summaries()[0].router_entropy == 101
 
 

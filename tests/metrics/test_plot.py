@@ -1,4 +1,4 @@
-"""The loss picture: what it reads, that it is drawn, and what it refuses."""
+"""The loss picture: its inputs, the drawing, and its refusals."""
 
 import json
 import subprocess

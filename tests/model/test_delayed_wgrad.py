@@ -1,4 +1,4 @@
-"""A backward pass in two parts gives what one in one part gives, and the second part is what it should be."""
+"""A backward pass in two parts gives the same as in one part, and the second part computes only weight gradients."""
 
 from collections.abc import Callable, Sequence
 

@@ -42,7 +42,7 @@ KINDS = {name: model for name, (model, *_) in FAMILIES.items()} | {
 OF_MODULES = ("qk-norm-of-all-heads", "other-activation")
 """Kinds whose layers are computed by their modules."""
 PAGES = 3
-"""Of each sample."""
+"""Length of each sample."""
 
 
 def recipe(model: dict[str, Any], dtype: str = "float32") -> Config:
@@ -72,7 +72,7 @@ def build(cfg: Config) -> Transformer:
 
 
 def rows_of(spans: Sequence[range]) -> PassRows:
-    """Consecutive positions of samples 0, 1, ..., of which some may have none; sample i has pages of its own."""
+    """Return consecutive positions of samples 0, 1, ..., some maybe without any; sample i has pages of its own."""
     tables = torch.tensor([[i + p * len(spans) for p in range(PAGES)] for i in range(len(spans))], dtype=torch.int32)
     chosen = [i for i, span in enumerate(spans) if span]
     counts = [len(spans[i]) for i in chosen]
@@ -204,7 +204,7 @@ def test_equal_logits_choose_the_experts_that_the_router_chooses(router_softmax)
 
 @st.composite
 def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
-    """Sizes that are no multiples of vectors, and each option of the layers."""
+    """Sizes that are not multiples of vectors, and each option of the layers."""
     groups = draw(st.sampled_from([1, 2, 3]))
     experts = draw(st.sampled_from([3, 8]))
     model = {
@@ -259,7 +259,7 @@ def test_many_options_of_a_fused_layer(options, num_threads):
 
 
 def change_class(block: Block) -> None:
-    """Make the attention one of a subclass, whose forward pass may differ."""
+    """Make the attention an instance of a subclass, whose forward pass may differ."""
     block.attention.__class__ = type("Other", (type(block.attention),), {})
 
 

@@ -26,7 +26,7 @@ KIND = {
     "rope.scaling.truncate": False,
     "init_std": 0.3,
 }
-"""What makes a model of this family, whatever its sizes."""
+"""Settings of every model of this family, whatever its sizes."""
 SIZES: list[dict[str, Any]] = [
     {"attention.num_heads": 4, "attention.num_kv_heads": 2, "sliding_window": 7, "num_layers": 3},
     {

@@ -1,4 +1,4 @@
-"""Latent attention that decodes from latents gives each token what the whole sequence gives it."""
+"""Latent attention that decodes from latents gives each token the result of the whole sequence."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Attention over pages gives each token what the whole sequence gives it."""
+"""Attention over pages gives each token the result of the whole sequence."""
 
 import pytest
 import torch

@@ -123,7 +123,7 @@ def test_yarn_by_hand():
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_scores_equal_the_oracle(is_interleaved, fraction):
-    """The order in which pairs come out is free, the products of queries and keys are not."""
+    """The order of the resulting pairs is free, the products of queries and keys are not."""
     keys = {"rope.scaling": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_seq_len": 20, "rope.theta": 50.0}
     cfg = _model(
         **({"attention.head_dim": 8, "rope.interleaved": is_interleaved, "attention.rope_fraction": fraction} | keys)

@@ -1,4 +1,4 @@
-"""What leaves memory, once; what comes back, as it was and in time; what stays because there is no time or no room."""
+"""Tensors that leave memory, once; that come back in time and unchanged; that stay for lack of time or room."""
 
 import logging
 import threading
@@ -30,7 +30,7 @@ BLOCK = SIZE * WORD
 
 
 class NotingLink(CopyEngine):
-    """Counts what is asked back."""
+    """Counts the tensors that are asked back."""
 
     num_asked = 0
 
@@ -40,7 +40,7 @@ class NotingLink(CopyEngine):
 
 
 class SlowMemory(HostMemory):
-    """Memory that takes its time, and notes what it is asked for."""
+    """Slow memory that notes its requests."""
 
     def __init__(self, store_s: float = 0.0, load_s: float = 0.0) -> None:
         super().__init__(NotingLink(CPU))
@@ -139,7 +139,7 @@ def test_weights_small_tensors_and_what_lasts_anyway_stay():
 
 
 def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
-    """Two micro-batches in turn: each gives away what is its own, and what is neither's stays."""
+    """Two micro-batches, one after the other: each gives away its own tensors, and shared tensors stay."""
     offload = _offload()
 
     def part(x: Tensor):
@@ -159,7 +159,7 @@ def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
     z = b.run_to_end()
     for result in (y, kept, z):
         result.sum().backward()
-    # Of each pass the results of both exp.
+    # Both results of exp in each pass.
     assert offload.end_step().stored_bytes == 4 * BLOCK
     for x in (first, second):
         with torch.no_grad():
@@ -196,7 +196,7 @@ def test_what_is_on_its_way_out_is_taken_from_memory():
 def test_parts_come_back_last_first_and_one_ahead_of_their_use():
     tier = SlowMemory()
     offload = _offload(tier)
-    # One thread brings them in the order in which they were asked for; two would race.
+    # One thread brings them in the order of the requests; two would race.
     offload._load_threads = ThreadPoolExecutor(1)
     part = offload.wrap(lambda x: x.square())
     asked = []
@@ -307,7 +307,7 @@ def test_a_weight_keeps_its_mark():
     assert seen == [[False] * 3]
 
 
-# Of each part, for a token: what is written in float64, over the layers D and M.
+# Written numbers of each part for a token, in float64, over the layers D and M.
 HEADS = (2 * A + 2 * G) * D + A
 PARTS = [
     # Two norms in each of two layers: input, result, and the root mean square; the first input is the embedding.
@@ -356,7 +356,7 @@ def test_all_but_the_ends_of_the_model_is_away(model, tmp_path):
         (found, kept) = measure_saved_bytes(loss)
         away = offload.end_step().stored_bytes
         assert isinstance(offload._backend, SsdFile)
-        # Of the layers nothing but counts is left, what embedding, head and losses keep is the same.
+        # Only counts are left of the layers; the tensors of embedding, head and losses are the same.
         assert kept < everything - 0.98 * away
         assert kept < everything * (0.35 if model.mtp_layers else 0.15)
         found.backward()

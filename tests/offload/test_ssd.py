@@ -1,4 +1,4 @@
-"""A file on a disk, with what real disks do: they fill up, are cut, and forget."""
+"""A file on a disk, with the faults of real disks: they fill up, are cut, and forget."""
 
 import errno
 import os
@@ -110,7 +110,7 @@ def _full_from(tier: SsdFile, room: int) -> None:
     with pytest.raises(OSError) as error:
         tier.store(_bytes(2 * ALIGNMENT_BYTES), None)
     assert error.value.errno in (errno.ENOSPC, errno.EFBIG)
-    # It is not tried again there; what was given back is used.
+    # It is not tried again there; returned extents are used.
     assert tier.store(_bytes(2 * ALIGNMENT_BYTES), None) is None
     held.pop(0)
     data = _bytes(ALIGNMENT_BYTES, 7)

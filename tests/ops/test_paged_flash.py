@@ -48,7 +48,7 @@ def test_a_fixed_order_splits_no_keys_and_single_tokens_have_no_limit():
 
 @needs_block_table
 def test_the_operator_of_torch_takes_these_arguments():
-    """By torch's own function of shapes: there is no kernel on a CPU."""
+    """By torch's own function of shapes: a CPU has no kernel."""
     q, pages, segments = probe_case(SIZES, CPU)
     on_meta = [x.to("meta") for x in (q, *pages)]
     starts = [x.to("meta") for x in (segments.starts, segments.key_starts)]

@@ -126,7 +126,7 @@ def test_logical_matrices_equal_the_oracle(name, rows):
     theirs = [whole[index] for index in matrix_indices(spec)]
     assert len(mine) == len(theirs) == (1 if name == "wq_up" else 2)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    # They are views: what is written to one is written to the parameter.
+    # They are views: a write to one is a write to the parameter.
     assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in views)
 
 

@@ -212,7 +212,7 @@ def test_fragments_are_exchanged_apart():
     assert (len(own), outer.num_coded((0,))) == (6, 4)
     assert own.tolist() == [-1.0] * 4 + [1.0, 1.0]
     outer.step(own, 2 * own, (0,), keep_local=0.5)
-    # phi moves by 2; half of what the site has moved by itself stays.
+    # phi moves by 2; half of the site's own movement stays.
     assert [float(outer.weights[f"layers.{i}.w"][0]) for i in range(4)] == [2.0, 1.0, 4.0, 3.0]
     assert [float(parameters[f"layers.{i}.w"].detach()[0]) for i in range(4)] == [1.5, 2.0, 3.5, 4.0]
     assert buffers["layers.2.ffn.router.expert_bias"].tolist() == [1.5, 1.5]

@@ -1,4 +1,4 @@
-"""Exchanges beside the products of tensor parallelism give what exchanges before and behind them give."""
+"""Exchanges during the products of tensor parallelism give the same as exchanges before and after them."""
 
 import pytest
 import torch

@@ -158,7 +158,7 @@ def test_a_copy_is_read_only_while_it_is_fresh():
             addresses.add(weight_in_scope.data_ptr())
             assert local_param(weight, torch.float32) is local_param(weight) is weight
         pytest.raises(ValueError, fail)
-        # The fused kernel does not raise the version of what it writes (torch 2.13).
+        # The fused kernel does not raise the version of the tensors that it writes (torch 2.13).
         one = torch.ones(4, 4)
         adamw([weight], [one], [one.clone()], [one.clone()], [], [torch.ones(())], fused=True, amsgrad=False,
               maximize=False, beta1=0.9, beta2=0.95, lr=0.5, weight_decay=0.0, eps=1e-8)  # fmt: skip

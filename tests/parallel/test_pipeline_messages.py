@@ -1,4 +1,4 @@
-"""Memory of messages in real pipelines: what is alive at each slot is what the plan says, whatever the batch."""
+"""Memory of messages in real pipelines: the live messages of each slot equal the plan, whatever the batch."""
 
 import weakref
 
@@ -155,7 +155,7 @@ def test_what_is_alive_is_what_the_plan_says(pool, schedule, chunks, counts):
         loss = sum(SIZE * (i + len(ranks)) for i in range(count))
         assert sum(total for *_, total in found) == loss
         most.append([max(observed) for observed, *_ in found])
-    # The counts include the inputs in flight; under gpipe alone the inputs of all micro-batches are in flight.
+    # The counts include the inputs in flight; only under gpipe the inputs of all micro-batches are in flight.
     assert all(each == most[0] for each in most) == (schedule != "gpipe")
 
 

@@ -1,4 +1,4 @@
-"""What a forward pass keeps falls as the formula of each part says, within a tenth."""
+"""The tensors that a forward pass keeps fall as the formula of each part says, within a tenth."""
 
 from dataclasses import replace
 
@@ -48,9 +48,9 @@ def _kept_numbers(model: ModelConfig, parts: tuple[str, ...]) -> float:
 @pytest.mark.parametrize(
     ("part", "formula"),
     [
-        # Of two norms in each of two layers the result, and the root mean square.
+        # The results of two norms in each of two layers, and the root mean square.
         ("norms", 2 * 2 * (H + 1)),
-        # The log-sum-exp: the inputs are what it runs again from, and the output is an input of the projection.
+        # The log-sum-exp: the backward pass runs again from the inputs, and the output is an input of the projection.
         ("core_attention", 2 * A),
         ("dense_mlp", DENSE),
         ("expert_activation", K * 2 * FE),
@@ -65,12 +65,12 @@ def test_each_part_saves_what_its_formula_says(part, formula):
 
 def test_the_heads_of_latent_attention_are_not_kept():
     saved = _kept_numbers(LATENT, ()) - _kept_numbers(LATENT, ("mla_up",))
-    # Queries and keys of 16, and the projection [plain key, value] of which the values are a part.
+    # Queries and keys of 16, and the projection [plain key, value]; the values are a part of it.
     assert saved == pytest.approx(2 * A * (16 + 16 + 12 + 16), rel=0.1)
 
 
 def test_a_layer_that_runs_again_keeps_its_input():
-    # The inputs of two layers; behind the last, the norm and the loss keep what they always keep.
+    # The inputs of two layers; after the last one, the norm and the loss keep the same tensors as always.
     head = _kept_numbers(model_of({**_fields(GQA), "num_layers": 1, "layer_pattern": "D"}), ("layer",)) - H
     assert _kept_numbers(GQA, ("layer",)) - head == pytest.approx(2 * H, rel=0.1)
 

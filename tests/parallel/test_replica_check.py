@@ -1,4 +1,4 @@
-"""What ranks should hold alike: a single flipped bit is found, and the rank and the tensor are named."""
+"""Tensors that ranks should hold with equal bits: a flipped bit is found, and the rank and the tensor are named."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,7 +99,7 @@ def flip(tensor: Tensor) -> None:
 
 
 def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[Divergence, ...]]:
-    """What is found at first, after each flip of a tensor on a rank, undone again, and with a gather that errs."""
+    """Return the findings at first, after each flip of a tensor on a rank (undone again), and with a faulty gather."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
@@ -127,7 +127,7 @@ def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[
 
 
 def _only(of_ranks: list[Any]) -> Any:
-    """What all ranks say alike."""
+    """Return the findings, which must be the same on all ranks."""
     assert all(one == of_ranks[0] for one in of_ranks)
     return of_ranks[0]
 
@@ -175,7 +175,7 @@ def test_a_flipped_bit_is_named(pool, parallel, cases):
 
 
 class _ErringGather:
-    """Gathers, and on one rank alone loses a bit."""
+    """Gathers, and loses a bit on only one rank."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -209,7 +209,7 @@ def test_weights_that_were_gathered_wrong_are_named(pool):
 
 
 def _found_with_memory_of_its_own(cfg: Config) -> tuple[Divergence, ...]:
-    """Train a step where rank 1 maps other memory than the ranks with which it shares the gathered weights."""
+    """Train a step where rank 1 maps other memory than the ranks that it shares the gathered weights with."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     real = shared_gather.open_shared_memory
@@ -268,7 +268,7 @@ def _metrics(cfg: Config) -> ReplicaMetrics | None:
 
 
 def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """Loss, dense gradient and expert gradient of some samples alone, on one rank."""
+    """Return loss, dense gradient and expert gradient of only some samples, on one rank."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)

@@ -135,7 +135,7 @@ def scrambled(single, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracles(scrambled) -> tuple[OracleRecord, OracleRecord]:
-    """What the scrambled trace leads to, and what the routers would choose themselves."""
+    """Return the results of the scrambled trace, and the routers' own choices."""
     cfg = without_mapping(_recipe(Path("unused"), replay=str(scrambled)))
     return run_oracle(cfg, STEPS), run_oracle(replace(cfg, moe=replace(cfg.moe, replay="")), STEPS)
 

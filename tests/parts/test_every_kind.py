@@ -1,4 +1,4 @@
-"""Every built-in kind, found by its file: its facts equal its module, and its formula equals what the module computes.
+"""Every built-in kind, found by its file: its facts equal its module, and its formula equals the module's results.
 
 A new part is tested by these without an edit, if its settings have defaults that fit a small model; else `NEEDS` of
 `every_kind.py` has them.
@@ -119,7 +119,7 @@ MEASURED_SIZES = {
     "attention.indexer.head_dim": 16,
     "ffn.moe.latent_size": 24,
 }
-"""Sizes whose tensors are large beside what a step holds for a moment."""
+"""Sizes whose tensors are large compared with the short-lived memory of a step."""
 MEASURED = kinds_of((*OF_LAYERS, "activation", "router_score", "router_softmax", "wire"))
 
 

@@ -1,4 +1,4 @@
-"""Small recipes whose rules differ: what the enumeration must be exact for."""
+"""Small recipes whose rules differ: the enumeration must be exact for them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The planner against published measurements: the targets, and what a table may look like."""
+"""The planner against published measurements: the targets, and the allowed forms of a table."""
 
 from pathlib import Path
 

@@ -95,7 +95,7 @@ def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     joint = Planner(request(8, pp=1, etp=1))
     assert joint.top_plans(3) == ranking[:3]
     times = sorted({plan.time.total_s for plan in ranking})
-    # Between two times: a fold is priced alone or among others, and these sums may differ in their last bit.
+    # Between two times: a fold is priced by itself or among others, and these sums may differ in their last bit.
     limit = (times[len(times) // 2 - 1] + times[len(times) // 2]) / 2
     assert len(joint.search.plans_below(limit)) == sum(plan.time.total_s < limit for plan in ranking)
     few = request(8, pp=1, etp=1)

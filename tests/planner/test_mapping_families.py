@@ -1,4 +1,4 @@
-"""The families of a plan: what is best in each, what is near a measurement, and which one is taken."""
+"""The families of a plan: the best mapping of each, the nearest measurement, and the mapping that is taken."""
 
 import csv
 import io
@@ -153,7 +153,7 @@ def test_of_equal_families_the_nearest_to_a_measurement_is_taken():
     assert choose_family([near, fast], "fsdp") is fast
     assert choose_family([replace(near, is_tie=False), fast]) is fast
     assert choose_family([near, fast], "coupled") is None
-    # What nobody has measured at all comes last.
+    # Families without any measurement come last.
     unmeasured = family("fsdp", 1.0, 0, ep=1)
     assert unmeasured.unmeasured == ("ZeRO-3 with ep 1",)
     assert choose_family([near, unmeasured]) is near

@@ -27,7 +27,7 @@ NOTHING_SAVED = {"recompute": (), "offload": ()}
 
 
 class World(NamedTuple):
-    """What is searched."""
+    """The recipe, and the limits of its search."""
 
     cfg: Config
     device: Device

@@ -73,7 +73,7 @@ def test_bandwidth_equals_the_scaling_laws_of_diloco(parameters, step_s, every, 
 
 @pytest.mark.parametrize(("parameters", "layers", "step_s"), [(1e9, 24, 0.1), (10e9, 48, 0.8), (100e9, 108, 4.9)])
 def test_streaming_reaches_its_utilisation_at_1_to_5_gbit_a_second(parameters, layers, step_s):
-    """Of 95 %, with fragments of 3 layers in 4 bits, every 100 steps and overlapped with one (arXiv:2501.18512)."""
+    """For 95 %, with fragments of 3 layers in 4 bits, every 100 steps and overlapped with one (arXiv:2501.18512)."""
     method = find_part("site_method", "streaming")().values(30)
     count = layers // method["fragment_layers"]
     volumes = [parameters / count * (0.5 + 4 / 256)] * count

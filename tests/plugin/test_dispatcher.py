@@ -1,4 +1,4 @@
-"""The dispatcher of the package: equal to the built-in ones, priced by what it sends, refused where it says so."""
+"""The dispatcher of the package: equal to the built-in ones, priced by its messages, refused where it says so."""
 
 import json
 import tomllib

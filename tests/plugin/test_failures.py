@@ -39,7 +39,7 @@ METHODS = [(group, name) for group in all_groups() for name in methods_of(group)
 
 
 def broken(group, name, result):
-    """Return a part of a group, made outside of the package, in which a method returns the value of a function."""
+    """Return a part of a group, made outside of the package, with a method that returns the value of a function."""
 
     def method(self, *args, **kwargs):
         return result()

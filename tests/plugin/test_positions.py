@@ -104,7 +104,7 @@ def test_the_oracle_judges_its_positions(pool, word, mapping, words):
 
 
 def tokens(path, word) -> tuple[list[list[int]], list[list[int]]]:
-    """Continue prompts with the whole text and with the cache, on a rank on which the user names the file."""
+    """Continue prompts with the whole text and with the cache, on a rank where the user names the file."""
     recipe(word)
     completions = run_generation(path, {}, GREEDY)
     return run_without_cache(path), [list(completion.tokens) for completion in completions]

@@ -102,7 +102,7 @@ def test_rounds_of_older_weights_than_allowed_are_dropped_with_those_after(
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(FUNCTIONS)), max_size=4), seed=st.integers(0, 99))
 def test_a_checkpoint_has_every_row(sizes, seed):
-    """Of rounds with other reward functions too, as a resumed run may have them."""
+    """Rounds may have other reward functions, as in a resumed run."""
     rounds = [
         round_of(list(range(10 * i, 10 * i + size)), i, seed + i, functions)
         for i, (size, functions) in enumerate(sizes)

@@ -1,4 +1,4 @@
-"""The order in which ranks begin exchanges: hand-worked, and orders that differ are found."""
+"""The order of exchanges on each rank: hand-worked, and orders that differ are found."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -113,7 +113,7 @@ class _Log(FlightRecorder):
 
 
 def _begun(cfg: Config) -> list[str]:
-    """What a rank began in one step, in order, with the phases between."""
+    """The exchanges of a rank in one step, in order, with the phases between."""
     log = _Log()
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"), log)
     model = parallelize(cfg, groups)
@@ -141,5 +141,5 @@ def test_ranks_begin_what_was_said_before_they_started(pool):
     words = [word.removeprefix("all_to_all over ") for word in logs[0]]
     begun = [word for word in words if word in ("ep", "etp")]
     assert begun == expected
-    # Of every pair, none is wanting: two layers, of which each begins four exchanges three times.
+    # No exchange of any pair is missing: two layers, each with four exchanges three times.
     assert len(begun) == 3 * 2 * 4 * 3

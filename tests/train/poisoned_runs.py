@@ -1,4 +1,4 @@
-"""Runs on tokens, one of which makes a sample NaN."""
+"""Runs on tokens; one token makes a sample NaN."""
 
 import math
 from dataclasses import replace

@@ -53,7 +53,7 @@ def check_equal(pool, cfg: Config, oracle: OracleSites) -> None:
 
 
 def check_tokens(pool, tmp_path: Path, cfg: Config, oracle: Callable[[Config], OracleSites]) -> None:
-    """The texts differ in length, and so do the sums of the samples of each site."""
+    """The texts differ in length, so the sums of the samples of each site differ too."""
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"q{i:02d}", "response": "x" * (20 + 9 * (i % 5))} for i in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -87,7 +87,7 @@ def check_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
         jobs = [of_site(parts, n, server.port) for n in (0, 1)]
         run_sites(pool, jobs, train_until, last)
         state = read_meta(checkpoint(Path(jobs[0].run.dir), last)).state_of("sites")
-        # CODED has two fragments, one of them each second step.
+        # CODED has two fragments, one each second step.
         assert state["rounds"] == last // 2
         overlap = whole.sites.overlap
         assert state.get("pending.due") == (last // 2 * 2 + overlap if last % 2 < overlap else None)
@@ -101,7 +101,7 @@ def check_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
         folders = (tmp_path / run / f"site-{number}" for run in ("whole", "parts"))
         whole_rounds, rounds = ({r["step"]: r["sites"] for r in records(path) if r["sites"]} for path in folders)
         for step, metrics in rounds.items():
-            # What the checkpoint lacks of a round is left out.
+            # Metrics of a round that the checkpoint lacks are left out.
             for key in metrics.keys() & {"difference", "agreement", "router_distance"}:
                 assert metrics[key] == whole_rounds[step][key], (step, key)
 

@@ -1,4 +1,4 @@
-"""Runs with [align]: what must equal a run without it by bits, and the reference of preference losses."""
+"""Runs with [align]: equality by bits with a run without it, and the reference of preference losses."""
 
 import json
 import math

@@ -173,7 +173,7 @@ def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str,
 
 
 def in_turn(cfg: Config, tmp_path: Path) -> Config:
-    """The same run on the training ranks alone."""
+    """The same run on only the training ranks."""
     rollout = replace(cfg.rollout, ranks=0, tp=0, pp=0, ep=0, etp=0, experts="exchange")
     return replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "in turn")), rollout=rollout)
 
@@ -243,7 +243,7 @@ def test_sampling_by_weights_of_another_step_is_noticed(fresh_pool, tmp_path):
 
 
 def test_rollouts_of_weights_that_training_has_left_behind_end_the_run(pool, tmp_path):
-    """The second step has rollouts of the first weights, from which a rate far too high has moved on."""
+    """The second step has rollouts of the first weights, which a rate far too high has moved away."""
     cfg = recipe(tmp_path, 3, objective="clip", staleness=1)
     cfg = replace(cfg, train=replace(cfg.train, lr=1.0, warmup_steps=0, lr_schedule="constant"))
     with pytest.raises(Exception, match=r"step 2: the log-probabilities of .*, and rl.mismatch_limit allows 1\b"):

@@ -21,7 +21,7 @@ def _recipe(**parallel: object) -> Config:
 
 
 def _step(cfg: Config) -> tuple[tuple[float | None, ...], list[tuple[tuple[int, ...], ...]]]:
-    """The metrics of two steps, of which the second must not contain the first, and the bounds of its documents."""
+    """Return the metrics of two steps (the second must not contain the first), and the bounds of its documents."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)

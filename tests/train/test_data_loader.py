@@ -1,4 +1,4 @@
-"""Runs whose data files are not what they were, or are not all sound."""
+"""Runs with changed or damaged data files."""
 
 import contextlib
 import io
@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_the_same_data_at_another_path(pool, tmp_path, corrup
 
 
 def _train_and_listen(cfg: Config) -> tuple[str, str]:
-    """What a run prints, and the message of the error that ends it."""
+    """Return the output of a run, and the message of the error that ends it."""
     said, error = io.StringIO(), ""
     with contextlib.redirect_stdout(said):
         try:
@@ -141,7 +141,7 @@ def test_a_corrupt_file_that_is_skipped_stays_skipped_under_another_dp(pool, tmp
     np.save(tokens / "1.npy", np.zeros(2000, dtype=np.uint16))
     (error,) = pool.run(1, _refused, _recipe(tmp_path / "parts", 6, tokens, corrupt="fatal"))
     assert f"data file {tokens}/1.npy was left out as corrupt then, and is not now" in error
-    # What was left out when the run began stays out, so that samples keep their numbers.
+    # Samples left out when the run began stay out, so that samples keep their numbers.
     for name in ("parts", "whole"):
         pool.run(1, train_rank, _recipe(tmp_path / name, 6, tokens))
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)

@@ -1,4 +1,4 @@
-"""No operator of a step is one that `run.deterministic` would refuse on CUDA; tests/gpu compares runs on a GPU."""
+"""`run.deterministic` would refuse no operator of a step on CUDA; tests/gpu compares runs on a GPU."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The length of a run in epochs: the number of steps follows from the data, and one of both is given."""
+"""The length of a run in epochs: the number of steps follows from the data, and only one of them is given."""
 
 import json
 from dataclasses import replace

@@ -52,7 +52,7 @@ def _fail(frozen: int) -> None:
 
 @pytest.fixture
 def _nothing_frozen():
-    """What tests/conftest.py froze is not, during a test."""
+    """Objects that tests/conftest.py froze are not frozen during a test."""
     gc.unfreeze()
     yield
     gc.freeze()

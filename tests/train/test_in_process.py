@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parity
 
 
 def _state() -> dict[str, Any]:
-    """What a program has of torch: its group, random numbers, and settings."""
+    """State of torch in a program: its group, random numbers, and settings."""
     return {
         "group": dist.group.WORLD,
         "count": dist.distributed_c10d._world.group_count,

@@ -1,4 +1,4 @@
-"""Reinforcement learning with a loss of the program: an objective of its own in the frame, and what is refused."""
+"""Reinforcement learning with a loss of the program: an objective of its own in the frame, and refusals."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -91,7 +91,7 @@ def _numbers(cfg: Config, part: str, count: int) -> list[int]:
 
 
 def _plan(cfg: Config, is_lost: Sequence[Callable[[int], bool]]) -> list[list[int]]:
-    """The batches of a run whose step s + 1 cannot take samples for which is_lost[s] holds."""
+    """The batches of a run that cannot take samples at step s + 1 if is_lost[s] holds."""
     rows, batches, place = _numbers(cfg, "train", 400), [], 0
     for lost in is_lost:
         batch: list[int] = []
@@ -236,7 +236,7 @@ def test_a_file_that_breaks_under_way_is_left_out_from_that_batch_on_under_every
         assert fault["step"] == 3
         assert f"{which}.npy {words}" in fault["what"]
         assert re.fullmatch(rf"rank \d+ \(host {re.escape(socket.gethostname())}\)", fault["found_by"])
-        # What to do about it was said in the recipe.
+        # The recipe said the way out.
         (why,) = read_meta(run / "checkpoints" / f"step-{STEPS:06d}").data_lost.values()
         assert why == fault["what"]
         assert ";" not in why
@@ -300,7 +300,7 @@ def test_a_data_fault_names_the_rank_that_found_it_its_host_and_the_step(pool, t
 
 
 def _refused_alone(cfg: Config, which: int) -> str:
-    """What the first read of the third batch says on this rank, without the other one."""
+    """Return the message of the first read of the third batch on this rank, without the other one."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
     trainer._data_loader.open(None)
     trainer._flight_recorder.begin_step(3, "loading data")

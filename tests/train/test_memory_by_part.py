@@ -1,4 +1,4 @@
-"""A measured step says where every rank's bytes are, and computes what a step that is not measured computes."""
+"""A measured step says where every rank's bytes are, and computes the same as a step that is not measured."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def _recipe(train: dict[str, object] | None = None, **mapping: object) -> Config
 
 
 def _check(pool, cfg: Config) -> list[dict[str, int]]:
-    """Train two steps, the second one measured; what each rank had at its peak."""
+    """Train two steps, the second one measured; return the parts of each rank at its peak."""
     size = cfg.parallel.world_size
     plain, found = run_each(pool, size, run_distributed, (cfg, 2), (_measured(cfg, 2), 2))
     assert_equal_bits(zip(plain, found, strict=True))
@@ -114,7 +114,7 @@ def test_the_formula_of_offload_has_what_is_left_in_memory(pool):
 
 
 def test_two_micro_batches_at_a_time_are_in_memory(pool):
-    """The ledger sees of a pair the activations of two micro-batches, and what goes backward is not among them."""
+    """The ledger sees the activations of two micro-batches of a pair, without the gradients that go backward."""
     mapping = MAPPINGS["overlap"]
     train = {"global_batch_size": 8}
     both = [_check(pool, _recipe(train, **mapping | {"overlap_experts": on})) for on in (False, True)]

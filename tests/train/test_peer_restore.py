@@ -155,7 +155,7 @@ def test_going_on_from_memory_equals_a_restart_from_disk_and_one_rank(fresh_pool
 
 
 class _Clock(Callback):
-    """Counts on rank 0 alone, and has a state that moves."""
+    """Counts only on rank 0, and has a state that moves."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -26,7 +26,7 @@ class Ranks(moefold.Callback):
 
 
 class Undeclared(moefold.Callback):
-    """Measures what it does not declare."""
+    """Measures an undeclared metric."""
 
     metrics = (moefold.Metric("declared", "", "a number"),)
 

@@ -31,7 +31,7 @@ def _recipe(dispatcher: str | dict[str, object], **sections: dict[str, object]) 
 
 
 def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
-    """Return losses, gradient norms and validation of some steps; the error, and whether it left the weights alone."""
+    """Return losses, gradient norms and validation of some steps; the error, and whether the weights are unchanged."""
     with symmetric_memory():
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)

@@ -1,6 +1,6 @@
 """The counts that a run reports, against counts by hand, under three mappings each.
 
-Each run is one epoch in which each sample holds one text, so that the count by hand is a sum of lengths.
+Each run is one epoch whose samples hold one text each, so that the count by hand is a sum of lengths.
 """
 
 import json
@@ -122,7 +122,7 @@ def test_tokens_equal_the_texts_under_every_mapping(
     pool.run(cfg.parallel.world_size, _train, cfg)
     first, last = records(tmp_path / "run")
     assert last["tokens"] == last["tokens_consumed"] == expected
-    # Rates and FLOPs have the same tokens, of this step alone.
+    # Rates and FLOPs have the same tokens, only those of this step.
     in_step = last["tokens"] - first["tokens"]
     assert last["tokens_per_s"] * last["step_time_s"] == pytest.approx(in_step, rel=1e-12)
     flops = in_step * train_flops_per_token(cfg.model, S).total

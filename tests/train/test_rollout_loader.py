@@ -99,7 +99,7 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
 
 
 def _assert_counts_equal_the_rollouts(cfg: Config) -> None:
-    """Tokens of prompts and completions, and the rate at which all ranks have sampled."""
+    """Return the tokens of prompts and completions, and the rate of sampling of all ranks."""
     rollouts = records(cfg, "rollouts.jsonl")
     total = 0
     for record in records(cfg):
@@ -306,7 +306,7 @@ def test_the_weights_gathered_for_sampling_are_counted(pool, tmp_path, mapping, 
 
 
 def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
-    """Of two heads, a rank of tp=2 caches one."""
+    """A rank of tp=2 caches one of two heads."""
     cfg = under(recipe(tmp_path), tmp_path, world_size=2, tp=2)
     page_gib = cache_sizes(cfg, "cpu").kv_bytes(64) / 2**30
     cfg = replace(cfg, rollout=replace(cfg.rollout, cache_gib=page_gib))

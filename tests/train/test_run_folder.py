@@ -1,4 +1,4 @@
-"""Which folder a start of a recipe writes into, for what the folder that it names holds."""
+"""The folder that a start of a recipe writes into, by the contents of the folder that it names."""
 
 import json
 import subprocess
@@ -123,7 +123,7 @@ def test_a_numbered_run_is_found_again(tmp_path):
     (tmp_path / "run-3/mine.txt").touch()
     assert chosen(run_dir, "train.lr=0.2")[0] == "run-4"
     assert chosen(run_dir, "run.steps=20")[0] == "run"
-    # It is one of its own when it is named.
+    # It gets a folder of its own when it is named.
     assert chosen(tmp_path / "run-2", "train.lr=0.3")[0] == "run-2"
 
 
@@ -171,7 +171,7 @@ def test_another_run_does_not_wait_for_the_job_in_its_folder(tmp_path, steps, sa
         assert (folder, "a job is training it" in note) == ("run-2", True)
         # The same run does: a launcher may have started it again.
         assert chosen(run_dir)[0] == "run"
-        # Its own lock is no other job.
+        # Its own lock is not another job.
         with FolderLock(tmp_path / "run-2", "run.dir", 0.0):
             again = choose_run_folder(config(run_dir, "train.lr=0.1"), locked_folder=tmp_path / "run-2")
             assert again.cfg.run.dir == str(tmp_path / "run-2")

@@ -131,7 +131,7 @@ def test_the_log_ends_with_where_the_model_is(tmp_path, saved, words, status, st
     cfg = load_config(None, [*WORDS, f"run.dir={run_dir}", *words])
     lines = closing_lines(cfg, status, step)
     assert lines[0] == first.format(run=run_dir)
-    # python-docs: what is typed next is a prompt for its model.
+    # python-docs: the next input is a prompt for its model.
     more = [
         f"next: moefold generate '{run_dir}' 'The for statement'",
         "or train on: the same command with run.steps=40 train.lr=0.00015 (its learning rate has ended at 0: this one "

@@ -163,14 +163,14 @@ class _PoisonedGradient(torch.autograd.Function):
 
 
 def poison_gradient(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    """Rank 1's gradient alone, at the embedding, in every step."""
+    """Change only rank 1's gradient, at the embedding, in every step."""
     if isinstance(module, Embedding) and torch.distributed.get_rank() == 1 and output.requires_grad:
         return _PoisonedGradient.apply(output)
     return output
 
 
 class _Once:
-    """Lets a hook do its harm to one forward pass alone."""
+    """Lets a hook do its harm to only one forward pass."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -41,7 +41,7 @@ class AllReduce:
 
 
 class Manager:
-    """What torchft's DiLoCo needs of its manager, for replicas in one process whose rounds all succeed.
+    """The methods that torchft's DiLoCo needs of its manager, for replicas in one process whose rounds all succeed.
 
     Args:
         begun: the tensors of each mean, shared by all replicas.
@@ -81,7 +81,7 @@ class Manager:
 
 
 class InnerOptimizer(torch.optim.Optimizer):
-    """The steps of an oracle, to whose weights torchft adds its hooks."""
+    """The steps of an oracle; torchft adds its hooks to the weights."""
 
     def __init__(self, oracle: Oracle) -> None:
         super().__init__(list(oracle.weights.values()), {})

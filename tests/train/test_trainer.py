@@ -131,7 +131,7 @@ def test_an_evaluation_changes_no_step_after_it_under_pp(pool, tmp_path):
 
 
 def _train_and_stop(cfg: Config) -> int:
-    """Train with a signal that came to the first rank alone, before its first step ended."""
+    """Train with a signal that came only to the first rank, before its first step ended."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
     stop = StopSignals()

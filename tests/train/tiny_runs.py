@@ -50,7 +50,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def printed_by_rank(cfg: Config) -> str:
-    """What the rank prints."""
+    """Train, and return the output of this rank."""
     printed = StringIO()
     with redirect_stdout(printed):
         train_rank(cfg)

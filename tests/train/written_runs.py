@@ -20,7 +20,7 @@ def config(run_dir: Path, *words: str) -> Config:
 
 
 def write_run(run_dir: Path, *words: str, steps: int, saved: int | None) -> None:
-    """Leave what a run of so many steps leaves, with a checkpoint of step `saved`."""
+    """Write the files that a run of some steps leaves, with a checkpoint of step `saved`."""
     cfg = config(run_dir, *words)
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.json").write_text(json.dumps(config_to_dict(cfg)))

@@ -1,4 +1,4 @@
-"""What a step needs at the least, and what is said where a machine has less."""
+"""The least memory that a step needs, and the message where a machine has less."""
 
 import re
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_a_step_of_very_many_passes_counts_states_alone():
 
 
 def test_snapshots_of_peers_are_in_the_memory_of_a_cpu():
-    """Of ZeRO 1: two times the state of the rank and of its peer. Of ZeRO 0, experts with one owner alone are sent."""
+    """ZeRO 1 sends two times the state of the rank and of its peer; ZeRO 0 only experts with one owner."""
     words = (
         "parallel.world_size=4",
         "parallel.pp=1",

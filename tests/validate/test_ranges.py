@@ -72,7 +72,7 @@ PROBES = {
     str: ("", "a", "a/b\nc", "x" * 129),
     tuple: ((), ("",), ("x" * 65,)),
 }
-"""Values of which each range refuses at least one, by their type; there is no value of each key here to keep up."""
+"""Values by their type; each range refuses at least one of them. So there is no list of keys here to keep up."""
 
 
 def _of_tables() -> list[tuple[str, Bound, Part | Table]]:

@@ -33,7 +33,7 @@ UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 CONDITIONS = read_conditions(tuple((path, owner) for path, mark in tables().items() for owner in owners_of(mark)))
 """Conditions of the keys of all kinds."""
 
-# One setting for each idle key, with what would give it an effect.
+# One setting for each idle key, with a setting that would give it an effect.
 SPARSE_MIXER = ["model.ffn.moe.router.softmax=sparsemixer"]
 LONGROPE = [
     "model.rope.scaling=longrope",
@@ -246,7 +246,7 @@ def test_every_idle_key_has_a_case():
 
 
 def _with_values(wanted: dict[str, bool]) -> Config:
-    """Return a recipe in which each of some conditions is met or not."""
+    """Return a recipe that meets or breaks each of some conditions."""
     cfg = Config()
     for name in dict.fromkeys(condition.partition("=")[0].removesuffix("!") for condition in wanted):
         section, key = name.split(".", 1)
@@ -272,7 +272,7 @@ MARKED = [(name, number) for name, marks in CONDITIONS.items() for number in ran
 
 @pytest.mark.parametrize(("name", "number"), MARKED)
 def test_a_key_is_unread_unless_each_of_its_marks_holds(name, number):
-    """No row for a key: what `ReadIf` says is asked of the rule, with each mark in turn not met."""
+    """No row for a key: the rule is asked about each condition of `ReadIf`, with each mark not met once."""
     marks = CONDITIONS[name]
     assert why_unread(_with_values({mark.conditions.split()[0]: True for mark in marks}), marks) is None
     mark = marks[number]

@@ -184,7 +184,7 @@ def _with(model: Settings, mappings: tuple[Settings, ...], moe: Settings | None 
 
 TP4 = _with(OLMOE, ({"world_size": 4, "tp": 4, "ep": 2},))
 
-# What single families have: an output gate, norms of outputs, layers without RoPE, norms after it, multipliers.
+# Options of single families: an output gate, norms of outputs, layers without RoPE, norms after it, multipliers.
 
 GATED = {
     "attention.gate": {},

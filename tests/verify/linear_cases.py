@@ -10,7 +10,7 @@ HYBRID = {
     "linear_attention.value_head_dim": 5,
     "linear_attention.conv_kernel": 3,
 }
-"""Four layers of which two are linear, so that each of two pipeline stages has both kinds."""
+"""Four layers, two of them linear, so that each of two pipeline stages has both kinds."""
 QWEN3_NEXT = {
     "attention.gate": {},
     "norm.zero_centered": True,

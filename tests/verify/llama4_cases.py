@@ -20,7 +20,7 @@ LLAMA4 = {
     "layer_pattern": "MD",
     "vocab_size": 8,
 }
-"""Two layers, one of each kind, or as many as there are pipeline stages."""
+"""Two layers of different kinds, or as many as there are pipeline stages."""
 DOCUMENTS = {"document_end": 2}
 TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
 

@@ -134,7 +134,7 @@ MODEL_MAPPINGS = [
     {"world_size": 4, "tp": 4, "etp": 4},
 ]
 MODEL_AXES = ({"tp": 2, "ep": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "etp": 2})
-"""Of two ranks: each model is fast under one of them."""
+"""Mappings of two ranks: each model is fast under one of them."""
 
 
 def _model_kinds() -> list[Case]:

@@ -12,7 +12,7 @@ S = 16
 class PaddedSamples(Sampler):
     """Samples with prompts, which are routed, and padding, which is not.
 
-    Of every four, one has no padding and one has nothing else.
+    One of every four has no padding, and one is all padding.
     """
 
     seq_len = S

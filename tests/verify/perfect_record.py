@@ -8,7 +8,7 @@ from moefold.verify.distributed_run import DistributedRecord
 
 
 def perfect(oracle: OracleRecord) -> DistributedRecord:
-    """The record of a rank that computed exactly what the oracle did."""
+    """Return the record of a rank that computed exactly the oracle's numbers."""
     steps = tuple(
         StepResult(
             loss=step.loss,

@@ -25,7 +25,7 @@ SWITCHES = tuple(f.name for f in fields(TrainConfig) if f.name.startswith(("reco
 
 
 def without_switch(cfg: Config) -> Config:
-    """Return the recipe without what must change no bit."""
+    """Return the recipe without the settings that must change no bit."""
     off = {name: getattr(TrainConfig(), name) for name in SWITCHES}
     return replace(cfg, parallel=replace(cfg.parallel, overlap_experts=False), train=replace(cfg.train, **off))
 

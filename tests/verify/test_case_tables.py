@@ -41,7 +41,7 @@ def _default(section: str, key: str) -> object:
 
 
 def _kinds(settings: Settings) -> set[tuple[str, object]]:
-    """Return the settings that choose one of several kinds and are no defaults: words, switches, tables, layers."""
+    """Return the settings that choose one of several kinds and are not defaults: words, switches, tables, layers."""
     of_sections = {"parallel": settings, **{name: settings.get(name, {}) for name in ("model", "moe", "train")}}
     found = set()
     for section, keys in of_sections.items():

@@ -1,4 +1,4 @@
-"""Fine-tuning on packed conversations: as if each were alone, and the same mean under every mapping."""
+"""Fine-tuning on packed conversations: the same as for each by itself, and the same mean under every mapping."""
 
 import json
 import os

@@ -47,7 +47,7 @@ def _run_with_norm_counted_twice(cfg: Config) -> DistributedRecord:
 
 
 def _run_with_local_routing_counts(cfg: Config) -> DistributedRecord:
-    """As if the balance loss knew the tokens of its own rank alone."""
+    """As if the balance loss knew only the tokens of its own rank."""
     from moefold.model.moe.dispatch import ShardedMicroBatch
 
     ShardedMicroBatch.sum = lambda self, x: x * self.size
@@ -55,7 +55,7 @@ def _run_with_local_routing_counts(cfg: Config) -> DistributedRecord:
 
 
 def _run_with_own_gradient_of_a_sum(cfg: Config) -> DistributedRecord:
-    """As if a sum over the heads of all ranks were used by this rank alone."""
+    """As if only this rank used a sum over the heads of all ranks."""
     from moefold.comm import collectives
 
     collectives._AllReduce.backward = staticmethod(lambda ctx, grad: (grad, None))
@@ -144,7 +144,7 @@ def _run_without_postponed_gradients(cfg: Config) -> DistributedRecord:
 
 
 def _run_with_stale_copy(cfg: Config) -> DistributedRecord:
-    """As if the embedding of the last stage stayed what it was at the start."""
+    """As if the embedding of the last stage never changed."""
     from moefold.parallel import pipeline
 
     pipeline.sync_tied_embedding = lambda stages: None
@@ -165,7 +165,7 @@ def test_a_stale_copy_of_the_embedding_is_noticed(fresh_pool):
 
 
 def _run_with_shards_for_matrices(cfg: Config) -> DistributedRecord:
-    """As if each rank made what it holds of a matrix orthogonal by itself."""
+    """As if each rank made its shard of a matrix orthogonal by itself."""
     from moefold.parts.optimizer.muon import redistribute
 
     def by_shards(self, source, work, sink):

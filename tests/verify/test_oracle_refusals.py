@@ -1,4 +1,4 @@
-"""The oracle refuses by name what it has no formula for: kinds, parameters, keys, losses, buffers, parts of samples."""
+"""The oracle refuses by name all that it has no formula for: kinds, parameters, keys, losses, buffers, samples."""
 
 import ast
 import inspect
@@ -91,7 +91,7 @@ def test_each_key_of_a_formula_is_read_somewhere():
 
 @pytest.mark.parametrize("key", KINDS)
 def test_each_registered_name_has_a_case(key):
-    """A name without a case ends in the refusal, which is no formula: mypy reports it, and so does this test."""
+    """A name without a case ends in the refusal, which is not a formula: mypy reports it, and this test too."""
     attribute = key.split(".")[1]
     named = set()
     for node in (node for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Match)):
@@ -130,7 +130,7 @@ def _comparisons(tree: ast.Module) -> list[str]:
 
 
 def test_no_branch_of_the_oracle_has_a_default_over_names():
-    """A comparison with one name treats all others alike."""
+    """A comparison with one name treats all others the same."""
     planted = ast.parse("""def f(cfg):\n kind = cfg.moe.choice\n return kind == "topk" or {}.get(model.residual, 1)""")
     assert len(_comparisons(planted)) == 2
     assert [found for tree in SOURCES for found in _comparisons(tree)] == []
@@ -166,7 +166,7 @@ SPARSE = {"attention.indexer.top_k": 3, "attention.indexer.num_heads": 2, "atten
 ACTIVE: dict[str, dict[str, Any]] = {
     "train.indexer_stage": {"model": SPARSE},
 }
-"""Settings under which a kind counts."""
+"""Settings that make a kind count."""
 
 
 @pytest.mark.parametrize("key", [key for key in KINDS if key.split(".")[0] in ("model", "moe", "train")])
@@ -213,7 +213,7 @@ def _extended(value: Any, name: str, default: Any, found: Any) -> Any:
     ("parallel", "changes_the_sum", False, True),
 ])  # fmt: skip
 def test_a_key_that_no_formula_reads_is_refused(section, name, default, value):
-    """A key of no class counts as one of the maths, in every section."""
+    """A key of no class counts as a key of the maths, in every section."""
     cfg = _small()
     _train(replace(cfg, **{section: _extended(getattr(cfg, section), name, default, default)}))
     with pytest.raises(NoFormulaError, match=f"no formula for {section}.{name}={value!r}"):
@@ -441,7 +441,7 @@ def test_the_learning_rate_equals_training(kind):
 
 
 def test_data_of_a_program_is_judged_as_well():
-    """Columns that the loss does not read are no reason to refuse."""
+    """Columns that the loss does not read are not a reason to refuse."""
     cfg = replace(_small(), data=replace(_small().data, kind="program"))
 
     class Columns(Tokens):

@@ -184,7 +184,7 @@ def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into
         return [(step.aux_loss, step.grad_norm) for step in record.steps]
 
     one = steps(1)
-    # An even load costs its coefficient in each of the two layers; what follows looks back at what was routed.
+    # An even load costs its coefficient in each of the two layers; later steps look back at the routed tokens.
     assert one[0][0] == pytest.approx(2 * 0.5, rel=TOLERANCE)
     assert all(aux > 2 * 0.5 + 1e-3 for aux, _ in one[1:])
     for size, mapping in cuts:
@@ -204,7 +204,7 @@ def test_the_loss_of_each_sample_does_not_depend_on_the_cut_into_micro_batches(p
 
 
 def _run_with_counts_of_one_scope(cfg: Config) -> DistributedRecord:
-    """As if the global-batch loss knew the micro-batch of its own data-parallel rank alone."""
+    """As if the global-batch loss knew only the micro-batch of its own data-parallel rank."""
     from moefold.model.moe.dispatch import ShardedMicroBatch
 
     ShardedMicroBatch.sum_over_data_parallel = ShardedMicroBatch.sum

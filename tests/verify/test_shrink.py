@@ -212,7 +212,7 @@ def test_attention_work_still_moves(pool: int, kept: int):
 
 @pytest.mark.parametrize(("width", "rank"), [("head", 1), ("dim", 2)])
 def test_the_rank_of_adapters_fits_the_gates_of_a_single_head(width, rank):
-    """Of plain multi-head attention one head is left, whose gates are a matrix [1, H]."""
+    """One head of plain multi-head attention is left, whose gates are a matrix [1, H]."""
     words = ["model.attention.num_kv_heads=8", "model.attention.gate={}", f"model.attention.gate.per={width}"]
     small = shrink(load_config(None, [*words, "lora.rank=8", "checkpoint.init_from=base"]))
     assert (small.model.attention.num_heads, small.lora.rank) == (1, rank)

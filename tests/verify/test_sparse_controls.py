@@ -50,7 +50,7 @@ def _run_with_ties_to_the_last_key(cfg: Config) -> DistributedRecord:
 
 
 def _run_with_the_target_of_own_heads(cfg: Config) -> DistributedRecord:
-    """As if the probabilities were summed over the heads of one rank alone."""
+    """As if the probabilities were summed over the heads of only one rank."""
     from moefold.parallel.tensor_parallel import SequenceParallelTokens
 
     scatter = SequenceParallelTokens.scatter

@@ -1,4 +1,4 @@
-"""The engine computes what the whole text gives: tokens and log-probabilities, under every schedule and mapping."""
+"""The engine gives the results of the whole text: tokens and log-probabilities, under every schedule and mapping."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -192,7 +192,7 @@ def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, completio
 
 
 def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
-    """Compare completions under random schedules with each request's completion alone; return the preemptions seen."""
+    """Compare completions under random schedules with each request by itself; return the preemptions seen."""
     model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
     alone = RolloutEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
     requests = [

@@ -1,4 +1,4 @@
-"""What clients of the OpenAI API send and expect, over an engine whose samples are written in advance."""
+"""Requests and answers of clients of the OpenAI API, over an engine whose samples are written in advance."""
 
 import json
 import re
@@ -334,7 +334,7 @@ def test_a_forced_tool_is_called_by_a_grammar(template):
     ids=["object", "schema", "named tool", "any tool", "free tool"],
 )
 def test_an_answer_cut_inside_its_grammar_ends_by_its_length(template, wanted):
-    """Nothing is lost or made up: the text is what there was, a call that is not complete is none."""
+    """Nothing is lost or made up: the text is unchanged, and a call that is not complete stays text."""
     pytest.importorskip("llguidance", reason="llguidance comes with the extra `serve`")
     whole = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     if "tool_choice" in wanted:

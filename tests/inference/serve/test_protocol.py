@@ -1,4 +1,4 @@
-"""Requests of the API: what is understood, and what is refused with its name."""
+"""Requests of the API: keys that are understood, and keys that are refused by name."""
 
 import json
 from typing import Any

@@ -131,7 +131,7 @@ def test_the_bias_goes_up_for_fewer_and_down_for_more_than_the_mean():
     nothing = torch.zeros(3)
     router.update_bias(torch.tensor([7.0, 1.0, 4.0]), nothing)
     assert router.expert_bias.tolist() == [-0.25, 0.25, 0.0]
-    # An even load leaves it, also where the mean of the counts is no exact number.
+    # An even load leaves it, also where the mean of the counts cannot be represented exactly.
     router.update_bias(torch.full((3,), 1e15 / 3).floor(), nothing)
     assert router.expert_bias.tolist() == [-0.25, 0.25, 0.0]
     assert router.expert_bias.dtype == torch.float32

@@ -66,13 +66,13 @@ def _assert_equal(found, q, k, v, grad):
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), found, (out, lse, *gradients), strict=True):
         assert a.dtype == (torch.float32 if name == "lse" else q.dtype)
         assert a.shape == e.shape
-        # Of the largest value, as in sums of a whole sequence parts cancel; all parts of one token's gradients do.
+        # Relative to the largest value, as parts of long sums cancel; all parts of one token's gradients do.
         error = (a.double() - e).abs() - ROUNDING[a.dtype] * e.abs()
         assert error.max() < 3e-6 * e.abs().max().clamp(min=1.0), (name, float(error.max()))
 
 
 def _passes_token_by_token(q, k, v, grad):
-    """The definition, in which nothing of later tokens occurs, not even times 0."""
+    """The definition, without any term of later tokens, not even times 0."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in leaves[1:])
     out, lse = [], []
@@ -120,7 +120,7 @@ def test_every_length_is_right(kernel, d):
 
 @in_each_type
 def test_memory_may_hold_anything(kernel, monkeypatch, dtype):
-    """Results and scratch memory begin as what is no number, and what is behind tensors is none either."""
+    """Results and scratch memory begin as NaN, and the memory after tensors too."""
     shape = (70, 2, 4, 2, 24)
     plain = _heads(*shape, dtype=dtype)
     expected = _passes(kernel, *plain)
@@ -189,7 +189,7 @@ def test_large_scores_do_not_overflow(kernel):
 
 @cache
 def _given_and_right(value: float, where: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Heads with a value in one place, and what is right for every kernel."""
+    """Heads with a value in one place, and the right result of every kernel."""
     given = dict(zip(("q", "k", "v", "grad"), _heads(150, 1, 2, 1, 24, dtype=dtype), strict=True))
     given[where] = given[where].clone()
     given[where][100, 0, 0, 5] = value

@@ -83,7 +83,7 @@ def test_every_width_is_right(kernel, dtype):
 
 
 def test_long_sums_are_as_good_as_in_the_twin(native):
-    """The gradient of the weight over many rows, of which none cancels another, and squares of long rows."""
+    """The gradient of the weight over many rows, none of which cancels another, and squares of long rows."""
     for shape in ((200_000, 8), (3, 500_000)):
         grad, x, weight = (t.abs() for t in _given(*shape))
         right = _definition(grad, x, weight)
@@ -97,7 +97,7 @@ def test_long_sums_are_as_good_as_in_the_twin(native):
 
 @in_each_type
 def test_memory_may_hold_anything(kernel, monkeypatch, dtype):
-    """Results and scratch memory begin as what is no number, and what is behind rows is none either."""
+    """Results and scratch memory begin as NaN, and the memory after rows too."""
     given = _given(70, 3, 37, dtype=dtype)
     expected = _passes(kernel, *given)
 

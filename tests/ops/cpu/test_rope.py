@@ -1,4 +1,4 @@
-"""Rotation of heads in C equals the definition; its plain twin stands in for what it does not know."""
+"""Rotation of heads in C equals the definition; its plain twin computes the cases that it does not know."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_what_is_not_a_number_arrives(kernel, dtype):
     x[1, 0, 1, 3] = float("nan")
     x[2, 1, 0, 20] = float("inf")
     y, _ = _passes(kernel, x, grad, cos, sin)
-    # A pair turns together; what is behind the pairs stays.
+    # A pair turns together; the values after the pairs stay.
     assert y.isnan().nonzero().tolist() == [[1, 0, 1, 3], [1, 0, 1, 11]]
     assert y.isinf().nonzero().tolist() == [[2, 1, 0, 20]]
 

@@ -64,7 +64,7 @@ FAST = list(zip(SHAPES, CASES, strict=True))
 
 @pytest.mark.parametrize(("kind", "case"), [*FAST, *slow(pair for pair in product(SHAPES, CASES) if pair not in FAST)])
 def test_outputs_states_and_gradients_equal_the_reference(kind: str, case: str) -> None:
-    """Lengths, widths and chunks are no multiples of the kernel's blocks."""
+    """Lengths, widths and chunks are not multiples of the kernel's blocks."""
     inputs = _inputs(kind)
     options = {}
     if case == "given states":

@@ -1,4 +1,4 @@
-"""Experts that sort rows as they read them equal permuting, looping and adding up; so does a run with the kernels."""
+"""Experts that sort rows as they read them equal permuting, looping and adding up; a run with the kernels too."""
 
 from dataclasses import replace
 

@@ -10,7 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _rows(dtype, num_rows, width):
-    """Blocks of very different size, one of them of zeros."""
+    """Blocks of very different size, one full of zeros."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num_rows, width, generator=generator) * torch.logspace(-4, 4, width)
     x[:, :128] *= torch.arange(num_rows).unsqueeze(1) % 3

@@ -1,4 +1,4 @@
-"""Attention of documents in the price of a step: equal documents cost what they did, uneven ones the busiest rank's."""
+"""Attention of documents in the price of a step: no change for equal documents, the busiest rank for uneven ones."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Products, by hand and against what was measured."""
+"""Products, by hand and against measurements."""
 
 from dataclasses import replace
 

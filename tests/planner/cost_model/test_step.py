@@ -1,4 +1,4 @@
-"""A step's time: hand-worked parts, what must be monotone, and what must add up."""
+"""A step's time: hand-worked parts, monotone parts, and sums."""
 
 from dataclasses import replace
 
@@ -384,7 +384,7 @@ def test_a_measured_exposure_of_the_device_takes_the_place_of_the_constant():
     ("seq_len", "cp", "natural", "forced"), [(16384, 1, 237, 295), (32768, 2, 277, 335), (65536, 4, 320, 368)]
 )
 def test_natural_routing_slows_a_step_as_published_pairs_say(seq_len, cp, natural, forced):
-    """published/README.md: TFLOP/s of Qwen3-235B on 256 H100; the mapping is the one of the rows of 64K."""
+    """published/README.md: TFLOP/s of Qwen3-235B on 256 H100; the mapping is the one in the rows of 64K."""
     mapping = ParallelMapping(
         tp=4, cp=cp, pp=8, vpp=4, dp=8 // cp, ep=8, edp=4, recompute=("norms", "moe"),
         dispatcher=find_part("dispatcher", "deepep")(),

@@ -57,7 +57,7 @@ def recipe(preset: str, parallel: dict, batch: int, schedule: str, vpp: int) -> 
 
 
 def estimated(cfg: Config, mapping: ParallelMapping | None = None) -> tuple[Config, MemoryEstimate]:
-    """A recipe with its stages spelled out, and what the planner says of it."""
+    """Return a recipe with its stages spelled out, and the planner's memory for it."""
     shape, device = model_spec_from_config(cfg.model), load_device("h100")
     workload = TrainingWorkload(
         seq_len=cfg.train.seq_len,
@@ -251,7 +251,7 @@ AWAY = [
 
 @pytest.mark.parametrize("case", AWAY, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
 def test_an_update_brings_moments_back(case):
-    """With few activations they are what counts."""
+    """With few activations they decide."""
     preset, parallel, train, model = case
     cfg = load_config(None, [f"model.preset={preset}"])
     batch = TrainConfig(seq_len=64, global_batch_size=64, offload_optimizer="host", **train)

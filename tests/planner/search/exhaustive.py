@@ -68,7 +68,7 @@ def priced(search: Search, probe: ParallelMapping) -> tuple[np.ndarray, np.ndarr
 def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, float]:
     """Seconds of the best mapping of each fold by pricing every mapping; inf where none fits.
 
-    All savers of a mapping are priced at once; that this is what each costs by itself is tested below.
+    All savers of a mapping are priced at once; test_search.py tests that each has the same price by itself.
     """
     found = {}
     for fold, mappings in every_mapping(search, {**(fixed or {}), "recompute": (), "offload": ()}).items():

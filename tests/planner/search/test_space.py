@@ -1,4 +1,4 @@
-"""The enumeration is exact: what brute force finds through the runtime's own `check_config`, no more and no less."""
+"""The enumeration is exact: it equals brute force through the runtime's own `check_config`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +34,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
 DISPATCHERS = ("local", "allgather", "alltoall", "leastloaded", "deepep", "symm_mem")
 UNCOUNTED = {"recompute": ("norms",), "offload": (), "moments": "none"}
 FREE = {"zero": 2, **UNCOUNTED}
-"""What the tuples of brute force have in common, as `test_recompute_and_zero_are_free_of_the_rest` allows."""
+"""Common settings of the tuples of brute force, as `test_recompute_and_zero_are_free_of_the_rest` allows."""
 
 
 def brute_force(cfg: Config, of: int = 1) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -70,7 +70,7 @@ def accepts(cfg: Config, *, fold_only: bool = False) -> bool:
     try:
         check_config(cfg)
     except ConfigError as error:
-        # A fold is refused alone, before any rule between keys; each of its messages speaks of a divisor or an order.
+        # A fold by itself is refused before any rule between keys; its messages speak of a divisor or an order.
         return fold_only and not ("must divide world_size" in str(error) or "different pp groups" in str(error))
     return True
 
@@ -80,7 +80,7 @@ def key(values: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def check_exact(cfg: Config, of: int = 1) -> None:
-    """Compare the enumeration with brute force, and with one of so many of its tuples only if `of` is more than 1."""
+    """Compare the enumeration with brute force, and with one of every `of` tuples if `of` is more than 1."""
     space = MappingSpace(MappingConstraints(cfg), Restriction(fixed=FREE))
     found = [key(values) for values in space]
     assert len(found) == len(set(found)) == space.count()

@@ -109,7 +109,7 @@ def test_exposed_communication_lies_where_nothing_is_computed():
         compute = timeline.spans(rank, COMPUTE)
         exposed = timeline.exposed(rank)
         assert 0 < timeline.exposed_s(rank) < sum(end - start for start, end in busy)
-        # What is left of the collectives is hidden by compute, and compute hides nothing of the exposed ones.
+        # The rest of the collectives is hidden by compute, and compute hides nothing of the exposed ones.
         assert subtract_spans(subtract_spans(busy, exposed), compute) == []
         assert subtract_spans(exposed, compute) == exposed
 

@@ -1,4 +1,4 @@
-"""The all-to-all without duplicates equals the all-to-all, in results, gradients and what overlaps, and sends less."""
+"""The all-to-all without duplicates equals the all-to-all in results, gradients and overlap, and sends less."""
 
 from dataclasses import replace
 from typing import Any

@@ -24,7 +24,7 @@ def exchanged_bytes(cfg: Config) -> int:
     begin = async_collectives.begin_all_to_all
 
     def recorded(x: Tensor, *args: object) -> object:
-        # Of one number a row are the probabilities and the counts.
+        # Probabilities and counts are one number a row.
         sizes.extend([x.nbytes] if x.dim() == 2 and x.shape[1] > 1 else [])
         return begin(x, *args)
 

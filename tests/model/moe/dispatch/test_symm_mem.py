@@ -35,7 +35,7 @@ def _both(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     groups = _groups(sizes)
     mine, ops = _dispatcher(groups, T * K * groups.moe.ep.size)
-    # Twice: buffers are used again, with what was there before.
+    # Twice: buffers are used again, with the values of the first time in them.
     for _ in range(2):
         ops.calls.clear()
         found = run_layer(mine, case, groups, weighs_early)

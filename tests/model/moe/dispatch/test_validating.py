@@ -1,4 +1,4 @@
-"""`faults.check_dispatch`: nothing changes while ranks agree, and one message names what they disagree on."""
+"""`faults.check_dispatch`: nothing changes while ranks agree, and one message names the disagreement."""
 
 import re
 from typing import Any
@@ -76,7 +76,7 @@ def test_ranks_that_agree_get_what_the_dispatcher_gives(pool, sizes):
 
 
 def _message(sizes: dict[str, Any], name: str, fault: str) -> str:
-    """What a rank is told when rank 1 does something else than the others; empty if nothing."""
+    """Return the message on a rank when rank 1 does something else than the others; empty if there is none."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     is_odd = groups.rank == 1
     groups.recorder.begin_step(8 if is_odd and fault == "step" else 7, "forward")
