@@ -80,7 +80,7 @@ def _nested(levels: int) -> list[object]:
     return document
 
 
-def test_what_is_written_can_be_read(tmp_path: Path):
+def test_written_files_can_be_read(tmp_path: Path):
     file = tmp_path / "x.json"
     for document in ({"a": [1, "é", None]}, _nested(100)):
         file.write_text(format_json(document, 1 << 20))

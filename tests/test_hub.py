@@ -63,7 +63,7 @@ def test_a_name_is_a_snapshot_without_other_formats(hub: Hub):
     assert snapshot(f"hf://me/model@{sha}", "model") == folder
 
 
-def test_a_part_is_downloaded_alone(hub: Hub):
+def test_a_part_is_downloaded_by_itself(hub: Hub):
     assert [path.name for path in snapshot("hf://me/model", "model", patterns=("tokenizer*",)).iterdir()] == [
         "tokenizer.json"
     ]
@@ -98,7 +98,7 @@ def test_a_download_that_broke_off_is_continued(hub: Hub, monkeypatch):
         ("hf:///model", "must have the form hf://ORG/NAME"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_the_way_out(hub: Hub, name, message):
+def test_an_unreadable_path_is_named_with_the_way_out(hub: Hub, name, message):
     with pytest.raises(ConfigError, match=message):
         weights_path(name)
 

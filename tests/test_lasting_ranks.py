@@ -56,6 +56,6 @@ def _leave_a_hook() -> None:
     ("leave", "named"),
     [(_replace_a_function, "left shard_data_parallel behind"), (_leave_a_hook, "left _global_forward_hooks behind")],
 )
-def test_what_a_call_leaves_is_an_error(pool, leave, named):
+def test_leftovers_of_a_call_are_an_error(pool, leave, named):
     with pytest.raises(WorkerError, match=named):
         pool.run(1, leave)

@@ -49,5 +49,5 @@ def _differing() -> list[str]:
 
 
 @pytest.mark.parity
-def test_the_short_answers_are_those_of_torch(pool):
+def test_the_short_answers_equal_torch(pool):
     assert pool.run(2, _differing) == [[], []]

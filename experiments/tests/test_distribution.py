@@ -48,7 +48,7 @@ def test_parts_are_read_without_torch():
 
 @pytest.mark.parametrize(("group", "kind"), KINDS)
 @pytest.mark.parametrize("form", ["{}", '{{kind="{}"}}'])
-def test_without_the_distribution_a_recipe_is_told_what_to_install(monkeypatch, group, kind, form):
+def test_without_the_distribution_a_recipe_names_the_package_to_install(monkeypatch, group, kind, form):
     for module in (part_registry, plugins, part_table):
         monkeypatch.setattr(module, "entry_points_of", lambda group: {})
     part_registry.kinds.cache_clear()

@@ -58,7 +58,7 @@ def test_rounds_of_co2_stay_whole_and_top_k_stays_top_k(tmp_path):
     assert 500 / 128 < sum(plan.recipe.exchanges_s) < 500 / 30
 
 
-def test_what_a_method_fixes_stays(tmp_path):
+def test_fixed_keys_of_a_method_stay(tmp_path):
     """Top-k has a format of its own, CO2 an overlap of a whole round, and merged experts a multiple of `every`."""
     cfg, plan = planned(tmp_path, bytes_per_s=1e4, **SPARSE)
     assert [rate.settings.precision for rate, _ in plan.options] == ["float32"]

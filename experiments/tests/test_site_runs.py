@@ -132,7 +132,7 @@ def train_and_fail_before_the_vote(cfg: Config) -> str:
 
 
 @pytest.mark.slow
-def test_site_lost_in_an_exchange_of_pairs_voids_the_round_of_its_pair_alone(pool, tmp_path):
+def test_site_lost_in_an_exchange_of_pairs_voids_only_the_round_of_its_pair(pool, tmp_path):
     cfg = recipe(tmp_path, 8, NOLOCO | {"every": 3, "overlap": 1})
     with Server().running() as server:
         jobs = [of_site(cfg, n, server.port) for n in range(4)]

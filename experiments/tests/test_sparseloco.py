@@ -84,7 +84,7 @@ def test_ranks_with_the_same_shard_decode_the_same_values(bits):
 
 @pytest.mark.parametrize("bits", [32, 8, 2])
 @pytest.mark.parametrize("beta", [1.0, 0.9])
-def test_residual_keeps_what_the_code_loses(bits, beta):
+def test_residual_keeps_the_loss_of_the_code(bits, beta):
     check_residual(SitesConfig(count=2, residual=beta, method=SparseLoCo(density=1 / 1024, bits=bits)))
 
 

@@ -57,7 +57,7 @@ def test_replicas_have_the_same_bits_after_100_steps(pool, dtype):
     assert other != first
 
 
-def test_a_resume_gives_the_same_bits_and_stores_weights_alone(pool, tmp_path):
+def test_a_resume_gives_the_same_bits_and_stores_only_weights(pool, tmp_path):
     whole, first, second = (
         recipe(tmp_path / name, steps, dtype="float32", train=SPSA, world_size=2, ep=2, zero=3)
         for name, steps in (("whole", 2), ("parts", 1), ("parts", 2))

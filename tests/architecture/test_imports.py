@@ -124,7 +124,7 @@ def test_stray_communication_is_found(tmp_path, snippet):
         "x.dist.y",
     ],
 )
-def test_what_does_not_communicate_is_not_found(tmp_path, snippet):
+def test_code_without_communication_is_not_found(tmp_path, snippet):
     path = tmp_path / "snippet.py"
     path.write_text(snippet)
     assert rules.stray_communication(path, tmp_path) == []

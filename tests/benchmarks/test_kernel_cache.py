@@ -102,7 +102,7 @@ def test_carried_kernels_are_counted(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no archive"])
-def test_an_archive_without_kernels_costs_compilation_alone(tmp_path, monkeypatch, capsys, content):
+def test_an_archive_without_kernels_costs_only_compilation(tmp_path, monkeypatch, capsys, content):
     monkeypatch.setenv(gpu_half_hour.CACHE_VARIABLE, str(tmp_path / "there"))
     archive = tmp_path / "kernels.tar.xz"
     if content is not None:

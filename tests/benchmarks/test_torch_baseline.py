@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_ours(kind):
         assert (parameter.grad - ours[name]).norm() <= 2e-6 * ours[name].norm(), name
 
 
-def test_what_it_cannot_compute_is_said():
+def test_it_names_what_it_cannot_compute():
     plain = load_config(None, SIZES).model
     assert baseline_unsupported_reason(plain, with_attention=True) == ""
     assert "router" in baseline_unsupported_reason(

@@ -300,7 +300,7 @@ def test_smoothing_is_by_step_at_every_zoom_and_leaves_schedules_and_held_out_va
     assert page.problems == []
 
 
-def test_what_is_shown_is_in_the_address_and_comes_back(page, folder):
+def test_the_view_is_in_the_address_and_comes_back(page, folder):
     state = (
         "JSON.stringify([[...document.querySelectorAll('.toolbar select, .toolbar input')].map((one) => one.value),"
         f"{LOSS}.querySelector('button').getAttribute('aria-pressed'), {LOSS}.className.trim(),"

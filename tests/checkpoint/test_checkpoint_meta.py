@@ -41,7 +41,7 @@ def test_meta_comes_back(tmp_path):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_folder_that_is_no_checkpoint(tmp_path, content, message):
+def test_a_folder_that_is_not_a_checkpoint(tmp_path, content, message):
     if content is not None:
         (tmp_path / META_FILE).write_text(content)
     with pytest.raises(ConfigError, match=message):

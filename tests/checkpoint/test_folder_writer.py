@@ -205,7 +205,7 @@ def _replace_own(cfg: Config) -> list[str]:
     return [_save(saver, step, 1.0) for step in (1, 2, 1)]
 
 
-def test_a_job_replaces_what_it_wrote_and_what_it_found(pool, tmp_path):
+def test_a_job_replaces_files_that_it_wrote_or_found(pool, tmp_path):
     cfg = recipe(tmp_path, 1)
     for _ in range(2):
         assert pool.run(1, _replace_own, cfg) == [["", "", ""]]

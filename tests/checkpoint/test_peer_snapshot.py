@@ -224,7 +224,7 @@ def test_the_others_restore_every_byte_of_lost_ranks_under_another_mapping(pool,
         assert bool(message) == bool(DAMAGES[damage])
 
 
-def test_a_shard_that_is_lost_with_its_peer_is_no_step_to_go_on_from():
+def test_a_step_whose_shard_is_lost_with_its_peer_cannot_be_resumed():
     layout = SnapshotLayout((1, 2, 3, 0), tuple(((rank,), rank) for rank in range(4)))
     held = {rank: {4: frozenset({rank, (rank - 1) % 4})} for rank in range(4)}
 

@@ -311,7 +311,7 @@ def _explained(causes: list[Exception], disk: Path | None) -> str:
     return str(error.value)
 
 
-def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
+def test_a_full_disk_is_reported_before_its_consequences(tmp_path):
     after, full = RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")
     draft = tmp_checkpoint_path(tmp_path, 1, "job")
     draft.mkdir()

@@ -135,7 +135,7 @@ def test_verify_names_a_description_that_cannot_be_loaded(copy, capsys, change, 
     assert (out.count("\n"), error) == (1, "")
 
 
-def test_verify_names_what_is_damaged(copy, capsys):
+def test_verify_names_damaged_files(copy, capsys):
     assert main(_words("verify", copy)) == 0
     assert [line.rsplit(": ", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["sound", "sound"]
     damaged = copy / "checkpoints" / STEPS[0]
@@ -158,7 +158,7 @@ def test_diff_of_equals_and_of_others(run, copy, capsys):
     assert all(0 < difference["max_abs"] < 0.1 for difference in found["tensors"])
 
 
-def test_diff_shortens_what_is_long(run, capsys):
+def test_diff_shortens_long_values(run, capsys):
     assert main(_words("diff", run / "checkpoints" / STEPS[0], run)) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("guard.last: ")]
     assert len(line) < 250
@@ -216,7 +216,7 @@ def test_a_checkpoint_without_its_description_is_listed_and_is_damaged(copy, cap
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_rm_does_not_leave_a_damaged_one_alone(copy, capsys):
+def test_rm_does_not_leave_only_damaged_checkpoints(copy, capsys):
     first, last = (copy / "checkpoints" / step for step in STEPS)
     _flip(first)
     assert main(_words("rm", last)) == 2

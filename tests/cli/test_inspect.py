@@ -69,7 +69,7 @@ def test_of_many_experts_the_fullest_and_the_emptiest(tmp_path):
     assert "80 experts between the busiest and the idlest left out" in text
 
 
-def test_metrics_alone_name_no_expert(tmp_path):
+def test_without_expert_counts_no_expert_is_named(tmp_path):
     (write_unbalanced_run(tmp_path) / "expert_counts.bin").unlink()
     text = _text(tmp_path)
     assert "recorded in metrics.jsonl" in text

@@ -181,7 +181,7 @@ def stage_texts(tree) -> list[list[str]]:
     return [texts[i + 1 : stop] for i, stop in zip(starts, [*starts[1:], len(texts)], strict=True)]
 
 
-def test_every_stage_shows_its_rank_its_layers_and_what_they_cost(tmp_path):
+def test_every_stage_shows_its_rank_its_layers_and_their_cost(tmp_path):
     cfg = staged("E|t|||t*3|t||tmL", virtual_stages=2, schedule="zbv")
     plan = plan_stages(cfg)
     tree = draw(tmp_path, fold(world_size=4, pp=4), 8, plan, cfg)
@@ -210,7 +210,7 @@ def test_bars_are_as_long_as_the_loads(tmp_path):
         assert drawn == pytest.approx([max(drawn) * cost / max(of_stage) for cost in of_stage], rel=1e-3)
 
 
-def test_without_a_recipe_the_stages_show_their_layers_alone(tmp_path):
+def test_without_a_recipe_the_stages_show_only_their_layers(tmp_path):
     plan = plan_stages(staged("Et|tt|tt|tmL"))
     rows = stage_texts(draw(tmp_path, fold(world_size=4, pp=4), 8, plan))
     assert rows == [

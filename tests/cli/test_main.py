@@ -132,7 +132,7 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch):
         main(["layout"])
 
 
-def test_closed_output_pipe_is_no_error():
+def test_closed_output_pipe_is_not_an_error():
     read_end, write_end = os.pipe()
     os.close(read_end)
     program = "import sys; from moefold.cli.main import main; sys.exit(main())"

@@ -155,5 +155,5 @@ def _beside(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all-to-all", "gather"])
-def test_what_is_computed_between_hides_the_exchange_in_both_directions(pool, kind):
+def test_compute_between_start_and_end_hides_the_exchange_in_both_directions(pool, kind):
     pool.run(2, _beside, kind)

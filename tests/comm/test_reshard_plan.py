@@ -177,7 +177,7 @@ def test_the_bytes_of_boxes():
     assert held_bytes({"a": Box((0, 1), (2, 3)), "b": whole_box((4,))}, {"a": 4, "b": 2}) == 32
 
 
-def test_what_cannot_be_planned():
+def test_changes_that_cannot_be_planned():
     source = _sharding({"world_size": 8})
     sizes = dict.fromkeys(source.shapes, 4)
     for first in (0, 4):

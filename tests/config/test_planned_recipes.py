@@ -77,7 +77,7 @@ def test_a_planned_recipe_is_valid_has_the_mapping_of_its_head_and_fits(recipe):
 
 
 @pytest.mark.parametrize("recipe", PLANNED, ids=by_path)
-def test_a_planned_recipe_differs_from_its_base_in_what_was_planned_alone(recipe):
+def test_a_planned_recipe_differs_from_its_base_only_in_planned_keys(recipe):
     base = load_config(base_of(recipe))
     assert base.parallel.mapping == "auto"
     assert settings(load_config(ROOT / recipe.path)) == settings(base)

@@ -119,7 +119,7 @@ def test_the_quickstart_preset_is_small():
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_says_what_it_is_and_counts_right(name):
+def test_every_preset_has_a_description_and_counts_right(name):
     summary = preset_summary(name)
     count = count_parameters(load_config(None, [f"model.preset={name}"]).model)
     stated = re.search(r"([0-9.]+)([BM]) parameters", summary)

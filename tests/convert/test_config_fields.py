@@ -47,7 +47,7 @@ def test_presets_have_the_family_of_their_name(preset):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_family_writes_reads_back(tmp_path, family):
+def test_a_written_config_of_a_family_reads_back(tmp_path, family):
     """From a random config of each family: the same model, and the same keys."""
     keys = FAMILIES[family].write(model_of_family(family))
     (tmp_path / "config.json").write_text(json.dumps(keys))
@@ -74,7 +74,7 @@ _SPECIAL["deepseek_v32"] |= {"n_group": 2, "topk_group": 1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_key_that_is_absent_means_what_transformers_takes_for_it(family):
+def test_an_absent_key_has_the_default_of_transformers(family):
     """Each key is deleted in turn; a family may refuse the folder, but must not read another model into it."""
     transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
     whole = FAMILIES[family].write(model_of_family(family))
@@ -138,7 +138,7 @@ def test_deepseek_v3_has_groups_unless_it_says_otherwise():
         ({"attention.rope_fraction": 0.5}, "attention.rope_fraction"),
     ],
 )
-def test_a_family_refuses_what_it_cannot_say(change, reason):
+def test_a_family_refuses_settings_that_it_cannot_write(change, reason):
     model = edit_model(ModelConfig(), change)
     assert family_unsupported_reason(FAMILIES["mixtral"], ModelConfig()) == ""
     assert reason in family_unsupported_reason(FAMILIES["mixtral"], model)
@@ -274,7 +274,7 @@ def test_sparse_layers_come_by_step_and_by_list():
     ]
 
 
-def test_of_two_rotations_the_one_that_transformers_takes():
+def test_the_rotation_that_transformers_takes_of_two():
     transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
     both = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},

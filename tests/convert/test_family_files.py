@@ -202,7 +202,7 @@ def test_keys_that_are_unknown_or_mean_other_mathematics_are_refused(name):
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
-def test_a_key_that_the_text_model_lacks_means_what_transformers_takes_for_it(name):
+def test_a_key_that_the_text_model_lacks_has_the_default_of_transformers(name):
     family = FILED[name]
     # Sizes that fit the default sizes of the configuration classes.
     heads = {"num_attention_heads": 128, "num_key_value_heads": 128 if "kv_lora_rank" in options_of(family) else 64}
@@ -232,7 +232,7 @@ def _outcome(keys: dict[str, Any]) -> ModelConfig | str:
     return edit_model(model, {"attention.head_dim": size}) if model.attention.kind == "gqa" else model
 
 
-def test_older_keys_of_sarvam_mla_mean_what_transformers_makes_of_them():
+def test_older_keys_of_sarvam_mla_mean_the_same_as_in_transformers():
     yarn = {"factor": 40, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
     older = {"model_type": "sarvam_mla", "rope_scaling": {"type": "deepseek_yarn", **yarn}, "rope_theta": 300.0}
     sizes = {key: value for key, value in _keys("sarvam-mla").items() if key in first_sizes(FILED["sarvam-mla"])}

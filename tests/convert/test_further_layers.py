@@ -194,7 +194,7 @@ def test_a_folder_need_not_repeat_embedding_and_head(tmp_path):
     assert_same_folder(folder, tmp_path / "again")
 
 
-def test_what_transformers_counts_and_does_not_save_is_noted(tmp_path, capsys):
+def test_tensors_that_transformers_counts_but_does_not_save_are_noted(tmp_path, capsys):
     """It writes num_nextn_predict_layers=1 beside a model that it loaded without that layer."""
     folder = add_tokenizer(save_model(make_model("deepseek-v3"), tmp_path / "hf"))
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1

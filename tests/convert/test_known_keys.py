@@ -86,7 +86,7 @@ def _with_nested(keys: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, An
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_class_of_transformers_declares_is_read_or_refused(family):
+def test_every_key_that_the_class_of_transformers_declares_is_read_or_refused(family):
     """Each declared key that the family does not read is refused with another value than the default."""
     keys = _keys(family)
     known = config_known_keys(family)
@@ -120,7 +120,7 @@ def _is_size(key: str) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_is_read(family):
+def test_files_of_transformers_are_read(family):
     transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
     config = transformers.AutoConfig.for_model(**_keys(family))
     config.architectures = [FAMILIES[family].architecture]

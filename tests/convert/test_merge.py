@@ -69,7 +69,7 @@ def _merge(out: Path, *checkpoints: Path, weights: tuple[float, ...] = ()) -> Pa
     return out
 
 
-def test_one_checkpoint_alone_keeps_every_bit(runs, tmp_path):
+def test_a_merge_of_one_checkpoint_keeps_every_bit(runs, tmp_path):
     merged = _merge(tmp_path / "merged", runs / "code", weights=(3.0,))
     assert differing_tensors(merged, _newest(runs / "code"), "model.") == []
     assert not any(tensor.name.startswith("optimizer.") for tensor in stored_tensors(merged))
@@ -248,7 +248,7 @@ def test_other_seeds_are_refused(runs, tmp_path, capsys):
         (["math", "code", "--out", "math"], "'math' exists; name another folder, or remove it"),
     ],
 )
-def test_what_cannot_be_merged_is_one_line(runs, tmp_path, monkeypatch, capsys, words, message):
+def test_a_refused_merge_is_one_line(runs, tmp_path, monkeypatch, capsys, words, message):
     for name in ("math", "code"):
         (tmp_path / name).symlink_to(runs / name)
     (tmp_path / "hf").mkdir()

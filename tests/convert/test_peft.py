@@ -303,7 +303,7 @@ def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, ca
         ),
     ],
 )
-def test_what_has_no_effect_or_fits_nothing_is_refused(folder, monkeypatch, capsys, words, message):
+def test_options_without_effect_or_match_are_refused(folder, monkeypatch, capsys, words, message):
     monkeypatch.chdir(folder)
     assert main(words) == 2
     assert message in capsys.readouterr().err

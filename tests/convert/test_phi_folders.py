@@ -61,7 +61,7 @@ def test_keys_of_the_released_folders_are_read(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_not_computed_is_refused(tmp_path, change, message):
+def test_options_that_are_not_computed_are_refused(tmp_path, change, message):
     with pytest.raises(ConfigError) as raised:
         read_model_config(_folder(tmp_path, change))
     assert message in str(raised.value)

@@ -85,7 +85,7 @@ def test_a_head_that_repeats_the_embedding_comes_back(tmp_path, capsys, is_split
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "half"), "--dtype", "bfloat16", "--check"]) == 0
 
 
-def test_what_is_said_is_so_and_can_be_typed(tmp_path, monkeypatch, capsys):
+def test_messages_are_true_and_their_commands_can_be_typed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder_of(tmp_path, "llama", shard="8KB").rename("hf x")
     assert main(["import", "hf x", "my ckpt"]) == 0
@@ -99,7 +99,7 @@ def test_what_is_said_is_so_and_can_be_typed(tmp_path, monkeypatch, capsys):
     assert "'my ckpt/recipe.toml' is a file; name a run, or a folder of checkpoints" in capsys.readouterr().err
 
 
-def test_what_is_computed_is_listed_and_not_written_again(tmp_path, capsys):
+def test_computed_tensors_are_listed_and_not_written_again(tmp_path, capsys):
     folder = add_tokenizer(save_model(make_model("llama"), tmp_path / "hf"))
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"

@@ -50,7 +50,7 @@ def test_a_tokenizer_goes_out_with_the_run_that_read_text_with_it(place, capsys)
     assert "1 optimizer steps, 32 tokens" in card
 
 
-def test_what_lies_beside_a_tokenizer_goes_out_with_it(place, capsys):
+def test_files_beside_a_tokenizer_are_exported_with_it(place, capsys):
     """The folder may be named instead of the file; a template that changed since is exported as it was in training."""
     trained = make_tokenizer(Path("words/tokenizer.json"), special=("<stop>",))
     settings = {"eos_token": "<stop>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}

@@ -144,7 +144,7 @@ def upcycled_logits(folder: Path, cfg: Config, tokens: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_what_promises_to_start_equal_does(dense, kind):
+def test_an_upcycling_that_promises_to_start_equal_does(dense, kind):
     theirs, folder = dense
     cfg = config_of(folder, SETTINGS[kind])
     assert preserves_outputs(cfg.model, cfg.checkpoint.upcycle)
@@ -154,7 +154,7 @@ def test_what_promises_to_start_equal_does(dense, kind):
 
 
 @pytest.mark.parametrize("kind", BREAKS)
-def test_what_does_not_promise_it_does_not(dense, kind):
+def test_an_upcycling_without_that_promise_starts_otherwise(dense, kind):
     theirs, folder = dense
     cfg = config_of(folder, SETTINGS["slices"] | BREAKS[kind])
     assert not preserves_outputs(cfg.model, cfg.checkpoint.upcycle)
@@ -275,7 +275,7 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
         ),
     ],
 )
-def test_what_cannot_be_upcycled_is_one_message(dense, tmp_path, capsys, words, message):
+def test_a_refused_upcycling_is_one_message(dense, tmp_path, capsys, words, message):
     _, folder = dense
     assert main(["upcycle", str(folder), str(tmp_path / "moe"), *words]) == 2
     assert message in capsys.readouterr().err
@@ -345,7 +345,7 @@ def test_a_model_with_experts_is_not_upcycled(tmp_path, capsys, name):
     assert "it has experts already" in capsys.readouterr().err
 
 
-def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_path, monkeypatch, capsys):
+def test_a_result_that_no_family_computes_is_noted_with_a_way_to_a_family(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     add_tokenizer(save_model(make_model("qwen2"), Path("hf")))
     words = ["model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]

@@ -119,7 +119,7 @@ def test_products_in_c_hold_no_more_than_the_formulas_say(monkeypatch, parts, dt
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", *slow([("float64",)])])
 @pytest.mark.parametrize("parts", CHOICES, ids=lambda parts: "+".join(parts) or "nothing")
-def test_every_choice_of_what_is_made_again(parts, dtype):
+def test_every_choice_of_recompute(parts, dtype):
     cfg = memory_config(dtype, train={"recompute": parts})
     assert_memory_close(cfg, [measure_one_rank(cfg)])
 
@@ -469,7 +469,7 @@ def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
 @pytest.mark.parametrize("saves_fc1", [True, False])
 @pytest.mark.parametrize("weight_in_expert", [True, False])
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
-def test_grouped_experts_behind_an_all_to_all_save_what_their_formula_says(kernels, weight_in_expert, saves_fc1):
+def test_grouped_experts_after_an_all_to_all_save_the_bytes_of_their_formula(kernels, weight_in_expert, saves_fc1):
     cfg = memory_config("bfloat16", moe={"weight_in_expert": weight_in_expert})
     cfg = replace(cfg, run=replace(cfg.run, kernels=kernels))
     recompute = frozenset() if saves_fc1 else frozenset({"expert_activation"})
@@ -530,7 +530,7 @@ def test_a_receive_buffer_is_counted_as_a_whole(pool, factor):
 
 
 @pytest.mark.parametrize("train", [{}, {"optimizer": "muon"}], ids=["adamw", "muon"])
-def test_frozen_weights_have_neither_gradients_nor_moments(train):
+def test_frozen_weights_have_no_gradients_and_no_moments(train):
     cfg = memory_config(model=LATENT | SPARSE | {"mtp_layers": 1}, train={"indexer_stage": "warmup"} | train)
     rank = measure_one_rank(cfg)
     assert_states(cfg, [rank])

@@ -23,7 +23,7 @@ from tests.cost.measured_memory import memory_config as config_of
         ),
     ],
 )
-def test_adapters_alone_have_gradients_and_moments(dtype, model, lora, train):
+def test_only_adapters_have_gradients_and_moments(dtype, model, lora, train):
     cfg = replace(config_of(dtype, model=model, train=train), lora=LoraConfig(**lora))
     check_config(cfg)
     rank = on_one_rank(cfg)

@@ -82,7 +82,7 @@ def test_a_pass_has_a_stretch_for_each_exchange_and_one_more(schedule, parts):
 
 @pytest.mark.parametrize("kernels", [CPU_KERNELS, CUDA_KERNELS], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [(), ("norms", "shared_experts"), ("moe",), ("layer",)])
-def test_a_forward_pass_ends_with_what_a_backward_pass_begins_with(parts, kernels):
+def test_a_forward_pass_ends_with_the_tensors_that_a_backward_pass_begins_with(parts, kernels):
     cfg = _config(parts, world_size=4, ep=4)
     cfg = replace(cfg, model=edit_model(cfg.model, {"ffn.moe.shared.intermediate_size": 64}))
     formula = activation_memory(cfg, kernels=kernels)

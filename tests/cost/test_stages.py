@@ -40,7 +40,7 @@ def _config(
 
 
 @pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layer_pattern": "M"}])
-def test_the_parts_cost_what_the_model_costs(model):
+def test_the_costs_of_the_parts_add_up_to_the_model(model):
     cfg = _config(model=model)
     loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
     assert sum(load.flops for load in loads) == train_flops_per_token(cfg.model, cfg.train.seq_len).forward

@@ -265,7 +265,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_what_cannot_be_used_is_named(tmp_path: Path, line: str):
+def test_unusable_files_are_named(tmp_path: Path, line: str):
     with pytest.raises(ConfigError, match=r"rows.jsonl:2\b.*" + BAD[line]):
         open_rows(tmp_path, f'{{"prompt": "a", "response": "b"}}\n{line}\n', CHATML, None)
 

@@ -160,7 +160,7 @@ def test_mixtures_of_conversations(chats: Path):
         ('{"messages": [{"role": "user", "content": "b"}]}\n', "none of 1 conversations has a response"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path: Path, content: str, words: str):
+def test_unusable_files_are_named(tmp_path: Path, content: str, words: str):
     (tmp_path / "a.jsonl").write_text(content)
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}")

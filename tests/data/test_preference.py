@@ -78,7 +78,7 @@ def test_formats_of_a_labelled_completion():
     ],
     ids=str,
 )
-def test_a_row_that_is_no_pair_is_refused_with_its_line(fields, message):
+def test_a_row_that_is_not_a_pair_is_refused_with_its_line(fields, message):
     with pytest.raises(ConfigError) as error:
         parse_pair(_record(**fields))
     assert "rows.jsonl:7" in str(error.value)

@@ -49,7 +49,7 @@ def test_the_smallest_type_that_holds_every_expert(num_experts, name):
 
 
 @pytest.mark.parametrize("num_experts", [8, 300, 40_000])
-def test_what_is_written_is_read(tmp_path, num_experts):
+def test_written_records_are_read(tmp_path, num_experts):
     shape = replace(SHAPE, num_experts=num_experts)
     trace = _write(tmp_path, [1, 5], shape)
     assert (trace.shape, trace.steps) == (shape, [1, 5])

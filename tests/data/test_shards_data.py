@@ -81,7 +81,7 @@ def test_mixture_continues_with_the_other_samples_of_each_part(tmp_path):
     assert all(whole.locate(i)[0] == 1 for i in all_of_one.next_sample_indices(0, 50))  # type: ignore[attr-defined]
 
 
-def test_what_is_left_out_otherwise_is_stepped_over(tmp_path):
+def test_samples_left_out_for_another_reason_are_stepped_over(tmp_path):
     row = opened(recipe(str(owned(tmp_path / "tokens"))), {}).train
     left_out = (range(8, 12), range(12, 16))
     batches = [list(row.next_sample_indices(first, 4, left_out)) for first in (0, 4, 8, 12, 16)]

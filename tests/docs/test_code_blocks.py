@@ -166,7 +166,7 @@ def _check(block: Block) -> None:
 
 
 @pytest.mark.parametrize(("kind", "read"), [("device file", load_device), ("lengths file", load_distribution)])
-def test_other_files_are_read_by_what_reads_them(kind, read, tmp_path):
+def test_other_files_are_read_by_their_readers(kind, read, tmp_path):
     found = [block for page in CURRENT for block in blocks(page) if block.kind == kind]
     assert found
     for block in found:

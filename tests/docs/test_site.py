@@ -182,7 +182,7 @@ NUM_SEEN = 2
 
 
 @pytest.mark.slow
-def test_the_search_finds_what_readers_type(site, browser, tmp_path):
+def test_the_search_finds_the_words_of_readers(site, browser, tmp_path):
     found = {query: [_place(link) for link in links] for query, links in search(site, QUERIES, tmp_path).items()}
     seen = {query: links[:NUM_SEEN] for query, links in found.items()}
     assert {query: seen[query] for query, page in QUERIES.items() if page not in seen[query]} == {}

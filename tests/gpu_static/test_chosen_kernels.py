@@ -75,7 +75,7 @@ def _generated(cfg):
 
 
 @pytest.mark.slow
-def test_generation_records_and_names_what_it_measured(recipe, caplog):
+def test_generation_records_and_names_its_measurements(recipe, caplog):
     with caplog.at_level(logging.INFO):
         tokens, message = _generated(recipe)
     assert "recorded times" not in message

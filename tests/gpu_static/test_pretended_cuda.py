@@ -183,7 +183,7 @@ def _decoded(with_kernel, window):
 
 @pytest.mark.skipif(not cuda_flash_attention_reads_pages(), reason="torch takes no block table")
 @pytest.mark.parametrize("window", [0, 50])
-def test_pages_that_are_read_give_what_gathered_pages_give(window):
+def test_reading_pages_equals_gathering_pages(window):
     device_refusal.cache_clear()
     with pretended_cuda():
         gathered, reason = _decoded(False, window)
@@ -247,7 +247,7 @@ def test_the_notice_counts_the_layers_whose_pages_are_read(model, kind, expected
     ("name", "cache"),
     [("plain", "latents"), ("MLA", "latents"), ("MLA", "heads"), ("chunked attention", "latents")],
 )
-def test_the_first_pass_reports_what_the_notice_says(caplog, name, cache):
+def test_the_first_pass_reports_the_text_of_the_notice(caplog, name, cache):
     cfg = tiny(model=FAMILIES[name], train={"seq_len": 96, "global_batch_size": 1})
     cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="auto"))
     with pretended_cuda(), caplog.at_level(logging.INFO):
@@ -296,7 +296,7 @@ def test_tokens_are_drawn_on_the_device():
 def test_gpu_tests_of_moments_can_pass(tmp_path):
     """A row of the GPU tests; `test_gpu_tests_pass_on_the_pretended_device` runs the others."""
     with pretended_cuda():
-        test_moments.test_moments_outside_of_the_gpu_give_the_same_bits(tmp_path, "adamw", "float32", "host")
+        test_moments.test_moments_outside_the_gpu_give_the_same_bits(tmp_path, "adamw", "float32", "host")
 
 
 def test_gpu_tests_of_past_windows_can_pass():
@@ -309,7 +309,7 @@ def test_gpu_tests_of_experts_can_pass():
         test_experts.test_grouped_kernel_equals_the_loop_on_cuda((3, 0, 5, 2))
 
 
-def test_a_query_that_attends_to_no_key_is_no_window():
+def test_a_query_that_attends_to_no_key_is_not_a_window():
     """The flash kernel would read the window of -1 as no limit."""
     with pretended_cuda(), pytest.raises(AssertionError, match="the last query attends to no key"):
         AttentionMaskSpec(200).past_mask(range(400, 550), range(100, 350), _bfloat16(250, 1, 2, 16))
@@ -437,7 +437,7 @@ def test_a_wait_of_the_host_and_a_copy_that_is_not_pinned_are_noticed(transfer, 
         lambda x: torch.tensor([1.0, 2.0], device=x.device),
     ],
 )
-def test_what_is_made_for_the_device_is_on_it(make):
+def test_tensors_made_for_the_device_are_on_it(make):
     with pretended_cuda():
         x = torch.ones(2, device="cuda")
         y = make(x)

@@ -30,7 +30,7 @@ def group(name: str, version: int, limit: str, usage: int, cache: int) -> dict[s
     return dict(zip((f"{name}/{file}" for file in (*names[:2], "memory.stat")), (limit, str(usage), stat), strict=True))
 
 
-def test_what_is_available_counts_with_free_swap(tmp_path):
+def test_available_memory_includes_free_swap(tmp_path):
     assert available_host_memory(machine(tmp_path)).size == 1000 * MIB
     room = available_host_memory(machine(tmp_path, swap=2048))
     assert (room.size, room.description) == (1002 * MIB, "free on this machine, swap included")

@@ -106,7 +106,7 @@ def test_draws_from_a_vocabulary_that_tp_does_not_divide(pool, tmp_path):
 
 
 @pytest.mark.parametrize("mapping", [MAPPINGS[0], MAPPINGS[3]], ids=name)
-def test_an_end_of_text_ends_its_sample_alone(pool, mixtral, mapping):
+def test_an_end_of_text_ends_only_its_sample(pool, mixtral, mapping):
     whole = pool.run(1, run_generation, mixtral, {}, GREEDY)[0]
     eos = whole[0].tokens[4]
     for rank in pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, GREEDY, eos):

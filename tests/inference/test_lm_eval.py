@@ -190,7 +190,7 @@ def test_chat_templates_that_are_not_there_are_refused(lm):
 
 
 @pytest.mark.e2e
-def test_what_lm_eval_refuses_is_one_message_before_weights_are_read(folder, tmp_path):
+def test_a_refusal_of_lm_eval_is_one_message_before_weights_are_read(folder, tmp_path):
     import shutil
 
     from tests.e2e.command import moefold

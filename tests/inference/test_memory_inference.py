@@ -44,7 +44,7 @@ def test_the_cache_and_the_weights_are_as_large_as_computed(pool, tmp_path, kind
         ),
     ],
 )
-def test_what_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys, words, message):
+def test_a_cache_that_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys, words, message):
     described_run(tmp_path)
     (tmp_path / "text").write_text("the text of a file")
     assert main(words.format(run=tmp_path).split() + ["--device", "cpu"]) == 2

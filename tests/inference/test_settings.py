@@ -85,7 +85,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_what_evaluation_refuses(source, override):
+def test_refusals_of_evaluation(source, override):
     with pytest.raises(ConfigError) as error:
         inference_config(source, wish(override), "evaluate")
     assert REFUSED[override] in str(error.value)
@@ -100,7 +100,7 @@ def test_what_evaluation_refuses(source, override):
         (["moe.eval_capacity_factor=1.0"], "moe.eval_capacity_factor cannot be set here"),
     ],
 )
-def test_what_generation_refuses(source, overrides, message):
+def test_refusals_of_generation(source, overrides, message):
     with pytest.raises(ConfigError, match=message):
         inference_config(source, wish(*overrides), "generate")
 

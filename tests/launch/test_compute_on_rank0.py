@@ -36,7 +36,7 @@ def said_by_ranks(answer) -> list[JsonDict | str]:
         return list(threads.map(ask, range(RANKS)))
 
 
-def test_all_ranks_take_what_the_first_makes_of_what_all_say():
+def test_all_ranks_take_the_result_that_the_first_computes_from_all_values():
     found = said_by_ranks(lambda rank, said: {"by": rank, "memory": [facts["memory"] for facts in said]})
     assert found == [{"by": 0, "memory": [1, 10, 100]}] * RANKS
 

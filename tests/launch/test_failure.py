@@ -81,7 +81,7 @@ def test_an_abandoned_step_ends_as_on_ctrl_c():
     assert fail("raise KeyboardInterrupt") == (130, "waited=False", "")
 
 
-def test_a_job_of_one_rank_is_left_alone():
+def test_a_job_of_one_rank_is_not_changed():
     before = signal.getsignal(signal.SIGTERM)
     failing = RankErrorHandler(RankEnv(0, 0, 1, "127.0.0.1", 1), lambda: False)
     with failing:

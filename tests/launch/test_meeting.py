@@ -153,7 +153,7 @@ def test_site_that_missed_a_round_is_told_so():
     assert point.hello(2, connection=12) == {"missed": 0, "giver": 0, "version": 1}
 
 
-def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_that_round_alone():
+def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_only_that_round():
     """The others said hello before the round, with other weights than its checkpoint has after the round."""
     point = Point(2)
     point.all_here(2)
@@ -432,7 +432,7 @@ def _open_pairs(point: Point, index: int, count: int, version: int = 0) -> dict[
     return {site: point.again(site, index) for site in range(count)}
 
 
-def test_lost_site_voids_the_round_of_its_pair_alone():
+def test_lost_site_voids_only_the_round_of_its_pair():
     point = Point(5, **PAIRS)
     point.all_here(5)
     answers = _open_pairs(point, 1, 5)
@@ -457,7 +457,7 @@ def test_lost_site_voids_the_round_of_its_pair_alone():
     assert all("members" in point.again(site, 2) for site in range(5) if site != second[1])
 
 
-def test_site_of_pairs_that_missed_one_round_takes_part_and_one_that_missed_more_joins():
+def test_site_of_pairs_takes_part_after_one_missed_round_and_joins_again_after_more():
     point = Point(4, **PAIRS)
     point.all_here(4)
     found = []

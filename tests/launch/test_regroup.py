@@ -97,7 +97,7 @@ def test_the_loss_of_a_spare_changes_nothing(job: Job) -> None:
     assert spare.result() == 0
 
 
-def test_a_rank_lost_while_it_regroups_is_no_member(job: Job) -> None:
+def test_a_rank_lost_while_it_regroups_is_not_a_member(job: Job) -> None:
     report_lost(job.store, 1)
     early = [job.pool.submit(job.arrive, rank, 2) for rank in (0, 2)]
     report_lost(job.store, 0)
@@ -182,7 +182,7 @@ def test_the_host_of_the_store_leaves_last(job: Job) -> None:
     host.result()
 
 
-def test_a_wait_for_a_member_is_no_progress(job: Job) -> None:
+def test_a_wait_for_a_member_is_not_progress(job: Job) -> None:
     # The watchdog can kill a stopped member only if the time runs.
     job.ranks[0]._note_progress = lambda: pytest.fail("progress")
     with pytest.raises(DistStoreError, match="wait timeout"):

@@ -88,7 +88,7 @@ def _run(odd: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tupl
     return capfd.readouterr().err.splitlines(), took_s
 
 
-def test_a_rank_that_is_late_is_named_with_what_the_others_wait_in(tmp_path, capfd):
+def test_a_rank_that_is_late_is_named_with_the_collective_of_the_others(tmp_path, capfd):
     lines, took_s = _run(_dawdle, tmp_path, capfd)
     assert lines[0].startswith("moefold: rank 1 on ")
     assert lines[0].endswith(" is late")

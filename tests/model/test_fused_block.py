@@ -173,7 +173,7 @@ def test_layers_are_one_call_from_the_second_pass_on(monkeypatch, model, expecte
     assert all([len(ids) for ids in override.chosen] == num_rows for override in overrides)
 
 
-def test_replaced_choices_and_layers_by_modules_are_no_single_call(monkeypatch):
+def test_replaced_choices_and_layers_by_modules_are_not_a_single_call(monkeypatch):
     cfg = recipe({"num_layers": 2})
     stage = build(cfg)
     counts = calls_of_layers(monkeypatch)

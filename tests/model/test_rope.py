@@ -183,7 +183,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
+def test_settings_of_yarn_mean_the_same_as_in_transformers(family, keys):
     """Frequencies, the factor of rotated parts and, with latent attention, the factor of the scores."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -209,7 +209,7 @@ def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
     assert parse_model_config(FAMILIES[family].write(cfg), Path("folder")) == cfg
 
 
-def test_an_original_length_outside_of_the_rope_parameters_has_precedence():
+def test_an_original_length_outside_the_rope_parameters_has_precedence():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = transformers.LlamaConfig(rope_parameters=dict(_YARN), original_max_position_embeddings=32)

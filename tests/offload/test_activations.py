@@ -122,7 +122,7 @@ def test_memory_is_free_while_it_is_away_and_nothing_is_left_behind():
     assert len(offload._storages) == 0
 
 
-def test_weights_small_tensors_and_what_lasts_anyway_stay():
+def test_weights_small_tensors_and_lasting_tensors_stay():
     offload = _offload(min_bytes=BLOCK)
     weight = nn.Parameter(_vector(3.0).float())
     lasting, short = _vector(5.0), torch.ones(SIZE - 1, dtype=torch.float64, requires_grad=True)
@@ -138,7 +138,7 @@ def test_weights_small_tensors_and_what_lasts_anyway_stay():
     assert offload.end_step().stored_bytes == BLOCK
 
 
-def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
+def test_work_at_the_pauses_of_a_pass_is_not_part_of_it():
     """Two micro-batches, one after the other: each gives away its own tensors, and shared tensors stay."""
     offload = _offload()
 
@@ -167,7 +167,7 @@ def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
         torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=0)
 
 
-def test_a_part_that_comes_later_takes_what_was_kept_before_it():
+def test_a_later_part_takes_the_room_of_tensors_kept_before_it():
     offload = _offload()
     part = offload.wrap(lambda x: x.square())
 
@@ -181,7 +181,7 @@ def test_a_part_that_comes_later_takes_what_was_kept_before_it():
     y.backward()
 
 
-def test_what_is_on_its_way_out_is_taken_from_memory():
+def test_a_tensor_on_its_way_out_is_taken_from_memory():
     tier = SlowMemory()
     tier.may_store.clear()
     offload = _offload(tier, waits=False)
@@ -214,7 +214,7 @@ def test_parts_come_back_last_first_and_one_ahead_of_their_use():
     assert tier.loaded == [2.0**8, 2.0**4, 2.0**2, 2.0]
 
 
-def test_what_could_not_be_back_in_time_is_not_sent_again():
+def test_a_tensor_that_came_back_late_is_not_sent_again():
     tier = SlowMemory(store_s=0.05, load_s=0.05)
     offload = _offload(tier, waits=False)
     part = offload.wrap(lambda x: x.square())
@@ -339,7 +339,7 @@ def _model(model, parts: tuple[str, ...], **train: object):
 
 
 @pytest.mark.parametrize(("part", "formula"), PARTS)
-def test_each_part_gives_away_what_its_formula_says(part, formula):
+def test_each_part_gives_away_the_bytes_of_its_formula(part, formula):
     _, offload, loss = _model(GQA, (part,))
     loss().backward()
     assert offload.end_step().stored_bytes / WORD / T == pytest.approx(formula, rel=0.1)

@@ -50,7 +50,7 @@ def test_the_fastest_backend_computes_the_layer(both_backends, fastest):
     assert both_backends == [None, SDPBackend.MATH, chosen, chosen]
 
 
-def test_measuring_leaves_gradients_and_saved_tensors_alone(both_backends):
+def test_measuring_does_not_change_gradients_and_saved_tensors(both_backends):
     """Offload and recomputation count the tensors that a layer saves: a measurement saves nothing for them."""
     _, q, k, v = (x.requires_grad_() for x in random_attention(1, 9, 2, (4, 2, 8)))
     saved = []

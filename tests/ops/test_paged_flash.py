@@ -88,7 +88,7 @@ def test_the_probe_accepts_the_definition_and_notices_wrong_operators(monkeypatc
             assert message in find_disagreement(CPU)
 
 
-def test_what_it_does_not_take_is_named(monkeypatch):
+def test_unsupported_arguments_are_named(monkeypatch):
     q, k, v = torch.zeros(3, 4, 64), torch.zeros(3, 2, 64), torch.zeros(3, 2, 64)
     reader = FlashPages()
     assert reader.unsupported_reason(q, k, v, 256) == "flash attention does not take heads of 64 in torch.float32"

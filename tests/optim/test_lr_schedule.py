@@ -221,7 +221,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("settings", "steps", "at", "line"), LINES)
-def test_a_resume_with_another_schedule_states_the_rates_and_what_they_mean(settings, steps, at, line) -> None:
+def test_a_resume_with_another_schedule_states_the_rates_and_their_meaning(settings, steps, at, line) -> None:
     before, after = (config(count, **settings) for count in steps)
     assert describe_schedule_change(schedule_settings(before.run, before.train), after.run, after.train, at) == line
     rates = [learning_rate(before.train, steps[0], at), learning_rate(after.train, steps[1], at + 1)]

@@ -38,7 +38,7 @@ def test_mean_of_sgd_steps_is_a_step_on_the_joined_batch(count):
         torch.testing.assert_close(site.flat(), joined.flat(), rtol=1e-12, atol=1e-12)
 
 
-def test_mean_of_adam_steps_is_no_step_of_the_mean_gradient():
+def test_mean_of_adam_steps_is_not_a_step_of_the_mean_gradient():
     """The control of the test above: an inner optimizer that is not linear in the gradient differs."""
     sites = [Site(SitesConfig(count=2)) for _ in range(2)]
     joined = Site(SitesConfig(count=2))
@@ -198,7 +198,7 @@ def test_weights_that_are_not_finite_leave_nothing_behind():
     assert site.parameters["a"][0, 0] == site.outer.weights["a"][0, 0]
 
 
-def test_fragments_are_exchanged_apart():
+def test_fragments_are_exchanged_separately():
     parameters = {f"layers.{i}.w": nn.Parameter(torch.full((2,), float(i))) for i in range(4)}
     parameters["embedding.weight"] = nn.Parameter(torch.zeros(3))
     buffers = {"layers.2.ffn.router.expert_bias": torch.ones(2)}
@@ -229,5 +229,5 @@ def test_ranks_with_the_same_shard_decode_the_same_values(precision):
 
 @pytest.mark.parametrize("precision", CODES)
 @pytest.mark.parametrize("beta", [1.0, 0.9])
-def test_residual_keeps_what_codes_lose(precision, beta):
+def test_residual_keeps_the_loss_of_codes(precision, beta):
     check_residual(SitesConfig(count=2, residual=beta, precision=precision))

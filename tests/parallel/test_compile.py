@@ -70,7 +70,7 @@ def test_compiled_training_equals_eager_training(pool, mapping, train):
         torch.testing.assert_close(weights, expected_weights, rtol=1e-8, atol=1e-10)
 
 
-def test_the_log_says_what_is_compiled_and_other_kernels_stay():
+def test_the_log_names_the_compiled_kernels_and_other_kernels_stay():
     cfg = tiny(model=MODEL)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="auto"))
     plain, chosen = (select_kernels(c, torch.device("cpu")) for c in (cfg, _with_compile(cfg, "float32")))

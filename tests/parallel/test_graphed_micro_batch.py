@@ -129,7 +129,7 @@ def test_a_count_that_the_host_reads_is_noticed(pool):
     [("none", (False, False, False)), ("attention", (True, False, False)), ("attention_router", (True, True, False)),
      ("full", (False, False, True))],
 )  # fmt: skip
-def test_the_recipe_chooses_what_is_captured(mode, is_graphed):
+def test_the_recipe_chooses_the_captured_modules(mode, is_graphed):
     cfg = tiny()
     cfg = replace(cfg, run=replace(cfg.run, cuda_graphs=mode))
     with fake_rank(cfg.parallel, 0) as groups:

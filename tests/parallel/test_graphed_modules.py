@@ -217,7 +217,7 @@ def test_gathered_weights_are_copied_once_a_step(monkeypatch, is_enabled):
     assert _copied_weights(monkeypatch, WeightCache(is_enabled=is_enabled)) == [1, 1, 2]
 
 
-def test_outside_of_a_step_weights_are_copied_each_time(monkeypatch):
+def test_outside_a_step_weights_are_copied_each_time(monkeypatch):
     class NoScope(WeightCache):
         scope = None
 
@@ -254,7 +254,7 @@ def test_a_graph_of_other_positions_is_refused():
         lambda x: x.repeat_interleave(torch.tensor([1, 2, 3])),
     ],
 )
-def test_the_tape_refuses_what_a_gpu_would_wait_for(function):
+def test_the_tape_refuses_operators_that_a_gpu_would_wait_for(function):
     x = torch.tensor([1.0, 2.0, 3.0])
     with pytest.raises(AssertionError, match="while a graph is recorded"):
         TapeRecorder().record(lambda: function(x))

@@ -58,7 +58,7 @@ def _kept_numbers(model: ModelConfig, parts: tuple[str, ...]) -> float:
         ("moe", MOE + SHARED),
     ],
 )
-def test_each_part_saves_what_its_formula_says(part, formula):
+def test_each_part_saves_the_bytes_of_its_formula(part, formula):
     saved = _kept_numbers(GQA, ()) - _kept_numbers(GQA, (part,))
     assert saved == pytest.approx(formula, rel=0.1)
 

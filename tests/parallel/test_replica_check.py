@@ -251,7 +251,7 @@ def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("parallel", few_else_slow(HEALTHY, HEALTHY[1:]))
-def test_healthy_replicas_stay_alike(pool, parallel):
+def test_healthy_replicas_stay_equal(pool, parallel):
     cfg = tiny(model=MODEL, faults={"replica_check_every": 1}, **parallel)
     cfg = replace(cfg, run=RunConfig(seed=3, steps=3, device="cpu", dtype="bfloat16"))
     assert pool.run(4, _divergences_of_a_run, cfg) == [[(), ()]] * 4
@@ -302,7 +302,7 @@ PRODUCTS = [
 
 @pytest.mark.parity
 @pytest.mark.parametrize("parallel", PRODUCTS)
-def test_dispersion_and_cosine_equal_replicas_computed_alone(pool, parallel):
+def test_dispersion_and_cosine_equal_replicas_computed_by_themselves(pool, parallel):
     dp = parallel["world_size"] // parallel.get("cp", 1) // parallel.get("pp", 1)
     train = {"micro_batch_size": 2, "global_batch_size": 2 * dp}
     if parallel.get("pp", 1) > 1:

@@ -172,7 +172,7 @@ def test_placed_tokens_are_traced_and_replayed_by_sample_and_position(pool, sing
 
 
 @pytest.mark.parity
-def test_what_is_replayed_is_what_is_traced(pool, scrambled, tmp_path):
+def test_replayed_choices_equal_the_trace(pool, scrambled, tmp_path):
     cfg = _recipe(tmp_path, replay=str(scrambled / TRACE_FOLDER), world_size=4, tp=2, pp=2, ep=2)
     pool.run(4, _train, replace(cfg, run=replace(cfg.run, seed=77)), STEPS)
     assert _files(tmp_path) == _files(scrambled)

@@ -86,7 +86,7 @@ def rank_of_kinds(pool) -> SharedRanks:
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("group", "kind"), JUDGED)
-def test_its_formula_is_what_the_module_computes(rank_of_kinds, group, kind):
+def test_its_formula_equals_the_module(rank_of_kinds, group, kind):
     """Losses, gradients, updates and routing of two steps."""
     name = f"{group} {kind}"
     cfg, _ = rank_of_kinds.calls[name].args

@@ -227,7 +227,7 @@ Changed.norm = RMSNorm
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_reaches_the_judged_code_is_refused(tmp_path, name):
+def test_names_that_reach_the_judged_code_are_refused(tmp_path, name):
     body, reason = BAD[name]
     part = load(tmp_path, body, after=TRICKS)
     with pytest.raises(FormulaError, match=refusal(reason)):

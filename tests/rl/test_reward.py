@@ -335,7 +335,7 @@ def test_a_wrong_function_is_refused_before_the_run(module, use, reason):
     assert "\n" not in str(error.value)
 
 
-def test_what_a_check_accepts(module):
+def test_a_check_accepts_sound_rewards(module):
     cfg = config(f"{module}:fine")
     check_reward(cfg.data, cfg.reward, [PROMPT])
     recipe = config("exact")

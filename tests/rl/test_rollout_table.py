@@ -62,7 +62,7 @@ def round_of(prompts: list[int], version: int, seed: int = 0, functions: tuple[s
     return make_round(groups, version=version, prompts=prompts, statistics=statistics)
 
 
-def test_rounds_are_trained_on_in_the_order_in_which_they_were_sampled():
+def test_rounds_are_trained_on_in_the_order_of_their_sampling():
     table = RolloutTable()
     assert table.next_prompt is None
     for version in range(3):
@@ -155,7 +155,7 @@ def test_rounds_of_other_sizes_are_refused():
         {"reward_functions": []},
     ],
 )
-def test_a_damaged_header_is_no_header(damage):
+def test_a_damaged_header_is_not_a_header(damage):
     (header,) = RolloutTable([round_of([0, 1], 0)]).headers()
     with pytest.raises(TypeError):
         table_headers({TABLE_KEY: [header | damage]})

@@ -49,7 +49,7 @@ def test_the_passes_of_a_pair_take_turns():
     ]
 
 
-def test_what_runs_again_and_etp_have_their_places():
+def test_recompute_and_etp_have_their_places():
     train = {"global_batch_size": 8, "recompute": ("moe",)}
     cfg = tiny(model={"num_layers": 1}, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
     pair = _words(cfg)[4:]
@@ -125,7 +125,7 @@ def _begun(cfg: Config) -> list[str]:
 
 
 @pytest.mark.parity
-def test_ranks_begin_what_was_said_before_they_started(pool):
+def test_ranks_begin_the_exchanges_predicted_before_they_started(pool):
     train = {"global_batch_size": 12, "recompute": ("moe",)}
     model = {"num_layers": 2, "layer_pattern": "DM", "mtp_layers": 1, "ffn.moe.shared.intermediate_size": 16}
     cfg = tiny(model=model, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)

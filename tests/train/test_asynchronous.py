@@ -215,7 +215,7 @@ ROUNDS = {"updates": 2, "mixed_only": True}
         ),
     ],
 )
-def test_an_asynchronous_run_has_the_bits_of_one_that_samples_in_turn(
+def test_an_asynchronous_run_has_the_bits_of_an_alternating_run(
     fresh_pool, tmp_path, steps, staleness, sampling, parallel, rl
 ):
     cfg = asynchronous(tmp_path, steps, staleness, sampling, **parallel)
@@ -255,7 +255,7 @@ def test_rollouts_of_weights_that_training_has_left_behind_end_the_run(pool, tmp
     ("stop", "staleness", "further"),
     [(3, 2, {}), *slow([(1, 1, {}), (3, 2, {"mixed_only": True}), (2, 2, {"updates": 2})])],
 )
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(fresh_pool, tmp_path, stop, staleness, further):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_run(fresh_pool, tmp_path, stop, staleness, further):
     """A run is stopped by a signal; the rounds in flight are saved, and go on on other numbers of ranks."""
     cfg = asynchronous(tmp_path, 6, staleness, {"ranks": 1}, world_size=1)
     cfg = replace(cfg, rl=replace(cfg.rl, **further))

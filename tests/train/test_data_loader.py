@@ -68,7 +68,7 @@ def test_a_file_that_changed_under_its_name_is_not_taken_for_the_same(pool, tmp_
 
 
 @pytest.mark.parametrize("corrupt", ["fatal", "skip"])
-def test_text_that_is_gone_is_asked_back_as_no_part_of_it_can_be_left_out(pool, tmp_path, corrupt):
+def test_a_lost_text_must_come_back_as_no_part_of_it_can_be_left_out(pool, tmp_path, corrupt):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} text " * 400)
     data = DataConfig(kind="text", path=(f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"), corrupt=corrupt)

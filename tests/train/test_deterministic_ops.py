@@ -91,7 +91,7 @@ def test_a_step_has_no_operator_that_raises_on_cuda(pool, name):
         (lambda x: x.put_(torch.tensor([0]), torch.ones(1)), {"put_"}),
     ],
 )
-def test_what_raises_is_found(operation, found):
+def test_operators_that_raise_are_found(operation, found):
     with NondeterministicOps() as ops:
         operation(torch.ones(4))
     assert ops.found == found

@@ -31,7 +31,7 @@ def test_newest_step_that_all_hold():
     assert choose(facts_of(*survivors), 3, survivors[0]) == MemberChoice((10, 11, 12), 1, 7)
 
 
-def test_a_survivor_that_alone_has_a_shard_stays():
+def test_a_survivor_with_the_only_copy_of_a_shard_stays():
     # Rank 3's peer, 0, is lost; rank 2 has a copy on 3.
     survivors = [snapshots(rank, 8) for rank in (1, 2, 3)]
     assert choose(facts_of(*survivors), 2, survivors[0]) == MemberChoice((10, 12), 1, 8)

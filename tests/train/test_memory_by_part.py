@@ -101,7 +101,7 @@ def test_with_a_saver(pool, kept, name):
         assert peak.get("norms", 0) < kept["norms"]
 
 
-def test_the_formula_of_offload_has_what_is_left_in_memory(pool):
+def test_the_formula_of_offload_has_the_bytes_left_in_memory(pool):
     cfg = _recipe(TRAINS["offload"])
     cfg = replace(cfg, model=edit_model(cfg.model, {"num_layers": 6}))
     memory = pool.run(1, run_distributed, _measured(cfg, 2), 2)[0].steps[1].memory_by_part

@@ -179,7 +179,7 @@ def test_a_longer_run_says_how_its_learning_rate_goes_on_and_follows_its_own_hin
     assert rates[3] == 0
 
 
-def test_a_checkpoint_that_counted_padding_is_told_apart(pool, tmp_path):
+def test_a_checkpoint_that_counted_padding_is_recognised(pool, tmp_path):
     """An earlier version counted padding and skipped updates, and did not record its schedule."""
     words, expected = conversations(tmp_path)
     cfg = load_config(None, [*COMMON, *words, f"run.dir={tmp_path / 'run'}"])

@@ -431,7 +431,7 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
         ({"world_size": 2, "pp": 2, "ep": 1}, {"pp": 1, "tp": 2}),
     ],
 )
-def test_hybrid_models_sample_what_they_train(pool, tmp_path, kind, mapping, sampling):
+def test_hybrid_models_sample_the_trained_weights(pool, tmp_path, kind, mapping, sampling):
     """States of few slots, shared prompts, replayed choices, latent experts: training has the same probabilities."""
     cfg = under(recipe(tmp_path, 3, replay="on"), tmp_path / "run", **mapping)
     hybrid = {

@@ -73,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_continued_or_left_alone(tmp_path, name):
+def test_a_run_is_continued_or_not_changed(tmp_path, name):
     before, steps, saved, words, expected, note = CASES[name]
     write_run(tmp_path / "run", *before, steps=steps, saved=saved)
     folder, said = chosen(tmp_path / "run", *words)

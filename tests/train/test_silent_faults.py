@@ -181,7 +181,7 @@ class _Once:
         return poisoned if self.calls == 2 else output
 
 
-def test_a_gradient_alone_that_is_not_finite_is_met_where_it_is(fresh_pool, tmp_path):
+def test_a_gradient_that_is_not_finite_is_located(fresh_pool, tmp_path):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
     cfg = recipe(tmp_path / "run", data, 6, {"nonfinite": "skip", "max_skips": 2}, world_size=2, tp=2)
     cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, at_end=False))

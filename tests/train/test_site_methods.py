@@ -11,7 +11,7 @@ from tests.train.site_results import TOLERANCE, checkpoint, largest_error, recor
 pytestmark = pytest.mark.parity
 
 
-def test_moments_are_averaged_and_sites_count_alike_if_asked(pool, tmp_path):
+def test_moments_are_averaged_and_sites_count_equally_if_asked(pool, tmp_path):
     """Site 1 has half the batch, so that the mean by tokens is another one. Moments are those before the round."""
     before = recipe(tmp_path / "keep", 2, MEAN | {"first": 2}, every=1)
     after = recipe(tmp_path / "average", 2, MEAN | {"first": 2, "moments": "average", "weigh": "even"}, every=1)

@@ -77,7 +77,7 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}])
-def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
+def test_sites_exchange_only_adapters(pool, tmp_path, mapping):
     cfg = adapted(tmp_path, **mapping)
     train_sites(pool, cfg)
     expected = OracleSites(without_mapping(cfg)).run(4)
@@ -283,7 +283,7 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
     check_return(pool, tmp_path, recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping), every)
 
 
-def test_the_log_says_for_what_a_site_waits():
+def test_the_log_names_the_reason_of_a_wait():
     assert describe_wait({"missing": [1]}, "host:1") == "waiting for site 1 at host:1"
     refused = {"missing": [1], "refused_sites": {"1": "run.seed=1 must equal the value of site 0, 0"}}
     assert describe_wait(refused, "host:1").endswith(

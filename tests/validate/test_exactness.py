@@ -77,7 +77,7 @@ INEXACT: list[tuple[dict[str, dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("sections", "line"), INEXACT, ids=[line for _, line in INEXACT])
-def test_an_inexact_setting_is_named_alone(sections, line):
+def test_only_the_inexact_setting_is_named(sections, line):
     (found,) = inexact_settings(recipe(sections), "cpu")
     assert found.startswith(f"{line}: ")
 

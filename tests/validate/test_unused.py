@@ -317,7 +317,7 @@ def test_a_condition_on_a_section_is_one_on_its_other_keys():
         load_config(None, ["lora.alpha=8"])
 
 
-def test_the_message_says_why_and_what_to_do():
+def test_the_message_says_the_reason_and_the_way_out():
     with pytest.raises(ConfigError) as error:
         load_config(None, ["moe.drop_policy=position"])
     assert str(error.value) == (
@@ -338,7 +338,7 @@ def test_a_default_that_is_spelled_out_asks_for_nothing():
     load_config(None, ["moe.drop_policy=probs", "moe.drop_scope=full_sequence", "train.eval_samples=16"])
 
 
-def test_what_a_preset_brings_along_is_not_asked_for():
+def test_keys_of_a_preset_are_not_asked_for():
     assert load_config(None, ["model.preset=quickstart"]).model.ffn.dense.intermediate_size == 512
 
 

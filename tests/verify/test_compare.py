@@ -149,7 +149,7 @@ def test_a_number_that_is_exactly_zero_is_compared_by_its_deviation(oracle):
     ],
     ids=["shape", "not a number"],
 )
-def test_what_cannot_be_compared_is_infinitely_wrong(oracle, broken):
+def test_tensors_that_cannot_be_compared_are_infinitely_wrong(oracle, broken):
     record = perfect(oracle)
     record.weights["head.weight"] = broken(record.weights["head.weight"])
     worst = compare_records(oracle, [record])[0]

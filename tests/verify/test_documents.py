@@ -35,7 +35,7 @@ def _gradients(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scaling", ["none", "yarn"])
-def test_packed_equals_each_document_alone(scaling):
+def test_packed_documents_equal_each_by_itself(scaling):
     sizes = {"rope.scaling.original_seq_len": 8, "rope.scaling.factor": 4.0} if scaling == "yarn" else {}
     stretch = {"rope.scaling": scaling} | sizes
     cfg = tiny(model=MODEL | stretch, moe={"aux_loss": 0.0, "z_loss": 0.0})

@@ -106,7 +106,7 @@ def test_norm_over_all_heads_without_the_gradient_of_its_sum_is_named(fresh_pool
     assert not any("step 1 loss" in name or "head." in name for name in names if not name.startswith("weights"))
 
 
-def test_embedding_gradients_of_one_stage_alone_are_named(fresh_pool):
+def test_embedding_gradients_of_only_one_stage_are_named(fresh_pool):
     names = {d.name for d in _worst(fresh_pool, _run_without_embedding_exchange, pp=2, model={"mtp_layers": 1})}
     assert {name for name in names if name.startswith("gradients")} == {"gradients embedding.weight"}
 

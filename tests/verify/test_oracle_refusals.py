@@ -268,7 +268,7 @@ def test_an_activation_without_a_formula_is_refused_by_its_name():
         _train(_with(cfg, "model.ffn.moe.activation", unknown), cfg)
 
 
-def test_sizes_of_an_idle_part_are_no_reason_to_refuse():
+def test_sizes_of_an_idle_part_are_not_a_reason_to_refuse():
     """A preset may describe a part that the recipe switches off."""
     _train(
         _small(model=LATENT | {"attention": "gqa", "ffn.moe.activation.limit": 3.0, "attention.temperature.tokens": 5})
@@ -421,7 +421,7 @@ def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
     (["rl.group_size=2", "data.kind=task"], "the rollouts and the loss of [rl]"),
     (["align.method=dpo", "data.kind=preference", "data.path=pairs.jsonl"], "[align], as --shrink replaces the data"),
 ])  # fmt: skip
-def test_verify_says_what_it_does_not_compare(monkeypatch, capsys, words, note):
+def test_verify_names_what_it_does_not_compare(monkeypatch, capsys, words, note):
     def stop(*args: object) -> None:
         raise ConfigError("the header is printed")
 

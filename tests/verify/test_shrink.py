@@ -194,7 +194,7 @@ def test_several_further_tokens_become_two():
         (DataConfig(kind="text", path="texts"), -1),
     ],
 )
-def test_documents_stay_apart_where_they_were(data: DataConfig, document_end: int):
+def test_documents_stay_separate_where_they_were(data: DataConfig, document_end: int):
     small = shrink(replace(preset("quickstart", 8), data=data))
     assert small.data == DataConfig(kind="synthetic", document_end=document_end)
 

@@ -93,7 +93,7 @@ def in_float64(logits_V: torch.Tensor, draw: Draw) -> int:
 
 
 @pytest.mark.parametrize("size", [5, 4000])
-def test_integer_weights_draw_what_sums_in_float64_draw(size):
+def test_integer_weights_draw_the_same_as_sums_in_float64(size):
     torch.manual_seed(1)
     logits = 4 * torch.randn(48, size)
     kinds = [
@@ -280,7 +280,7 @@ def test_logits_without_a_distribution_are_refused(wrong, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("at_once", [4, 64])
-def test_the_formula_of_memory_counts_what_draws_take(monkeypatch, temperature, at_once):
+def test_the_formula_of_memory_counts_the_memory_of_draws(monkeypatch, temperature, at_once):
     """Rows in one part, and in parts of `MAX_WEIGHTS`."""
     rows, vocab = 16, 5000
     monkeypatch.setattr(rollout_memory, "MAX_WEIGHTS", at_once * vocab)

@@ -131,7 +131,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_has_no_implementation_is_refused_by_name_in_words(plain, fields, param, message):
+def test_a_setting_without_implementation_is_refused_by_name_in_words(plain, fields, param, message):
     server, loop = plain
     status, text = send(server, CHAT, ASK | fields)
     assert status == 400, text
@@ -261,7 +261,7 @@ def test_tool_calls_are_streamed(template):
         assert [(call["index"], call["function"]["name"]) for call in found] == [(0, "add")]
 
 
-def test_text_that_is_no_call_stays_text(template):
+def test_text_that_is_not_a_call_stays_text(template):
     for text in ("<tool_call>nothing", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', "a <tool_cal"):
         server, _ = scripted(text, template=template)
         (choice,) = answered(server, CHAT, TOOLS)["choices"]

@@ -108,7 +108,7 @@ def test_chats_and_completions_of_the_client(client):
         client.chat.completions.create(model="gpt", messages=MESSAGES)
 
 
-def test_a_bias_and_a_penalty_change_what_is_drawn(client):
+def test_a_bias_and_a_penalty_change_the_draw(client):
     def drawn(**fields: Any) -> Any:
         return client.completions.create(
             model="run", prompt="a b", max_tokens=12, temperature=0, logprobs=1, extra_body={"min_tokens": 12}, **fields

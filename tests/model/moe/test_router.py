@@ -169,7 +169,7 @@ def test_quantile_routing_leaves_its_thresholds_for_evaluation():
     assert torch.equal(evaluated.ids_TK, routing.ids_TK)
 
 
-def test_sinkhorn_is_for_training_alone():
+def test_sinkhorn_is_only_for_training():
     router = _router(MODEL, MoEConfig(choice="sinkhorn"))
     x = torch.randn(64, 5, dtype=torch.float64)
     x[:, 0] += 3.0
@@ -179,7 +179,7 @@ def test_sinkhorn_is_for_training_alone():
     assert torch.equal(router(x, _places(64)).ids_TK, plain)
 
 
-def test_jitter_multiplies_what_the_router_reads_at_training_alone():
+def test_jitter_multiplies_the_input_of_the_router_only_in_training():
     router = _router(MODEL, MoEConfig(input_jitter=0.1))
     x = torch.randn(S, 5, dtype=torch.float64)
     first, again = router(x, _places()).logits_TE, router(x, _places()).logits_TE

@@ -199,7 +199,7 @@ def _given_and_right(value: float, where: str, dtype: torch.dtype) -> tuple[list
 @in_each_type
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["q", "k", "v", "grad"])
-def test_what_is_not_a_number_arrives(kernel, value, where, dtype):
+def test_nan_arrives(kernel, value, where, dtype):
     """Wherever the definition has none, and in no query of an earlier panel."""
     given, right = _given_and_right(value, where, dtype)
     found = _passes(kernel, *given)
@@ -211,7 +211,7 @@ def test_what_is_not_a_number_arrives(kernel, value, where, dtype):
     assert lse[:96].isfinite().all()
 
 
-def test_what_is_not_a_number_stays_in_its_sample(kernel):
+def test_nan_stays_in_its_sample(kernel):
     q, k, v, grad = _heads(40, 3, 2, 1, 16)
     expected = _passes(kernel, q, k, v, grad)
     q = q.clone()
@@ -254,7 +254,7 @@ def test_the_core_computes_the_same_with_it(native, what, dtype):
 
 
 @in_each_type
-def test_what_it_keeps_is_what_torchs_kernel_keeps(native, dtype):
+def test_it_keeps_the_tensors_of_torchs_kernel(native, dtype):
     q, k, v, _ = _heads(40, 2, 4, 2, 16, dtype=dtype)
     kept = []
     for kernel in (native, None):
@@ -273,7 +273,7 @@ def test_what_it_keeps_is_what_torchs_kernel_keeps(native, dtype):
     assert kept[0] == kept[1]
 
 
-def test_what_it_does_not_know_it_says(native):
+def test_it_names_unsupported_cases(native):
     q, k, v, _ = _heads(6, 2, 4, 2, 16)
     assert native.supports(q, k, v)
     assert not native.supports(q.double(), k.double(), v.double())
@@ -318,7 +318,7 @@ def test_on_and_off_give_the_same_losses(pool, case):
 
 
 @pytest.mark.parity
-def test_what_runs_again_has_the_same_bits(pool):
+def test_recompute_gives_the_same_bits(pool):
     kept = steps_of(pool, recipe("float32", "c"))
     for part in ("core_attention", "layer"):
         again = steps_of(pool, recipe("float32", "c", train={"recompute": (part,)}))

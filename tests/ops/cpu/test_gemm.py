@@ -118,7 +118,7 @@ def test_weights_in_float32_have_their_values_in_bfloat16(gemm):
     assert torch.equal(found[~found.isnan()], right[~right.isnan()])
 
 
-def test_what_is_not_a_number_reaches_its_row_or_column_alone(gemm):
+def test_nan_reaches_only_its_row_or_column(gemm):
     x, w = torch.randn(40, 33), torch.randn(50, 33)
     for value in (float("nan"), float("inf")):
         for dtype in (torch.float32, torch.bfloat16):
@@ -238,7 +238,7 @@ def test_operands_beyond_the_scratch_memory_are_cut(native, depth):
         assert error < 1e-5
 
 
-def test_what_it_does_not_know_is_multiplied_by_the_libraries(native):
+def test_the_libraries_multiply_unsupported_cases(native):
     x, w = torch.randn(5, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64)
     assert torch.equal(native.matmul(x, w), TORCH_GEMM.matmul(x, w))
     assert torch.equal(native.weight_gradient(x, x), TORCH_GEMM.weight_gradient(x, x))
@@ -251,7 +251,7 @@ def test_what_it_does_not_know_is_multiplied_by_the_libraries(native):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_columns_of_a_result_may_lie_apart(native, dtype):
+def test_columns_of_a_result_may_have_a_stride(native, dtype):
     """With operands of one type and of two."""
     for rows in (5, 80):
         x = torch.randn(rows, 6).to(dtype)
@@ -274,7 +274,7 @@ def test_sizes_that_do_not_agree_are_refused(native):
             native.matmul_out(out, torch.ones(x), torch.ones(w))
 
 
-def test_scratch_memory_is_no_tensor(native):
+def test_scratch_memory_is_not_a_tensor(native):
     """The counter of the memory of a layer does not find it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

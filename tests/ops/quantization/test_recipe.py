@@ -48,7 +48,7 @@ def test_a_part_of_a_tensor_is_rounded_as_in_the_whole(name):
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
-def test_zeros_stay_zeros_and_nothing_is_no_number(name):
+def test_zeros_stay_zeros_and_nothing_becomes_nan(name):
     recipe = QUANT_FORMATS[name]
     assert torch.equal(fake_quantize(torch.zeros(3, 40), recipe), torch.zeros(3, 40))
     assert fake_quantize(torch.zeros(0, 40), recipe).shape == (0, 40)

@@ -178,7 +178,7 @@ def test_experts_quantise_each_operand_once_in_each_layout(delays_wgrad, monkeyp
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_finite_number_reaches_its_row_and_its_gradient(value):
+def test_infinity_and_nan_reach_their_row_and_its_gradient(value):
     kernels = Fp8Linear(Fp8ExpertOps(BLOCK))
     x = _random(torch.float32, 5, 2 * BLOCK)
     x[2, 3] = value

@@ -119,7 +119,7 @@ def test_gradients_of_a_model_equal_those_with_torch(kind: str) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=atol, msg=name)
 
 
-def test_what_it_does_not_support_is_left_to_torch() -> None:
+def test_unsupported_cases_are_left_to_torch() -> None:
     kernel = TritonLinearAttention()
     assert kernel.supports(_inputs("kda"))
     assert not kernel.supports([x.double() for x in _inputs("kda")])

@@ -149,7 +149,7 @@ def test_tokens_and_gradients_are_gathered_once_a_pass_and_masked_with_padding_o
 
 
 @pytest.mark.parametrize(("delays", "is_gathered"), [(False, True), (True, False)])
-def test_a_gather_that_the_weight_gradient_needs_is_no_cost_of_another_gemm(delays, is_gathered):
+def test_a_gather_that_the_weight_gradient_needs_is_not_a_cost_of_another_gemm(delays, is_gathered):
     needs_gather = {}
 
     class Watched(Autotuner):

@@ -44,7 +44,7 @@ def test_strided_rows_and_rows_of_zero_bytes():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_finite_number_reaches_its_block(value):
+def test_infinity_and_nan_reach_their_block(value):
     x = _rows(torch.float32, 2, 256)
     x[1, 3] = value
     y = TritonPermuteOps().unpack(TritonPermuteOps().pack(x), 256, torch.float32)

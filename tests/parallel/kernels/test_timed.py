@@ -84,7 +84,7 @@ def test_the_slowest_rank_decides_and_the_next_run_measures_nothing(fresh_pool, 
     assert first[3][0] == second[3][0] == "kernels by 2 recorded times of H100"
 
 
-def test_what_raises_on_one_rank_is_chosen_on_none(fresh_pool, tmp_path):
+def test_a_kernel_that_raises_on_one_rank_is_chosen_on_none(fresh_pool, tmp_path):
     first, second = _run(fresh_pool, tmp_path, (2.0, 1.0), (2.0, None))
     assert first[1] == second[1] == ["one", "one"]
     assert "not used, as they raise: product by two" in first[3][1]
@@ -92,7 +92,7 @@ def test_what_raises_on_one_rank_is_chosen_on_none(fresh_pool, tmp_path):
     assert json.loads(path.read_text())["ms"] == {}
 
 
-def test_ranks_of_two_kinds_of_device_choose_alike_and_record_nothing(fresh_pool, tmp_path):
+def test_ranks_of_two_kinds_of_device_choose_the_same_and_record_nothing(fresh_pool, tmp_path):
     first, second = _run(fresh_pool, tmp_path, (2.0, 1.0), (2.0, 1.0), devices=("H100", "H200"))
     assert first[1] == second[1] == ["two", "two"]
     assert first[3][0] == "recorded kernel times are not used, as ranks differ in device"

@@ -80,7 +80,7 @@ def test_a_token_reaches_few_units():
         (GB200, 64, 675, 930),
     ],
 )
-def test_dispatch_takes_what_was_measured(device, ep, once, plain):
+def test_dispatch_takes_measured_times(device, ep, once, plain):
     assert all_to_all_s(device, RankGroup(ep, 1), PAYLOAD, routing=DEEPSEEK) * 1e6 == pytest.approx(once, rel=0.3)
     assert all_to_all_s(device, RankGroup(ep, 1), PAYLOAD) * 1e6 == pytest.approx(plain, rel=0.3)
 
@@ -103,7 +103,7 @@ def with_pods(tmp_path, base, gpus, divisor):
 
 
 @pytest.mark.parametrize("base", ["h100", "gb200"])
-def test_pods_with_fewer_uplinks_slow_down_what_leaves_them(tmp_path, base):
+def test_pods_with_fewer_uplinks_slow_down_messages_that_leave_them(tmp_path, base):
     plain, pods = load_device(base), with_pods(tmp_path, base, 576, 4)
     assert [link.level for link in pods.links] == ["nvlink", "rail", "spine"]
     uplinks = pods.links[-1].reached_bytes_per_s

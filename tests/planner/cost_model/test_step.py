@@ -79,7 +79,7 @@ def test_a_part_that_holds_others_swallows_them():
     assert seconds(replace(FOLDED, recompute=("layer",))) > moe
 
 
-def test_zero_costs_what_it_communicates():
+def test_zero_costs_its_communication():
     times = [seconds(replace(FOLDED, zero=zero)) for zero in (1, 2, 3)]
     assert times == sorted(times)
     assert times[0] <= seconds(replace(FOLDED, zero=0))

@@ -80,7 +80,7 @@ def check_formula(cfg: Config) -> None:
 
 @pytest.mark.parametrize("case", BIG, ids=lambda case: f"{case[0]}-{case[3]}")
 @pytest.mark.parametrize("recompute", [(), ("norms", "expert_activation"), ("layer",)], ids="+".join)
-def test_a_recipe_needs_what_the_runtime_s_formula_says(case, recompute):
+def test_a_recipe_needs_the_memory_of_the_runtime_s_formula(case, recompute):
     cfg = recipe(*case)
     check_formula(replace(cfg, train=replace(cfg.train, recompute=recompute)))
 
@@ -173,7 +173,7 @@ def is_alike(estimate: MemoryEstimate, real: StateBytes, cfg: Config) -> bool:
 
 
 @pytest.mark.parametrize(("size", "work"), [(1, 0), (16, 16)])
-def test_the_workspace_has_the_gradients_of_one_module_and_what_makes_or_reduces_them(size, work):
+def test_the_workspace_has_the_gradients_of_one_module_and_their_temporary_tensors(size, work):
     """Mixtral 8x22B, ep=8: one expert of 3 x 6144 x 16384 a layer, and two rows for each token."""
     shape, workload = load_model_spec("mixtral-8x22b"), TrainingWorkload(seq_len=4096, global_batch_size=256)
     memory = MemoryModel(shape, workload, load_device("h100"))
@@ -268,7 +268,7 @@ def test_an_update_brings_moments_back(case):
     check_formula(cfg)
 
 
-def test_what_is_offloaded_is_not_there():
+def test_offloaded_tensors_are_not_counted():
     cfg = recipe(*BIG[0])
     _, plain = estimated(cfg)
     mapping = mapping_from_config(cfg.parallel, cfg.train)

@@ -132,7 +132,7 @@ def test_one_large_micro_batch_without_accumulated_gradients_may_need_least():
     assert [plan.mapping.mbs for plan in found_by(search, 1)] == [2]
 
 
-def test_rows_of_dropped_tokens_that_one_rank_alone_keeps_are_no_lower_bound():
+def test_rows_of_dropped_tokens_that_only_one_rank_keeps_are_not_a_lower_bound():
     """Experts of several ranks give up the rows that a capacity below 1 drops; one rank keeps them."""
     plain = on_ranks(RECIPES["plain"], 2)
     model = edit_model(plain.model, {"num_layers": 24, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 6})
@@ -174,7 +174,7 @@ def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():
 
 
 @pytest.mark.parametrize(("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)])
-def test_times_and_memory_of_all_savers_equal_each_alone(name, fixed):
+def test_times_and_memory_of_all_savers_equal_each_by_itself(name, fixed):
     search = searched(name, 2, 0.45 / 1024)
     for mappings in every_mapping(search, fixed).values():
         for m in mappings[::997]:
@@ -186,7 +186,7 @@ def test_times_and_memory_of_all_savers_equal_each_alone(name, fixed):
             assert totals == pytest.approx(search.memory_model.estimate(m).total, rel=1e-9), m
 
 
-def test_the_heaviest_moments_are_below_what_is_needed():
+def test_the_heaviest_moments_are_below_the_needed_memory():
     search = searched("plain", 4, 100.0)
     rng = np.random.default_rng(0)
     for mappings in every_mapping(search, {"recompute": (), "offload": (), "moments": "none", "zero": 1}).values():
@@ -214,7 +214,7 @@ def test_a_fixed_zero_is_searched():
     assert {plan.mapping.zero for plan in found_by(search, 1000)} == {0}
 
 
-def test_what_is_bound_by_memory_says_so():
+def test_parts_bound_by_memory_say_so():
     search = searched("plain", 4, 1.0)
     (plan,) = found_by(search, 1)
     assert "memory" not in plan.bottleneck

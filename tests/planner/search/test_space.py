@@ -139,7 +139,7 @@ def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap(overlap):
+def test_enumerated_offloads_are_those_that_the_runtime_accepts_with_and_without_overlap(overlap):
     legality = MappingConstraints(on_ranks(RECIPES["plain"], 2))
     space = MappingSpace(legality, Restriction({"overlap": overlap, "ep": 2, **UNCOUNTED}))
     values = next(iter(space))
@@ -182,7 +182,7 @@ def test_no_stage_begins_between_layers_that_share_a_selection():
     } <= {0, 2, 4}
 
 
-def test_no_rule_reads_what_it_does_not_say():
+def test_every_rule_states_the_keys_that_it_reads():
     """A rule that came to read another axis would be asked too seldom."""
     said: dict[Any, set[str]] = {ALL_AXES_RULE: {"tp", "cp", "pp", "ep", "etp", "vpp"}}
     for rule in MAPPING_RULES:

@@ -224,7 +224,7 @@ def test_a_wrong_factor_is_noticed(pool, name, phase, noticed):
         _assert_equal(ranks, layout, _reference(CASES["plain"], layout), "broken")
 
 
-def test_the_cases_are_what_they_say():
+def test_the_cases_drop_and_choose_as_their_names_say():
     layout = fold(world_size=4, tp=2, cp=2, ep=4)
     dropped = {name: int(_reference(case, layout)["dropped"]) for name, case in CASES.items()}
     assert {name for name, count in dropped.items() if count} == {

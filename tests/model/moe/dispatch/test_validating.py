@@ -65,7 +65,7 @@ def _both(sizes: dict[str, Any]) -> dict[str, tuple[tuple[Any, ...], tuple[Any, 
     ],
     ids=str,
 )
-def test_ranks_that_agree_get_what_the_dispatcher_gives(pool, sizes):
+def test_ranks_that_agree_get_the_result_of_the_dispatcher(pool, sizes):
     ranks = pool.run(sizes["world_size"], _both, sizes)
     for found in ranks:
         for plain, checked in found.values():
