@@ -14,9 +14,9 @@ SPSA = {"optimizer": Spsa()}
 WIDE = [
     ({"model": {"mtp_layers": 1}},),
     ({"dtype": "bfloat16"},),
-    ({"model": {"layer_pattern": "D"}},),
+    ({"model": {"layers.ffn": "dense"}},),
     ({"model": {"vocab_size": 4096}},),
-    ({"model": {"num_layers": 6}, "moe": {"capacity_factor": 1.0}},),
+    ({"model": {"layers": 6}, "moe": {"capacity_factor": 1.0}},),
 ]
 
 
@@ -38,7 +38,7 @@ def test_the_largest_part_of_the_model_is_the_peak(settings):
 
 def test_layers_in_flight_do_not_add_up():
     totals = [
-        compute_rank_memory(memory_config(model={"num_layers": layers}, train=SPSA))[0].activations.total
+        compute_rank_memory(memory_config(model={"layers": layers}, train=SPSA))[0].activations.total
         for layers in (2, 8)
     ]
     assert totals[0] == totals[1]
@@ -55,7 +55,7 @@ def test_layers_in_flight_do_not_add_up():
     ],
 )
 def test_under_a_mapping(pool, parallel):
-    cfg = memory_config(model={"num_layers": 4}, train=SPSA | {"global_batch_size": 8}, **parallel)
+    cfg = memory_config(model={"layers": 4}, train=SPSA | {"global_batch_size": 8}, **parallel)
     formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
     for rank in pool.run(cfg.parallel.world_size, measured, cfg):
         _assert_certain(formulas[rank.pp_rank], rank)

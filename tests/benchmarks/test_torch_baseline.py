@@ -64,5 +64,5 @@ def test_it_names_what_it_cannot_compute():
         ),
         with_attention=True,
     )
-    for rope in ({"rope.interleaved": True}, {"attention.rope_fraction": 0.5}, {"rope_pattern": "RN"}):
+    for rope in ({"rope.interleaved": True}, {"attention.rope_fraction": 0.5}, {"layers.position": "rope, nope"}):
         assert "RoPE" in baseline_unsupported_reason(edit_model(plain, rope), with_attention=True)

@@ -12,7 +12,7 @@ from moefold.config.schema import Config
 from moefold.config.upgrade import FORMAT
 from tests.models import model_of
 
-MODEL = model_of({"num_layers": 2})
+MODEL = model_of({"layers": 2})
 
 
 def meta(step: int, model: ModelConfig = MODEL) -> CheckpointMeta:

@@ -177,7 +177,7 @@ DAMAGES = {
 def _recipe(world_size: int, **changes: Any) -> Config:
     return tiny(
         model={
-            "num_layers": 2,
+            "layers": 2,
             "vocab_size": 25,
             "ffn.moe.router": "sigmoid",
             "ffn.moe.router.expert_bias": True,

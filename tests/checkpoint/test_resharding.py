@@ -70,7 +70,7 @@ def _losses_of_oracle(cfg: Config) -> list[float]:
 
 
 LATENT_MODEL = LATENT | {
-    "num_layers": 2,
+    "layers": 2,
     "tie_embeddings": False,
     "attention.qk_norm": "none",
     "mtp_layers": 1,
@@ -81,7 +81,7 @@ def _recipe(name: str, run_dir: Path, global_batch_size: int = 4, **model: objec
     cfg = tiny(
         model={
             "tie_embeddings": True,
-            "num_layers": 4,
+            "layers": 4,
             "attention.qk_norm": {},
             "ffn.moe.num_experts": 4,
             "ffn.moe.router": "sigmoid",

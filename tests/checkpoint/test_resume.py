@@ -97,7 +97,7 @@ def test_a_changed_number_of_updates_must_divide_the_step(tmp_path, resume):
 
 def test_another_model_is_refused_with_its_differences(tmp_path):
     write(tmp_path, 5)
-    wrong = edit_model(MODEL, {"num_layers": 3, "ffn.moe.num_experts": 16})
+    wrong = edit_model(MODEL, {"layers": 3, "ffn.moe.num_experts": 16})
     message = "is of another model: layers 2 there, 3 here; ffn.moe.num_experts 8 there, 16 here; give"
     with pytest.raises(ConfigError, match=message):
         find_resume(recipe(tmp_path, model=wrong))

@@ -168,7 +168,7 @@ def test_an_unwritable_file_is_refused(tmp_path):
 
 def staged(layout: str, **parallel) -> Config:
     return Config(
-        model=model_of({"num_layers": 6, "layer_pattern": "DMM", "mtp_layers": 1}),
+        model=model_of({"layers": 6, "layers.ffn": "dense, 2 moe", "mtp_layers": 1}),
         parallel=ParallelConfig(world_size=4, pp=4, pipeline_layout=layout, **parallel),
     )
 
@@ -225,7 +225,7 @@ def test_without_a_recipe_the_stages_show_only_their_layers(tmp_path):
 def test_stages_of_any_number_stay_in_the_picture(tmp_path, pp, chunks):
     schedule = "interleaved" if chunks > 1 else "1f1b"
     cfg = Config(
-        model=model_of({"num_layers": 160}),
+        model=model_of({"layers": 160}),
         parallel=ParallelConfig(world_size=64, pp=pp, virtual_stages=chunks, schedule=schedule),
     )
     tree = draw(tmp_path, fold(world_size=64, pp=pp), 8, plan_stages(cfg), cfg)

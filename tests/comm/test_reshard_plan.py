@@ -22,7 +22,7 @@ TRAINED = [
 def _recipe(mapping: dict[str, int], **model: object) -> Config:
     return tiny(
         model={
-            "num_layers": 2,
+            "layers": 2,
             "vocab_size": 25,
             "ffn.moe.router.expert_bias": True,
             "ffn.moe.router": "sigmoid",

@@ -134,7 +134,7 @@ def test_deepseek_v3_has_groups_unless_it_says_otherwise():
         ({"attention.qk_norm": {}}, "attention.qk_norm 'given' there, 'none' here"),
         ({"ffn.moe.router": "sigmoid"}, "ffn.moe.router 'sigmoid' there, 'softmax' here"),
         ({"ffn.moe.shared.intermediate_size": 8}, "ffn.moe.shared 'given' there"),
-        ({"layer_pattern": "DM"}, "layers"),
+        ({"layers.ffn": "dense, moe"}, "layers"),
         ({"attention.rope_fraction": 0.5}, "attention.rope_fraction"),
     ],
 )
@@ -395,7 +395,7 @@ def test_a_value_of_a_newer_family_that_cannot_be_is_named(family, keys, message
 
 def test_released_kimi_linear_folders_nest_the_sizes_of_linear_attention() -> None:
     keys = FAMILIES["kimi_linear"].write(
-        edit_model(model_of_family("kimi_linear"), {"attention_pattern": "LF", "num_layers": 5})
+        edit_model(model_of_family("kimi_linear"), {"layers.attention": "linear, full", "layers": 5})
     )
     nested = {
         "head_dim": keys["linear_head_dim"],

@@ -35,7 +35,7 @@ def _branch(root: Path, name: str, steps: int, *, seed: int, start: str = "start
     cfg = recipe(root / name, steps, dtype="float32", every=steps, **parallel)
     model = edit_model(
         cfg.model,
-        {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid", "num_layers": 2, "tie_embeddings": True},
+        {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid", "layers": 2, "tie_embeddings": True},
     )
     start_path = str(root / start) if start else ""
     cfg = replace(cfg, model=model, checkpoint=replace(cfg.checkpoint, init_from=start_path))

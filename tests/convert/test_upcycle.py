@@ -75,7 +75,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.num_experts": 4,
         "ffn.moe.top_k": 2,
         "ffn.moe.intermediate_size": 36,
-        "layer_pattern": "DM2",
+        "layers.ffn": "dense, 2 moe",
     },
     "zero router, probabilities": {
         "ffn.moe.num_experts": 12,
@@ -121,7 +121,7 @@ def dense(tmp_path_factory):
 def config_of(folder: Path, settings: dict[str, object]) -> Config:
     """Config with the settings of the model, and of checkpoint.upcycle by "upcycle.key"."""
     sizes = {key: value for key, value in settings.items() if not key.startswith("upcycle.")}
-    model = edit_model(read_model_config(folder), {"layer_pattern": "M", **sizes})
+    model = edit_model(read_model_config(folder), {"layers.ffn": "moe", **sizes})
     run = RunConfig(device="cpu", dtype="float32", seed=3)
     cfg = Config(run=run, model=model, train=TrainConfig(seq_len=SEQ_LEN))
     made = {f"checkpoint.{key}": value for key, value in settings.items() if key not in sizes}

@@ -22,8 +22,8 @@ from moefold.verify.ranks.pool import WorkerPool
 from tests.models import model_of
 
 MODEL = {
-    "num_layers": 2,
-    "layer_pattern": "DM",
+    "layers": 2,
+    "layers.ffn": "dense, moe",
     "hidden_size": 64,
     "attention.num_heads": 4,
     "attention.num_kv_heads": 2,

@@ -38,7 +38,7 @@ def random_config(seed: int, method: str | Part = "mean") -> Config:
         shared = {"ffn.moe.shared.intermediate_size": 24, "ffn.moe.shared.gate": pick.random() < 0.3}
         model = model_of(
             {
-                "num_layers": pick.choice((2, 3, 5)), "layer_pattern": pick.choice(("M", "DM", "D")),
+                "layers": pick.choice((2, 3, 5)), "layers.ffn": pick.choice(("moe", "dense, moe", "dense")),
                 "hidden_size": pick.choice((24, 40)), "vocab_size": 240 - seed % 2, "mtp_layers": pick.choice((0, 2)),
                 "ffn.dense.intermediate_size": 48, "ffn.moe.num_experts": 12, "ffn.moe.intermediate_size": 20,
                 "ffn.moe.bias": pick.random() < 0.3, "ffn.moe.router.bias": pick.random() < 0.3,

@@ -54,15 +54,16 @@ from tests.models import edit_model
 from tests.slow import slow
 
 LINEAR = {
-    "attention_pattern": "FL",
+    "layers.attention": "full, linear",
     "linear_attention.num_key_heads": 2,
     "linear_attention.num_value_heads": 4,
     "linear_attention.key_head_dim": 32,
     "linear_attention.value_head_dim": 48,
 }
 LLAMA4 = {
-    "attention_pattern": "CF", "attention_chunk_size": 16, "rope_pattern": "RN", "attention.qk_norm": {},
-    "attention.qk_norm.weight": False, "attention.temperature.scale": 0.1, "ffn.moe.probs_on_input": True,
+    "layers.attention": "chunk, full", "attention_chunk_size": 16, "layers.position": "rope, nope",
+    "attention.qk_norm": {}, "attention.qk_norm.weight": False, "attention.temperature.scale": 0.1,
+    "ffn.moe.probs_on_input": True,
 }  # fmt: skip
 HEAD_GATE = {"attention.gate": {}, "attention.gate.per": "head"}
 SPARSE = {"attention.indexer.top_k": 24, "attention.indexer.num_heads": 3, "attention.indexer.head_dim": 16}
@@ -136,13 +137,13 @@ def test_every_choice_of_recompute(parts, dtype):
         {"model": {"vocab_size": 4096}},
         {"model": {"vocab_size": 4096}, "train": {"loss_chunk": 32}},
         {"model": {"mtp_layers": 1}},
-        {"model": LINEAR | {"attention_pattern": "L"}, "train": {"recompute": ("layer",)}},
-        {"model": LATENT | {"attention_pattern": "FL", "linear_attention": "short_convolution", **HEAD_GATE}},
+        {"model": LINEAR | {"layers.attention": "linear"}, "train": {"recompute": ("layer",)}},
+        {"model": LATENT | {"layers.attention": "full, linear", "linear_attention": "short_convolution", **HEAD_GATE}},
         {"model": LATENT | SPARSE},
         {"model": SPARSE, "train": {"recompute": ("layer",)}},
-        {"model": LATENT | SPARSE | {"index_pattern": "FS"}},
-        {"model": SPARSE | {"index_pattern": "FS", "mtp_layers": 1}, "train": {"indexer_stage": "warmup"}},
-        {"model": SPARSE | {"index_pattern": "FS"}, "train": {"recompute": ("layer",)}},
+        {"model": LATENT | SPARSE | {"layers.selection": "own, shared"}},
+        {"model": SPARSE | {"layers.selection": "own, shared", "mtp_layers": 1}, "train": {"indexer_stage": "warmup"}},
+        {"model": SPARSE | {"layers.selection": "own, shared"}, "train": {"recompute": ("layer",)}},
         {"model": LLAMA4},
         {"model": {"norm": "layernorm", "head_bias": True, "mtp_layers": 1}, "train": {"recompute": ("norms",)}},
         {"model": {"norm": "layernorm", "head_bias": True, "vocab_size": 4096}, "train": {"loss_chunk": 32}},
@@ -183,8 +184,8 @@ def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
     sizes = {
         "hidden_size": 256,
         "vocab_size": 64,
-        "layer_pattern": "D",
-        "num_layers": 1,
+        "layers.ffn": "dense",
+        "layers": 1,
         "ffn.dense.intermediate_size": 32,
     }
     sizes |= {"ffn.moe.shared": "none", "mtp_layers": mtp_layers}
@@ -197,7 +198,7 @@ def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
 
 
 def test_output_gates_of_sparse_latent_attention_are_counted_to_the_byte():
-    sizes = LATENT | SPARSE | {"layer_pattern": "D", "ffn.dense.intermediate_size": 32, "ffn.moe.shared": "none"}
+    sizes = LATENT | SPARSE | {"layers.ffn": "dense", "ffn.dense.intermediate_size": 32, "ffn.moe.shared": "none"}
     sizes |= {"attention.num_heads": 16, "attention.v_head_dim": 64}
     cfgs = [
         memory_config(model=sizes | {"attention.gate": {} if gate else "none"}, moe={"choice": "topk"})
@@ -259,14 +260,14 @@ def test_one_rank_holds_its_states_to_the_byte():
 
 def test_a_formula_that_forgets_a_layer_is_found():
     cfg = memory_config()
-    less = replace(cfg, model=edit_model(cfg.model, {"num_layers": 1}))
+    less = replace(cfg, model=edit_model(cfg.model, {"layers": 1}))
     measured = measure_one_rank(cfg)
     with pytest.raises(AssertionError):
         assert_memory_close(less, [measured])
 
 
 def _small_pipeline(schedule: str, chunks: int, parts: tuple[str, ...], **parallel: object) -> Config:
-    model = {"num_layers": 4}
+    model = {"layers": 4}
     train = {"global_batch_size": 16, "recompute": parts}
     return memory_config(model=model, train=train, pp=2, schedule=schedule, virtual_stages=chunks, **parallel)
 
@@ -298,7 +299,7 @@ def _pairs(schedule: str, chunks: int, parts: tuple[str, ...]) -> Config:
     pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": chunks} if schedule else {}
     train = {"global_batch_size": 32, "recompute": parts}
     size = 4 if schedule else 2
-    return memory_config(model={"num_layers": 4}, train=train, world_size=size, ep=2, overlap_experts=True, **pipeline)
+    return memory_config(model={"layers": 4}, train=train, world_size=size, ep=2, overlap_experts=True, **pipeline)
 
 
 @pytest.mark.parity
@@ -363,7 +364,7 @@ def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
         {"moe": {"weight_in_expert": True}},
         {"moe": {"choice": "topk", "capacity_factor": 1.0, "pad_to_capacity": True}},
         {"model": {"mtp_layers": 1}},
-        {"model": {"layer_pattern": "M"}},
+        {"model": {"layers.ffn": "moe"}},
     ],
     ids=[
         "etp", "ep-etp", "allgather", "leastloaded", "tp", "cp", "zero2", "bfloat16", "mla", "weighted", "capacity",
@@ -372,7 +373,7 @@ def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
 )  # fmt: skip
 def test_pairs_on_every_axis(pool, settings, parts):
     settings = {"world_size": 2, "ep": 2} | settings
-    model = {"num_layers": 4} | settings.pop("model", {})
+    model = {"layers": 4} | settings.pop("model", {})
     train = {"global_batch_size": 32, "recompute": parts}
     cfg = memory_config(settings.pop("dtype", "float32"), model, train, overlap_experts=True, **settings)
     assert_memory_close(cfg, measure_ranks(pool, cfg))
@@ -382,7 +383,7 @@ def test_pairs_hold_more_micro_batches():
     """In 1F1B with p ranks, rank r holds 2 (p-1-r) + 2 micro-batches with pairs, and p-r without (docs/pipeline.md)."""
     totals = []
     for pairs, held in ((True, [8, 6, 4, 2]), (False, [4, 3, 2, 1])):
-        model = {"num_layers": 4, "layer_pattern": "M"}
+        model = {"layers": 4, "layers.ffn": "moe"}
         train = {"global_batch_size": 32}
         cfg = memory_config(model=model, train=train, world_size=8, pp=4, ep=2, overlap_experts=pairs)
         assert max_in_flight(cfg, 4) == held
@@ -442,7 +443,7 @@ def test_every_axis_and_zero_level(pool, parallel):
     ],
 )
 def test_the_tokens_of_all_ranks_are_counted_where_all_are_gathered(pool, ep, etp, dtype):
-    model = {"ffn.moe.num_experts": 8, "layer_pattern": "M"}
+    model = {"ffn.moe.num_experts": 8, "layers.ffn": "moe"}
     train = {"global_batch_size": 16, "recompute": ("layer",)}
     parallel = {"world_size": ep * etp, "ep": ep, "etp": etp, "dispatcher": "allgather"}
     cfg = memory_config(dtype, model, train, **parallel)
@@ -459,7 +460,7 @@ def test_rows_that_travel_in_8_bits_are_kept_wide(pool, dispatcher):
 
 
 def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
-    cfg = memory_config(model={"num_layers": 32}, train={"global_batch_size": 1024}, world_size=1024, tp=4, pp=16, ep=4)
+    cfg = memory_config(model={"layers": 32}, train={"global_batch_size": 1024}, world_size=1024, tp=4, pp=16, ep=4)
     ranks = compute_rank_memory(cfg)
     assert [rank.pp_rank for rank in ranks] == list(range(16))
     assert ranks[0].activations.in_flight == {0: 15}, "beside the one that runs"
@@ -522,7 +523,7 @@ def _measured_in_symmetric_memory(cfg: Config) -> MeasuredMemory:
 @pytest.mark.parity
 @pytest.mark.parametrize("factor", [1.5, 2.0])
 def test_a_receive_buffer_is_counted_as_a_whole(pool, factor):
-    plain = memory_config("bfloat16", {"layer_pattern": "M"}, world_size=2, ep=2)
+    plain = memory_config("bfloat16", {"layers.ffn": "moe"}, world_size=2, ep=2)
     parallel = replace(plain.parallel, dispatcher=make_part("dispatcher", "symm_mem", receive_factor=factor))
     cfg = replace(plain, run=replace(plain.run, device="auto"), parallel=parallel)
     check_config(cfg)
@@ -541,7 +542,7 @@ def test_frozen_weights_have_no_gradients_and_no_moments(train):
 @pytest.mark.parity
 def test_each_micro_batch_of_a_warm_up_in_a_pipeline_is_counted(pool):
     """A stage keeps its input, and the first one its embedded tokens; the loss, which has no graph, saves nothing."""
-    model = SPARSE | {"num_layers": 4, "hidden_size": 64}
+    model = SPARSE | {"layers": 4, "hidden_size": 64}
     found = []
     for count in (4, 8):
         train = {"indexer_stage": "warmup", "global_batch_size": 2 * count}

@@ -17,14 +17,14 @@ from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 from tests.models import model_of
 
-SHARED = {"ffn.moe.shared.intermediate_size": 512, "layer_pattern": "DM"}
+SHARED = {"ffn.moe.shared.intermediate_size": 512, "layers.ffn": "dense, moe"}
 LATENT = {"attention": "mla"}
 
 
 def _config(model: dict[str, object] | None = None, budget_gib: float = 0.0, **parallel: object) -> Config:
     return Config(
         run=RunConfig(device="cpu"),
-        model=model_of({"num_layers": 8, **(model or {})}),
+        model=model_of({"layers": 8, **(model or {})}),
         parallel=ParallelConfig(**parallel),
         train=TrainConfig(seq_len=2048, global_batch_size=64, recompute=("auto",), memory_budget_gib=budget_gib),
     )

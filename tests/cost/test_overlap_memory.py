@@ -56,7 +56,7 @@ def test_hand_worked_turns(forward, backward, expected):
 
 
 def _config(parts: tuple[str, ...] = (), **parallel: object) -> Config:
-    model = model_of({"num_layers": 8, "layer_pattern": "DMM", "ffn.moe.num_experts": 8, "mtp_layers": 1})
+    model = model_of({"layers": 8, "layers.ffn": "dense, 2 moe", "ffn.moe.num_experts": 8, "mtp_layers": 1})
     train = TrainConfig(seq_len=256, global_batch_size=64, recompute=parts)
     return Config(model=model, parallel=ParallelConfig(overlap_experts=True, **parallel), train=train)
 

@@ -33,13 +33,13 @@ def _config(
     **parallel: object,
 ) -> Config:
     return Config(
-        model=model_of({"num_layers": 6, "layer_pattern": "DMM"} | (model or {})),
+        model=model_of({"layers": 6, "layers.ffn": "dense, 2 moe"} | (model or {})),
         parallel=ParallelConfig(pipeline_layout=layout, **parallel),
         train=TrainConfig(**train or {}),
     )
 
 
-@pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layer_pattern": "M"}])
+@pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layers.ffn": "moe"}])
 def test_the_costs_of_the_parts_add_up_to_the_model(model):
     cfg = _config(model=model)
     loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
@@ -52,10 +52,10 @@ def test_the_costs_of_the_parts_add_up_to_the_model(model):
 @pytest.mark.parametrize(
     "model",
     [
-        {"layer_pattern": "M"},
+        {"layers.ffn": "moe"},
         {"preset": "deepseek-v2-lite"},
-        {"tie_embeddings": True, "num_layers": 4},
-        {"mtp_layers": 1, "num_layers": 4},
+        {"tie_embeddings": True, "layers": 4},
+        {"mtp_layers": 1, "layers": 4},
     ],
 )
 def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
@@ -76,7 +76,7 @@ ORACLE = {
     "plain": ({}, {}, {}),
     "vocabulary": ({"vocab_size": 200_000}, {}, {}),
     "small vocabulary": ({"vocab_size": 5000}, {}, {}),
-    "experts": ({"layer_pattern": "M"}, {}, {}),
+    "experts": ({"layers.ffn": "moe"}, {}, {}),
     "further": ({"mtp_layers": 2, "vocab_size": 5000}, {}, {}),
     "long": (TIGHT, {"seq_len": 16384}, {}),
     "long gpipe": (TIGHT, {"seq_len": 16384}, {"schedule": "gpipe"}),
@@ -171,7 +171,7 @@ def test_layers_are_balanced_over_the_chunks_of_a_rank(pp, chunks, busiest):
 
 
 def _deep(layout: str = "auto", **train: object) -> Config:
-    model = {"num_layers": 48, "vocab_size": 1024, "layer_pattern": "D"}
+    model = {"layers": 48, "vocab_size": 1024, "layers.ffn": "dense"}
     train = {"seq_len": 4096, "global_batch_size": 64} | train
     return _config(layout, model=model, train=train, world_size=4, pp=4)
 
@@ -229,7 +229,7 @@ def test_an_automatic_layout_is_a_layout_without_faults(mtp_layers, num_stages):
 
 
 def test_hundreds_of_layers_are_cut_at_once():
-    cfg = _config(model={"num_layers": 160}, world_size=32, pp=32, virtual_stages=4)
+    cfg = _config(model={"layers": 160}, world_size=32, pp=32, virtual_stages=4)
     assert len(balanced_stages(cfg)) == 128
 
 

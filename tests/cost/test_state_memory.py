@@ -33,7 +33,7 @@ def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(fa
     # Rows of 66 bytes, which are aligned to 80; two stages on each rank of a pipeline.
     model = model_of(
         {
-            "num_layers": 4,
+            "layers": 4,
             "hidden_size": 33,
             "attention.head_dim": 8,
             "vocab_size": 96,
@@ -67,7 +67,7 @@ def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
     """Experts that only one rank has, as with ep = dp, are not gathered, and so not ahead."""
     model = model_of(
         {
-            "num_layers": num_layers,
+            "layers": num_layers,
             "hidden_size": 48,
             "vocab_size": 96,
             "ffn.moe.num_experts": 4,
@@ -105,8 +105,8 @@ def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
 def test_an_update_that_needs_more_than_the_passes_counts():
     model = model_of(
         {
-            "num_layers": 1,
-            "layer_pattern": "D",
+            "layers": 1,
+            "layers.ffn": "dense",
             "hidden_size": 64,
             "ffn.dense.intermediate_size": 4096,
             "vocab_size": 4096,
@@ -124,7 +124,7 @@ def test_an_update_that_needs_more_than_the_passes_counts():
 
 def test_a_thousand_ranks_cost_milliseconds():
     cfg = Config(
-        model=model_of({"preset": "", "num_layers": 64, "ffn.moe.num_experts": 128}),
+        model=model_of({"preset": "", "layers": 64, "ffn.moe.num_experts": 128}),
         parallel=ParallelConfig(world_size=1024, tp=4, pp=16, ep=64),
         train=TrainConfig(global_batch_size=1024),
     )

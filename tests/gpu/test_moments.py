@@ -25,7 +25,7 @@ def _train(cfg: TrainConfig, home: StateStore | None) -> dict[str, torch.Tensor]
     torch.manual_seed(0)
     shapes = {f"layers.{i}.attention.wq": (512, 1024) for i in range(6)} | {"head.norm.weight": (1024,)}
     given = {name: nn.Parameter(torch.randn(shape, device=device)) for name, shape in shapes.items()}
-    optimizer = build_alone(given, cfg, home, model=model_of({"num_layers": 6}))
+    optimizer = build_alone(given, cfg, home, model=model_of({"layers": 6}))
     for _ in range(5):
         for parameter in given.values():
             parameter.grad = torch.randn_like(parameter) + parameter.detach().sin()

@@ -56,7 +56,7 @@ def recipe(monkeypatch, tmp_path):
     two = triton_experts.tile_configs
     monkeypatch.setattr(triton_experts, "tile_configs", lambda x: two(x)[1:])
     cfg = tiny(
-        model=TILED | {"num_layers": 1, "ffn.moe.num_experts": 2},
+        model=TILED | {"layers": 1, "ffn.moe.num_experts": 2},
         train={"global_batch_size": 1, "micro_batch_size": 1, "seq_len": 16},
     )
     run = replace(cfg.run, dtype="bfloat16", kernels="triton", device="cuda", deterministic=False)

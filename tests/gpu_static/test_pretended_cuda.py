@@ -74,7 +74,7 @@ def test_a_feature_trains_as_on_a_cpu(tmp_path, name):
 def test_kernels_in_bfloat16_train_as_float32_does(tmp_path, monkeypatch, name):
     monkeypatch.setattr(triton_experts, "supports_grouped_mm", lambda *args: False)
     # The interpreter takes half a second for a launch: the fast row has one layer.
-    sizes = TILED | ({"num_layers": 1} if name == next(iter(BFLOAT16)) else {})
+    sizes = TILED | ({"layers": 1} if name == next(iter(BFLOAT16)) else {})
     cfg = _recipe(BFLOAT16[name], tmp_path, model=sizes, train={"micro_batch_size": 2, "seq_len": 16})
     expected = losses_on(cfg, "cpu", STEPS)
     run = replace(cfg.run, dtype="bfloat16", kernels="auto", device="cuda", deterministic=True)
@@ -151,7 +151,7 @@ def test_the_host_reads_once_a_pass_of_generation_and_copies_from_pinned_memory(
 @needs_triton
 @pytest.mark.slow
 def test_the_host_reads_nothing_else_where_kernels_run():
-    cfg = tiny(model=TILED | {"num_layers": 1}, train={"seq_len": 96, "global_batch_size": 1})
+    cfg = tiny(model=TILED | {"layers": 1}, train={"seq_len": 96, "global_batch_size": 1})
     device_refusal.cache_clear()
     # The first generation chooses and checks kernels.
     found, _, draws = _transfers(replace(cfg, run=replace(cfg.run, dtype="bfloat16", kernels="auto")), generations=2)

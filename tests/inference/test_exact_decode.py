@@ -43,11 +43,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "latent": LATENT_HEADS,
     "gpt-oss": KINDS["gpt-oss"],
-    "windows": {"attention_pattern": "WF", "sliding_window": 5},
+    "windows": {"layers.attention": "window, full", "sliding_window": 5},
     "llama4": {
-        "attention_pattern": "CF",
+        "layers.attention": "chunk, full",
         "attention_chunk_size": 64,
-        "rope_pattern": "RN",
+        "layers.position": "rope, nope",
         "attention.temperature.scale": 0.3,
         "attention.temperature.tokens": 5,
         "attention.qk_norm": {},
@@ -60,8 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "longcat": LATENT_HEADS
     | {
-        "layer_pattern": "MD",
-        "num_layers": 4,
+        "layers.ffn": "moe, dense",
+        "layers": 4,
         "attention.scale_latents": True,
         "ffn.moe.shortcut": True,
         "ffn.moe.shared.intermediate_size": 16,
@@ -84,7 +84,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "options-of-families": {
         "attention.gate": {},
         "residual": "both",
-        "rope_pattern": "RN",
+        "layers.position": "rope, nope",
         "attention.qk_norm": {},
         "attention.qk_norm.after_rope": True,
         "attention.scale": 0.3,

@@ -55,7 +55,7 @@ def test_a_cache_that_no_memory_holds_is_refused_before_it_is_reserved(tmp_path,
 
 def test_the_states_of_linear_attention_grow_with_the_prompts(tmp_path, capsys):
     """`generate` has no option for the number of slots: its message must not name one."""
-    described_run(tmp_path, model={"preset": "tiny", "attention_pattern": "LF"})
+    described_run(tmp_path, model={"preset": "tiny", "layers.attention": "linear, full"})
     sizes = []
     for prompts in (["x"], ["x", "y", "z"]):
         assert main(["generate", str(tmp_path), *prompts, "--cache-gib", "1e-9", "--device", "cpu"]) == 2

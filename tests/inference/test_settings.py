@@ -125,17 +125,17 @@ def test_types_and_devices(source):
 @pytest.mark.parametrize(
     ("mapping", "layers"),
     [
-        (["parallel.tp=3"], "M"),
-        (["parallel.tp=6", "parallel.world_size=12"], "M"),
-        (["parallel.pp=99"], "M"),
-        (["parallel.pp=99"], "DM"),
-        (["parallel.ep=3"], "M"),
-        (["parallel.ep=2"], "D"),
-        (["parallel.etp=7"], "M"),
+        (["parallel.tp=3"], "moe"),
+        (["parallel.tp=6", "parallel.world_size=12"], "moe"),
+        (["parallel.pp=99"], "moe"),
+        (["parallel.pp=99"], "dense, moe"),
+        (["parallel.ep=3"], "moe"),
+        (["parallel.ep=2"], "dense"),
+        (["parallel.etp=7"], "moe"),
     ],
 )
 def test_no_mapping_error_suggests_changing_the_trained_model(tmp_path, mapping, layers):
-    described_run(tmp_path, model={"preset": "tiny", "layer_pattern": layers})
+    described_run(tmp_path, model={"preset": "tiny", "layers.ffn": layers})
     with pytest.raises(ConfigError) as raised:
         inference_config(find_source(str(tmp_path)), wish(*mapping), "evaluate")
     text = str(raised.value)

@@ -159,11 +159,11 @@ def calls_of_layers(monkeypatch) -> list[int]:
         ({}, [1, 1, 2, 2]),
         ({"ffn.moe.router": "sigmoid"}, []),
         ({"ffn.moe.shared.intermediate_size": 12}, []),
-        ({"layer_pattern": "DM"}, [1, 1, 1]),
+        ({"layers.ffn": "dense, moe"}, [1, 1, 1]),
     ],
 )
 def test_layers_are_one_call_from_the_second_pass_on(monkeypatch, model, expected):
-    stage = build(recipe({"num_layers": 2} | model))
+    stage = build(recipe({"layers": 2} | model))
     counts = calls_of_layers(monkeypatch)
     overrides = set_overrides(stage)
     run(stage, fixed_passes(), 4 * PAGES, fuses=True, at_once=True)
@@ -174,7 +174,7 @@ def test_layers_are_one_call_from_the_second_pass_on(monkeypatch, model, expecte
 
 
 def test_replaced_choices_and_layers_by_modules_are_not_a_single_call(monkeypatch):
-    cfg = recipe({"num_layers": 2})
+    cfg = recipe({"layers": 2})
     stage = build(cfg)
     counts = calls_of_layers(monkeypatch)
     expected = run(stage, fixed_passes(), 4 * PAGES, fuses=False)
@@ -208,7 +208,7 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     groups = draw(st.sampled_from([1, 2, 3]))
     experts = draw(st.sampled_from([3, 8]))
     model = {
-        "num_layers": 2,
+        "layers": 2,
         "hidden_size": draw(st.sampled_from([24, 40, 50])),
         "attention.num_kv_heads": groups,
         "attention.num_heads": groups * draw(st.sampled_from([1, 2, 7])),
@@ -216,7 +216,7 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         "ffn.moe.num_experts": experts,
         "ffn.moe.top_k": draw(st.integers(1, 3)),
         "ffn.moe.intermediate_size": draw(st.sampled_from([5, 33])),
-        "layer_pattern": draw(st.sampled_from(["M", "DM"])),
+        "layers.ffn": draw(st.sampled_from(["moe", "dense, moe"])),
         "ffn.moe.router": draw(st.sampled_from(["softmax", "sigmoid"])),
         "ffn.moe.router.bias": draw(st.booleans()),
         "ffn.moe.router.scaling_factor": draw(st.sampled_from([1.0, 2.5])),
@@ -227,7 +227,7 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         model[f"attention.{name}"] = draw(st.booleans())
     model["attention.qk_norm"] = {} if draw(st.booleans()) else "none"
     if draw(st.booleans()):
-        model |= {"attention_pattern": "WF", "sliding_window": draw(st.sampled_from([1, 5, 66]))}
+        model |= {"layers.attention": "window, full", "sliding_window": draw(st.sampled_from([1, 5, 66]))}
     if draw(st.booleans()):
         model |= {"ffn.moe.shared.intermediate_size": 12, "ffn.moe.shared.gate": draw(st.booleans())}
     return model, draw(st.sampled_from(["float32", "bfloat16"]))

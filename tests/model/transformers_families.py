@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 SIZES = {
-    "num_layers": 3,
+    "layers": 3,
     "hidden_size": 32,
     "attention.num_heads": 4,
     "attention.num_kv_heads": 2,
@@ -37,7 +37,7 @@ SHARED = {
 FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "mixtral": ({}, "Mixtral", {"intermediate_size": 16, "num_local_experts": 8}),
     "qwen3-moe": (
-        {"attention.qk_norm": {}, "layer_pattern": "DMM"},
+        {"attention.qk_norm": {}, "layers.ffn": "dense, 2 moe"},
         "Qwen3Moe",
         {
             "intermediate_size": 48,
@@ -66,7 +66,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "llama3": (
         {
-            "layer_pattern": "D",
+            "layers.ffn": "dense",
             "rope.scaling": "llama3",
             "rope.scaling.factor": 8.0,
             "rope.scaling.original_seq_len": 32,

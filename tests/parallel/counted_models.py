@@ -5,8 +5,8 @@ from tests.models import model_of
 H, A, G, D, F, FE, FS, E, K, V, T = 64, 4, 2, 16, 160, 96, 80, 4, 2, 8, 128
 GQA = model_of(
     {
-        "num_layers": 2,
-        "layer_pattern": "DM",
+        "layers": 2,
+        "layers.ffn": "dense, moe",
         "hidden_size": H,
         "attention.num_heads": A,
         "attention.num_kv_heads": G,
@@ -21,8 +21,8 @@ GQA = model_of(
 )
 LATENT = model_of(
     {
-        "num_layers": 2,
-        "layer_pattern": "DM",
+        "layers": 2,
+        "layers.ffn": "dense, moe",
         "hidden_size": H,
         "attention.num_heads": A,
         "attention": "mla",

@@ -19,7 +19,7 @@ from tests.verify.recipes import tiny
 
 COMPILE_TIMEOUT_S = 280.0
 """Compilers of several ranks share the cores of a test machine."""
-MODEL = {"layer_pattern": "DM", "attention.qk_norm": {}, "ffn.moe.shared.intermediate_size": 16}
+MODEL = {"layers.ffn": "dense, moe", "attention.qk_norm": {}, "ffn.moe.shared.intermediate_size": 16}
 
 
 def _with_compile(cfg: Config, dtype: str = "float64") -> Config:

@@ -105,7 +105,7 @@ FAST = ("zero 1", "zero 3, experts", "zero 3, recomputed pipeline")
 
 def _recipe(name: str) -> Config:
     parallel, other = MAPPINGS[name]
-    cfg = tiny(model={"num_layers": LAYERS} | other.get("model", {}), train=other.get("train"), **parallel)
+    cfg = tiny(model={"layers": LAYERS} | other.get("model", {}), train=other.get("train"), **parallel)
     return replace(cfg, run=replace(cfg.run, dtype=other.get("dtype", "float64")))
 
 

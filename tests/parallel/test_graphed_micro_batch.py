@@ -82,7 +82,11 @@ def _assert_replayed_equals_eager(cfg: Config, keeps_counts_on_device: bool = Fa
             {"aux_kind": "last_global_batch", "weight_in_expert": True},
             {"micro_batch_size": 2, "optimizer": "muon"},
         ),
-        ({"layer_pattern": "DM"} | HYBRID, {"choice": "sinkhorn", "aux_kind": "sequence"}, {"recompute": ("layer",)}),
+        (
+            {"layers.ffn": "dense, moe"} | HYBRID,
+            {"choice": "sinkhorn", "aux_kind": "sequence"},
+            {"recompute": ("layer",)},
+        ),
     ],
 )
 def test_a_replayed_micro_batch_equals_an_eager_one(pool, model, moe, train):

@@ -177,7 +177,7 @@ PAIRED = [("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)]
 def _recipe(schedule: str, chunks: int, count: int, *, overlap: bool = False) -> Config:
     train = {"global_batch_size": 2 * count * (2 if overlap else 1)}
     parallel = {"world_size": 4, "ep": 2} if overlap else {"world_size": 2}
-    model = {"num_layers": 4}
+    model = {"layers": 4}
     return memory_config(
         model=model, train=train, pp=2, schedule=schedule, virtual_stages=chunks, overlap_experts=overlap, **parallel
     )

@@ -71,7 +71,7 @@ def test_the_heads_of_latent_attention_are_not_kept():
 
 def test_a_layer_that_runs_again_keeps_its_input():
     # The inputs of two layers; after the last one, the norm and the loss keep the same tensors as always.
-    head = _kept_numbers(model_of({**_fields(GQA), "num_layers": 1, "layer_pattern": "D"}), ("layer",)) - H
+    head = _kept_numbers(model_of({**_fields(GQA), "layers": 1, "layers.ffn": "dense"}), ("layer",)) - H
     assert _kept_numbers(GQA, ("layer",)) - head == pytest.approx(2 * H, rel=0.1)
 
 

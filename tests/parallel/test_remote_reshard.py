@@ -31,7 +31,7 @@ MAX_ROUND_BYTES = 3000
 def _recipe(training: dict[str, int], sampling: dict[str, int], **model: object) -> Config:
     cfg = tiny(
         model={
-            "num_layers": 4,
+            "layers": 4,
             "tie_embeddings": True,
             "ffn.moe.router": "sigmoid",
             "ffn.moe.router.expert_bias": True,

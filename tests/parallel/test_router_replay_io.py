@@ -36,10 +36,10 @@ MAPPINGS = [
     {"world_size": 8, "cp": 2, "tp": 2, "context": "ulysses", "order": "cp-dp-pp-tp", "ep": 8},
 ]
 MODELS = {
-    "plain": {"num_layers": 4},
-    "further tokens": {"num_layers": 3, "mtp_layers": 2},
-    "dense-and-moe": {"num_layers": 4, "layer_pattern": "DM"},
-    "many experts": {"num_layers": 2, "mtp_layers": 1, "ffn.moe.num_experts": 264, "ffn.moe.intermediate_size": 8},
+    "plain": {"layers": 4},
+    "further tokens": {"layers": 3, "mtp_layers": 2},
+    "dense-and-moe": {"layers": 4, "layers.ffn": "dense, moe"},
+    "many experts": {"layers": 2, "mtp_layers": 1, "ffn.moe.num_experts": 264, "ffn.moe.intermediate_size": 8},
     "documents": {"vocab_size": 8},
 }
 

@@ -82,7 +82,7 @@ class CacheCase:
         parallel = {"world_size": 2} | self.parallel
         samples = parallel["world_size"] // parallel.get("pp", 1) * MICRO_BATCHES
         cfg = tiny(
-            {"layer_pattern": "DM", "ffn.moe.shared.intermediate_size": 8} | self.model,
+            {"layers.ffn": "dense, moe", "ffn.moe.shared.intermediate_size": 8} | self.model,
             self.moe,
             {"global_batch_size": samples, "precision": "fp8-blockwise"} | self.train,
             **parallel,

@@ -41,7 +41,7 @@ NEEDS: dict[tuple[str, str], Settings] = {
     ("drop_scope", "sub_sequence"): {"moe": {"capacity_factor": 0.75}},
     ("drop_scope", "full_sequence"): {"moe": {"capacity_factor": 0.75}},
     ("indexer", "lightning"): {"model": INDEXER},
-    ("indexer", "shared"): {"model": INDEXER | {"index_pattern": "FS"}},
+    ("indexer", "shared"): {"model": INDEXER | {"layers.selection": "own, shared"}},
     ("rope_scaling", "linear"): {"model": FACTOR},
     ("rope_scaling", "llama3"): {"model": CONTEXT},
     ("rope_scaling", "longrope"): {
@@ -71,11 +71,11 @@ def settings(group: str, kind: str) -> Settings:
     if group == "attention":
         key = "linear_attention" if find_part(group, kind).is_recurrent else "attention"
         found["model"] |= {key: kind} | {f"{key}.{name}": value for name, value in SIZES.get(kind, {}).items()}
-        found["model"] |= {"attention_pattern": "LF"} if key == "linear_attention" else {}
+        found["model"] |= {"layers.attention": "linear, full"} if key == "linear_attention" else {}
     elif group == "ffn":
-        found["model"]["layer_pattern"] = {"swiglu": "D", "moe": "M"}[kind]
+        found["model"]["layers.ffn"] = {"swiglu": "dense", "moe": "moe"}[kind]
     elif group == "span":
-        found["model"]["attention_pattern"] = {"window": "W", "chunk": "C"}[kind]
+        found["model"]["layers.attention"] = kind
     elif group != "indexer":
         section, _, key = find_group(group).key.partition(".")
         found.setdefault(section, {})[key] = kind

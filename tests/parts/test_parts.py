@@ -56,7 +56,7 @@ def test_a_kind_that_a_program_misspells_is_refused_as_in_a_recipe(name):
 
 @pytest.mark.parametrize("key", ["attention", "linear_attention", "norm"])
 def test_the_layers_of_a_misspelled_kind_are_refused_by_its_key(key):
-    model = replace(edit_model(Config().model, {"attention_pattern": "FL"}), **{key: "mlaa"})
+    model = replace(edit_model(Config().model, {"layers.attention": "full, linear"}), **{key: "mlaa"})
     with pytest.raises(ConfigError, match=f"^model.{key}='mlaa' must be one of "):
         model.decoder_layers  # noqa: B018
 

@@ -36,7 +36,7 @@ def _words(cfg, rank=0):
 
 
 def test_the_passes_of_a_pair_take_turns():
-    cfg = tiny(model={"num_layers": 1}, train={"global_batch_size": 4}, world_size=2, ep=2, overlap_experts=True)
+    cfg = tiny(model={"layers": 1}, train={"global_batch_size": 4}, world_size=2, ep=2, overlap_experts=True)
     assert _words(cfg) == [
         "0F0 layer 0 dispatch over ep",
         "0F0 layer 0 combine over ep",
@@ -51,7 +51,7 @@ def test_the_passes_of_a_pair_take_turns():
 
 def test_recompute_and_etp_have_their_places():
     train = {"global_batch_size": 8, "recompute": ("moe",)}
-    cfg = tiny(model={"num_layers": 1}, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
+    cfg = tiny(model={"layers": 1}, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
     pair = _words(cfg)[4:]
     ways = [word[1] for word in pair]
     # Eight exchanges of the backward pass, four of them made again, and four of the forward pass.
@@ -127,7 +127,7 @@ def _begun(cfg: Config) -> list[str]:
 @pytest.mark.parity
 def test_ranks_begin_the_exchanges_predicted_before_they_started(pool):
     train = {"global_batch_size": 12, "recompute": ("moe",)}
-    model = {"num_layers": 2, "layer_pattern": "DM", "mtp_layers": 1, "ffn.moe.shared.intermediate_size": 16}
+    model = {"layers": 2, "layers.ffn": "dense, moe", "mtp_layers": 1, "ffn.moe.shared.intermediate_size": 16}
     cfg = tiny(model=model, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
     logs = pool.run(4, _begun, cfg)
     assert all(log == logs[0] for log in logs)

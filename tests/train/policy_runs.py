@@ -41,7 +41,7 @@ def recipe(tmp_path: Path, steps: int = 4, **rl: Any) -> Config:
         run=RunConfig(dir=str(tmp_path / "run"), seed=3, steps=steps, device="cpu", dtype="float64"),
         model=model_of(
             {
-                "num_layers": 2,
+                "layers": 2,
                 "hidden_size": 16,
                 "attention.num_heads": 4,
                 "attention.num_kv_heads": 2,

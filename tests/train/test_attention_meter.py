@@ -16,7 +16,7 @@ TRAIN = {"global_batch_size": 8, "micro_batch_size": 2}
 
 
 def _recipe(**parallel: object) -> Config:
-    model = {"vocab_size": 8, "num_layers": 2}
+    model = {"vocab_size": 8, "layers": 2}
     return tiny(model=model, train=TRAIN, data={"document_end": 2}, world_size=4, cp=2, context="planned", **parallel)
 
 

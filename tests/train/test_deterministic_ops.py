@@ -17,7 +17,7 @@ from tests.verify.recipes import LATENT, tiny
 
 WINDOWS = {
     "attention.sinks": True,
-    "attention_pattern": "WF",
+    "layers.attention": "window, full",
     "sliding_window": 5,
     "ffn.moe.bias": True,
     "attention.qkv_bias": True,

@@ -87,7 +87,7 @@ def _run_without_sum(cfg: Config, *axes: int) -> Any:
 
 
 def test_a_missing_sum_over_etp_is_noticed(fresh_pool):
-    cfg = tiny(model={"num_layers": 2}, lora=LORA, world_size=2, etp=2)
+    cfg = tiny(model={"layers": 2}, lora=LORA, world_size=2, etp=2)
     names = {found.name for found in errors_of_broken_run(fresh_pool, _run_without_sum, cfg)}
     assert "gradients layers.0.ffn.experts.lora.w_gate_a" in names
     assert "gradients layers.0.ffn.experts.lora.w_down_b" in names

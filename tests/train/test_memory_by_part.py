@@ -26,7 +26,7 @@ from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
-SHARED = {"ffn.moe.shared.intermediate_size": 16, "layer_pattern": "DM"}
+SHARED = {"ffn.moe.shared.intermediate_size": 16, "layers.ffn": "dense, moe"}
 BIG = {"hidden_size": 64, "attention.head_dim": 16, "ffn.moe.intermediate_size": 32, "ffn.dense.intermediate_size": 96}
 V = {"pp": 2, "virtual_stages": 2}
 MAPPINGS = {
@@ -103,7 +103,7 @@ def test_with_a_saver(pool, kept, name):
 
 def test_the_formula_of_offload_has_the_bytes_left_in_memory(pool):
     cfg = _recipe(TRAINS["offload"])
-    cfg = replace(cfg, model=edit_model(cfg.model, {"num_layers": 6}))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"layers": 6}))
     memory = pool.run(1, run_distributed, _measured(cfg, 2), 2)[0].steps[1].memory_by_part
     # No formula has the workspace of the backward pass.
     measured = sum(sizes[0] for part, sizes in memory.peak_bytes.items() if part != "workspace")

@@ -336,7 +336,7 @@ def test_a_cache_without_a_page_is_refused_before_ranks_start(tmp_path, capsys):
 
 def test_the_states_of_linear_attention_are_checked_with_the_slots_of_the_recipe(tmp_path):
     cfg = recipe(tmp_path)
-    cfg = replace(cfg, model=edit_model(cfg.model, {"attention_pattern": "FL"}))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"layers.attention": "full, linear"}))
     few = replace(cfg, rollout=replace(cfg.rollout, slots=8))
     few = replace(few, rollout=replace(few.rollout, cache_gib=cache_sizes(few, "cpu").total_bytes(1, 8) / 2**30))
     check_rollout_cache(few, "cpu")
@@ -442,7 +442,7 @@ def test_hybrid_models_sample_the_trained_weights(pool, tmp_path, kind, mapping,
     }
     cfg = replace(
         cfg,
-        model=edit_model(cfg.model, {"attention_pattern": "LF", "attention.gate": {}, **hybrid}),
+        model=edit_model(cfg.model, {"layers.attention": "linear, full", "attention.gate": {}, **hybrid}),
         rollout=replace(cfg.rollout, slots=3, pass_tokens=7, **sampling),
     )
     pool.run(2, train_policy, cfg)

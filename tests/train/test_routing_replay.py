@@ -159,7 +159,7 @@ def test_replay_lowers_the_mismatch_of_another_tp(pool, tmp_path):
         cfg,
         run=replace(cfg.run, dtype="bfloat16"),
         checkpoint=CheckpointConfig(every=0, at_end=False),
-        model=edit_model(cfg.model, {"num_layers": 4, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 2, "init_std": 0.4}),
+        model=edit_model(cfg.model, {"layers": 4, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 2, "init_std": 0.4}),
         train=replace(cfg.train, global_batch_size=32),
         rollout=replace(cfg.rollout, tp=1),
     )
@@ -212,7 +212,7 @@ def test_auto_replays_where_sampling_is_inexact(pool, tmp_path):
         (False, {"replay": "off"}, {}, False, ""),
         (False, {"staleness": 1}, {}, False, "rl.staleness=1 keep no expert choices"),
         (True, {"replay": "on"}, {}, True, ""),
-        (False, {}, {"layer_pattern": "D", "ffn.dense.intermediate_size": 16}, False, ""),
+        (False, {}, {"layers.ffn": "dense", "ffn.dense.intermediate_size": 16}, False, ""),
     ],
     ids=str,
 )

@@ -135,7 +135,7 @@ def test_streaming_rounds_equal_torchft(pool, tmp_path):
     cfg = recipe(tmp_path, LAST + OVERLAP, settings | {"lr": LR, "momentum": MOMENTUM}, every=LAST // 2)
     cfg = replace(
         cfg,
-        model=edit_model(cfg.model, {"layer_pattern": "D", "ffn.moe.router.expert_bias": False}),
+        model=edit_model(cfg.model, {"layers.ffn": "dense", "ffn.moe.router.expert_bias": False}),
         moe=replace(cfg.moe, bias_update_rate=0.0),
     )
     train_sites(pool, cfg)

@@ -216,7 +216,7 @@ def _resume_and_stop(cfg: Config) -> int:
 
 def test_a_dense_model_has_no_expert_load(pool, tmp_path):
     cfg = recipe(tmp_path, 1, every=0)
-    dense = replace(cfg, model=edit_model(cfg.model, {"layer_pattern": "D"}))
+    dense = replace(cfg, model=edit_model(cfg.model, {"layers.ffn": "dense"}))
     pool.run(1, train_rank, dense)
     (record,) = records(tmp_path)
     assert (record["expert_load"], record["aux_loss"], record["dropped_fraction"]) == ([], 0.0, 0.0)

@@ -49,7 +49,7 @@ def test_an_overlap_that_can_be_hidden_is_accepted(parallel):
 
 def test_a_model_without_experts_has_nothing_to_hide():
     with pytest.raises(ConfigError, match=r"no layer of model.layers is 'moe'; name 'moe' in model.layers"):
-        tiny(model={"layer_pattern": "D"}, train=SEVERAL, **SOUND | {"ep": 1})
+        tiny(model={"layers.ffn": "dense"}, train=SEVERAL, **SOUND | {"ep": 1})
 
 
 def test_auto_does_not_take_a_dispatcher_that_waits():

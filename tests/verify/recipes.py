@@ -45,7 +45,7 @@ def tiny(
     sections = _with_parts({"parallel": parallel, "moe": {"aux_loss": 0.1, "z_loss": 0.01} | (moe or {})})
     stages = int(parallel.get("pp", 1)) * int(parallel.get("virtual_stages", 1))
     sizes = {
-        "num_layers": max(2, stages),
+        "layers": max(2, stages),
         "hidden_size": 16,
         "attention.num_heads": 4,
         "attention.num_kv_heads": 2,

@@ -43,7 +43,7 @@ AXES = {"dp": {}, "ep": {"ep": 2}, "cp": {"cp": 2, "ep": 2}, "tp": {"tp": 2, "et
 """Options that the two ranks of a stage share."""
 PRECISIONS = ("dtype", "fp8-blockwise", "mxfp8", "nvfp4")
 DTYPES = ("bfloat16", "float32", "float64")
-MODEL = {"num_layers": 4, "layer_pattern": "DM", "ffn.moe.num_experts": 4}
+MODEL = {"layers": 4, "layers.ffn": "dense, moe", "ffn.moe.num_experts": 4}
 APART = 3.0
 """Distance of two right answers, in units of the distance of one of them from exact maths; 1.7 was seen."""
 FACTORS = {
@@ -289,7 +289,7 @@ def test_two_first_parts_before_a_second_one_add_up_in_float32(fresh_pool, zero)
     """In pairs of micro-batches, where FSDP has no hooks; with three pipeline ranks two first parts are pending."""
     plain = _plain(("ep", "dtype", "bfloat16", "adamw"))
     train = replace(plain.train, global_batch_size=12)
-    plain = replace(plain, model=edit_model(plain.model, {"num_layers": 6}), train=train)
+    plain = replace(plain, model=edit_model(plain.model, {"layers": 6}), train=train)
     changes = {"world_size": 6, "pp": 3, "schedule": "dualpipev", "virtual_stages": 2, "overlap_experts": True}
     cfg = replace(plain, parallel=replace(plain.parallel, zero=zero, **changes))
     check_config(cfg)

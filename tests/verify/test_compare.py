@@ -72,7 +72,7 @@ def test_a_wrong_copy_on_any_rank_counts(oracle):
 @pytest.fixture(scope="module")
 def without_rope() -> OracleRecord:
     """Without RoPE, the biases of keys change no probability."""
-    return run_oracle(tiny(model={"rope_pattern": "N", "attention.qkv_bias": True}), 2)
+    return run_oracle(tiny(model={"layers.position": "nope", "attention.qkv_bias": True}), 2)
 
 
 KEY_BIAS = "layers.0.attention.bk"

@@ -21,7 +21,7 @@ from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 LENGTHS = ((5, 1, 7, 3), (2, 14), (16,))
-MODEL = {"attention.qk_norm": {}, "layer_pattern": "DM"}
+MODEL = {"attention.qk_norm": {}, "layers.ffn": "dense, moe"}
 
 
 def _model(cfg: Config) -> Transformer:

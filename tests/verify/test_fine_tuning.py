@@ -113,7 +113,7 @@ def test_padded_samples_drop_the_same_under_every_mapping(pool, scope, mapping, 
     layers = mapping.get("pp", 2)
     cfg = replace(
         cfg,
-        model=edit_model(cfg.model, {"num_layers": layers}),
+        model=edit_model(cfg.model, {"layers": layers}),
         moe=replace(cfg.moe, capacity_factor=0.5, drop_scope=scope),
     )
     alone = cfg if scope == "sub_sequence" else without_mapping(cfg)

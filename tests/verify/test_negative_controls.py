@@ -203,6 +203,6 @@ def test_a_model_that_differs_a_little_is_noticed(fresh_pool):
     cfg = tiny(**gpt_oss(world_size=2, etp=2))
     ranks = fresh_pool.run(2, run_distributed, cfg, 1)
     assert compare_records(oracle_of(cfg, 1), ranks)[0].error < TOLERANCE
-    for change in ({"sliding_window": 6}, {"attention_pattern": "FW"}, {"ffn.moe.activation.limit": 0.31}):
+    for change in ({"sliding_window": 6}, {"layers.attention": "full, window"}, {"ffn.moe.activation.limit": 0.31}):
         other = replace(cfg, model=edit_model(cfg.model, change))
         assert compare_records(oracle_of(other, 1), ranks)[0].error > 1e-4, change

@@ -154,7 +154,7 @@ def _train(cfg: Config, legal: Config | None = None, **more: torch.Tensor) -> No
 
 def _small(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     sections["train"] = {"seq_len": 8, "global_batch_size": 1} | sections.get("train", {})
-    return tiny(model={"num_layers": 1} | (model or {}), **sections)
+    return tiny(model={"layers": 1} | (model or {}), **sections)
 
 
 def _with(cfg: Config, key: str, value: Any) -> Config:
@@ -255,7 +255,7 @@ def test_a_setting_that_the_oracle_reads_around_a_formula_counts_by_itself():
 
 @pytest.mark.parametrize("key", ["attention", "linear_attention"])
 def test_an_attention_without_a_formula_is_refused(key):
-    cfg = _small(model={"attention_pattern": "L" if key == "linear_attention" else "F"})
+    cfg = _small(model={"layers.attention": "linear" if key == "linear_attention" else "full"})
     unknown = _without_formula(cfg.model.decoder_layers[0].attention)
     with pytest.raises(NoFormulaError, match=r"no formula for model\.attention=.*Unknown"):
         _train(_with(cfg, f"model.{key}", unknown), cfg)

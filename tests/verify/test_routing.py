@@ -112,7 +112,7 @@ def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
 def test_ten_bias_updates_equal_hand_written_ones(fresh_pool, mapping):
     """Two data-parallel ranks, two micro-batches each, recomputed: counts cover the global batch, once."""
     rate = 0.05
-    model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "num_layers": 2}
+    model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "layers": 2}
     cfg = tiny(
         model=model,
         moe={"bias_update_rate": rate, "aux_loss": 0.0},

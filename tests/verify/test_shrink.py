@@ -104,7 +104,7 @@ def test_an_order_that_folds_over_some_worlds_only_stays_legal():
 def test_kinds_of_layers_and_an_uneven_cut_stay():
     cfg = preset("quickstart", world_size=4, pp=4)
     model = edit_model(
-        cfg.model, {"num_layers": 6, "layer_pattern": "DM5", "tie_embeddings": True, "attention.qk_norm": {}}
+        cfg.model, {"layers": 6, "layers.ffn": "dense, 5 moe", "tie_embeddings": True, "attention.qk_norm": {}}
     )
     small = shrink(replace(cfg, model=model)).model
     assert small.num_layers == 5
@@ -112,7 +112,7 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
     assert (small.tie_embeddings, small.attention.qk_norm is not None) == (True, True)
     assert [
         layer.ffn.kind
-        for layer in shrink(replace(cfg, model=edit_model(model, {"layer_pattern": "M"}))).model.decoder_layers
+        for layer in shrink(replace(cfg, model=edit_model(model, {"layers.ffn": "moe"}))).model.decoder_layers
     ] == ["moe"] * 5
 
 

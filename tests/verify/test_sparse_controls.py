@@ -108,7 +108,7 @@ def _run_with_the_selection_of_another_layer(cfg: Config) -> DistributedRecord:
         (_run_with_the_target_of_own_heads, {"world_size": 2, "tp": 2}, "attention.indexer.wq"),
         (
             _run_with_the_selection_of_another_layer,
-            {"model": {"num_layers": 3, "index_pattern": "F2S"}},
+            {"model": {"layers": 3, "layers.selection": "2 own, shared"}},
             "2.attention.wk",
         ),
         pytest.param(

@@ -154,7 +154,7 @@ def training_config(mapping: dict[str, Any], run_dir: Path, family: str = "mixtr
     return config_of(
         {
             "run": {"dtype": "float64", "seed": 5, "dir": str(run_dir)},
-            "model": SIZES | FAMILIES[family][0] | {"num_layers": 4},
+            "model": SIZES | FAMILIES[family][0] | {"layers": 4},
             "parallel": mapping,
             "moe": {"capacity_factor": 0.5},
             "train": {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2},

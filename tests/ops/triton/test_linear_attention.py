@@ -94,7 +94,7 @@ ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="CPU ranks need Triton's in
 def test_it_is_selected_for_models_with_a_recurrence() -> None:
     cpu = torch.device("cpu")
     for kind, kernel in (("gla", TritonLinearAttention), ("short_convolution", type(None))):
-        cfg = tiny(model={"attention_pattern": "LF", "linear_attention": kind})
+        cfg = tiny(model={"layers.attention": "linear, full", "linear_attention": kind})
         cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="triton"))
         assert isinstance(select_kernels(cfg, cpu).linear_attention, kernel)
     assert select_kernels(replace(cfg, run=replace(cfg.run, kernels="plain")), cpu).linear_attention is None
@@ -102,7 +102,7 @@ def test_it_is_selected_for_models_with_a_recurrence() -> None:
 
 @pytest.mark.parametrize("kind", ["gated_deltanet", *slow([("gla",)])])
 def test_gradients_of_a_model_equal_those_with_torch(kind: str) -> None:
-    cfg = tiny(model={"attention_pattern": "L", "linear_attention": kind, "layer_pattern": "D"})
+    cfg = tiny(model={"layers.attention": "linear", "linear_attention": kind, "layers.ffn": "dense"})
     cfg = replace(cfg, run=replace(cfg.run, dtype="float32"))
     gradients = []
     for kernel in (None, TritonLinearAttention()):

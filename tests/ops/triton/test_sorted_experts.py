@@ -254,7 +254,7 @@ MAPPINGS = [
 
 def _single(**mapping):
     train = {"seq_len": 8, "global_batch_size": 2}
-    cfg = tiny(model={"num_layers": 1}, moe={"weight_in_expert": False}, train=train, **mapping)
+    cfg = tiny(model={"layers": 1}, moe={"weight_in_expert": False}, train=train, **mapping)
     return replace(cfg, run=replace(cfg.run, dtype="float32"))
 
 

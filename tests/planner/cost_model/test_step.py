@@ -201,7 +201,7 @@ def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_t
     model = model_of(
         {
             "hidden_size": 512,
-            "attention_pattern": "L",
+            "layers.attention": "linear",
             "linear_attention": kind,
             "linear_attention.num_value_heads": 4,
             **heads,

@@ -121,15 +121,15 @@ PAIRED = [
 SAVED = [(), ("moe",), ("layer",), ("norms", "expert_activation"), ("shared_experts", "dense_mlp", "core_attention")]
 PAIRED_MODELS = {
     "moe": {},
-    "mtp": {"mtp_layers": 1, "layer_pattern": "DMM"},
-    "shared": {"ffn.moe.shared.intermediate_size": 256, "layer_pattern": "DM"},
-    "windows": {"layer_pattern": "DMMM", "attention_pattern": "WF", "sliding_window": 64},
+    "mtp": {"mtp_layers": 1, "layers.ffn": "dense, 2 moe"},
+    "shared": {"ffn.moe.shared.intermediate_size": 256, "layers.ffn": "dense, moe"},
+    "windows": {"layers.ffn": "dense, 3 moe", "layers.attention": "window, full", "sliding_window": 64},
 }
 
 
 def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
     """Recipes with hidden exchanges: models, and parts that run again."""
-    sizes = model_of({"num_layers": 16, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, **PAIRED_MODELS[model]})
+    sizes = model_of({"layers": 16, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, **PAIRED_MODELS[model]})
     layout = "auto" if pp > 1 and (sizes.num_layers % (pp * vpp) or sizes.mtp_layers) else ""
     parallel = ParallelConfig(
         world_size=2 * pp, pp=pp, ep=2, schedule=schedule, virtual_stages=vpp, overlap_experts=True,
@@ -206,7 +206,7 @@ def test_uneven_experts_need_larger_buffers():
         ({"world_size": 8, "pp": 2, "ep": 4, "zero": 0}, {}),
         ({"world_size": 8, "tp": 2, "ep": 2, "etp": 2, "zero": 2}, {"mtp_layers": 1}),
         ({"world_size": 4, "ep": 4, "zero": 3}, {}),
-        ({}, {"num_layers": 2}),
+        ({}, {"layers": 2}),
     ],
     ids=str,
 )
@@ -244,7 +244,7 @@ AWAY = [
         {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16")},
         {},
     ),
-    ("deepseek-v3", {"world_size": 64, "pp": 4, "ep": 16}, {}, {"layer_pattern": "DDDM"}),
+    ("deepseek-v3", {"world_size": 64, "pp": 4, "ep": 16}, {}, {"layers.ffn": "3 dense, moe"}),
     ("mixtral-8x7b", {"world_size": 8, "pp": 8}, {"optimizer": "muon"}, {"tie_embeddings": True}),
 ]
 
@@ -282,7 +282,7 @@ def test_offloaded_tensors_are_not_counted():
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_the_memory_of_a_mapping_does_not_depend_on_those_before_it(device, dispatcher):
     """Sizes are found once for all mappings that share them, so a degree that was forgotten shows here."""
-    model = model_of({"num_layers": 2, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "vocab_size": 64})
+    model = model_of({"layers": 2, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "vocab_size": 64})
     cfg = Config(run=RunConfig(device="cuda"), model=model, train=TrainConfig(seq_len=64, global_batch_size=64))
     shape, workload = model_spec_from_config(model), TrainingWorkload(seq_len=64, global_batch_size=64, imbalance=3.0)
 

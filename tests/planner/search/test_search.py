@@ -135,7 +135,7 @@ def test_one_large_micro_batch_without_accumulated_gradients_may_need_least():
 def test_rows_of_dropped_tokens_that_only_one_rank_keeps_are_not_a_lower_bound():
     """Experts of several ranks give up the rows that a capacity below 1 drops; one rank keeps them."""
     plain = on_ranks(RECIPES["plain"], 2)
-    model = edit_model(plain.model, {"num_layers": 24, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 6})
+    model = edit_model(plain.model, {"layers": 24, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 6})
     cfg = replace(plain, model=edit_model(model, {"ffn.moe.intermediate_size": 64}))
     cfg = replace(cfg, moe=replace(cfg.moe, capacity_factor=0.25), run=replace(cfg.run, device="cuda"))
     cfg = replace(cfg, train=replace(cfg.train, seq_len=2048))

@@ -156,7 +156,7 @@ def test_enumerated_offloads_are_those_that_the_runtime_accepts_with_and_without
 def test_no_stage_ends_between_a_shortcut_and_the_layer_after_it():
     model = edit_model(
         SMALL,
-        {"num_layers": 4, "layer_pattern": "MD", "ffn.moe.shortcut": True, "ffn.moe.shared.intermediate_size": 16},
+        {"layers": 4, "layers.ffn": "moe, dense", "ffn.moe.shortcut": True, "ffn.moe.shared.intermediate_size": 16},
     )
     constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
     one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
@@ -169,7 +169,12 @@ def test_no_stage_begins_between_layers_that_share_a_selection():
     head_dim = SMALL.softmax_attention.head_dim
     model = edit_model(
         SMALL,
-        {"num_layers": 4, "attention.indexer.top_k": 4, "attention.indexer.head_dim": head_dim, "index_pattern": "FS"},
+        {
+            "layers": 4,
+            "attention.indexer.top_k": 4,
+            "attention.indexer.head_dim": head_dim,
+            "layers.selection": "own, shared",
+        },
     )
     constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
     one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
