@@ -4,6 +4,6 @@ from hypothesis import HealthCheck, settings
 
 
 def ignore_speed() -> None:
-    """Set no time limit for an example: how long one takes depends on the machine and what else it does."""
+    """Set no time limit for an example: its time depends on the machine and its other work."""
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")

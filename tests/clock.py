@@ -1,4 +1,4 @@
-"""A clock that counts what a test makes the processor do, not what others do beside it."""
+"""A clock that counts the work of a test, not the work of other processes at the same time."""
 
 import os
 

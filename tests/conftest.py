@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    """Collect no garbage while the tests are imported: what they make stays, and is searched again and again."""
+    """Collect no garbage while the tests are imported: their objects stay, and would be searched again and again."""
     gc.disable()
 
 
@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
     # Frozen objects are not destroyed at exit, about which triton's library complains.
     atexit.register(gc.unfreeze)
     gc.enable()
-    # pytest adds its handlers to each logger that keeps what it gets to itself, 44 of torch, three times a test.
+    # pytest adds its handlers to each logger without propagation, 44 of torch, three times a test.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True
@@ -78,7 +78,7 @@ def pool(fresh_pool: object) -> object:
 
 @pytest.fixture
 def forks_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `moefold memory --dry` builds in a child is forked from the fork server, not from this process.
+    """Fork the child of `moefold memory --dry` from the fork server, not from this process.
 
     This process has threads (of xdist, of libraries), and a lock that one of them holds stays held in a fork.
     """

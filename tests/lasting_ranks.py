@@ -1,7 +1,7 @@
 """Ranks that serve all tests of a file: the start of ranks and the first step cost more than further calls.
 
-A folder whose conftest.py imports `pool` from here has such ranks. Tests of what a rank finds at its start, or leaves
-behind, ask for `fresh_pool`. A call that leaves a function of moefold replaced, or a hook of all modules, fails.
+A folder whose conftest.py imports `pool` from here has such ranks. Tests of a rank's state at its start, or of its end,
+ask for `fresh_pool`. A call that leaves a function of moefold replaced, or a hook of all modules, fails.
 """
 
 import faulthandler
@@ -31,7 +31,7 @@ from moefold.verify.ranks.pool import WorkerPool, _collect, _worker_main
 MOST_RANKS = 4
 """Tasks of more ranks take long: each has its own."""
 MOST_CALLS = 16
-"""Of the same ranks: each call leaves its process groups."""
+"""Calls of the same ranks: each call leaves its process groups."""
 HOOKS = {
     name: value
     for module in ("torch.nn.modules.module", "torch.optim.optimizer")
@@ -40,7 +40,7 @@ HOOKS = {
 }
 """Hooks of all modules and of all optimizers."""
 TIMEOUT_S = 280.0
-"""Of the process groups; less than pytest's limit for a test."""
+"""Timeout of the process groups; less than pytest's limit for a test."""
 
 
 @dataclass
@@ -164,7 +164,7 @@ def _serve(calls: Connection) -> None:
 
 
 def _code() -> list[tuple[dict[str, Any], str, object]]:
-    """Return the functions and classes of all modules of moefold, and what is in those classes, with their places."""
+    """Return the functions and classes of all modules of moefold, and members of those classes, with their places."""
     found = []
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("moefold."):
@@ -187,7 +187,7 @@ def _process_state() -> dict[str, object]:
 
 
 def _left_behind(code: list[tuple[Any, str, object]]) -> list[str]:
-    """Return what a call has replaced and what hooks it has left, in words."""
+    """Return the functions that a call has replaced and the hooks it has left, in words."""
     replaced = [
         getattr(value, "__qualname__", name)
         for names, name, value in code

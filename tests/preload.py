@@ -1,4 +1,4 @@
-"""What the ranks and commands that tests fork find in memory: they would each import it again.
+"""Modules that the ranks and commands that tests fork have in memory: they would each import them again.
 
 A rank imports the file of the function that it is to call, which takes a tenth of a second for pytest and a second for
 transformers. Its runs draw no loss.png, see tests/no_plots.py.
@@ -34,7 +34,7 @@ MODULES = (
     *("moefold.ops.cpu.attention", "moefold.ops.cpu.decode", "moefold.ops.cpu.gemm", "moefold.ops.cpu.swiglu"),
     *("moefold.ops.cpu.linear_attention", "moefold.ops.cpu.convolution", "moefold.ops.cpu.rope"),
 )
-"""What most ranks or commands import."""
+"""Modules of most ranks or commands."""
 
 for _name in MODULES:
     import_module(_name)

@@ -1,8 +1,8 @@
 """A short cut for the sharding of DTensors by operators that keep it, which torch works out once for each shape.
 
 FSDP detaches each parameter and adds to each gradient. For each shape torch makes a fake tensor, with the source lines
-of its stack, and weighs all placements: a twentieth of a second in each rank, a third of what a rank of a tiny model
-takes more in its first step than in the next one. `test_same_sharding.py` asserts that the answers are torch's.
+of its stack, and weighs all placements: a twentieth of a second in each rank, a third of the additional time of a tiny
+model's first step. `test_same_sharding.py` asserts that the answers are torch's.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def short_or_general(schema: OpSchema) -> OutputSharding:
 
 
 def general_sharding(schema: OpSchema) -> OutputSharding:
-    """Return what torch works out."""
+    """Return torch's own answer."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     return type(propagator).propagate_op_sharding_non_cached(propagator, schema)
 

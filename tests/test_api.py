@@ -1,4 +1,4 @@
-"""The Python interface: the programs of docs/api.md, ranks that are started, and what is refused."""
+"""The Python interface: the programs of docs/api.md, ranks that are started, and refusals."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ class Recorder(moefold.Callback):
 
 
 def run_programs(programs: list[str], folder: Path) -> str:
-    """Run programs one after the other in one process, and return what they print."""
+    """Run programs one after the other in one process, and return their output."""
     files = [folder / f"program_{number}.py" for number in range(len(programs))]
     for file, program in zip(files, programs, strict=True):
         file.write_text(program)
@@ -84,7 +84,7 @@ def test_every_name_of_the_package_can_be_imported():
     assert [name for name in moefold._MODULES if getattr(moefold, name, None) is None] == []
 
 
-def test_the_package_offers_what_the_interface_exports():
+def test_the_package_offers_the_exports_of_the_interface():
     parts = {
         "Callback",
         "EvalOptions",
@@ -232,6 +232,6 @@ def test_a_model_equals_the_model_of_a_run():
         ),
     ],
 )
-def test_what_cannot_work_is_one_message_in_terms_of_python(tmp_path, call, message):
+def test_a_refusal_is_one_message_in_terms_of_python(tmp_path, call, message):
     with pytest.raises(moefold.ConfigError, match=message):
         call(tmp_path)

@@ -51,7 +51,7 @@ def test_toml_of_too_many_levels_or_digits_is_refused(text: str):
 
 @pytest.mark.parametrize("text", ["a" * 10**6, '"\\' * 500_000, "a = '" + "." * 10**6, "a " * 500_000])
 def test_toml_that_is_long_takes_time_in_proportion(text: str):
-    """What would take the square of its length if it were tried from each place; the parser itself refuses it."""
+    """A text that would take the square of its length if tried from each place; the parser itself refuses it."""
     with pytest.raises(tomllib.TOMLDecodeError, match="^(?!a key has more)"):
         parse_toml(text)
 
@@ -80,7 +80,7 @@ def _nested(levels: int) -> list[object]:
     return document
 
 
-def test_what_is_written_can_be_read(tmp_path: Path):
+def test_written_files_can_be_read(tmp_path: Path):
     file = tmp_path / "x.json"
     for document in ({"a": [1, "é", None]}, _nested(100)):
         file.write_text(format_json(document, 1 << 20))

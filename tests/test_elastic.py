@@ -71,7 +71,7 @@ def test_another_number_is_refused_with_those_that_fit(number, reason):
     assert reason in message
 
 
-def test_a_recipe_that_fits_nothing_says_what_is_wrong_with_it():
+def test_a_recipe_that_fits_nothing_names_its_errors():
     cfg = recipe(tp=3)
     with pytest.raises(ConfigError, match="parallel.tp=3 must divide"):
         with_world_size(cfg, 3)

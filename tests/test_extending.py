@@ -1,10 +1,9 @@
-"""What docs/extending.md shows and tests/plugin has not: a loss and its data in a program, a schedule in a file."""
+"""Code of docs/extending.md that is not in tests/plugin: a loss and its data in a program, a schedule in a file."""
 
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -22,23 +21,8 @@ from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from moefold.verify.oracle_objectives import objective_of
 from moefold.verify.ranks.pool import WorkerPool
+from tests.docs.extending_page import PAGE, blocks, register
 from tests.verify.recipes import tiny
-
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
-
-
-def blocks(language: str, heading: str) -> list[str]:
-    """Return the code of a section of the page."""
-    section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
-
-
-def _register(heading: str) -> None:
-    """Run the code of a section in a module of its own, on a rank of the pool, which ends after its task."""
-    module = ModuleType("extension")
-    sys.modules["extension"] = module
-    for block in blocks("python", heading):
-        exec(compile(block, str(PAGE), "exec"), module.__dict__)
 
 
 def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-9) -> None:
@@ -50,7 +34,7 @@ def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def test_the_page_quotes_the_package_of_the_tests():
-    """Each file of the package stands on the page by its name; what is quoted of the package is what it has."""
+    """Each file of the package stands on the page by its name; quotes of the package equal its files."""
     folder = Path(__file__).parent / "plugin"
     [code], [project] = blocks("python", "A learning-rate schedule"), blocks("toml", "A learning-rate schedule")[:1]
     name, _, text = code.partition("\n")
@@ -62,7 +46,7 @@ def test_the_page_quotes_the_package_of_the_tests():
 
 def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Train two steps; return the loss terms, and the weights of this rank's stage if it is the first of the stage."""
-    _register("A loss and its data")
+    register("A loss and its data")
     extension = sys.modules["extension"]
     groups = create_groups(cfg)
     model = parallelize(cfg, groups, extension.PolicyGradientLoss())
@@ -73,8 +57,8 @@ def _run_with_loss(cfg: Config) -> tuple[list[dict[str, float]], dict[str, torch
 
 
 def _expected_terms(cfg: Config) -> dict[str, float]:
-    """Compute the loss terms of the first batch with torch alone."""
-    _register("A loss and its data")
+    """Compute the loss terms of the first batch with only torch."""
+    register("A loss and its data")
     batch = sys.modules["extension"].Rollouts().batch(0, 4)
     logits = build_model(cfg)(torch.from_numpy(batch.inputs)).transpose(0, 1)
     log_probs = logits.log_softmax(-1).gather(-1, torch.from_numpy(batch.labels).unsqueeze(-1)).squeeze(-1)
@@ -102,7 +86,7 @@ def test_example_of_a_loss_equals_torch_and_one_rank(pool: WorkerPool, mapping: 
 
 def test_program_trains_with_a_loss_and_data(tmp_path: Path) -> None:
     """Run the program of the page on one rank; the metrics have the terms by name."""
-    _register("A loss and its data")
+    register("A loss and its data")
     cfg = sys.modules["extension"].train(str(tmp_path / "run"))
     records = read_steps(tmp_path / "run")
     assert len(records) == cfg.run.steps
@@ -114,7 +98,7 @@ def test_program_trains_with_a_loss_and_data(tmp_path: Path) -> None:
 
 
 def test_the_oracle_refuses_a_loss_of_a_program() -> None:
-    _register("A loss and its data")
+    register("A loss and its data")
     with pytest.raises(NoFormulaError, match="no formula for the loss PolicyGradientLoss,"):
         objective_of(sys.modules["extension"].PolicyGradientLoss())
 
@@ -129,7 +113,7 @@ def test_the_oracle_refuses_a_loss_of_a_program() -> None:
 )
 def test_program_data_must_fit_the_recipe(tmp_path: Path, override: str, message: str) -> None:
     """Reject data that the recipe does not ask for, or that does not fit it."""
-    _register("A loss and its data")
+    register("A loss and its data")
     overrides = ["model.preset=tiny", "train.seq_len=16", "data.kind=program", "train.eval_every=0", "run.device=cpu"]
     cfg = load_config(None, [*overrides, f"run.dir={tmp_path / 'run'}", override])
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""The pip command of a message fits the way in which moefold is installed."""
+"""The pip command of a message fits the way by which moefold is installed."""
 
 import importlib.metadata
 import re

@@ -63,7 +63,7 @@ def test_a_name_is_a_snapshot_without_other_formats(hub: Hub):
     assert snapshot(f"hf://me/model@{sha}", "model") == folder
 
 
-def test_a_part_is_downloaded_alone(hub: Hub):
+def test_a_part_is_downloaded_by_itself(hub: Hub):
     assert [path.name for path in snapshot("hf://me/model", "model", patterns=("tokenizer*",)).iterdir()] == [
         "tokenizer.json"
     ]
@@ -98,7 +98,7 @@ def test_a_download_that_broke_off_is_continued(hub: Hub, monkeypatch):
         ("hf:///model", "must have the form hf://ORG/NAME"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_the_way_out(hub: Hub, name, message):
+def test_an_unreadable_path_is_named_with_the_way_out(hub: Hub, name, message):
     with pytest.raises(ConfigError, match=message):
         weights_path(name)
 
@@ -192,7 +192,7 @@ def test_links_within_the_folder_and_a_cache_of_the_hub_are_sent_as_files(tmp_pa
     (snapshot_dir / "config.json").symlink_to("../../blobs/0123")
     (snapshot_dir / "again.json").symlink_to("config.json")
     assert files_to_push(snapshot_dir) == {"again.json": 2, "config.json": 2}
-    # A folder named like a snapshot, in one of a stranger's making, is no cache.
+    # A folder named like a snapshot, in a stranger's folder, is not a cache.
     other = tmp_path / "snapshots" / "x"
     other.mkdir(parents=True)
     (other / "key.txt").symlink_to("../../models--org--name/blobs/0123")

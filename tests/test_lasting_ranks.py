@@ -1,4 +1,4 @@
-"""Ranks that last find at each call what new ranks find, and end with a call that fails."""
+"""Ranks that last are at each call like new ranks, and end with a call that fails."""
 
 import os
 
@@ -13,7 +13,7 @@ __all__ = ["pool"]
 
 
 def _draw(word: str) -> tuple[int, float, str | None]:
-    """Return the process, a random number and the environment's word, of which the next call must not know."""
+    """Return the process, a random number and the environment's word; the next call must not know them."""
     found = os.getpid(), float(torch.rand(1)), os.environ.get("WORD")
     os.environ["WORD"] = word
     return found
@@ -56,6 +56,6 @@ def _leave_a_hook() -> None:
     ("leave", "named"),
     [(_replace_a_function, "left shard_data_parallel behind"), (_leave_a_hook, "left _global_forward_hooks behind")],
 )
-def test_what_a_call_leaves_is_an_error(pool, leave, named):
+def test_leftovers_of_a_call_are_an_error(pool, leave, named):
     with pytest.raises(WorkerError, match=named):
         pool.run(1, leave)

@@ -1,4 +1,4 @@
-"""What ranks of the tests find in memory."""
+"""Modules that ranks of the tests have in memory."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from hypothesis import settings
 from moefold.cli.main import main
 from moefold.verify.ranks.pool import WorkerPool
 from tests.e2e.command import small, train
-from tests.train.test_trainer import _train, recipe
+from tests.train.tiny_runs import recipe, train_rank
 
 
 def _speed_and_missing_modules() -> tuple[object, set[str]]:
@@ -19,13 +19,13 @@ def _speed_and_missing_modules() -> tuple[object, set[str]]:
 
 
 def test_a_rank_has_common_modules_and_no_time_limit_of_an_example(pool: WorkerPool) -> None:
-    """The fork server leaves out what it cannot import, and says nothing."""
+    """The fork server leaves out modules that it cannot import, and says nothing."""
     assert pool.run(1, _speed_and_missing_modules) == [(None, set())]
 
 
 def test_no_run_of_the_tests_draws_its_loss(pool: WorkerPool, tmp_path: Path) -> None:
     """In a rank, by a forked command and in this process: matplotlib takes longer than the steps of most tests."""
-    pool.run(1, _train, recipe(tmp_path / "rank", 1))
+    pool.run(1, train_rank, recipe(tmp_path / "rank", 1))
     train(tmp_path / "command", "run.steps=1")
     main(small(tmp_path / "here", "run.steps=1"))
     assert {path.parent.name for path in tmp_path.glob("*/metrics.jsonl")} == {"rank", "command", "here"}

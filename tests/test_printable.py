@@ -26,7 +26,7 @@ RED = "\x1b[31mred\x1b[0m"
         ("\U000e0041", "\\U000e0041"),
     ],
 )
-def test_what_a_terminal_would_obey_is_escaped_and_nothing_else(text, escaped):
+def test_only_control_characters_of_a_terminal_are_escaped(text, escaped):
     assert printable(text) == escaped
     assert printable(escaped) == escaped
     escaped.encode("utf-8")
@@ -117,7 +117,7 @@ def test_tables_and_names_of_written_files_are_escaped(tmp_path, capsys):
 
 
 def test_commands_print_text_through_one_door():
-    """What is printed as it is: constants, JSON, which escapes by itself, and text that was escaped."""
+    """Values that are printed unchanged: constants, JSON, which escapes by itself, and text that was escaped."""
     for file in sorted((Path(__file__).parents[1] / "src" / "moefold" / "cli").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and node.args:
@@ -155,6 +155,6 @@ def test_an_error_is_wrapped_between_words_and_a_command_is_not():
     assert wrap_error(command, 40) == command
 
 
-def test_output_that_is_no_terminal_stays_plain(capsys):
+def test_output_that_is_not_a_terminal_stays_plain(capsys):
     print_escaped("wrote plan.png " + "word " * 50)
     assert capsys.readouterr().out == "wrote plan.png " + "word " * 50 + "\n"

@@ -22,7 +22,7 @@ SIZES = (torch.Size((6, 4)), torch.Size((5, 3)))
 
 
 def _differing() -> list[str]:
-    """Return what this rank's short answers differ in from torch's, and what the short cut should not have answered."""
+    """Return the differences of this rank's short answers from torch's, and answers that must not be short."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     metas = [TensorMeta(size, (size[1], 1), META) for size in SIZES] + [TensorMeta(SIZES[0], (1, 6), META)]
     specs = [DTensorSpec(mesh, placements, meta) for placements in PLACEMENTS for meta in metas]
@@ -49,5 +49,5 @@ def _differing() -> list[str]:
 
 
 @pytest.mark.parity
-def test_the_short_answers_are_those_of_torch(pool):
+def test_the_short_answers_equal_torch(pool):
     assert pool.run(2, _differing) == [[], []]

@@ -1,4 +1,4 @@
-"""What long commands say of themselves on stderr."""
+"""Progress of long commands on stderr."""
 
 import io
 import re

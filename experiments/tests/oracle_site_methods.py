@@ -68,7 +68,7 @@ class OracleOfWholeRounds(OracleSites):
     def _end_whole_round(self, *, is_last: bool) -> None:
         """Take the outer step of the round before (CO2), send the differences of this one, and begin the next at phi.
 
-        A bias, which has no outer value, goes on from its own, corrected by what its mean was off a round ago.
+        A bias, which has no outer value, goes on from its own value, corrected by the error of its mean a round ago.
         """
         shares = list(self._shares(range(len(self.sites)), list(range(self._num_fragments))).values())
         mean_differences: Weights = {

@@ -12,7 +12,7 @@ from moefold.config.sites import SitesConfig
 from moefold.optim.outer_round import PendingRound
 from moefold_experiments.co2.module import bits_to_float, float_to_bits
 from moefold_experiments.co2.part import CO2
-from tests.optim.test_outer import Site, gradients
+from tests.optim.outer_site import Site, gradients
 
 
 def settings(*, penalty: bool = True, clip: float = 0.05, **keys: Any) -> SitesConfig:
@@ -118,7 +118,7 @@ def test_a_round_of_co2_that_is_not_applied_goes_into_the_next(residual):
 
 
 def test_buffers_of_co2_go_on_from_their_own():
-    """The mean of what was sent arrives a round later: each site moves by what it was off."""
+    """The mean of the sent values arrives a round later: each site moves by its own error."""
     sites = [Site(settings()) for _ in range(2)]
     sites[1].buffers["bias"].copy_(torch.tensor([1.5, 3.0]))
     own = [site.outer.difference() for site in sites]

@@ -1,4 +1,4 @@
-"""The distribution: its kinds, what a recipe is told without it, and what old keys are answered with."""
+"""The distribution: its kinds, the message of a recipe without it, and the answers to old keys."""
 
 import tomllib
 from importlib.metadata import distribution
@@ -15,8 +15,8 @@ from moefold.config.part_registry import EXPERIMENTS, find_part, kind_of
 from moefold.config.upgrade import KIND, MOVED, upgraded
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from tests.architecture.test_imports import imports_torch
-from tests.parts.test_parts import check_formula
+from tests.architecture.imports import imports_torch
+from tests.parts.formula_rule import check_formula
 
 PROJECT = Path(__file__).parents[1]
 KINDS = [(group, kind) for group, kinds in EXPERIMENTS.items() for kind in kinds]
@@ -48,7 +48,7 @@ def test_parts_are_read_without_torch():
 
 @pytest.mark.parametrize(("group", "kind"), KINDS)
 @pytest.mark.parametrize("form", ["{}", '{{kind="{}"}}'])
-def test_without_the_distribution_a_recipe_is_told_what_to_install(monkeypatch, group, kind, form):
+def test_without_the_distribution_a_recipe_names_the_package_to_install(monkeypatch, group, kind, form):
     for module in (part_registry, plugins, part_table):
         monkeypatch.setattr(module, "entry_points_of", lambda group: {})
     part_registry.kinds.cache_clear()

@@ -47,7 +47,7 @@ def test_each_update_belongs_to_the_step_before(correction):
         last = update
 
 
-def test_a_parameter_without_a_gradient_stays_and_a_reset_keeps_what_is_pending():
+def test_a_parameter_without_a_gradient_stays_and_a_reset_keeps_pending_means():
     used, unused = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
     given = {"embedding.weight": used, "head.weight": unused}
     optimizer = build_alone(given, TrainConfig(lr=0.1, optimizer=DelayedAdamW(correction=1.0)))

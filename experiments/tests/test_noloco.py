@@ -8,7 +8,7 @@ import torch
 from moefold.config.sites import SitesConfig
 from moefold.launch.site_round import pair_members
 from moefold_experiments.noloco.module import add_pull
-from tests.optim.test_outer import Site, gradients
+from tests.optim.outer_site import Site, gradients
 
 NOLOCO = SitesConfig(count=4, method="noloco", lr=0.7, momentum=0.5, nesterov=False)
 

@@ -65,7 +65,7 @@ def test_own_experts_get_the_updates_of_adamw_and_the_others_none(number, moment
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
 
-def test_norm_and_clipping_read_the_gradients_of_own_experts_alone():
+def test_norm_and_clipping_read_only_the_gradients_of_own_experts():
     ours = parameters()
     set_gradients(ours, 0)
     gradients = {name: p.grad.clone() for name, p in ours.items()}
@@ -163,7 +163,7 @@ def test_a_share_of_own_experts_stays_and_none_of_the_others():
             assert torch.equal(sites[1].parameters[name][other::3], weights[name][other::3])
 
 
-def test_the_residual_is_of_own_experts_and_keeps_what_the_code_loses():
+def test_the_residual_is_of_own_experts_and_keeps_the_loss_of_the_code():
     sites = [Site(number, {"precision": "int8", "residual": 1.0}) for number in range(3)]
     moved = torch.zeros(2, 3, 2, dtype=torch.float64)
     for round_ in range(4):

@@ -35,7 +35,7 @@ def test_a_method_fills_the_keys_that_are_left_out():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_run_records_is_read_again(kind):
+def test_the_records_of_a_run_are_read_again(kind):
     cfg = load_config(None, ["sites.count=2", f"sites.method={kind}", "run.steps=300"])
     check_config(cfg)
     assert str(cfg.sites.method) == kind

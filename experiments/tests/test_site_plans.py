@@ -1,4 +1,4 @@
-"""Plans and memory of methods of sites: what a method fixes stays, and its rounds and states are priced."""
+"""Plans and memory of methods of sites: fixed keys of a method stay, and its rounds and states are priced."""
 
 import pytest
 
@@ -10,10 +10,10 @@ from moefold.planner.sites import TARGET, RoundSettings, RoundVolume, SiteCost, 
 from moefold_experiments.co2.part import CO2
 from moefold_experiments.sparseloco.part import SparseLoCo
 from moefold_experiments.spes.part import SPES
-from tests.cost.test_site_traffic import MODELS, check_bytes
-from tests.cost.test_state_memory import check_every_byte, random_config
+from tests.cost.random_mappings import check_every_byte, random_config
+from tests.cost.site_bytes import MODELS, check_bytes
+from tests.planner.planned_sites import RECIPE, planned
 from tests.planner.site_rounds import simulate_site
-from tests.planner.test_sites import RECIPE, planned
 from tests.slow import slow
 
 SPARSE = {"method": SparseLoCo(), "residual": 0.95}
@@ -58,7 +58,7 @@ def test_rounds_of_co2_stay_whole_and_top_k_stays_top_k(tmp_path):
     assert 500 / 128 < sum(plan.recipe.exchanges_s) < 500 / 30
 
 
-def test_what_a_method_fixes_stays(tmp_path):
+def test_fixed_keys_of_a_method_stay(tmp_path):
     """Top-k has a format of its own, CO2 an overlap of a whole round, and merged experts a multiple of `every`."""
     cfg, plan = planned(tmp_path, bytes_per_s=1e4, **SPARSE)
     assert [rate.settings.precision for rate, _ in plan.options] == ["float32"]

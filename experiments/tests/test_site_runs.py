@@ -19,20 +19,9 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
-from tests.train.site_jobs import Server, of_site, run_sites
+from tests.train.site_checks import check_equal, check_other_mapping, check_resume, check_return, check_tokens
+from tests.train.site_jobs import CODED, STREAMING, Server, Waiting, of_site, recipe, run_sites, train_and_fail
 from tests.train.site_results import checkpoint, records
-from tests.train.test_sites import (
-    CODED,
-    STREAMING,
-    Waiting,
-    check_equal,
-    check_other_mapping,
-    check_resume,
-    check_return,
-    check_tokens,
-    recipe,
-    train_and_fail,
-)
 from tests.verify.recipes import without_mapping
 
 pytestmark = pytest.mark.parity
@@ -143,7 +132,7 @@ def train_and_fail_before_the_vote(cfg: Config) -> str:
 
 
 @pytest.mark.slow
-def test_site_lost_in_an_exchange_of_pairs_voids_the_round_of_its_pair_alone(pool, tmp_path):
+def test_site_lost_in_an_exchange_of_pairs_voids_only_the_round_of_its_pair(pool, tmp_path):
     cfg = recipe(tmp_path, 8, NOLOCO | {"every": 3, "overlap": 1})
     with Server().running() as server:
         jobs = [of_site(cfg, n, server.port) for n in range(4)]
@@ -158,7 +147,7 @@ def test_site_lost_in_an_exchange_of_pairs_voids_the_round_of_its_pair_alone(poo
         members[number] = rounds[1]
         assert rounds[2] == 3
         assert differing_tensors(*(checkpoint(tmp_path / f"site-{n}", 8) for n in (0, number)), "model.") == []
-    # Of the three sites that are left, two exchange in the second round, and one rests.
+    # Two of the three remaining sites exchange in the second round, and one rests.
     assert sorted(members.values()) == [1, 2, 2]
 
 

@@ -8,8 +8,8 @@ import torch
 from moefold.config.sites import SitesConfig
 from moefold_experiments.sparseloco.module import SparseCode
 from moefold_experiments.sparseloco.part import CHUNK, SparseLoCo
-from tests.comm.test_wire_codes import vector
-from tests.optim.test_outer import Site, check_residual, check_same_shard, gradients
+from tests.comm.wide_range import vector
+from tests.optim.outer_site import Site, check_residual, check_same_shard, gradients
 
 
 def sparse_code(density: float, bits: int, dtype: torch.dtype) -> SparseCode:
@@ -84,7 +84,7 @@ def test_ranks_with_the_same_shard_decode_the_same_values(bits):
 
 @pytest.mark.parametrize("bits", [32, 8, 2])
 @pytest.mark.parametrize("beta", [1.0, 0.9])
-def test_residual_keeps_what_the_code_loses(bits, beta):
+def test_residual_keeps_the_loss_of_the_code(bits, beta):
     check_residual(SitesConfig(count=2, residual=beta, method=SparseLoCo(density=1 / 1024, bits=bits)))
 
 

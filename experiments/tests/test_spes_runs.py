@@ -20,9 +20,19 @@ from moefold_experiments.spes.module import OuterOfOwners
 from moefold_experiments.spes.owned_experts import OwnedExperts, select_owned
 from tests.models import edit_model
 from tests.slow import slow
-from tests.train.site_jobs import Server, of_site, run_sites
+from tests.train.site_jobs import (
+    Server,
+    adapted,
+    of_site,
+    planned_bytes,
+    recipe,
+    run_sites,
+    train,
+    train_and_come_back,
+    train_sites,
+    train_until,
+)
 from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors
-from tests.train.test_sites import adapted, planned_bytes, recipe, train, train_and_come_back, train_sites, train_until
 from tests.verify.recipes import without_mapping
 
 pytestmark = pytest.mark.parity

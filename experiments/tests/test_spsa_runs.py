@@ -17,7 +17,7 @@ from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import DistributedRecord, open_samples, run_distributed
 from moefold_experiments.spsa.part import Spsa
-from tests.train.test_trainer import _train, recipe, records
+from tests.train.tiny_runs import recipe, records, train_rank
 from tests.verify.oracle import errors_of_broken_run
 from tests.verify.recipes import tiny
 
@@ -57,13 +57,13 @@ def test_replicas_have_the_same_bits_after_100_steps(pool, dtype):
     assert other != first
 
 
-def test_a_resume_gives_the_same_bits_and_stores_weights_alone(pool, tmp_path):
+def test_a_resume_gives_the_same_bits_and_stores_only_weights(pool, tmp_path):
     whole, first, second = (
         recipe(tmp_path / name, steps, dtype="float32", train=SPSA, world_size=2, ep=2, zero=3)
         for name, steps in (("whole", 2), ("parts", 1), ("parts", 2))
     )
     for cfg in (whole, first, second):
-        pool.run(2, _train, cfg)
+        pool.run(2, train_rank, cfg)
     last = [tmp_path / name / "checkpoints" / "step-000002" for name in ("whole", "parts")]
     assert differing_tensors(*last) == []
     assert not [tensor.name for tensor in stored_tensors(last[0]) if tensor.name.startswith("optimizer.")]
@@ -142,6 +142,6 @@ def test_the_loss_of_a_fine_tuning_falls(pool, tmp_path):
     model = {"vocab_size": 256, "init_std": 0.02}
     data = {"kind": "sft", "path": str(path)}
     cfg = recipe(tmp_path / "run", 60, dtype="float32", every=0, train=train, model=model, data=data)
-    pool.run(1, _train, replace(cfg, checkpoint=replace(cfg.checkpoint, at_end=False)))
+    pool.run(1, train_rank, replace(cfg, checkpoint=replace(cfg.checkpoint, at_end=False)))
     losses = [record["loss"] for record in records(tmp_path / "run")]
     assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.validate.test_unused import check_read
+from tests.validate.idle_keys import check_read
 
 SPSA = "train.optimizer=spsa"
 SITES = ["sites.count=2"]

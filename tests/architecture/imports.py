@@ -1,6 +1,7 @@
 """The import graph of the package, read off the syntax trees: circles of modules and imports of higher floors."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -73,7 +74,7 @@ def imports(package: Path) -> list[Import]:
 
 
 class Loaded(NamedTuple):
-    """What the import of a module brings along, by the syntax trees."""
+    """Find the modules that the import of a module loads, by the syntax trees."""
 
     modules: set[str]
     """Modules of the package, folders included."""
@@ -82,7 +83,7 @@ class Loaded(NamedTuple):
 
 
 def loaded(package: Path, module: str) -> Loaded:
-    """Return what the import of a module loads: its imports outside of functions, and what these import in turn."""
+    """Return the modules that the import of a module loads: its own imports outside of functions, and theirs."""
     files = modules(package)
     found = Loaded({"__init__"}, set())
     waiting = [module]
@@ -197,3 +198,23 @@ def _module_of(dotted: str, files: Mapping[str, Path]) -> str:
     while dotted and dotted not in files:
         dotted = dotted.rpartition(".")[0]
     return dotted or "__init__"
+
+
+def imports_torch(modules: list[str], path: str = "") -> list[str]:
+    """The modules that bring torch along, each tried in a process that would refuse it."""
+    code = (
+        "import importlib, sys\n"
+        f"sys.path[:0] = [{path!r}] if {path!r} else []\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'torch':\n"
+        "            raise ImportError('torch is refused here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        f"for name in {modules!r}:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except ImportError as error:\n"
+        "        print(f'{name}: {error}')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    return result.stdout.splitlines()

@@ -7,7 +7,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.rules import ROOT, name_of, tree_of
+from tests.architecture.rules import ROOT, SOURCE, name_of, python_files, tree_of
 
 MAX_COLUMNS = 120
 MAX_PACKED_ASSIGNMENTS = 60
@@ -22,6 +22,13 @@ WORDS = re.compile(
     r"goes? home|lives? in|travels?|is told|are told|further tokens?)\b",
     re.IGNORECASE,
 )
+PAGES = sorted(
+    page
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "skills").rglob("*.md"))
+    if page.name != "log.md" and page.parent.name != "design"
+)
+"""Pages that describe the current state: the log and the design notes are records."""
+CODE = python_files(SOURCE, ROOT / "benchmarks", ROOT / "tools")
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, ast.AST, str]]:
@@ -34,7 +41,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, ast.AST, str]]:
 
 
 def headless(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the docstrings whose first line is no sentence of the form that CONTRIBUTING.md asks for."""
+    """Return the docstrings whose first line is not a sentence of the form that CONTRIBUTING.md asks for."""
     found = []
     for line, node, text in docstrings(path):
         first = text.split("\n")[0]
@@ -55,7 +62,7 @@ def words_to_avoid(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def words_of_page(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the lines of a page that hold a word of the list or are too long, tables and links apart."""
+    """Return the lines of a page that hold a word of the list or are too long, except tables and links."""
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         found += [f"{name_of(path, root)}:{number}: {match.group()}" for match in WORDS.finditer(line)]

@@ -36,7 +36,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Exceeded:
-    """A budget that is exceeded: where (`path` or `path::Class.name`), which one, and by what."""
+    """An exceeded budget: its place (`path` or `path::Class.name`), its name, its value and its limit."""
 
     where: str
     rule: str
@@ -156,7 +156,7 @@ def _over(where: str, rule: str, value: int, limits: dict) -> Iterator[Exceeded]
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    # Definitions are statements, which stand in blocks alone: expressions need no visit.
+    # Definitions are statements, which stand only in blocks: expressions need no visit.
     for child in (child for block in BLOCK_FIELDS for child in getattr(node, block, ())):
         if isinstance(child, Function | ast.ClassDef):
             yield f"{prefix}{child.name}", child

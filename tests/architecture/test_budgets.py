@@ -73,7 +73,7 @@ def test_parameters_are_counted_without_the_receiver(exceeded, signature, count)
         ("def f():\n if a: pass\n elif b:\n  for c in d:\n   if e: pass", 3),
     ],
 )
-def test_nesting_counts_blocks_and_an_elif_is_no_block(exceeded, snippet, depth):
+def test_nesting_counts_blocks_but_no_elif(exceeded, snippet, depth):
     assert exceeded(snippet) == ([("::f", "nesting", 3)] if depth == 3 else [])
 
 

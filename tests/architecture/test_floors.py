@@ -59,7 +59,7 @@ def test_an_import_of_a_higher_floor_is_found(tmp_path):
     ]
 
 
-def test_a_circle_is_found_inside_of_functions_too(tmp_path):
+def test_a_circle_is_found_inside_functions_too(tmp_path):
     package = _package(
         tmp_path,
         model__rope="from moefold.model.norm import norm",

@@ -1,4 +1,4 @@
-"""The counts of tools/house.py notice what they count, and a rise of one is refused with its places."""
+"""The counts of tools/house.py notice each kind of place, and a rise is refused with its places."""
 
 import json
 
@@ -95,7 +95,7 @@ def test_a_count_notices_one_more_place(counted, count, snippet):
         ("cost/snippet.py", "kind_tables", "x = {'gqa': 1, 'cuda': 2}"),
     ],
 )
-def test_what_means_something_else_is_not_counted(counted, name, count, snippet):
+def test_words_with_another_meaning_are_not_counted(counted, name, count, snippet):
     before = counted({name: ""})[count]
     assert counted({name: snippet})[count] == before
 
@@ -157,7 +157,7 @@ def test_names_of_classes_and_words_are_counted_across_files(counted):
     assert (found["class_names_twice"], found["that_of"], found["tests"]) == (1, 3, 2)
 
 
-def test_the_trainer_brings_what_its_imports_run_and_no_more(counted):
+def test_the_trainer_brings_only_the_modules_that_its_imports_run(counted):
     files = {
         "train/trainer.py": "from moefold.rl import table\nif TYPE_CHECKING:\n    import moefold.rl.lazy\n",
         "rl/__init__.py": "from moefold.rl.eager import f\n",

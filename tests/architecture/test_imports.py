@@ -1,11 +1,10 @@
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.architecture import imports, rules
+from tests.architecture.imports import imports_torch
 
 TORCH_FREE_MODULES = (
     "comm.flight_recorder",
@@ -31,26 +30,6 @@ def torch_free_modules() -> list[str]:
     files += [path for path in rules.SOURCE.glob("*.py") if path.stem not in ("lm_eval", "__main__")]
     files += [rules.SOURCE / f"{module.replace('.', '/')}.py" for module in TORCH_FREE_MODULES]
     return [".".join(path.relative_to(rules.SOURCE.parent).with_suffix("").parts) for path in files]
-
-
-def imports_torch(modules: list[str], path: str = "") -> list[str]:
-    """The modules that bring torch along, each tried in a process that would refuse it."""
-    code = (
-        "import importlib, sys\n"
-        f"sys.path[:0] = [{path!r}] if {path!r} else []\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'torch':\n"
-        "            raise ImportError('torch is refused here')\n"
-        "sys.meta_path.insert(0, Refuse())\n"
-        f"for name in {modules!r}:\n"
-        "    try:\n"
-        "        importlib.import_module(name)\n"
-        "    except ImportError as error:\n"
-        "        print(f'{name}: {error}')\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-    return result.stdout.splitlines()
 
 
 def test_config_layout_data_and_commands_import_without_torch():
@@ -145,7 +124,7 @@ def test_stray_communication_is_found(tmp_path, snippet):
         "x.dist.y",
     ],
 )
-def test_what_does_not_communicate_is_not_found(tmp_path, snippet):
+def test_code_without_communication_is_not_found(tmp_path, snippet):
     path = tmp_path / "snippet.py"
     path.write_text(snippet)
     assert rules.stray_communication(path, tmp_path) == []

@@ -1,4 +1,4 @@
-"""The modules of the package that a training process has: the trainer alone, and a rank after its first step."""
+"""The modules of the package in a training process: after the import of the trainer, and after a rank's first step."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_the_trainer_needs_no_module_of_a_product():
 
 
 def test_a_recipe_imports_the_kinds_that_it_names():
-    """A setting of some kinds alone, such as `softmax`, is looked for in the kinds of its group in their order."""
+    """A setting of only some kinds, such as `softmax`, is looked for in the kinds of its group in their order."""
     loaded = run_python(
         "import sys; from moefold.recipe import load_config; from moefold.validate.config import check_config; "
         f"cfg = load_config({str(RECIPE)!r}); check_config(cfg); print(*sys.modules)"

@@ -30,7 +30,7 @@ def test_checked_versions_are_those_allowed() -> None:
 
 
 def test_uses_are_found(tmp_path: Path) -> None:
-    """Find one use of each kind, and leave the package's own private names alone."""
+    """Find one use of each kind, but no private names of the package itself."""
     path = tmp_path / "example.py"
     path.write_text(
         textwrap.dedent("""

@@ -1,14 +1,7 @@
 import pytest
 
 from tests.architecture import prose, rules
-
-PAGES = sorted(
-    page
-    for page in (*rules.ROOT.glob("*.md"), *(rules.ROOT / "docs").rglob("*.md"), *(rules.ROOT / "skills").rglob("*.md"))
-    if page.name != "log.md" and page.parent.name != "design"
-)
-"""The log and the design notes are records: what was written stays as it was."""
-CODE = rules.python_files(rules.SOURCE, rules.ROOT / "benchmarks", rules.ROOT / "tools")
+from tests.architecture.prose import CODE, PAGES
 
 
 def test_docstrings_begin_with_a_sentence():

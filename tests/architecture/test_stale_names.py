@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.architecture.prose import CODE, PAGES
 from tests.architecture.stale_names import Classes, stale_arguments, stale_attributes
-from tests.architecture.test_prose import CODE, PAGES
 
 
 def test_documented_arguments_are_taken():

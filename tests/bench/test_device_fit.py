@@ -78,7 +78,7 @@ def test_the_peak_of_the_vendor_stays_where_it_is_above_the_rate():
     assert slower.gemm_fraction["bf16"] == 1.0
 
 
-def test_what_was_not_measured_is_taken_from_the_base():
+def test_numbers_that_were_not_measured_come_from_the_base():
     base = load_device("h100")
     measured = replace(_machine(base), collectives=(), host_bytes_per_s=None)
     found = fit_device(base, measured, "found")
@@ -88,7 +88,7 @@ def test_what_was_not_measured_is_taken_from_the_base():
     assert found.host_bytes_per_s == measured.copy_bytes_per_s
 
 
-def test_links_within_one_machine_leave_the_network_alone():
+def test_links_within_one_machine_do_not_change_the_network():
     base = load_device("h100")
     truth = replace(base, links=(replace(base.links[0], bytes_per_s=1e11, latency_s=3e-6), base.links[1]))
     found = fit_device(base, _machine(truth, groups=((2, 1), (4, 1))), "found")

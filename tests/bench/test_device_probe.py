@@ -1,4 +1,4 @@
-"""The probe runs every measurement on real ranks, and what it measures can be fitted."""
+"""The probe runs every measurement on real ranks, and its measurements can be fitted."""
 
 from functools import partial
 

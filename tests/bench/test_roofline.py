@@ -1,4 +1,4 @@
-"""What a table says of the machine that it was measured on."""
+"""The statements of a table about the machine that it was measured on."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""A process in which the packages of a stage are installed and no others, as in an image made for torch."""
+"""A process with only the packages of a stage installed, as in an image made for torch."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ BROUGHT_ALONG = ("triton", "pytest-xdist")
 
 
 def hide_others() -> None:
-    """Make packages impossible to find, except the packages of the stages of tests and what these require."""
+    """Make packages impossible to find, except the packages of the stages of tests and their requirements."""
     kept = set()
     todo = [*TEST_LIBRARIES.values(), *BROUGHT_ALONG]
     while todo:
@@ -22,7 +22,7 @@ def hide_others() -> None:
             continue
         kept.add(name)
         with suppress(PackageNotFoundError):
-            # Without what an extra brings along.
+            # Without the requirements of extras.
             todo += [line for line in requires(name) or [] if "extra ==" not in line]
     known = {
         module: {name.lower().replace("_", "-") for name in names}

@@ -1,4 +1,4 @@
-"""Colours that a reader can tell apart."""
+"""Colours that a reader can distinguish."""
 
 from itertools import combinations
 

@@ -151,7 +151,7 @@ def test_a_lease_that_ends_early_leaves_the_rows_of_the_running_stage(out, work,
     assert (out / "logs.tgz").exists() == (number == signal.SIGTERM)
 
 
-def test_a_missing_tool_or_package_is_no_failure_and_is_looked_for_again(out, work):
+def test_a_missing_tool_or_package_is_not_a_failure_and_is_looked_for_again(out, work):
     stages = [
         _stage("tool", "1/0", tool="no-such-program"),
         _stage("wheel", "1/0", packages={"no_such_module": "no-such-wheel"}),
@@ -169,7 +169,7 @@ def test_a_missing_tool_or_package_is_no_failure_and_is_looked_for_again(out, wo
     assert _results(out).stages["tool"]["status"] == "passed"
 
 
-def test_another_card_goes_on_with_what_is_left(out, work, tmp_path, capsys):
+def test_another_card_goes_on_with_the_remaining_stages(out, work, tmp_path, capsys):
     stages = [_stage("rates", "pass"), _stage("layer", "pass"), _stage("step", "pass")]
     run_stages(stages[:2], _results(out), work, 600)
     fresh = tmp_path / "fresh"
@@ -197,7 +197,7 @@ def test_a_fresh_machine_of_the_same_kind_goes_on_with_carried_results_and_logs(
         assert sorted(tar.getnames()) == ["device.toml", "plan.log", "probe.log"]
 
 
-def test_a_broken_archive_of_logs_costs_the_logs_alone(out, work, capsys):
+def test_a_broken_archive_of_logs_costs_only_the_logs(out, work, capsys):
     (out / "logs.tgz").write_bytes(b"no archive")
     _results(out).unpack_logs(work, None)
     assert "logs.tgz cannot be read, so that its logs are lost" in capsys.readouterr().out
@@ -210,7 +210,7 @@ def test_a_file_without_results_is_refused(out, text):
         _results(out)
 
 
-def test_what_would_mix_or_lose_results_is_refused(out, work, tmp_path):
+def test_options_that_would_mix_or_lose_results_are_refused(out, work, tmp_path):
     run_stages([_stage("x", "pass")], _results(out), work, 600)
     with pytest.raises(UnusableError, match="an abacus.*set --out"):
         _results(out, MACHINE | {"sizes": "tiny"})
@@ -248,8 +248,8 @@ def _lease(tmp_path, budgets_s, overhead_s):
 
 
 @pytest.mark.parametrize("overhead_s", [0.0, 2.0, 4.0])
-def test_a_lease_of_a_quarter_of_an_hour_reaches_what_is_worth_most(tmp_path, overhead_s):
-    """900 s, of which a start takes 100; a call has at most 600 s."""
+def test_a_lease_of_a_quarter_of_an_hour_reaches_the_most_valuable_stages(tmp_path, overhead_s):
+    """A lease of 900 s: a start takes 100 s, and a call has at most 600 s."""
     first, second = _lease(tmp_path, (430, 345), overhead_s)
     assert first[:6] == ["env", "contact", "rates", "layer", "step", "attention"]
     assert {"graphs", "fp8", "staged", "tests", "constants"} <= {*first, *second}
@@ -280,7 +280,7 @@ def test_the_bench_fits_into_one_call(tmp_path):
         (["--carried", "absent.json"], "--carried absent.json does not exist"),
     ],
 )
-def test_what_cannot_run_is_said_in_one_line(tmp_path, capsys, monkeypatch, words, message):
+def test_a_stage_that_cannot_run_says_so_in_one_line(tmp_path, capsys, monkeypatch, words, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu_half_hour.main(["--device", "cpu", "--out", str(tmp_path), *words]) == UNUSABLE
     (line,) = capsys.readouterr().err.splitlines()
@@ -288,7 +288,7 @@ def test_what_cannot_run_is_said_in_one_line(tmp_path, capsys, monkeypatch, word
 
 
 @pytest.mark.slow
-def test_the_stages_of_tests_need_their_packages_alone():
+def test_the_stages_of_tests_need_only_their_packages():
     """A process that sees no other package collects the named tests; `shtab` once ended their collection."""
     code = "import sys; from tests.benchmarks.only_packages import hide_others; hide_others(); import pytest;"
     words = ["-q", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", *GPU_TESTS, "tests/cli/test_completion.py"]
@@ -401,7 +401,7 @@ def test_make_needs_no_environment():
 
 
 @pytest.mark.parametrize("target", ["gpu", "bench-gpu", "bench-gpu-sweep"])
-def test_make_says_what_to_do_without_a_python(target):
+def test_make_names_the_way_out_without_a_python(target):
     done = _make("READY=", "PY=no-such-python", target)
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == (

@@ -117,7 +117,7 @@ def test_carried_kernels_are_in_the_first_lines():
 
 
 @pytest.mark.parametrize("change", [{"device": "cpu"}, {"sizes": "tiny"}])
-def test_a_rehearsal_is_no_measurement(change):
+def test_a_rehearsal_is_not_a_measurement(change):
     page = render(PREDICTED, {"machines": [_machine({}, **change)]})
     assert "A rehearsal on" in page
     assert "Measured on" not in page

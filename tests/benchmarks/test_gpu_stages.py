@@ -42,7 +42,7 @@ def test_a_stage_runs_without_a_gpu(tmp_path, monkeypatch, name):
     assert all(math.isfinite(row["value"]) for row in rows if row["unit"])
 
 
-def test_the_stages_of_constants_measure_every_one_that_decides(tmp_path):
+def test_the_stages_of_constants_measure_every_deciding_constant(tmp_path):
     found = []
     for name in ("constants", "shared"):
         path = tmp_path / f"{name}.jsonl"
@@ -67,8 +67,8 @@ class SimulatedStage(Stage):
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.25, 1.0])
-def test_the_exposed_part_of_a_transfer_is_what_it_adds_to_enough_compute(tmp_path, slowdown):
-    """A layer is shorter than the transfer, which slows what runs at the same time."""
+def test_the_exposed_part_of_a_transfer_is_the_time_that_it_adds_to_enough_compute(tmp_path, slowdown):
+    """A layer is shorter than the transfer, which slows the kernels that run at the same time."""
     stage = SimulatedStage(CPU, True, tmp_path / "rows.jsonl")
     transfer_ms = 20.0
 
@@ -89,7 +89,7 @@ def test_the_exposed_part_of_a_transfer_is_what_it_adds_to_enough_compute(tmp_pa
     assert (found["transfer_ms"], found["compute_ms"]) == (transfer_ms, 40.0)
 
 
-def test_a_range_of_a_profile_is_no_kernel(tmp_path):
+def test_a_range_of_a_profile_is_not_a_kernel(tmp_path):
     """On a GPU an optimizer's range covers all of its kernels, whose time would count twice."""
 
     def run():

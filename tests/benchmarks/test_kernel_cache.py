@@ -1,4 +1,4 @@
-"""Archives of compiled kernels: what is packed, that it is found where it is unpacked, and what does not fit."""
+"""Archives of compiled kernels: their files, their place after unpacking, and archives of another version."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ COMPILING = {name: value for name, value in os.environ.items() if name != "TRITO
 
 
 def _cache(folder: Path) -> Path:
-    """Write a folder as Triton does: a kernel with the stages of its compilation, and one that failed."""
+    """Write a folder as Triton does: a kernel with the stages of its compilation, and a failed kernel."""
     kernel = folder / "KEY"
     kernel.mkdir(parents=True)
     names = ["k.ttir", "k.ptx", "k.cubin", "k.json"]
@@ -73,7 +73,7 @@ def test_kernels_of_another_build_of_the_same_version_are_of_no_use(changed, rea
 
 
 def test_the_compiler_is_in_the_key_of_a_kernel(monkeypatch):
-    """By Triton's own key: what changes it changes the compiler of the manifest too."""
+    """By Triton's own key: all that changes it changes the compiler of the manifest too."""
     cache = pytest.importorskip("triton.runtime.cache")
     compiler = Compiler.installed(90)
     key = cache.get_cache_key(mock.Mock(), mock.Mock(), mock.Mock(), dict(compiler.environment))
@@ -102,7 +102,7 @@ def test_carried_kernels_are_counted(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no archive"])
-def test_an_archive_without_kernels_costs_compilation_alone(tmp_path, monkeypatch, capsys, content):
+def test_an_archive_without_kernels_costs_only_compilation(tmp_path, monkeypatch, capsys, content):
     monkeypatch.setenv(gpu_half_hour.CACHE_VARIABLE, str(tmp_path / "there"))
     archive = tmp_path / "kernels.tar.xz"
     if content is not None:

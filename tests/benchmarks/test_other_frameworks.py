@@ -1,4 +1,4 @@
-"""A peer's layer computes what ours does, or does not compete and says why."""
+"""A peer's layer gives the same numbers as ours, or does not compete and says why."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ REFUSED = [
 
 
 def config(words, dtype="float64"):
-    # A balance loss is no part of what is raced.
+    # A balance loss is not raced.
     return load_config(None, [*SIZES, f"run.dtype={dtype}", "moe.aux_loss=0", *words])
 
 
@@ -135,7 +135,7 @@ def test_other_maths_does_not_compete(group_of_one, peer):
 @pytest.mark.parametrize(
     ("peer", "dtype", "words", "message"), REFUSED, ids=[f"{p.name}-{message}" for p, _, _, message in REFUSED]
 )
-def test_what_a_peer_lacks_is_said(monkeypatch, peer, dtype, words, message):
+def test_missing_features_of_a_peer_are_named(monkeypatch, peer, dtype, words, message):
     monkeypatch.setattr(other_frameworks, "_is_installed", lambda module: True)
     monkeypatch.setattr(other_frameworks, "which", lambda program: program)
     assert message in unavailable_reason(peer, config(words, dtype), "layer", CPU)

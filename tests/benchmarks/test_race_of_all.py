@@ -1,4 +1,4 @@
-"""The race of all parts: ratios, what is missing, what failed, other work, and going on from a file."""
+"""The race of all parts: ratios, missing and failed parts, other work, and going on from a file."""
 
 import json
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ def test_the_fastest_other_counts_and_ratios_are_taken_round_by_round():
     assert _row(is_cost=True).compare("fast", TIMES) == (2.0, 4.0, 0.5)
 
 
-def test_a_second_rank_is_compared_by_what_it_adds():
+def test_a_second_rank_is_compared_by_its_addition():
     times = TIMES | {"our base": [1.0] * 3, "their base": [2.0] * 3}
     assert _row(is_cost=True, base=("our base", "their base")).compare("fast", times) == (1.0, 2.0, 0.5)
     times["their base"] = [4.0] * 3
@@ -51,7 +51,7 @@ def test_a_goal_is_met_only_by_the_same_work(row, expected):
     assert race.verdict(row) == expected
 
 
-def test_what_two_contestants_computed_is_compared():
+def test_results_of_two_contestants_are_compared():
     assert race.difference([[1, 2], [3]], [[1, 2], [4]]) == 0.5
     assert race.difference(3.0, 4.0) == 0.25
 

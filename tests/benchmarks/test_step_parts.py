@@ -1,4 +1,4 @@
-"""The parts of the bench's breakdown call what the step calls."""
+"""The parts of the bench's breakdown call the same code as the step."""
 
 import pytest
 import torch

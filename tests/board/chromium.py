@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 
 
 class ProtocolError(AssertionError):
-    """The browser could not do what it was asked."""
+    """The browser could not obey a command."""
 
 
 class Page:
@@ -62,7 +62,7 @@ class Page:
     def wait(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""
         deadline_s = time.monotonic() + TIMEOUT_S
-        # An element that does not exist yet is no error.
+        # An element that does not exist yet is not an error.
         expression = f"(() => {{ try {{ return Boolean({condition}); }} catch {{ return false; }} }})()"
         while not self._is_true(expression):
             assert time.monotonic() < deadline_s, f"{condition} stays false; problems: {self.problems}"

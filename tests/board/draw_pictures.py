@@ -10,8 +10,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from tests.board.board_process import served
 from tests.board.chromium import Page, open_page
-from tests.board.test_browser import served
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 QUICKSTART = ("recipes/quickstart.toml", "run.steps=150", "metrics.memory_every=10")

@@ -4,11 +4,8 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ pytest.importorskip("starlette", reason="starlette comes with the extra `board`:
 from moefold.board.export import export_board
 from moefold.board.run_list import MAX_OPEN, RunList
 from moefold.metrics.writer import to_record
+from tests.board.board_process import served
 from tests.board.chromium import Page, open_page
 from tests.board.run_files import step_metrics, write_faults, write_rollouts, write_run
 from tests.docs.browser import chromium
@@ -50,17 +48,6 @@ def folder(tmp_path) -> Path:
     write_faults(run_dir)
     write_run(tmp_path / "runs/two", 25)
     return tmp_path / "runs"
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "moefold", "board", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as board:
-        assert board.stdout is not None
-        try:
-            yield board.stdout.readline().split()[-1]
-        finally:
-            board.terminate()
 
 
 def set_value(page: Page, tag: str, index: int, value: str) -> None:
@@ -313,7 +300,7 @@ def test_smoothing_is_by_step_at_every_zoom_and_leaves_schedules_and_held_out_va
     assert page.problems == []
 
 
-def test_what_is_shown_is_in_the_address_and_comes_back(page, folder):
+def test_the_view_is_in_the_address_and_comes_back(page, folder):
     state = (
         "JSON.stringify([[...document.querySelectorAll('.toolbar select, .toolbar input')].map((one) => one.value),"
         f"{LOSS}.querySelector('button').getAttribute('aria-pressed'), {LOSS}.className.trim(),"

@@ -52,7 +52,7 @@ def test_a_long_run_is_exported_whole_with_its_extremes(tmp_path, monkeypatch):
     loss = answers["series"]["series"]["loss"]
     assert len(loss["steps"]) <= 3002 + len(WEIGHTS) * MAX_MEAN_POINTS
     assert (loss["steps"][-1], max(loss["values"])) == (5000, 99.0)
-    # Means over every step, of which an export has a part.
+    # Means over every step; an export has only a part of the steps.
     (spike,) = np.flatnonzero(np.array(loss["values"]) == 99.0)
     values = np.array([99.0 if step == 3333 else 1 / step for step in range(1, 5001)])
     for weight in WEIGHTS:

@@ -113,7 +113,7 @@ def test_a_line_without_end_stops_the_reading_with_its_number(tmp_path, monkeypa
     assert not tail.has_more
 
 
-def test_what_is_no_regular_file_is_one_problem(tmp_path):
+def test_a_pipe_in_place_of_a_file_is_one_problem(tmp_path):
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     tail = JsonTail(path)

@@ -78,7 +78,7 @@ def test_an_evaluation_far_from_the_end_is_found_once_and_kept(tmp_path):
         file.write(line(400))
     newest.read()
     assert (newest.step, value(newest, "eval_loss")) == (400, 3.0)
-    # The run goes back to step 1: what came later is void.
+    # The run goes back to step 1: later values are void.
     path.write_text(line(1, eval_loss=9.0))
     newest.read()
     assert (newest.step, value(newest, "eval_loss")) == (1, 9.0)

@@ -271,7 +271,7 @@ def test_long_texts_are_cut_and_a_search_goes_on_where_it_stopped(tmp_path, monk
     assert [one["number"] for one in second["rollouts"]] == [0]
 
 
-def test_runs_are_found_in_folders_and_named_by_what_differs(tmp_path):
+def test_runs_are_found_in_folders_and_named_by_their_differences(tmp_path):
     for name in ("a/seed0", "a/seed1", "b/seed0", "b/deep/er/seed2"):
         write_run(tmp_path / name, 1)
     for name in (".hidden/run", "a/seed0/checkpoints/step-000001"):
@@ -307,7 +307,7 @@ def test_a_folder_that_may_not_be_read_is_passed_over(tmp_path, monkeypatch):
         ("file", "file' is not a folder; name the run.dir"),
     ],
 )
-def test_a_path_that_is_no_folder_is_one_message(tmp_path, path, message):
+def test_a_path_that_is_not_a_folder_is_one_message(tmp_path, path, message):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as raised:
         RunList([tmp_path / path])
@@ -334,7 +334,7 @@ def test_jobs_that_start_later_are_listed_and_unread_runs_show_their_last_line(t
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_a_run_whose_folder_vanishes_stays_with_what_was_read_and_goes_on(tmp_path, is_read):
+def test_a_run_whose_folder_vanishes_keeps_its_numbers_and_goes_on(tmp_path, is_read):
     run_dir = write_run(tmp_path / "run", 3)
     write_faults(run_dir)
     runs = RunList([tmp_path])
@@ -393,7 +393,7 @@ def test_every_row_is_fresh_whether_or_not_its_run_was_charted(tmp_path, was_cha
     for wanted in ([], [key], []):
         (row,) = runs.summaries(wanted)
         assert [row[name] for name in ROW] == expected
-    # A run that went back has the row of what it did since.
+    # A run that went back has the row of its second attempt.
     write_run(run_dir, 50, resume_step=45)
     for wanted in ([], [key], []):
         (row,) = runs.summaries(wanted)

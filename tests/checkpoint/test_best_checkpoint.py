@@ -22,7 +22,7 @@ from moefold.errors import ConfigError
 from moefold.inference.source import find_source
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
-from tests.checkpoint.test_checkpoint_dir import names, seal
+from tests.checkpoint.empty_checkpoints import names, seal
 from tests.inference.checkpoint_folder import described_run
 
 LOSSES = {5: None, 10: 2.5, 15: 2.25, 20: 2.25, 25: 3.0}
@@ -83,7 +83,7 @@ def test_run_best_without_a_loss_or_a_run_is_refused(tmp_path):
         find_source(str(tmp_path / "run/best"))
     with pytest.raises(ConfigError, match="does not exist"):
         find_source(str(tmp_path / "none/best"))
-    # A folder of that name is what it is.
+    # A folder of that name is the best checkpoint.
     (tmp_path / "run/best").mkdir()
     assert not names_best(tmp_path / "run/best")
 

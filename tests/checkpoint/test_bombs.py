@@ -36,7 +36,7 @@ def test_operations_that_no_index_has_are_refused(bomb: str):
         check_opcodes(BOMBS[bomb])
 
 
-def test_what_the_library_pickles_passes():
+def test_pickles_of_the_library_pass():
     sizes = [{"n": torch.Size([i, 2**40]), "t": torch.float32, "x": ("a" * 300, None, True, -i)} for i in range(5000)]
     for protocol in (4, 5):
         check_opcodes(pickle.dumps(sizes, protocol))
@@ -58,14 +58,14 @@ def compressed(content: bytes) -> bytes:
 
 
 def check(folder: Path, content: bytes, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    # Parts lie one after another: this one is neither at the start nor at the end of its file.
+    # Parts lie one after another: this one is in the middle of its file.
     (folder / "f").write_bytes(b"before" + content + b"after")
     check_parts(folder, [StoredPart("w", _StorageInfo("f", 6, len(content)), torch.Size(sizes), dtype)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])
 @pytest.mark.parametrize("sizes", [(), (0,), (3, 5), (2, 0, 4)])
-def test_what_the_library_saves_passes(tmp_path: Path, dtype: torch.dtype, sizes: tuple[int, ...]):
+def test_saves_of_the_library_pass(tmp_path: Path, dtype: torch.dtype, sizes: tuple[int, ...]):
     check(tmp_path, saved(torch.zeros(sizes, dtype=dtype)), sizes, dtype)
 
 

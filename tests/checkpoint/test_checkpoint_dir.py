@@ -4,51 +4,13 @@ from pathlib import Path
 import pytest
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints, quick_validate, step_path
-from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted, model_sizes, write_meta
+from moefold.checkpoint.checkpoint_meta import write_meta
 from moefold.checkpoint.commit import commit, remove_older
 from moefold.checkpoint.folder_writer import tmp_checkpoint_path
-from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
-from moefold.checkpoint.resume import sample_order
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.model import ModelConfig
+from moefold.checkpoint.manifest import MANIFEST_FILE
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.upgrade import FORMAT
-from tests.models import model_of
-
-MODEL = model_of({"num_layers": 2})
-
-
-def meta(step: int, model: ModelConfig = MODEL) -> CheckpointMeta:
-    return CheckpointMeta(
-        format=FORMAT,
-        states=counted(step=step, samples=8 * step, tokens=64 * step),
-        order=sample_order(Config()),
-        model=model_sizes(model),
-        parallel={},
-    )
-
-
-def write(folder: Path, step: int, model: ModelConfig = MODEL) -> Path:
-    path = step_path(folder, step)
-    path.mkdir(parents=True)
-    write_meta(path, meta(step, model))
-    seal(path)
-    return path
-
-
-def seal(path: Path) -> None:
-    write_manifest(path, {file.name: digest_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
-
-
-def recipe(folder: Path, resume: str = "auto", every: int = 5, model: ModelConfig = MODEL) -> Config:
-    return Config(
-        model=model, checkpoint=CheckpointConfig(dir=str(folder), every=every, at_end=every > 0, resume=resume)
-    )
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+from tests.checkpoint.empty_checkpoints import meta, names, recipe, write
 
 
 def test_the_folder_is_the_runs_own_unless_one_is_named():
@@ -122,7 +84,7 @@ def test_a_checkpoint_that_another_job_has_just_saved_is_not_replaced(tmp_path, 
     (write(tmp_path, 5) / "other").touch()
     draft = tmp_checkpoint_path(tmp_path, 5, "job")
     draft.mkdir()
-    # It appears after the look for one of that name.
+    # It appears after the check that the name is free.
     monkeypatch.setattr(Path, "exists", lambda path: False)
     with pytest.raises(OSError, match=r"not empty|exists"):
         commit(draft, step_path(tmp_path, 5))

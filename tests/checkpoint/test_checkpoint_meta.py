@@ -6,7 +6,7 @@ import pytest
 from moefold.checkpoint.checkpoint_meta import META_FILE, counted, read_meta
 from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError
-from tests.checkpoint.test_checkpoint_dir import meta, write
+from tests.checkpoint.empty_checkpoints import meta, write
 
 
 def test_meta_comes_back(tmp_path):
@@ -45,7 +45,7 @@ def test_meta_comes_back(tmp_path):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_folder_that_is_no_checkpoint(tmp_path, content, message):
+def test_a_folder_that_is_not_a_checkpoint(tmp_path, content, message):
     if content is not None:
         (tmp_path / META_FILE).write_text(content)
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Runs that are killed again and again end with the weights of one that never was."""
+"""Runs that are killed again and again end with the weights of an uninterrupted run."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from moefold.checkpoint.checkpoint_dir import complete_checkpoints, step_of
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.schema import Config
 from moefold.verify.ranks.pool import WorkerError, WorkerPool
-from tests.train.test_trainer import _train, recipe, records
+from tests.train.tiny_runs import recipe, records, train_rank
 
 pytestmark = pytest.mark.parity
 
@@ -47,14 +47,14 @@ def _live(cfg: Config, life_s: float, killed: tuple[int, ...], saves_first: bool
 
     if dist.get_rank() in killed:
         threading.Thread(target=die, daemon=True).start()
-    return _train(cfg)
+    return train_rank(cfg)
 
 
 def _campaign(pool: WorkerPool, run_dir: Path, kills: int, *, async_save: bool, seed: int) -> dict[str, int]:
     """Kill one rank or all, at random moments, until the count is full, a line for each (-s); then let the run end.
 
     Returns:
-        The number of deaths, of those in which a save was surely under way, and of those after a new checkpoint.
+        The number of deaths, the number of deaths while a save was surely under way, and after a new checkpoint.
     """
     folder = run_dir / "checkpoints"
     chance = random.Random(seed)
@@ -77,7 +77,7 @@ def _campaign(pool: WorkerPool, run_dir: Path, kills: int, *, async_save: bool, 
         print(f"{deaths}: {killed} killed {life_s:.2f} s after {since}; drafts: {sorted(drafts)}; newest: {newest}")
     # Nothing ends the last life, which needs no save but the save at its end.
     cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every=cfg.run.steps))
-    pool.run(RANKS, _train, cfg, timeout_s=LAST_LIFE_S)
+    pool.run(RANKS, train_rank, cfg, timeout_s=LAST_LIFE_S)
     return {"deaths": deaths, "in saves": in_saves, "after saves": after_saves}
 
 
@@ -86,7 +86,7 @@ def _assert_nothing_is_lost(pool: WorkerPool, tmp_path: Path, kills: int, *, asy
     print(found)
     steps = STEPS_PER_LIFE * kills
     pool.run(
-        RANKS, _train, recipe(tmp_path / "whole", steps, every=steps, world_size=RANKS, ep=2), timeout_s=LAST_LIFE_S
+        RANKS, train_rank, recipe(tmp_path / "whole", steps, every=steps, world_size=RANKS, ep=2), timeout_s=LAST_LIFE_S
     )
     last = [complete_checkpoints(tmp_path / name / "checkpoints")[-1] for name in ("killed", "whole")]
     assert [path.name for path in last] == [f"step-{steps:06d}"] * 2

@@ -23,7 +23,7 @@ from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 
 pytestmark = pytest.mark.parity
 
@@ -38,7 +38,7 @@ def _draft(folder: Path) -> Path:
 
 
 def _when_being_written(folder: Path, act: Callable[[], object]) -> None:
-    """Act, in a thread, once the draft of step 2 holds what this rank wrote."""
+    """Act, in a thread, once the draft of step 2 holds the files of this rank."""
 
     def watch() -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -116,7 +116,7 @@ def test_a_folder_that_vanishes_in_a_save_is_one_message_on_all_ranks(pool, tmp_
 
 
 class _Kept(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the logged messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Kept(logging.Handler):
 
 
 def _save_around_a_loss(cfg: Config, is_lost: bool) -> list[str]:
-    """Save steps 1 and 2, between which the folder is moved away; what this rank logs."""
+    """Save steps 1 and 2, between which the folder is moved away; return the messages of this rank."""
     kept, logger = _Kept(), logging.getLogger("moefold.checkpoint.saver")
     logger.addHandler(kept)
     folder = Path(cfg.run.dir) / "checkpoints"

@@ -42,7 +42,7 @@ from moefold.errors import ConfigError
 from moefold.host.folder_lock import FolderLock, is_in_use
 from moefold.hub import files_to_push
 from moefold.validate.config import check_config
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 
 pytestmark = pytest.mark.parity
 
@@ -199,13 +199,13 @@ def test_a_job_that_was_suspended_writes_nothing_into_the_checkpoint_of_another(
 
 
 def _replace_own(cfg: Config) -> list[str]:
-    """Save steps again: after a rollback, and over damaged ones of the run before."""
+    """Save steps again: after a rollback, and over damaged checkpoints of the run before."""
     saver = CheckpointSaver(cfg)
     saver.open_folder()
     return [_save(saver, step, 1.0) for step in (1, 2, 1)]
 
 
-def test_a_job_replaces_what_it_wrote_and_what_it_found(pool, tmp_path):
+def test_a_job_replaces_files_that_it_wrote_or_found(pool, tmp_path):
     cfg = recipe(tmp_path, 1)
     for _ in range(2):
         assert pool.run(1, _replace_own, cfg) == [["", "", ""]]
@@ -290,7 +290,7 @@ def _kill_two_jobs(tmp_path: Path, kills: int, *, locks: bool) -> dict[str, int]
             saves = replace(cfg.checkpoint, dir=str(folder), keep=3, async_save=round_number % 2 == 1)
             jobs.append(_start(context, replace(cfg, checkpoint=saves), number, locks, printed))
             time.sleep(chance.uniform(0, 0.05))
-        # A pair in which nothing was saved yet shows nothing; one of the two comes to a save, however slow it is.
+        # A pair that has saved nothing shows nothing; one of the two comes to a save, however slow it is.
         while max(map(step_of, complete_checkpoints(folder)), default=0) == newest:
             assert any(job.is_alive() for job in jobs), printed.read_text()
             time.sleep(0.005)

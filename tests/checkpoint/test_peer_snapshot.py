@@ -118,7 +118,7 @@ def _certify(
     groups: ParallelGroups,
     damage: str,
 ) -> str:
-    """Damage what one rank has, and return the error of the certificate; the damage is undone."""
+    """Damage the shards of one rank, and return the error of the certificate; the damage is undone."""
     slot = snapshots.snapshot(step)
     is_here = groups.rank == 1
     changed: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -177,7 +177,7 @@ DAMAGES = {
 def _recipe(world_size: int, **changes: Any) -> Config:
     return tiny(
         model={
-            "num_layers": 2,
+            "layers": 2,
             "vocab_size": 25,
             "ffn.moe.router": "sigmoid",
             "ffn.moe.router.expert_bias": True,
@@ -224,7 +224,7 @@ def test_the_others_restore_every_byte_of_lost_ranks_under_another_mapping(pool,
         assert bool(message) == bool(DAMAGES[damage])
 
 
-def test_a_shard_that_is_lost_with_its_peer_is_no_step_to_go_on_from():
+def test_a_step_whose_shard_is_lost_with_its_peer_cannot_be_resumed():
     layout = SnapshotLayout((1, 2, 3, 0), tuple(((rank,), rank) for rank in range(4)))
     held = {rank: {4: frozenset({rank, (rank - 1) % 4})} for rank in range(4)}
 
@@ -234,7 +234,7 @@ def test_a_shard_that_is_lost_with_its_peer_is_no_step_to_go_on_from():
     assert choose_step(left(1), layout) == 4
     assert choose_step(left(1, 3), layout) == 4
     assert choose_step(left(1, 2), layout) is None
-    # Rank 2 alone has the shards of rank 1: it stays, and rank 3 may wait.
+    # Only rank 2 has the shards of rank 1: it stays, and rank 3 may wait.
     assert choose_members(left(1), layout, 2) == (0, 2)
     assert choose_members(left(1), layout, 1) is None
     # A rank that was lost while it took a newer snapshot: all go back to the step that all have.

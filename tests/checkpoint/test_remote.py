@@ -31,7 +31,7 @@ from moefold.remote_path import RemotePath
 from moefold.train.run_folder import choose_run_folder
 from moefold.verify.ranks.pool import WorkerError
 from tests.slow import slow
-from tests.train.test_trainer import _train, losses, recipe
+from tests.train.tiny_runs import losses, recipe, train_rank
 
 pytestmark = pytest.mark.parity
 
@@ -57,7 +57,7 @@ def _train_until_ended(cfg: Config, step: int, moment: str, is_killed: bool) -> 
 
     original = getattr(save_load, moment)
     with patch.object(save_load, moment, end), pytest.raises(_Ended):
-        _train(cfg)
+        train_rank(cfg)
 
 
 TWO = {"world_size": 2, "ep": 2}
@@ -81,7 +81,7 @@ def test_an_end_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, m
     """The rest is trained under another mapping, from the checkpoint before: losses and weights are as without it."""
     before, after = mappings
     whole = recipe(tmp_path / "whole", 4, every=4, **after)
-    pool.run(after["world_size"], _train, whole)
+    pool.run(after["world_size"], train_rank, whole)
     cfg = _remote(recipe(tmp_path / "run", 4, every=1, **before), tmp_path / "store", async_save=async_save)
     with pytest.raises(WorkerError) if is_killed else nullcontext():
         pool.run(before["world_size"], _train_until_ended, cfg, 3, moment, is_killed)
@@ -92,7 +92,7 @@ def test_an_end_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, m
     assert not (left / MANIFEST_FILE).exists()
     assert [step_of(path) for path in named_checkpoints(store)] == [1, 2]
     other = _remote(recipe(tmp_path / "run", 4, every=2, **after), tmp_path / "store", async_save=async_save)
-    pool.run(after["world_size"], _train, other)
+    pool.run(after["world_size"], train_rank, other)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
     assert [step_of(path) for path in named_checkpoints(store)] == [2, 4]
     assert not left.exists(), "the next save removes what was left"
@@ -102,7 +102,7 @@ def test_an_end_between_upload_and_commit_costs_one_checkpoint(pool, tmp_path, m
 
 
 def test_checkpoints_are_found_validated_and_removed(tmp_path, monkeypatch, capsys):
-    """Without the run folder too: another machine takes over with the remote folder alone."""
+    """Without the run folder too: another machine takes over with only the remote folder."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text("")
     run = ["data.kind=synthetic", "run.dir=run", "run.device=cpu", "train.seq_len=16", "train.global_batch_size=2"]
@@ -191,7 +191,7 @@ def test_bad_names_are_refused_before_ranks_start(tmp_path, monkeypatch, capsys,
 
 
 def _failed_save(cfg: Config) -> str:
-    """Save a checkpoint of which rank 1 cannot send its file; return the error of this rank."""
+    """Save a checkpoint whose file of rank 1 cannot be sent; return the error of this rank."""
     original = RemotePath.open
 
     def fail(self, mode="r", *_, **__):

@@ -15,12 +15,11 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import make_part
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.data.dataset import open_dataset
 from moefold.parallel.parallelize import parallelize
-from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
 from moefold.verify.compare import run_oracle
+from tests.checkpoint.resumed_steps import train_steps
 from tests.slow import slow
 from tests.verify.recipes import LATENT, tiny, without_mapping
 from tests.verify.shared_ranks import run_each
@@ -71,7 +70,7 @@ def _losses_of_oracle(cfg: Config) -> list[float]:
 
 
 LATENT_MODEL = LATENT | {
-    "num_layers": 2,
+    "layers": 2,
     "tie_embeddings": False,
     "attention.qk_norm": "none",
     "mtp_layers": 1,
@@ -82,7 +81,7 @@ def _recipe(name: str, run_dir: Path, global_batch_size: int = 4, **model: objec
     cfg = tiny(
         model={
             "tie_embeddings": True,
-            "num_layers": 4,
+            "layers": 4,
             "attention.qk_norm": {},
             "ffn.moe.num_experts": 4,
             "ffn.moe.router": "sigmoid",
@@ -100,36 +99,14 @@ def _recipe(name: str, run_dir: Path, global_batch_size: int = 4, **model: objec
 LOOKS_BACK = {"aux_kind": "last_global_batch", "aux_loss": 0.5}
 
 
-def _train(cfg: Config, first: int, last: int, resume: str) -> list[float]:
-    """Train steps first+1 .. last after loading `resume`, save, and return the losses."""
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    model = parallelize(cfg, groups)
-    training = TrainingStep(model, cfg)
-    samples = 0
-    if resume:
-        meta = load_checkpoint(Path(resume), training.parameters, training.buffers, training.optimizer)
-        training.load_state_dict({"moment_updates": first})
-        assert meta.step == first
-        samples = meta.samples
-    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
-    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
-    losses = []
-    for step in range(first + 1, last + 1):
-        losses.append(training.run(loader.batch(samples), step).loss)
-        samples += cfg.train.global_batch_size
-    state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
-    write_checkpoint(cfg, state, TrainState(states=counted(step=last, samples=samples, tokens=0)))
-    return losses
-
-
 @pytest.mark.parametrize(("before", "after"), PAIRS + NEWER_PAIRS)
 def test_resume_under_another_mapping_equals_the_uninterrupted_oracle(pool, tmp_path, before, after):
     # DualPipeV wants four micro-batches of each of two replicas.
     size = 8 if "DualPipeV" in (before, after) else 4
     first, second = (_recipe(name, tmp_path, size) for name in (before, after))
-    losses = pool.run(first.parallel.world_size, _train, first, 0, 2, "")[0]
+    losses = pool.run(first.parallel.world_size, train_steps, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    losses += pool.run(second.parallel.world_size, _train, second, 2, 4, saved)[0]
+    losses += pool.run(second.parallel.world_size, train_steps, second, 2, 4, saved)[0]
     assert losses == pytest.approx(_losses_of_oracle(first), rel=1e-9)
 
 
@@ -147,14 +124,14 @@ def _resave(cfg: Config, saved: str, step: int) -> None:
     [("muon", "two replicas"), *slow([("adamw", "uneven experts"), ("muon", "uneven experts")])],
 )
 def test_rounded_moments_come_through_other_mappings_bit_for_bit(pool, tmp_path, optimizer, between):
-    """Steps with them agree to 8 bits between mappings; what is stored must agree to the last."""
+    """Steps with them agree to 8 bits between mappings; stored moments must agree to the last bit."""
     saved = [str(tmp_path / "checkpoints" / f"step-{step:06d}") for step in (2, 3, 4)]
     configs = [_recipe(name, tmp_path) for name in ("tensor and pipeline", between, "one rank")]
     rounded = make_part("optimizer", optimizer, moment_dtype="bfloat16")
     configs = [
         replace(cfg, train=replace(cfg.train, optimizer=rounded), checkpoint=CheckpointConfig()) for cfg in configs
     ]
-    pool.run(4, _train, configs[0], 0, 2, "")
+    pool.run(4, train_steps, configs[0], 0, 2, "")
     pool.run(configs[1].parallel.world_size, _resave, configs[1], saved[0], 3)
     pool.run(1, _resave, configs[2], saved[1], 4)
     kinds = {tensor.dtype for tensor in stored_tensors(Path(saved[0])) if tensor.name.startswith("optimizer.")}
@@ -170,7 +147,7 @@ UNEVEN_VOCAB = {
     "attention.num_heads": 12,
     "attention.num_kv_heads": 12,
 }
-"""Of 7 + 7 + 5 rows on three tp ranks; the 10 and 9 rows on two are cut over dp = 3 into 4 + 4 + 2 and 3 + 3 + 3."""
+"""Three tp ranks have 7 + 7 + 5 rows; two have 10 and 9, cut over dp = 3 into 4 + 4 + 2 and 3 + 3 + 3."""
 UNEVEN_MAPPINGS = [{"world_size": 6, "tp": 2, "zero": 3}, {}, {"world_size": 3, "tp": 3}, {"world_size": 4, "tp": 4}]
 
 
@@ -181,13 +158,13 @@ def test_a_vocabulary_that_tp_does_not_divide_comes_through_other_mappings_bit_f
     run = RunConfig(dir=str(tmp_path), seed=3, steps=4, device="cpu", dtype="float64")
     configs = [replace(cfg, run=run, checkpoint=CheckpointConfig()) for cfg in recipes]
     saved = [str(tmp_path / "checkpoints" / f"step-{step:06d}") for step in range(2, 2 + count)]
-    losses = pool.run(6, _train, configs[0], 0, 2, "")[0]
+    losses = pool.run(6, train_steps, configs[0], 0, 2, "")[0]
     for i, cfg in enumerate(configs[1:]):
         pool.run(cfg.parallel.world_size, _resave, cfg, saved[i], i + 3)
         assert differing_tensors(Path(saved[0]), Path(saved[i + 1])) == []
     assert {tensor.shape[0] for tensor in stored_tensors(Path(saved[-1])) if "head.weight" in tensor.name} == {19}
     last = replace(configs[-1], run=replace(run, dir=str(tmp_path / "next")))
-    losses += pool.run(last.parallel.world_size, _train, last, 2, 4, saved[0])[0]
+    losses += pool.run(last.parallel.world_size, train_steps, last, 2, 4, saved[0])[0]
     assert losses == pytest.approx(_losses_of_oracle(configs[0]), rel=1e-9)
 
 
@@ -197,7 +174,7 @@ def test_latents_and_multi_token_prediction_resume_under_another_mapping(pool, t
         _recipe(name, tmp_path, **LATENT_MODEL) for name in ("zero bubble of two ranks", "two shards of sequences")
     )
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    before, after = run_each(pool, 2, _train, (first, 0, 2, ""), (second, 2, 4, saved))
+    before, after = run_each(pool, 2, train_steps, (first, 0, 2, ""), (second, 2, 4, saved))
     losses = before[0] + after[0]
     assert losses == pytest.approx(_losses_of_oracle(first), rel=1e-9)
 
@@ -211,18 +188,18 @@ def _looking_back(name: str, run_dir: Path) -> Config:
 def test_a_loss_that_looks_back_at_the_last_step_resumes_under_another_dp(pool, tmp_path, after):
     first, second = _looking_back("one rank", tmp_path), _looking_back(after, tmp_path)
     assert second.parallel.dp != first.parallel.dp
-    losses = pool.run(1, _train, first, 0, 2, "")[0]
+    losses = pool.run(1, train_steps, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    losses += pool.run(second.parallel.world_size, _train, second, 2, 4, saved)[0]
+    losses += pool.run(second.parallel.world_size, train_steps, second, 2, 4, saved)[0]
     assert losses == pytest.approx(_losses_of_oracle(first), rel=1e-9)
 
 
 def test_a_loss_that_looks_back_may_begin_at_a_resume(pool, tmp_path):
     without = _recipe("one rank", tmp_path)
     expected = _losses_of_oracle(without)
-    pool.run(1, _train, without, 0, 2, "")
+    pool.run(1, train_steps, without, 0, 2, "")
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    losses = pool.run(2, _train, _looking_back("two replicas", tmp_path), 2, 4, saved)[0]
+    losses = pool.run(2, train_steps, _looking_back("two replicas", tmp_path), 2, 4, saved)[0]
     # The step's own loss comes of the weights that were saved; the one after it has seen another gradient.
     assert losses[0] == pytest.approx(expected[2], rel=1e-9)
     assert losses[1] != pytest.approx(expected[3], rel=1e-6)
@@ -245,7 +222,7 @@ def test_a_loss_that_looks_back_may_begin_at_a_resume(pool, tmp_path):
 def test_muon_resumes_under_another_mapping(pool, tmp_path, before, after):
     first, second = (_recipe(name, tmp_path) for name in (before, after))
     first, second = (replace(cfg, train=replace(cfg.train, optimizer="muon")) for cfg in (first, second))
-    losses = pool.run(first.parallel.world_size, _train, first, 0, 2, "")[0]
+    losses = pool.run(first.parallel.world_size, train_steps, first, 0, 2, "")[0]
     saved = str(tmp_path / "checkpoints" / "step-000002")
-    losses += pool.run(second.parallel.world_size, _train, second, 2, 4, saved)[0]
+    losses += pool.run(second.parallel.world_size, train_steps, second, 2, 4, saved)[0]
     assert losses == pytest.approx(_losses_of_oracle(first), rel=1e-9)

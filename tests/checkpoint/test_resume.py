@@ -14,7 +14,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
-from tests.checkpoint.test_checkpoint_dir import MODEL, meta, names, recipe, write
+from tests.checkpoint.empty_checkpoints import MODEL, meta, names, recipe, write
 from tests.models import edit_model
 
 
@@ -26,7 +26,7 @@ def test_auto_takes_the_newest_if_any(tmp_path):
     assert find_resume(recipe(tmp_path)) == newest
 
 
-def test_one_that_has_lost_its_description_is_passed_over_and_neither_counts_nor_goes(tmp_path):
+def test_a_checkpoint_without_metadata_is_not_used_not_counted_and_not_deleted(tmp_path):
     for step in (5, 10, 15):
         write(tmp_path, step)
     (step_path(tmp_path, 10) / META_FILE).unlink()
@@ -39,7 +39,7 @@ def test_one_that_has_lost_its_description_is_passed_over_and_neither_counts_nor
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": 9}', None], ids=str)
-def test_auto_passes_over_one_whose_files_are_not_what_was_written(tmp_path, content):
+def test_auto_passes_over_a_checkpoint_whose_files_were_changed(tmp_path, content):
     sound = write(tmp_path, 5)
     damaged = write(tmp_path, 10) / META_FILE
     if content is None:
@@ -95,9 +95,9 @@ def test_a_changed_number_of_updates_must_divide_the_step(tmp_path, resume):
     assert "\n" not in text
 
 
-def test_another_model_is_refused_with_what_differs(tmp_path):
+def test_another_model_is_refused_with_its_differences(tmp_path):
     write(tmp_path, 5)
-    wrong = edit_model(MODEL, {"num_layers": 3, "ffn.moe.num_experts": 16})
+    wrong = edit_model(MODEL, {"layers": 3, "ffn.moe.num_experts": 16})
     message = "is of another model: layers 2 there, 3 here; ffn.moe.num_experts 8 there, 16 here; give"
     with pytest.raises(ConfigError, match=message):
         find_resume(recipe(tmp_path, model=wrong))

@@ -1,4 +1,4 @@
-"""Checkpoints that lack something, and what a save leaves in the folder."""
+"""Checkpoints that lack something, and the files that a save leaves in the folder."""
 
 import errno
 import os
@@ -16,39 +16,22 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from moefold.checkpoint import save_load
-from moefold.checkpoint.checkpoint_dir import step_path
-from moefold.checkpoint.checkpoint_meta import CheckpointMeta, TrainState, counted, model_sizes, write_meta
+from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.commit import commit
 from moefold.checkpoint.folder_writer import tmp_checkpoint_path
-from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
-from moefold.checkpoint.resume import sample_order
-from moefold.checkpoint.save_load import (
-    checkpoint_state,
-    load_checkpoint,
-    resolve_resume,
-    translate_io_errors,
-    write_checkpoint,
-)
-from moefold.comm.groups import ParallelGroups
+from moefold.checkpoint.save_load import checkpoint_state, resolve_resume, translate_io_errors, write_checkpoint
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.upgrade import FORMAT
 from moefold.errors import ConfigError
-from moefold.optim.states import named_moments
-from moefold.parallel.parallelize import parallelize
-from moefold.train.train_step import TrainingStep
-from moefold.validate.config import check_config
+from tests.checkpoint.broken_checkpoints import load_error, recipe, save_broken, seal, training_step
 from tests.models import edit_model
 from tests.slow import slow
-from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
 
@@ -56,21 +39,8 @@ EXPERTS = "layers.1.ffn.experts.w_up"
 PIPELINE = {"world_size": 2, "pp": 2}
 
 
-def recipe(run_dir: Path, **parallel: object) -> Config:
-    cfg = tiny(**parallel)
-    return replace(
-        cfg,
-        run=RunConfig(dir=str(run_dir), device="cpu", dtype="float64", seed=3),
-        checkpoint=CheckpointConfig(every=1, keep=2),
-    )
-
-
-def _training(cfg: Config) -> TrainingStep:
-    return TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu"))), cfg)
-
-
 def _save(cfg: Config, steps: list[int]) -> None:
-    training = _training(cfg)
+    training = training_step(cfg)
     for step in steps:
         state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
         write_checkpoint(cfg, state, TrainState(states=counted(step=step, samples=4 * step, tokens=64 * step)))
@@ -78,7 +48,7 @@ def _save(cfg: Config, steps: list[int]) -> None:
 
 def _save_with_slow_rename(cfg: Config) -> bool:
     """Whether this rank finds the checkpoint when its save returns, although the first rank takes long to rename it."""
-    training = _training(cfg)
+    training = training_step(cfg)
     state = checkpoint_state(training.parameters, training.buffers, training.optimizer)
 
     def wait_and_commit(draft: Path, final: Path) -> None:
@@ -95,64 +65,25 @@ def test_no_rank_returns_before_the_checkpoint_has_its_name(pool, tmp_path):
     assert pool.run(2, _save_with_slow_rename, recipe(tmp_path, world_size=2)) == [True, True]
 
 
-def _save_broken(cfg: Config, lacks: str, cuts: str) -> None:
-    """Write a checkpoint by hand, without some tensors and with one that has lost an expert."""
-    training = _training(cfg)
-    moments = named_moments(training.optimizer, training.parameters)
-    state = {f"model.{name}": p.data for name, p in training.parameters.items()}
-    state |= {f"model.{name}": buffer for name, buffer in training.buffers.items()}
-    state |= {f"optimizer.{name}": moment for name, moment in moments.items()}
-    state = {name: tensor for name, tensor in state.items() if not lacks or lacks not in name}
-    if cuts:
-        state[cuts] = state[cuts][:-1].contiguous()
-    path = step_path(Path(cfg.run.dir) / "checkpoints", 1)
-    dcp.save(state, checkpoint_id=path)
-    model, order = model_sizes(cfg.model), sample_order(cfg)
-    write_meta(
-        path,
-        CheckpointMeta(
-            format=FORMAT, states=counted(step=1, samples=4, tokens=64), order=order, model=model, parallel={}
-        ),
-    )
-    _seal(path)
-
-
-def _seal(path: Path) -> None:
-    """Write a manifest that agrees with the files, whatever they are."""
-    write_manifest(path, {file.name: digest_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
-
-
-def _load(cfg: Config) -> str:
-    """The error of a load on this rank, empty if there is none."""
-    training = _training(cfg)
-    try:
-        path = resolve_resume(cfg).path
-        assert path is not None
-        load_checkpoint(path, training.parameters, training.buffers, training.optimizer)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def test_a_missing_tensor_is_named_on_every_rank(pool, tmp_path):
-    pool.run(1, _save_broken, recipe(tmp_path), EXPERTS, "")
-    errors = pool.run(2, _load, recipe(tmp_path, **PIPELINE))
+    pool.run(1, save_broken, recipe(tmp_path), EXPERTS, "")
+    errors = pool.run(2, load_error, recipe(tmp_path, **PIPELINE))
     assert errors[0] == errors[1]
     names = f"tensor model.{EXPERTS}, tensor optimizer.{EXPERTS}.exp_avg, tensor optimizer.{EXPERTS}.exp_avg_sq"
     assert f"is damaged, it lacks {names}; name another one" in errors[0]
 
 
 def test_many_missing_tensors_are_counted(pool, tmp_path):
-    pool.run(1, _save_broken, recipe(tmp_path), "layers.", "")
-    (error,) = pool.run(1, _load, recipe(tmp_path))
+    pool.run(1, save_broken, recipe(tmp_path), "layers.", "")
+    (error,) = pool.run(1, load_error, recipe(tmp_path))
     assert "tensor model.layers.0.attention.wk and " in error
     assert " more; name another one" in error
 
 
 def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp_path):
-    pool.run(1, _save_broken, recipe(tmp_path), "", "")
+    pool.run(1, save_broken, recipe(tmp_path), "", "")
     cfg = recipe(tmp_path, **PIPELINE)
-    errors = pool.run(2, _load, replace(cfg, train=replace(cfg.train, optimizer="muon")))
+    errors = pool.run(2, load_error, replace(cfg, train=replace(cfg.train, optimizer="muon")))
     assert errors[0] == errors[1]
     assert f"is of another optimizer, it has other moments instead of momentum of optimizer.{'layers.0'}" in errors[0]
     assert "; set train.optimizer and train.optimizer.groups as they were, or begin a new run" in errors[0]
@@ -161,15 +92,15 @@ def test_the_moments_of_another_optimizer_are_refused_with_the_way_out(pool, tmp
 def test_the_sparse_stage_does_not_resume_the_warm_up_of_its_indexers(pool, tmp_path):
     cfg = recipe(tmp_path)
     cfg = replace(cfg, model=edit_model(cfg.model, {"attention.indexer.top_k": 4}))
-    pool.run(1, _save_broken, replace(cfg, train=replace(cfg.train, indexer_stage="warmup")), "", "")
-    (error,) = pool.run(1, _load, cfg)
+    pool.run(1, save_broken, replace(cfg, train=replace(cfg.train, indexer_stage="warmup")), "", "")
+    (error,) = pool.run(1, load_error, cfg)
     assert "is of a run with train.indexer_stage='warmup', which trained only the indexers; begin the sparse" in error
     assert f"checkpoint.init_from='{tmp_path}" in error
 
 
 def test_a_missing_expert_is_named(pool, tmp_path):
-    pool.run(1, _save_broken, recipe(tmp_path), "", f"model.{EXPERTS}")
-    errors = pool.run(2, _load, recipe(tmp_path, world_size=2, ep=2))
+    pool.run(1, save_broken, recipe(tmp_path), "", f"model.{EXPERTS}")
+    errors = pool.run(2, load_error, recipe(tmp_path, world_size=2, ep=2))
     assert errors[0] == errors[1]
     assert f"it lacks model.{EXPERTS} of shape [8, 16, 8], it has [7, 16, 8]; name another one" in errors[0]
 
@@ -240,7 +171,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(pool, tmp_p
     inflict, message = DAMAGES[damage]
     for path in (tmp_path / "checkpoints").iterdir():
         inflict(path / file)
-    (error,) = pool.run(1, _load, cfg)
+    (error,) = pool.run(1, load_error, cfg)
     assert f"can be used: step-000002: {message.format(name=file)}; step-000001: " in error
     assert error.endswith("move them away to start a new run, or set another run.dir")
 
@@ -250,7 +181,7 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(pool, tmp_path):
     pool.run(1, _save, cfg, [1, 2])
     path = tmp_path / "checkpoints" / "step-000002"
     _cut_off(path / "__0_0.distcp")
-    (error,) = pool.run(1, _load, replace(cfg, checkpoint=CheckpointConfig(resume=str(path))))
+    (error,) = pool.run(1, load_error, replace(cfg, checkpoint=CheckpointConfig(resume=str(path))))
     assert f"checkpoint {str(path)!r} is damaged: file __0_0.distcp has " in error
     assert error.endswith("name another one with checkpoint.resume, or move it away")
 
@@ -277,8 +208,8 @@ def test_a_strange_index_runs_nothing_and_is_one_message(pool, tmp_path, kind):
         "empty": b"",
     }
     (path / ".metadata").write_bytes(content[kind])
-    _seal(path)
-    (error,) = pool.run(1, _load, recipe(tmp_path))
+    seal(path)
+    (error,) = pool.run(1, load_error, recipe(tmp_path))
     assert "cannot be read: .metadata is not an index of a checkpoint" in error
     assert "\n" not in error
     assert not trace.exists()
@@ -290,8 +221,8 @@ def test_a_strange_tensor_file_runs_nothing(pool, tmp_path):
     trace = tmp_path / "it-ran"
     size = (path / "__0_0.distcp").stat().st_size
     (path / "__0_0.distcp").write_bytes(pickle.dumps(_Runs(f"touch {trace}")).ljust(size, b"\0"))
-    _seal(path)
-    (error,) = pool.run(1, _load, recipe(tmp_path))
+    seal(path)
+    (error,) = pool.run(1, load_error, recipe(tmp_path))
     assert "cannot be read: " in error
     assert "\n" not in error
     assert not trace.exists()
@@ -304,8 +235,8 @@ def test_an_index_cannot_lead_out_of_its_folder(pool, tmp_path):
     for info in index.storage_data.values():
         info.relative_path = "../__0_0.distcp"
     (path / ".metadata").write_bytes(pickle.dumps(index))
-    _seal(path)
-    (error,) = pool.run(1, _load, recipe(tmp_path))
+    seal(path)
+    (error,) = pool.run(1, load_error, recipe(tmp_path))
     assert "cannot be read: file name '../__0_0.distcp' leads out of the folder" in error
 
 
@@ -316,8 +247,8 @@ def test_an_index_that_claims_more_bytes_than_there_are_is_refused(pool, tmp_pat
     for info in index.storage_data.values():
         info.length = 2**60
     (path / ".metadata").write_bytes(pickle.dumps(index))
-    _seal(path)
-    (error,) = pool.run(1, _load, recipe(tmp_path))
+    seal(path)
+    (error,) = pool.run(1, load_error, recipe(tmp_path))
     assert "is damaged, it lacks the end of file __0_0.distcp; name another one" in error
 
 
@@ -325,7 +256,7 @@ def test_saves_keep_the_newest_and_replace_the_same_step(pool, tmp_path):
     pool.run(2, _save, recipe(tmp_path, world_size=2), [1, 2, 3, 3])
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000003"]
-    assert pool.run(1, _load, recipe(tmp_path)) == [""]
+    assert pool.run(1, load_error, recipe(tmp_path)) == [""]
 
 
 def _save_refused(cfg: Config) -> str:
@@ -342,7 +273,7 @@ def test_a_folder_that_cannot_be_written_is_one_message_on_every_rank(pool, tmp_
 
 
 def _save_over_a_draft(cfg: Config) -> bool:
-    """Save where the first rank takes its time to delete what a run that died has left there.
+    """Save where the first rank takes its time to delete the files of a run that died there.
 
     Returns:
         Whether this rank began to write while it still lay there.
@@ -380,7 +311,7 @@ def _explained(causes: list[Exception], disk: Path | None) -> str:
     return str(error.value)
 
 
-def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
+def test_a_full_disk_is_reported_before_its_consequences(tmp_path):
     after, full = RuntimeError("unexpected pos 704 vs 598"), OSError(errno.ENOSPC, "No space left on device")
     draft = tmp_checkpoint_path(tmp_path, 1, "job")
     draft.mkdir()
@@ -391,13 +322,13 @@ def test_a_full_disk_is_told_before_what_comes_of_it(tmp_path):
     error = _explained([after, after], tmp_path / "gone" / "checkpoints")
     assert re.fullmatch("it fails: a file could not be written to its end" + rest, error)
     assert _explained([after], None) == "it fails: unexpected pos 704 vs 598"
-    # What is no fault of the disk keeps its text.
+    # An error that is not the disk's keeps its text.
     assert re.fullmatch("it fails: strange" + rest, _explained([RuntimeError("strange")], tmp_path))
     assert _explained([PermissionError(errno.EACCES, "Permission denied")], tmp_path) == "it fails: Permission denied"
 
 
 def _save_on_a_full_disk(cfg: Config) -> str:
-    """Save where no file may grow beyond some bytes, on the last rank alone."""
+    """Save where no file may grow beyond some bytes, on the last rank only."""
     if dist.get_rank() == dist.get_world_size() - 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))

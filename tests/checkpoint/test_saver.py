@@ -20,7 +20,7 @@ from moefold.parallel.batch import Batch
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
-from tests.train.test_trainer import _train, recipe, records
+from tests.train.tiny_runs import recipe, records, train_rank
 from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
@@ -32,10 +32,10 @@ def _beside_training(cfg: Config) -> Config:
     return replace(cfg, checkpoint=replace(cfg.checkpoint, async_save=True))
 
 
-def test_what_is_written_beside_training_is_what_is_written_at_once(pool, tmp_path):
+def test_a_save_during_training_equals_a_save_at_once(pool, tmp_path):
     at_once = recipe(tmp_path / "at-once", 2, every=1, **MAPPING)
     beside = _beside_training(recipe(tmp_path / "beside", 2, every=1, **MAPPING))
-    run_each(pool, 4, _train, (at_once,), (beside,))
+    run_each(pool, 4, train_rank, (at_once,), (beside,))
     saved = [complete_checkpoints(tmp_path / name / "checkpoints") for name in ("at-once", "beside")]
     assert [path.name for path in saved[1]] == [f"step-00000{step}" for step in (1, 2)]
     assert [differing_tensors(*pair) for pair in zip(*saved, strict=True)] == [[]] * 2
@@ -45,10 +45,10 @@ def test_what_is_written_beside_training_is_what_is_written_at_once(pool, tmp_pa
     assert [record["save_s"] > 0 for record in records(tmp_path / "beside")] == [False, True]
 
 
-def test_a_run_goes_on_from_what_was_written_beside_training(pool, tmp_path):
-    pool.run(1, _train, recipe(tmp_path / "whole", 4, every=0))
-    pool.run(4, _train, _beside_training(recipe(tmp_path / "parts", 2, every=2, **MAPPING)))
-    pool.run(1, _train, recipe(tmp_path / "parts", 4, every=2))
+def test_a_run_goes_on_from_a_save_during_training(pool, tmp_path):
+    pool.run(1, train_rank, recipe(tmp_path / "whole", 4, every=0))
+    pool.run(4, train_rank, _beside_training(recipe(tmp_path / "parts", 2, every=2, **MAPPING)))
+    pool.run(1, train_rank, recipe(tmp_path / "parts", 4, every=2))
     whole, parts = ([record["loss"] for record in records(tmp_path / name)] for name in ("whole", "parts"))
     assert parts == pytest.approx(whole, rel=1e-9)
 
@@ -71,7 +71,7 @@ def _change_what_is_being_saved(cfg: Config) -> None:
     saver.finish()
 
 
-def test_a_save_holds_what_was_there_when_it_began(pool, tmp_path):
+def test_a_save_holds_the_state_at_its_begin(pool, tmp_path):
     pool.run(1, _change_what_is_being_saved, recipe(tmp_path, 1))
     first, second = complete_checkpoints(tmp_path / "checkpoints")
     (difference,) = differing_tensors(first, second)
@@ -109,7 +109,7 @@ def _save_where_it_cannot(cfg: Config) -> str:
     return ""
 
 
-def test_what_goes_wrong_is_told_at_the_next_step(pool, tmp_path):
+def test_an_error_of_a_save_is_reported_at_the_next_step(pool, tmp_path):
     Path(tmp_path / "checkpoints").touch()
     (error,) = pool.run(1, _save_where_it_cannot, recipe(tmp_path, 1))
     assert error.startswith("the checkpoint of step 1 cannot be written to")

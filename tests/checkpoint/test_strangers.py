@@ -214,7 +214,7 @@ def words_of(command: str, base: Path, folder: Path, checkpoint: Path) -> list[s
 
 
 def _left_alone(command: str, attack: str) -> bool:
-    """Whether a command has no use for what the attack changed, so that it may as well go on."""
+    """Whether a command does not read the attacked field, so that it may as well go on."""
     return (command in READS_NO_TENSOR and attack in ("tensors run", "swapped", "linked file", "endless manifest")) or (
         command in READS_NO_SIZES and attack in ("endless manifest", "long pattern")
     )
@@ -222,7 +222,7 @@ def _left_alone(command: str, attack: str) -> bool:
 
 @pytest.fixture
 def watched() -> Iterator[None]:
-    """Metadata, as a pickle may try to change it, is what it was."""
+    """Metadata is unchanged, whatever a pickle tries to change in it."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     assert Metadata.version is None
@@ -262,7 +262,7 @@ def test_a_strangers_checkpoint_is_refused_by_all_that_read_one(base, folder, ca
     assert not wrong
 
 
-def test_the_commands_take_what_is_left_alone(base, folder, capsys):
+def test_the_commands_take_a_sound_checkpoint(base, folder, capsys):
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
     for command in COMMANDS:
         assert main(words_of(command, base, folder, checkpoint)) == 0, (command, capsys.readouterr().err)
@@ -297,7 +297,7 @@ def blank_tensors(path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["index", "tensors"])
-def test_verify_opens_what_it_vouches_for(folder, capsys, what):
+def test_verify_opens_the_files_that_it_calls_sound(folder, capsys, what):
     """The hashes agree, as whoever can write the files can write the manifest, and nothing can be read from them."""
     checkpoint = folder / "run" / "checkpoints" / "step-000001"
     assert main(["checkpoint", "verify", str(checkpoint)]) == 0

@@ -1,4 +1,4 @@
-"""Files that a user never means, and a process of small means in which a command meets them."""
+"""Files that a user never means, and a process with little memory and time for a command that reads them."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-# What commands import late is imported here, once for all forks.
+# Modules that commands import late are imported here, once for all forks.
 import moefold.checkpoint.inspect
 import moefold.convert.export_folder
 import moefold.convert.import_folder
@@ -27,14 +27,14 @@ for _name in COMMANDS:
     import_module(f"moefold.cli.{_name.replace('-', '_')}")
 
 MEMORY_BYTES = 1 << 29
-"""More address space than the process has when it starts; what is read before it is judged would exceed it."""
+"""More address space than the process has when it starts; reading a whole file before judging it would exceed it."""
 CPU_S = 20
 HUGE_BYTES = 3 << 30
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did."""
+    """The outcome of a command."""
 
     status: int
     """Exit status; negative: the signal that ended it."""
@@ -73,7 +73,7 @@ def make_deep(path: Path) -> None:
 
 
 def make_deep_object(path: Path) -> None:
-    """Deep enough for what walks through it, not for the parser."""
+    """Deep enough for code that walks through it, not for the parser."""
     path.write_text(json.dumps({"step": 1}) + "\n" + '{"step": 2, "a": ' + "[" * 900 + "]" * 900 + "}\n")
 
 
@@ -92,7 +92,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 def run_bounded(words: Sequence[str], path: Path, kinds: Sequence[str], folder: Path) -> dict[str, Outcome]:
     """Run a command once for each kind of file, in a fork of this process with little memory and processor time.
 
-    The fork inherits all modules; what it may use comes on top of what this process has. Where a command ends it,
+    The fork inherits all modules; its memory comes on top of this process's. Where a command ends it,
     another fork takes the next kind.
     """
     found: dict[str, Outcome] = {}
@@ -147,7 +147,7 @@ def _run_and_leave(words: Sequence[str], path: Path, errors: Mapping[str, Path],
                 status = 99
                 try:
                     status = main(words)
-                except BaseException:  # noqa: BLE001 - a traceback is what the test looks for
+                except BaseException:  # noqa: BLE001 - the test looks for a traceback
                     traceback.print_exc()
             os.write(statuses, bytes([status]))
     finally:

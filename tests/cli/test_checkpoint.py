@@ -12,7 +12,7 @@ from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.checkpoint.manifest import MANIFEST_FILE, digest_file, write_manifest
 from moefold.cli.main import main
 from tests.models import edit_model
-from tests.train.test_trainer import _train, recipe
+from tests.train.tiny_runs import recipe, train_rank
 
 pytestmark = pytest.mark.parity
 
@@ -23,7 +23,7 @@ STEPS = ("step-000002", "step-000004")
 def run(pool, tmp_path_factory) -> Path:
     """A run of two ranks, saved after steps 2 and 4."""
     run_dir = tmp_path_factory.mktemp("run")
-    pool.run(2, _train, recipe(run_dir, 4, dtype="float32", world_size=2, ep=2))
+    pool.run(2, train_rank, recipe(run_dir, 4, dtype="float32", world_size=2, ep=2))
     return run_dir
 
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_without_a_step_in_its_name_is_listed_and_verified(copy, ca
 
 
 def _seal(checkpoint: Path) -> None:
-    """Write the manifest of what the folder has now, as a stranger who changed it would."""
+    """Write the manifest of the folder as it is now, as a stranger who changed it would."""
     names = [file.name for file in checkpoint.iterdir() if file.is_file() and file.name != MANIFEST_FILE]
     write_manifest(checkpoint, {name: digest_file(checkpoint / name) for name in names})
 
@@ -135,7 +135,7 @@ def test_verify_names_a_description_that_cannot_be_loaded(copy, capsys, change, 
     assert (out.count("\n"), error) == (1, "")
 
 
-def test_verify_names_what_is_damaged(copy, capsys):
+def test_verify_names_damaged_files(copy, capsys):
     assert main(_words("verify", copy)) == 0
     assert [line.rsplit(": ", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["sound", "sound"]
     damaged = copy / "checkpoints" / STEPS[0]
@@ -158,7 +158,7 @@ def test_diff_of_equals_and_of_others(run, copy, capsys):
     assert all(0 < difference["max_abs"] < 0.1 for difference in found["tensors"])
 
 
-def test_diff_shortens_what_is_long(run, capsys):
+def test_diff_shortens_long_values(run, capsys):
     assert main(_words("diff", run / "checkpoints" / STEPS[0], run)) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("guard.last: ")]
     assert len(line) < 250
@@ -167,7 +167,9 @@ def test_diff_shortens_what_is_long(run, capsys):
 
 def test_diff_of_other_sizes(pool, run, tmp_path, capsys):
     cfg = recipe(tmp_path, 2)
-    pool.run(1, _train, replace(cfg, model=edit_model(cfg.model, {"layers": 1, "vocab_size": 64, "ffn.moe.top_k": 3})))
+    pool.run(
+        1, train_rank, replace(cfg, model=edit_model(cfg.model, {"layers": 1, "vocab_size": 64, "ffn.moe.top_k": 3}))
+    )
     assert main(_words("diff", run / "checkpoints" / STEPS[0], tmp_path, "--json")) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["description"]["model.layers"], found["description"]["model.ffn.moe.top_k"]) == ([2, 1], [2, 3])
@@ -227,7 +229,7 @@ def test_a_checkpoint_without_its_description_is_listed_and_is_damaged(copy, cap
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_rm_does_not_leave_a_damaged_one_alone(copy, capsys):
+def test_rm_does_not_leave_only_damaged_checkpoints(copy, capsys):
     first, last = (copy / "checkpoints" / step for step in STEPS)
     _flip(first)
     assert main(_words("rm", last)) == 2

@@ -1,4 +1,4 @@
-"""What fails alike on all ranks of a machine is said by the first of them."""
+"""An error that is the same on all ranks of a machine is said by the first of them."""
 
 import shlex
 

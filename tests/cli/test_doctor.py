@@ -28,7 +28,7 @@ def test_doctor_reports_versions_memory_kernels_and_extras(capsys):
     assert [line.split("  ")[0] for line in lines] == list(found)
 
 
-def test_what_is_missing_is_named_with_what_brings_it(capsys, monkeypatch, tmp_path):
+def test_a_missing_package_is_named_with_its_extra(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert main(["doctor", "--json"]) == 0

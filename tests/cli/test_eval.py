@@ -1,4 +1,4 @@
-"""`moefold eval`: what it refuses, at once and without torch; what it prints is in tests/e2e."""
+"""`moefold eval`: its refusals, at once and without torch; its output is in tests/e2e."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import main
-from tests.cli.test_main import run_calls_without_torch
+from tests.cli.without_torch import run_calls_without_torch
 from tests.inference.checkpoint_folder import described_run
 
 
@@ -61,7 +61,7 @@ def test_invalid_argument_is_one_message(folder, capsys, words):
 
 def test_logits_larger_than_the_free_disk_space_are_refused(folder, capsys):
     wide, free = folder / "wide", shutil.disk_usage(folder).free
-    # Rows that are no larger than the disk, whose logits are.
+    # Rows no larger than the disk, with logits that are larger.
     described_run(wide, model={"preset": "tiny", "vocab_size": free // (4 * 64) // 4096 * 4096 + 4096})
     words = f"eval {wide} --tokens {folder}/ids.npy --seq-len 8 --logits {folder}/o.npy"
     assert main(words.split()) == 2

@@ -1,4 +1,4 @@
-"""Every command that the help texts show is one that moefold takes; tests/docs checks the documentation's commands."""
+"""moefold takes every command that the help texts show; tests/docs checks the documentation's commands."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from moefold.cli.main import COMMANDS, main
 from tests.cli.example_command import ROOT, check_command, code_blocks, commands_of
 
 RUNS_AT_ONCE = ("layout", "init")
-"""Commands whose examples are run, not parsed alone."""
+"""Commands whose examples are run, not only parsed."""
 
 
 def help_of(name: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -13,22 +13,8 @@ from moefold.cli.inspect_picture import save_picture
 from moefold.cli.main import main
 from moefold.metrics.definitions import MISREAD, definitions_text
 from moefold.metrics.expert_balance import ExpertCountsWriter, read_balance
+from tests.cli.unbalanced_run import write_unbalanced_run
 from tests.metrics.undefined import undefined
-
-
-def _run(run_dir, *, layers: int = 2, experts: int = 4, steps: int = 30):
-    """A run whose layer i gives expert 0 (i + 1) times the others' copies, and the last expert none at the end."""
-    run_dir.mkdir(exist_ok=True)
-    with ExpertCountsWriter(run_dir, range(layers), experts) as writer, (run_dir / "metrics.jsonl").open("w") as file:
-        for step in range(1, steps + 1):
-            counts = np.full((layers, experts), 8)
-            counts[:, 0] *= np.arange(1, layers + 1)
-            if step > steps // 2:
-                counts[:, -1] = 0
-            writer.write(step, counts)
-            load = (counts.max(1) / counts.mean(1)).tolist()
-            file.write(json.dumps({"step": step, "expert_load": load, "dropped_fraction": 0.125}) + "\n")
-    return run_dir
 
 
 def _text(run_dir, layer: int | None = None, *, encoding: str = "utf-8", width: int = 100) -> str:
@@ -47,7 +33,7 @@ def _text(run_dir, layer: int | None = None, *, encoding: str = "utf-8", width: 
 
 
 def test_numbers_and_maps_of_a_run(tmp_path):
-    lines = _text(_run(tmp_path)).splitlines()
+    lines = _text(write_unbalanced_run(tmp_path)).splitlines()
     assert lines[0] == f"{tmp_path}: 2 MoE layers of 4 experts"
     assert lines[1] == "steps 1 to 30, 30 recorded in expert_counts.bin"
     assert [line.split()[:4] for line in lines[5:7]] == [["0", "1.00", "1.33", "1.33"], ["1", "1.60", "2.00", "2.00"]]
@@ -60,22 +46,22 @@ def test_numbers_and_maps_of_a_run(tmp_path):
 
 
 def test_another_layer_can_be_shown(tmp_path):
-    text = _text(_run(tmp_path), 0)
+    text = _text(write_unbalanced_run(tmp_path), 0)
     assert "experts of layer 0 over time" in text
 
 
 def test_without_unicode_and_colour(tmp_path):
-    text = _text(_run(tmp_path), encoding="ascii")
+    text = _text(write_unbalanced_run(tmp_path), encoding="ascii")
     assert "\x1b" not in text
     assert f"    expert 3  {'=' * 15}{'x' * 15}\n" in text
 
 
 def test_a_narrow_terminal(tmp_path):
-    assert max(map(len, _text(_run(tmp_path), width=40).splitlines())) <= 80
+    assert max(map(len, _text(write_unbalanced_run(tmp_path), width=40).splitlines())) <= 80
 
 
 def test_of_many_experts_the_fullest_and_the_emptiest(tmp_path):
-    text = _text(_run(tmp_path, experts=128, layers=1))
+    text = _text(write_unbalanced_run(tmp_path, experts=128, layers=1))
     rows = [line.split()[1] for line in text.splitlines() if line.startswith(("    expert", "  expert", "   expert"))]
     assert len(rows) == 48
     assert {"0", "127"} <= set(rows)
@@ -83,20 +69,20 @@ def test_of_many_experts_the_fullest_and_the_emptiest(tmp_path):
     assert "80 experts between the busiest and the idlest left out" in text
 
 
-def test_metrics_alone_name_no_expert(tmp_path):
-    (_run(tmp_path) / "expert_counts.bin").unlink()
+def test_without_expert_counts_no_expert_is_named(tmp_path):
+    (write_unbalanced_run(tmp_path) / "expert_counts.bin").unlink()
     text = _text(tmp_path)
     assert "recorded in metrics.jsonl" in text
     assert "which experts: not recorded; set metrics.expert_counts_every=1" in text
 
 
 def test_a_run_of_one_step(tmp_path):
-    assert "steps 1 to 1, 1 recorded" in _text(_run(tmp_path, steps=1))
+    assert "steps 1 to 1, 1 recorded" in _text(write_unbalanced_run(tmp_path, steps=1))
     save_picture(read_balance(tmp_path), tmp_path / "one.png")
 
 
 def test_json(tmp_path, capsys):
-    assert main(["inspect", str(_run(tmp_path)), "--json"]) == 0
+    assert main(["inspect", str(write_unbalanced_run(tmp_path)), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert undefined(record, "inspect") == []
     assert (record["first_step"], record["last_step"], record["recorded_steps"]) == (1, 30, 30)
@@ -108,7 +94,7 @@ def test_json(tmp_path, capsys):
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_a_picture(tmp_path, capsys, ending):
     path = tmp_path / f"balance.{ending}"
-    assert main(["inspect", str(_run(tmp_path)), "--picture", str(path)]) == 0
+    assert main(["inspect", str(write_unbalanced_run(tmp_path)), "--picture", str(path)]) == 0
     assert path.stat().st_size > 5000
     assert capsys.readouterr().err == f"wrote {path}\n"
 
@@ -116,7 +102,7 @@ def test_a_picture(tmp_path, capsys, ending):
 @pytest.mark.parametrize("layers", [1, pytest.param(5, marks=pytest.mark.slow), 40])
 def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
     monkeypatch.setattr("moefold.cli.inspect_picture.DPI", 50)
-    save_picture(read_balance(_run(tmp_path, layers=layers)), tmp_path / "balance.png")
+    save_picture(read_balance(write_unbalanced_run(tmp_path, layers=layers)), tmp_path / "balance.png")
     (tmp_path / "expert_counts.bin").unlink()
     save_picture(read_balance(tmp_path), tmp_path / "loads.png")
     assert (tmp_path / "loads.png").read_bytes() != (tmp_path / "balance.png").read_bytes()
@@ -132,7 +118,7 @@ def test_pictures_of_few_and_many_layers(tmp_path, monkeypatch, layers):
     ],
 )
 def test_invalid_arguments_are_one_message(tmp_path, capsys, words, message):
-    run_dir = str(_run(tmp_path))
+    run_dir = str(write_unbalanced_run(tmp_path))
     assert main(["inspect", *(run_dir if word == "RUN" else word for word in words)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -141,7 +127,10 @@ def test_invalid_arguments_are_one_message(tmp_path, capsys, words, message):
 
 def test_a_pipe_gets_plain_text(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "moefold", "inspect", str(_run(tmp_path))], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "moefold", "inspect", str(write_unbalanced_run(tmp_path))],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout

@@ -6,14 +6,14 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.metrics.metric_curves import read_metric_curves
-from tests.cli.test_inspect import _run
+from tests.cli.unbalanced_run import write_unbalanced_run
 from tests.metrics.undefined import undefined
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     """A run of 20 steps whose busiest rank has 1.0 to 1.19 times the mean work; two steps without a valid number."""
-    _run(tmp_path, steps=20)
+    write_unbalanced_run(tmp_path, steps=20)
     path = tmp_path / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for i, record in enumerate(records):
@@ -39,7 +39,7 @@ def test_the_attention_of_a_run_is_shown(run_dir, capsys):
 
 
 def test_other_runs_have_no_attention(tmp_path, capsys):
-    _run(tmp_path, steps=5)
+    write_unbalanced_run(tmp_path, steps=5)
     assert read_metric_curves(tmp_path)["attention"] == []
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert "attention" not in json.loads(capsys.readouterr().out)

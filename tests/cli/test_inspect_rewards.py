@@ -7,14 +7,14 @@ import pytest
 from moefold.cli.inspect import print_curves
 from moefold.cli.main import main
 from moefold.metrics.metric_curves import read_metric_curves
-from tests.cli.test_inspect import _run
+from tests.cli.unbalanced_run import write_unbalanced_run
 from tests.metrics.undefined import undefined
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     """A run of 40 steps whose reward rises from 0 to 0.975, with an evaluation every 10 steps."""
-    _run(tmp_path, steps=40)
+    write_unbalanced_run(tmp_path, steps=40)
     path = tmp_path / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for i, record in enumerate(records):
@@ -76,7 +76,7 @@ def test_the_picture_has_a_row_of_rewards(run_dir, tmp_path, capsys):
 
 
 def test_other_runs_have_no_curves(tmp_path, capsys):
-    _run(tmp_path)
+    write_unbalanced_run(tmp_path)
     assert read_metric_curves(tmp_path)["rl"] == []
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     assert "rl" not in json.loads(capsys.readouterr().out)
@@ -84,7 +84,7 @@ def test_other_runs_have_no_curves(tmp_path, capsys):
 
 
 def test_preferences_have_their_accuracy_and_margin(tmp_path, capsys):
-    _run(tmp_path, steps=20)
+    write_unbalanced_run(tmp_path, steps=20)
     path = tmp_path / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for i, record in enumerate(records):

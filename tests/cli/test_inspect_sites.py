@@ -4,12 +4,12 @@ import json
 
 from moefold.cli.main import main
 from moefold.metrics.metric_curves import read_metric_curves
-from tests.cli.test_inspect import _run
+from tests.cli.unbalanced_run import write_unbalanced_run
 from tests.metrics.undefined import undefined
 
 
 def test_the_rounds_of_a_site_are_shown(tmp_path, capsys):
-    _run(tmp_path, steps=20)
+    write_unbalanced_run(tmp_path, steps=20)
     path = tmp_path / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for record in lines[4::5]:

@@ -234,7 +234,7 @@ def test_json_has_the_stages_of_a_recipe(tmp_path, capsys):
     assert [stage["loss"] for stage in printed["stages"]] == [False, False, False, True]
 
 
-def test_the_stages_are_printed_with_what_they_cost(tmp_path, capsys):
+def test_the_stages_are_printed_with_their_cost(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[model]\nlayers = 6\n[parallel]\nworld_size = 2\npp = 2\n")
     assert run([str(recipe), "pipeline_layout=Et*4|ttL"]) == 0

@@ -58,7 +58,7 @@ def check_view(view: View, cards) -> None:
         assert place == {axis: view.coordinate(rank, axis) for axis in cut}
     for axis in cut:
         for (a, _, colour_a), (b, _, colour_b) in combinations(cards, 2):
-            # Stages have one colour each; other groups one of their own.
+            # Each stage has its colour; so has each other group.
             alike = view.coordinate(a, axis) == view.coordinate(b, axis) if axis == "pp" else b in view.group(a, axis)
             assert (colour_a[axis] == colour_b[axis]) == alike
 
@@ -168,7 +168,7 @@ def test_an_unwritable_file_is_refused(tmp_path):
 
 def staged(layout: str, **parallel) -> Config:
     return Config(
-        model=model_of({"num_layers": 6, "layer_pattern": "DMM", "mtp_layers": 1}),
+        model=model_of({"layers": 6, "layers.ffn": "dense, 2 moe", "mtp_layers": 1}),
         parallel=ParallelConfig(world_size=4, pp=4, pipeline_layout=layout, **parallel),
     )
 
@@ -181,7 +181,7 @@ def stage_texts(tree) -> list[list[str]]:
     return [texts[i + 1 : stop] for i, stop in zip(starts, [*starts[1:], len(texts)], strict=True)]
 
 
-def test_every_stage_shows_its_rank_its_layers_and_what_they_cost(tmp_path):
+def test_every_stage_shows_its_rank_its_layers_and_their_cost(tmp_path):
     cfg = staged("E|t|||t*3|t||tmL", virtual_stages=2, schedule="zbv")
     plan = plan_stages(cfg)
     tree = draw(tmp_path, fold(world_size=4, pp=4), 8, plan, cfg)
@@ -210,7 +210,7 @@ def test_bars_are_as_long_as_the_loads(tmp_path):
         assert drawn == pytest.approx([max(drawn) * cost / max(of_stage) for cost in of_stage], rel=1e-3)
 
 
-def test_without_a_recipe_the_stages_show_their_layers_alone(tmp_path):
+def test_without_a_recipe_the_stages_show_only_their_layers(tmp_path):
     plan = plan_stages(staged("Et|tt|tt|tmL"))
     rows = stage_texts(draw(tmp_path, fold(world_size=4, pp=4), 8, plan))
     assert rows == [
@@ -225,7 +225,7 @@ def test_without_a_recipe_the_stages_show_their_layers_alone(tmp_path):
 def test_stages_of_any_number_stay_in_the_picture(tmp_path, pp, chunks):
     schedule = "interleaved" if chunks > 1 else "1f1b"
     cfg = Config(
-        model=model_of({"num_layers": 160}),
+        model=model_of({"layers": 160}),
         parallel=ParallelConfig(world_size=64, pp=pp, virtual_stages=chunks, schedule=schedule),
     )
     tree = draw(tmp_path, fold(world_size=64, pp=pp), 8, plan_stages(cfg), cfg)

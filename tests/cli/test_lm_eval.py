@@ -1,4 +1,4 @@
-"""`moefold lm-eval`: what it refuses before lm-eval is imported; tasks run in tests/inference/test_lm_eval.py."""
+"""`moefold lm-eval`: its refusals before lm-eval is imported; tasks run in tests/inference/test_lm_eval.py."""
 
 import importlib.util
 

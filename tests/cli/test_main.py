@@ -9,6 +9,7 @@ import pytest
 
 import moefold
 from moefold.cli.main import COMMANDS, main
+from tests.cli.without_torch import run_calls_without_torch
 from tests.clock import processor_s
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -17,13 +18,6 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def run_main(*words: str) -> subprocess.CompletedProcess[str]:
     program = "import sys; from moefold.cli.main import main; sys.exit(main())"
     return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
-
-
-def run_calls_without_torch(calls: list[list[str]], **where: Path) -> subprocess.CompletedProcess[str]:
-    """Print the status of each call of the command line in a new interpreter, and fail if one imported torch."""
-    program = f"import sys; from moefold.cli.main import main; print([main(words) for words in {calls!r}]);"
-    program += "assert 'torch' not in sys.modules"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, **where)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -138,7 +132,7 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch):
         main(["layout"])
 
 
-def test_closed_output_pipe_is_no_error():
+def test_closed_output_pipe_is_not_an_error():
     read_end, write_end = os.pipe()
     os.close(read_end)
     program = "import sys; from moefold.cli.main import main; sys.exit(main())"
@@ -170,7 +164,7 @@ def test_a_full_standard_output_is_one_line(more):
 
 
 def test_help_of_all_commands_imports_no_schema():
-    # -S: no other package of this environment imports what is looked for.
+    # -S: no other package of this environment imports the missing module.
     heavy = ["moefold.config.schema", "pydantic", "importlib.metadata"]
     program = f"import sys; from moefold.cli.main import main; main(); print([m for m in {heavy} if m in sys.modules])"
     source = {**os.environ, "PYTHONPATH": str(Path(moefold.__file__).parents[1])}
@@ -200,7 +194,7 @@ for name in COMMANDS:
 
 
 def test_commands_import_torch_and_each_other_only_when_they_work():
-    """Each in a fork of an interpreter that has imported no command yet, but what many of them share."""
+    """Each in a fork of an interpreter that has imported no command yet, only the modules that many of them share."""
     words = [sys.executable, "-c", HELP_OF_EACH_COMMAND]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     expected = [f"{name} 0 moefold.cli.{name.replace('-', '_')}" for name in COMMANDS]
@@ -218,7 +212,7 @@ WRONG_RECIPES = {
 
 @pytest.mark.parametrize("name", ["train", pytest.param("verify", marks=pytest.mark.slow)])
 def test_a_wrong_recipe_is_answered_without_torch(name):
-    """All of them in one interpreter of its own, in which none imports torch."""
+    """All of them in one interpreter of its own, where none imports torch."""
     calls = [[name, str(RECIPES / "quickstart.toml"), word] for word in WRONG_RECIPES]
     done = run_calls_without_torch(calls)
     assert (done.returncode, done.stdout) == (0, f"{[2] * len(calls)}\n")

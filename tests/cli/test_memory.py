@@ -92,7 +92,7 @@ def test_dry_leaves_out_moments_that_are_outside_and_writes_nothing(capsys, tmp_
 
 
 @pytest.mark.parity
-def test_measured_with_offload_what_is_outside_is_in_no_part(capsys, tmp_path):
+def test_measured_with_offload_no_part_has_the_offloaded_bytes(capsys, tmp_path):
     words = [*TWO, "train.offload_optimizer=ssd", f"train.offload_dir={tmp_path}", *SSD, "train.offload_waits=true"]
     ranks = [MeasuredMemory(**rank) for rank in _json(capsys, *TWO)["ranks"]]
     _check_loads(ranks)
@@ -109,7 +109,7 @@ def test_measured_with_offload_what_is_outside_is_in_no_part(capsys, tmp_path):
     assert "train.offload_waits=true waits for the disk" in out
 
 
-def test_by_formula_what_is_offloaded_is_gone_but_for_two_parts_in_transit(capsys):
+def test_by_formula_offloaded_bytes_are_gone_but_for_two_parts_in_transit(capsys):
     deep = ["--dry", "model.layers=8"]
     words = [*deep, *SSD, "train.offload_dir=/tmp"]
     plain = _json(capsys, *deep)
@@ -122,7 +122,7 @@ def test_by_formula_what_is_offloaded_is_gone_but_for_two_parts_in_transit(capsy
 
 
 def _check_loads(ranks: list[MeasuredMemory]) -> None:
-    """The rows of each rank, by the router's choices, explain what the ranks keep more or less than the formula."""
+    """The rows of each rank, by the router's choices, explain the difference between measurement and formula."""
     cfg = load_config(Path(RECIPE), [*SMALL, *TWO])
     layout = fold(world_size=2, ep=2)
     loads = [rank_imbalance(layout, ranks, rank) for rank in range(2)]

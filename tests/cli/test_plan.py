@@ -105,7 +105,7 @@ def test_wide_and_breakdown_show_all_numbers_at_any_width(capsys, monkeypatch):
     assert sum(line.startswith("total") for line in wide) == 2
 
 
-def test_the_next_command_is_one_that_works(capsys, monkeypatch, tmp_path):
+def test_the_printed_next_command_works(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     line = printed(capsys, monkeypatch, 80, *SMALL, "--top", "1", "--wide")[-1]
     command = line.removeprefix("next:").split()
@@ -124,7 +124,7 @@ def test_a_margin_of_memory_stays_free(capsys):
     usual, all_of_it = (answer(capsys, *reserve, words=words) for reserve in ((), ("--memory-reserve", "0")))
     assert (usual["gpu_memory_gib"], usual["memory_reserve_gib"]) == (79.1, pytest.approx(0.05 * 79.1))
     assert usual["mappings"][0]["memory_gib"] <= 0.95 * 79.1
-    # The best mapping of all does not fit beside a margin that is 1 GiB more than what it leaves free.
+    # The best mapping of all does not fit beside a margin that is 1 GiB more than the memory it leaves free.
     filled = all_of_it["mappings"][0]["memory_gib"]
     margin = int(79.1 - filled) + 2
     more = answer(capsys, "--memory-reserve", str(margin), words=words)
@@ -133,7 +133,7 @@ def test_a_margin_of_memory_stays_free(capsys):
     assert more["mappings"][0]["memory_gib"] <= 79.1 - margin < filled
 
 
-def test_the_mfu_counts_what_is_asked_for(capsys, tmp_path):
+def test_the_mfu_counts_the_chosen_flops(capsys, tmp_path):
     path = tmp_path / "mtp.toml"
     path.write_text('[model]\npreset = "tiny"\nmtp_layers = 2\n')
     model = load_config(path).model
@@ -158,7 +158,7 @@ def test_the_mfu_counts_what_is_asked_for(capsys, tmp_path):
     )
 
 
-def test_a_wide_recipe_is_priced_as_what_it_is(capsys, tmp_path):
+def test_a_wide_recipe_is_priced_as_it_is(capsys, tmp_path):
     path, file = tmp_path / "wide.toml", tmp_path / "gpu.toml"
     path.write_text('[run]\ndtype = "float32"\n[model]\npreset = "olmoe-1b-7b"\n')
     words = ["plan", str(path), "--gpu", "h100", "--num-gpus", "8", "--seq-len", "4096", "--global-batch-size", "8"]
@@ -205,7 +205,7 @@ def test_explain_reports_an_illegal_mapping_like_the_runtime(capsys):
     assert "dp=1 follows" in record["reason"]
 
 
-def test_explain_names_what_is_too_large(capsys):
+def test_explain_names_the_part_that_is_too_large(capsys):
     words = [
         "plan",
         "mixtral-8x7b",
@@ -378,7 +378,7 @@ def test_invalid_arguments_are_reported(capsys, words, message):
         (["--timeline", "x.json", "--straggler", "0=0.5"], "--straggler 0=0.5 must be at least 1"),
     ],
 )
-def test_what_cannot_be_written_is_refused_before_the_search(capsys, words, message):
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(capsys, words, message):
     # This search would end in another message: no mapping is legal.
     assert message in refusal(capsys, *SMALL, "--fix", "tp=3", *words)
 
@@ -388,7 +388,7 @@ def test_recipe_has_the_precision_that_was_priced(capsys, tmp_path):
     words = [*SMALL[:3], "b200", *SMALL[4:]]
     narrow = answer(capsys, *fixed, "--precision", "mxfp8", "--recipe", str(path), words=words)
     assert load_config(path).train.precision == "mxfp8"
-    # The recipe by itself prices as it will train; an option wins, and is what its own recipe says.
+    # The recipe by itself prices as it will train; an option wins, and gives the same as a recipe with its value.
     asked = ["plan", str(path), "--gpu", "b200", *fixed]
     again = answer(capsys, words=asked)
     assert (again["precision"], again["mappings"]) == ("mxfp8", narrow["mappings"])
@@ -445,7 +445,7 @@ def test_schedule_that_needs_a_pipeline_is_refused(capsys):
     assert "parallel.schedule='zbv' needs parallel.pp of 2 or more" in message
 
 
-def test_a_fold_of_which_only_some_sizes_overlap_is_ranked(capsys):
+def test_a_fold_with_overlap_at_only_some_sizes_is_ranked(capsys):
     found = answer(capsys, "--fix", "overlap=on")
     assert {m["overlap"] for m in found["mappings"]} == {True}
     assert len(found["mappings"]) == min(10, found["num_folds"]) > 0
@@ -458,7 +458,7 @@ def test_budget_that_nothing_fits_names_a_sufficient_one(capsys):
     assert re.search(r"it would fit with \d+ GPUs", message)
 
 
-def test_what_no_number_of_states_can_hold_is_answered_with_the_least_that_would_do(capsys):
+def test_a_model_too_large_for_any_mapping_is_answered_with_the_least_number_of_gpus(capsys):
     message = refusal(capsys, "plan", "deepseek-v3", "--gpu", "h100", "--num-gpus", "8")
     assert message.count("\n") == 1
     count = int(re.search(r"it would fit with (\d+) GPUs", message)[1])

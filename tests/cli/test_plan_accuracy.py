@@ -28,7 +28,7 @@ def test_json_is_one_object(short_table, capsys):
     assert 0 < tree["mean_abs_error_pct"] < 20
 
 
-def test_table_lists_what_was_skipped(short_table, capsys):
+def test_table_lists_skipped_mappings(short_table, capsys):
     assert main(["plan-accuracy", str(short_table)]) == 0
     text = capsys.readouterr().out
     assert "skipped 1 rows" in text

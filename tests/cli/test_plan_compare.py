@@ -47,6 +47,6 @@ def test_without_lengths_the_length_of_the_question_is_compared(capsys):
         (["--timeline", "x.json"], "--timeline needs one ranking"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(capsys, words, message):
+def test_incompatible_options_are_refused(capsys, words, message):
     assert main([*SMALL, *words]) == EXIT_USER_ERROR
     assert message in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_a_simulated_step_is_compared_with_the_median_step_of_a_run(tmp_path, ca
     )
 
 
-def test_simulate_refuses_what_is_no_run(tmp_path, capsys):
+def test_simulate_refuses_a_folder_that_is_not_a_run(tmp_path, capsys):
     short = _run_folder(tmp_path / "short", [1.0] * 5)
     for words, message in (
         ([], "name a RECIPE.toml, or --run RUN_DIR"),

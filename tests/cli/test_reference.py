@@ -1,4 +1,4 @@
-"""The page of all commands is the one that their parsers give."""
+"""The page of all commands equals the page that their parsers give."""
 
 from pathlib import Path
 

@@ -251,7 +251,7 @@ def test_ray(capsys):
     assert arguments["storage_path"] == "'/shared/ray'"
 
 
-def test_the_command_of_the_file_is_one_that_moefold_takes(capsys):
+def test_moefold_takes_the_command_of_the_file(capsys):
     assert shlex.join(TRAIN) in template(capsys, "slurm")
     check_command(shlex.join(TRAIN))
 

@@ -8,7 +8,7 @@ import pytest
 from moefold.cli.main import main
 
 
-def test_it_reports_what_it_wrote_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_it_reports_its_files_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [json.dumps({"body": "x" * i}) for i in range(1, 20)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     words = ["tokenize", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]

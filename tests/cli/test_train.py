@@ -1,4 +1,4 @@
-"""What `moefold train` settles before any rank starts."""
+"""The decisions of `moefold train` before any rank starts."""
 
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def test_a_recipe_or_a_setting_must_be_given(capsys):
     )
 
 
-def test_settings_alone_change_the_defaults(tmp_path, monkeypatch, capsys):
+def test_settings_without_a_recipe_change_the_defaults(tmp_path, monkeypatch, capsys):
     """A first word with "=" is a setting, unless a file has that name; also of verify and memory."""
     monkeypatch.chdir(tmp_path)
     path = write_checkpoint(tmp_path / "run", 10)

@@ -1,4 +1,4 @@
-"""`moefold verify`: the verdict, what it prints, and its exit status; the ranks are real, the faults put in by hand."""
+"""`moefold verify`: the verdict, its output, and its exit status; the ranks are real, the faults put in by hand."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -134,7 +134,7 @@ def test_cuda_graphs_are_left_out(capsys):
         (["parallel.world_size=4096", "train.global_batch_size=16384"], "parallel.world_size=4096 ranks take"),
     ],
 )
-def test_what_cannot_be_verified_here_is_refused(capsys, words, message):
+def test_a_recipe_that_cannot_be_verified_here_is_refused(capsys, words, message):
     assert main(["verify", QUICKSTART, *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("moefold: error: ")

@@ -28,7 +28,7 @@ ROWS = [[1, 3], [0, 2]]
 """ROWS[i][j]: rows from member i to member j."""
 
 LETTING_GO_S = 10.0
-"""Seconds after which what is still alive is kept by somebody."""
+"""Seconds after which a tensor that is still alive has an owner."""
 
 
 def _group() -> Group:
@@ -155,5 +155,5 @@ def _beside(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all-to-all", "gather"])
-def test_what_is_computed_between_hides_the_exchange_in_both_directions(pool, kind):
+def test_compute_between_start_and_end_hides_the_exchange_in_both_directions(pool, kind):
     pool.run(2, _beside, kind)

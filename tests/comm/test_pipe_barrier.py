@@ -56,7 +56,7 @@ def _one_ends(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_members_do_not_wait_for_one_that_is_gone(pool, size):
+def test_members_do_not_wait_for_a_lost_member(pool, size):
     pool.run(size, _one_ends, size)
 
 

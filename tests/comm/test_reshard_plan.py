@@ -22,7 +22,7 @@ TRAINED = [
 def _recipe(mapping: dict[str, int], **model: object) -> Config:
     return tiny(
         model={
-            "num_layers": 2,
+            "layers": 2,
             "vocab_size": 25,
             "ffn.moe.router.expert_bias": True,
             "ffn.moe.router": "sigmoid",
@@ -165,7 +165,7 @@ def test_a_mapping_to_itself_moves_nothing():
 
 
 def test_replicas_share_the_sending():
-    """Without ZeRO both replicas hold every part; each sends about half of what they send."""
+    """Without ZeRO both replicas hold every part; each sends about half of them."""
     source = _sharding({"world_size": 8, "tp": 2, "pp": 2, "zero": 0})
     target = _sharding({"world_size": 8, "pp": 1}, for_training=False)
     plan = plan_reshard(source, target, dict.fromkeys(source.shapes, 1), 10**6)
@@ -177,7 +177,7 @@ def test_the_bytes_of_boxes():
     assert held_bytes({"a": Box((0, 1), (2, 3)), "b": whole_box((4,))}, {"a": 4, "b": 2}) == 32
 
 
-def test_what_cannot_be_planned():
+def test_changes_that_cannot_be_planned():
     source = _sharding({"world_size": 8})
     sizes = dict.fromkeys(source.shapes, 4)
     for first in (0, 4):

@@ -1,4 +1,4 @@
-"""A forward pass overlapped with a backward pass is resumed at each collective and blocks neither."""
+"""A forward pass overlapped with a backward pass resumes at each collective, and blocks in no pass."""
 
 import threading
 

@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from moefold.comm.wire_codes import BLOCK, Fp4Code, Int8Code, PlainCode, make_wire_code
+from tests.comm.wide_range import vector
 
 SIZES = [0, 1, 2, 255, 256, 257, 1000]
-
-
-def vector(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values over many magnitudes, with zeros, denormals and a block of zeros."""
-    x = torch.randn(numel, dtype=dtype) * 10.0 ** torch.randint(-6, 3, (numel,))
-    if numel > 600:
-        x[256:512] = 0
-        x[512:515] = torch.tensor([1e-42, -1e-44, 0.0])
-    return x
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -66,7 +58,7 @@ def test_plain_codes_keep_the_bits():
 
 @pytest.mark.parametrize("name", ["int8", "fp4"])
 def test_codes_are_idempotent(name):
-    """A decoded vector is coded without a further error, and a sign and a zero stay what they are."""
+    """A decoded vector is coded without a further error, and signs and zeros are kept."""
     x = vector(700)
     code = make_wire_code(name, torch.float32)
     once = code.decode(code.encode(x), x)

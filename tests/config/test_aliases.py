@@ -128,7 +128,7 @@ shuffle_dataset generation_kwargs vllm_importance_sampling_correction top_entrop
 
 @pytest.mark.parametrize("names", [TRAINING_ARGUMENTS, TRL_ARGUMENTS], ids=["transformers", "trl"])
 def test_arguments_of_transformers_and_trl_are_answered(names):
-    """By a key of the same name, by another one, or by what to do instead."""
+    """By a key of the same name, by another key, or by an instruction."""
     for name in names.split():
         for text in (refused(f"{name}=1"), refused(f"sites.{name}=1")):
             is_named = any(

@@ -27,7 +27,7 @@ def test_names_on_the_hub_are_told_from_paths(name, bare, found, tmp_path, monke
     assert bool(download_advice(name, allows_bare_name=bare)) is found
 
 
-def test_a_slip_in_a_folder_that_is_there_is_no_name_on_the_hub(tmp_path, monkeypatch):
+def test_a_misspelt_file_of_an_existing_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     assert not is_hub_name("mine/modle")

@@ -34,7 +34,7 @@ def test_layers_of_a_text(text, rows):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_what_is_spelled_is_read_back(seed):
+def test_spelled_layers_are_read_back(seed):
     draw = random.Random(seed)
     kinds = [LayerWords(*(draw.choice(words.split()) for words in WORDS)) for _ in range(draw.randint(1, 4))]
     kinds = [kind if kind.attention != "linear" else LayerWords("linear", ffn=kind.ffn) for kind in kinds]

@@ -191,7 +191,7 @@ def test_a_later_word_gives_a_table_that_was_none_another_kind():
         ("train.optimizer={weight_decay=0.2}", ("train.optimizer.weight_decay=0.2",)),
     ],
 )
-def test_a_table_without_a_kind_keeps_what_the_recipe_has(tmp_path, table, settings):
+def test_a_table_without_a_kind_keeps_the_kind_of_the_recipe(tmp_path, table, settings):
     text = """
 [model]
 attention = { kind = "mla", num_heads = 4, q_lora_rank = 8 }
@@ -220,7 +220,7 @@ def test_a_kind_beside_its_table_is_told_where_it_stands(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in tables() if name not in part_keys()])
-def test_a_word_for_a_table_without_kinds_is_refused_alike_with_and_without_the_table_in_the_recipe(tmp_path, name):
+def test_a_word_for_a_table_without_kinds_is_refused_with_and_without_the_table_in_the_recipe(tmp_path, name):
     path = tmp_path / "recipe.toml"
     path.write_text(f"format = 2\n[{name}]\n")
     message = refused(f"{name}=word", path=path)
@@ -230,7 +230,7 @@ def test_a_word_for_a_table_without_kinds_is_refused_alike_with_and_without_the_
     assert f"{name}=word has no keys" in refused(f"{name}=word", f"{name}.key=3", path=path)
 
 
-def test_an_override_cannot_repair_a_section_that_is_no_section(tmp_path):
+def test_an_override_cannot_repair_a_section_that_is_not_a_table(tmp_path):
     assert "run=3 must be a section" in refused("run.steps=4", path=write_recipe(tmp_path, "run = 3"))
 
 
@@ -263,7 +263,7 @@ def test_a_missing_recipe_names_the_nearest_one():
     assert refused(path=RECIPES / "quickstart").endswith(f"did you mean {str(RECIPES / 'quickstart.toml')!r}?")
 
 
-def test_a_missing_recipe_with_no_near_name_lists_what_is_there(tmp_path):
+def test_a_missing_recipe_with_no_near_name_lists_the_recipes(tmp_path):
     recipe = write_recipe(tmp_path, "")
     assert refused(path=tmp_path / "zzz.toml").endswith(f"recipes near it: {recipe}")
 

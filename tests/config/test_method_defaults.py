@@ -38,7 +38,7 @@ def test_the_learning_rate_follows_from_the_method_and_a_given_one_stays(name):
     recipe = load_recipe(None, words)
     assert recipe.cfg.train.lr == rate
     assert recipe.left_out >= {"train.lr"}
-    # What a run records is complete: a reader of it resolves nothing.
+    # The record of a run is complete: its reader resolves nothing.
     assert config_from_dict(json.loads(json.dumps(config_to_dict(recipe.cfg)))) == recipe.cfg
     # The default of another method is a setting like any other.
     given = load_recipe(None, [*words, "train.lr=0.0003"])

@@ -70,21 +70,21 @@ def test_a_planned_recipe_is_valid_has_the_mapping_of_its_head_and_fits(recipe):
     }
     assert str(cfg.train.micro_batch_size) == recipe.mapping["mbs"]
     memory_gib = load_device(recipe.gpu).memory_gib
-    # A tenth of a GPU stays free, for what no formula counts.
+    # A tenth of a GPU stays free, for memory that no formula counts.
     assert recipe.memory_gib <= 0.9 * memory_gib
     memory = AvailableMemory(int(memory_gib * 2**30), "GPU")
     check_training_fits(cfg, HostCapacity("cuda", tuple(range(cfg.parallel.pp)), memory))
 
 
 @pytest.mark.parametrize("recipe", PLANNED, ids=by_path)
-def test_a_planned_recipe_differs_from_its_base_in_what_was_planned_alone(recipe):
+def test_a_planned_recipe_differs_from_its_base_only_in_planned_keys(recipe):
     base = load_config(base_of(recipe))
     assert base.parallel.mapping == "auto"
     assert settings(load_config(ROOT / recipe.path)) == settings(base)
 
 
 def settings(cfg: Config) -> Config:
-    """Return a recipe without what a planner sets."""
+    """Return a recipe without the keys that a planner sets."""
     train = replace(
         cfg.train, micro_batch_size=1, recompute=(), offload=(), offload_optimizer="none", offload_waits=False
     )

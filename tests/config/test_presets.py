@@ -41,7 +41,7 @@ def test_every_preset_is_a_model_that_can_run(name):
         ("llama-4-scout", 107_769_861_120, 17.2e9),
         ("llama-4-maverick", 400_711_848_960, 17.2e9),
         ("olmoe-1b-7b", 6_919_161_856, 1.28e9),
-        # Llama-3-70B has 70,553,706,496 parameters, of which 56,371,445,760 are what the eight experts copy.
+        # Llama-3-70B has 70,553,706,496 parameters; 56,371,445,760 of them are copied by the eight experts.
         ("llama3-8x70b", 70_553_706_496 + 7 * 56_371_445_760 + 80 * 8192 * 8, 126.9e9),
         ("mixtral-8x22b-g8t8", 140_620_634_112 + 56 * 6144 * 56, 22.3e9),
     ],
@@ -119,7 +119,7 @@ def test_the_quickstart_preset_is_small():
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_says_what_it_is_and_counts_right(name):
+def test_every_preset_has_a_description_and_counts_right(name):
     summary = preset_summary(name)
     count = count_parameters(load_config(None, [f"model.preset={name}"]).model)
     stated = re.search(r"([0-9.]+)([BM]) parameters", summary)

@@ -28,7 +28,7 @@ def test_paths_of_a_recipe_are_found_beside_it(tmp_path, monkeypatch):
     assert load_config(Path("inner/recipe.toml")).data.path == ("inner/a.txt", "inner/b.txt", "c.txt")
     monkeypatch.chdir(inner)
     assert load_config(Path("recipe.toml")).data.path == ("a.txt", "b.txt", "c.txt")
-    # What is typed is relative to the current folder alone.
+    # Only typed paths are relative to the current folder.
     monkeypatch.chdir(tmp_path)
     assert load_config(Path("inner/recipe.toml"), ["data.path=a.txt"]).data.path == "a.txt"
 

@@ -214,7 +214,7 @@ def test_words_of_layers():
         upgraded_word("model.layer_pattern=X", {})
 
 
-def test_another_kind_keeps_what_it_has_too_and_says_what_it_leaves_out(tmp_path):
+def test_another_kind_keeps_common_settings_and_names_those_that_it_leaves_out(tmp_path):
     (tmp_path / "r.toml").write_text(UPGRADED)
     found = load_recipe(tmp_path / "r.toml", ["train.lr_schedule=linear"])
     assert found.cfg.train.lr_schedule == make_part("lr_schedule", "linear", min_lr=2e-4)
@@ -350,7 +350,7 @@ def test_an_indexer_has_its_kind():
     assert tree == {"model": {"attention": {"indexer": {"kind": "lightning", "top_k": 16}}}}
 
 
-def test_refusals_say_what_works():
+def test_refusals_name_the_way_out():
     for model, line in (
         ({"index_topk": 0}, 'write model.attention.indexer = "none"'),
         ({"preset": "deepseek-v3", "num_query_groups": 8}, "a key of 'gqa', and not of 'mla'"),

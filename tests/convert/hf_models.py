@@ -550,7 +550,7 @@ SMALL = {
 
 
 def options_of(family: Family) -> dict[str, tuple[Any, ...]]:
-    """The values of each key, of which a model of a family's file takes one."""
+    """The values of each key; a model of a family's file takes one of them."""
     declared = declared_keys().families[family.name]
     usual = {key: values for key, values in USUAL_OPTIONS.items() if key in declared}
     usual |= LATENT_OPTIONS if "kv_lora_rank" in declared else {}
@@ -604,11 +604,11 @@ FIRST_OF_CLASS = tuple(
     else pytest.param(name, marks=pytest.mark.slow)
     for name in ALL_MODELS
 )
-"""All models, further ones of a class of transformers as slow rows: for tests that options of layers do not change."""
+"""All models, further models of a class as slow rows: for tests that options of layers do not change."""
 
 
 def make_model(name: str, **sizes: Any) -> Any:
-    """A random model of transformers; no norm is 1 and no bias 0. A multimodal one of `FILED` is whole."""
+    """Return a random model of transformers; no norm is 1 and no bias 0. A multimodal model of `FILED` is whole."""
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     torch.manual_seed(len(name))
     if name in MODELS:

@@ -1,6 +1,6 @@
 """Random sizes for the models of every family, as the configuration classes of transformers take them.
 
-What an axis cuts is even where a model has to run under mappings; everything else may be odd.
+A size that an axis cuts is even where a model has to run under mappings; everything else may be odd.
 """
 
 import random
@@ -29,12 +29,12 @@ def random_sizes(family: str, seed: int, *, is_cut: bool) -> Sizes:
 
 
 def _width(rng: random.Random, is_cut: bool) -> int:
-    """Of what tensor-parallel ranks divide."""
+    """Draw a width that tensor-parallel ranks divide."""
     return 2 * rng.randint(3, 14) if is_cut else rng.randint(5, 29)
 
 
 def _hidden(rng: random.Random, heads: int) -> int:
-    """Width of the model, of which some configuration classes ask that the heads divide it."""
+    """Draw the width of the model; some configuration classes ask that the heads divide it."""
     return heads * (rng.choice([5, 7, 9]) if heads > 1 else rng.choice([17, 23]))
 
 
@@ -369,7 +369,7 @@ def _glm_moe_dsa(rng: random.Random, is_cut: bool) -> Sizes:
 
 
 def _kinds(rng: random.Random, layers: int, linear: str) -> list[str]:
-    """Types of the layers, of which the first or the last is linear."""
+    """Draw the types of the layers; the first or the last is linear."""
     kinds = [linear, "full_attention"][:: rng.choice([1, -1])]
     return [kinds[i % 2] for i in range(layers)]
 
@@ -461,7 +461,7 @@ def _phi_moe(rng: random.Random, is_cut: bool) -> Sizes:
 
 
 def _filed(family: Family) -> Callable[[random.Random, bool], Sizes]:
-    """How a family draws the options of its file: what an axis cuts is even where there is an even value."""
+    """Options of the file of a family: a size that an axis cuts is even where there is an even value."""
 
     def draw(rng: random.Random, is_cut: bool) -> Sizes:
         sizes = {}

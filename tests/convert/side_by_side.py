@@ -36,26 +36,26 @@ from tests.models import edit_model
 SEQ_LEN = 16
 STEPS = 10
 BATCHES = 2
-"""So many global batches, in turn: what is learnt shows in their loss."""
+"""Number of global batches, read one after the other: their loss falls when the model learns."""
 LOGITS, GRADIENTS, LOSSES = 1e-5, 1e-4, 1e-4
 """Largest relative errors in float32; of a tensor, over its largest element."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computes."""
+    """Results of transformers."""
 
     logits: Tensor
-    """Of the first global batch, [S, B, V]."""
+    """Logits of the first global batch, [S, B, V]."""
     gradients: dict[str, Tensor]
-    """Of its mean cross-entropy, by our names and in our shapes."""
+    """Gradients of its mean cross-entropy, by our names and in our shapes."""
     losses: list[float]
     """Before each step."""
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank knows of the same."""
+    """Results of one rank."""
 
     positions: Tensor
     tp_rank: int
@@ -73,7 +73,7 @@ def without_samples(model: ModelConfig) -> ModelConfig:
 
 
 def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
-    """Ten plain steps of AdamW, without any loss but the language model's, and without what no gradient moves."""
+    """Run ten plain steps of AdamW with only the loss of the language model; parameters without a gradient stay."""
     model = without_samples(read_model_config(model_folder))
     if model.attention.selector and parallel.get("cp", 1) > 1:
         parallel["context"] = "allgather"
@@ -86,7 +86,7 @@ def recipe(start: Path, model_folder: Path, **parallel: Any) -> Config:
         train=TrainConfig(
             seq_len=SEQ_LEN,
             global_batch_size=4,
-            # At 1e-2 rounding alone moves the tenth loss of some models by 1e-3: clamps and choices are kinks.
+            # At 1e-2 rounding by itself moves the tenth loss of some models by 1e-3: clamps and choices are kinks.
             lr=3e-3,
             lr_schedule="constant",
             optimizer=make_part("optimizer", "adamw", weight_decay=0.1),
@@ -208,7 +208,7 @@ def assert_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def assert_equal(ranks: Sequence[RankRecord], expected: Reference, tp: int) -> None:
-    """All ranks together computed what transformers did."""
+    """Check that all ranks together give the results of transformers."""
     columns = expected.logits.shape[-1] // tp
     seen: set[int] = set()
     gradients: dict[str, Tensor] = {}

@@ -8,27 +8,14 @@ import pytest
 
 from moefold.config.model import ModelConfig
 from moefold.config.presets import preset_names
-from moefold.convert.config_fields import (
-    Constants,
-    GatedSharedExpert,
-    HunyuanSharedExpert,
-    MultiHeadKeyValue,
-    Renamed,
-    SharedExperts,
-)
+from moefold.convert.config_fields import MultiHeadKeyValue
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import families_for, family_unsupported_reason, read_model_config
 from moefold.convert.hf_config import parse_model_config as read_keys
-from moefold.convert.layer_fields import (
-    ExpertLayerRange,
-    FirstKDense,
-    MlpLayerTypes,
-    SlidingWindowLayers,
-    SparseLayers,
-    joined_layers,
-)
+from moefold.convert.layer_fields import SparseLayers, joined_layers
 from moefold.convert.rope_fields import RopeParameters
 from moefold.errors import ConfigError
+from tests.convert.family_models import model_of_family
 from tests.models import edit_model, model_of
 
 FAMILY_OF = {
@@ -60,15 +47,15 @@ def test_presets_have_the_family_of_their_name(preset):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_family_writes_reads_back(tmp_path, family):
+def test_a_written_config_of_a_family_reads_back(tmp_path, family):
     """From a random config of each family: the same model, and the same keys."""
-    keys = FAMILIES[family].write(_model_for(family))
+    keys = FAMILIES[family].write(model_of_family(family))
     (tmp_path / "config.json").write_text(json.dumps(keys))
     model = read_model_config(tmp_path)
     assert FAMILIES[family].write(model) == keys
 
 
-# Sizes that go with those that the configuration classes have by default.
+# Sizes that fit the default sizes of the configuration classes.
 _DEFAULTS = {"num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8, "num_hidden_layers": 5}
 _DEFAULTS |= {"hidden_size": 1024, "n_routed_experts": 64, "num_experts": 64, "num_local_experts": 64}
 _DEFAULTS |= {"linear_num_value_heads": 32}
@@ -87,10 +74,10 @@ _SPECIAL["deepseek_v32"] |= {"n_group": 2, "topk_group": 1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_key_that_is_absent_means_what_transformers_takes_for_it(family):
+def test_an_absent_key_has_the_default_of_transformers(family):
     """Each key is deleted in turn; a family may refuse the folder, but must not read another model into it."""
     transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
-    whole = FAMILIES[family].write(_model_for(family))
+    whole = FAMILIES[family].write(model_of_family(family))
     whole |= {key: value for key, value in _DEFAULTS.items() if key in whole} | _SPECIAL.get(family, {})
     whole.pop("mlp_only_layers", None)
     if "layer_types" in whole:
@@ -132,62 +119,13 @@ def _with_head_dim(model: ModelConfig, size: int) -> ModelConfig:
 
 
 def test_deepseek_v3_has_groups_unless_it_says_otherwise():
-    keys = FAMILIES["deepseek_v3"].write(_model_for("deepseek_v3")) | {"n_routed_experts": 16}
+    keys = FAMILIES["deepseek_v3"].write(model_of_family("deepseek_v3")) | {"n_routed_experts": 16}
     for key in ("n_group", "topk_group"):
         del keys[key]
     model = read_keys(keys, Path("hf"))
     assert (model.ffn.moe.router.num_groups, model.ffn.moe.router.top_groups) == (8, 4)
-    # The four of four that a token may choose from by default are no choice.
+    # By default a token may choose from all four groups: that chooses nothing.
     assert read_keys(keys | {"n_group": 4}, Path("hf")).ffn.moe.router.num_groups == 1
-
-
-def _model_for(family: str) -> ModelConfig:
-    sizes = {
-        "layers": 3,
-        "hidden_size": 48,
-        "attention.num_heads": 6,
-        "attention.num_kv_heads": 3,
-        "attention.head_dim": 8,
-    }
-    sizes |= {
-        "ffn.moe.num_experts": 6,
-        "rope.theta": 123.0,
-        "norm.eps": 1e-4,
-        "init_std": 0.1,
-        "ffn.dense.intermediate_size": 96,
-    }
-    if family in ("llama", "qwen2", "qwen3"):
-        sizes["layers.ffn"] = "dense"
-    if family == "gpt_oss":
-        sizes |= {"rope.scaling": "yarn", "rope.scaling.factor": 2.0}
-    if family == "deepseek_v3":
-        sizes["mtp_layers"] = 2
-    if family == "longcat_flash":
-        sizes |= {
-            "layers": 4,
-            "layers.ffn": ["moe", "dense"] * 2,
-            "ffn.moe.shortcut": True,
-            "ffn.moe.shared.intermediate_size": 96,
-        }
-        sizes |= {"ffn.moe.zero_experts": 5, "attention.q_lora_rank": 8}
-    fields = FAMILIES[family].config_fields
-    if any(isinstance(entry, GatedSharedExpert) for entry in fields):
-        sizes |= {"ffn.moe.shared.intermediate_size": 12, "ffn.moe.shared.gate": True}
-    for entry in fields:
-        sizes |= entry.values if isinstance(entry, Constants) else {}
-        sizes |= {entry.key: 32} if isinstance(entry, Renamed) and entry.least == 1 and entry.key != "layers" else {}
-    if any(isinstance(entry, SharedExperts) for entry in fields):
-        sizes["ffn.moe.shared.intermediate_size"] = 1024
-    if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):
-        sizes["ffn.moe.shared.intermediate_size"] = 512
-    if any(isinstance(entry, FirstKDense | MlpLayerTypes | ExpertLayerRange) for entry in fields):
-        sizes["layers.ffn"] = ["dense", "moe", "moe"]
-    windows = [entry.full_layers for entry in fields if isinstance(entry, SlidingWindowLayers)]
-    if windows:
-        sizes |= {"layers.attention": ["window", "full", "window"], "sliding_window": 5}
-    if windows not in ([], ["rope"]):
-        sizes["layers.position"] = ["rope", "nope", "rope"]
-    return model_of(joined_layers(sizes))
 
 
 @pytest.mark.parametrize(
@@ -196,11 +134,11 @@ def _model_for(family: str) -> ModelConfig:
         ({"attention.qk_norm": {}}, "attention.qk_norm 'given' there, 'none' here"),
         ({"ffn.moe.router": "sigmoid"}, "ffn.moe.router 'sigmoid' there, 'softmax' here"),
         ({"ffn.moe.shared.intermediate_size": 8}, "ffn.moe.shared 'given' there"),
-        ({"layer_pattern": "DM"}, "layers"),
+        ({"layers.ffn": "dense, moe"}, "layers"),
         ({"attention.rope_fraction": 0.5}, "attention.rope_fraction"),
     ],
 )
-def test_a_family_refuses_what_it_cannot_say(change, reason):
+def test_a_family_refuses_settings_that_it_cannot_write(change, reason):
     model = edit_model(ModelConfig(), change)
     assert family_unsupported_reason(FAMILIES["mixtral"], ModelConfig()) == ""
     assert reason in family_unsupported_reason(FAMILIES["mixtral"], model)
@@ -209,10 +147,10 @@ def test_a_family_refuses_what_it_cannot_say(change, reason):
 @pytest.mark.parametrize("width", [0, -4])
 def test_no_qwen2_moe_folder_is_without_shared_expert(width):
     """transformers has tensors of width 0 for such a folder, and expects them in an exported one."""
-    keys = FAMILIES["qwen2_moe"].write(_model_for("qwen2_moe"))
+    keys = FAMILIES["qwen2_moe"].write(model_of_family("qwen2_moe"))
     with pytest.raises(ConfigError, match=f"shared_expert_intermediate_size={width}, whose empty tensors moefold"):
         read_keys(keys | {"shared_expert_intermediate_size": width}, Path("hf"))
-    model = edit_model(_model_for("qwen2_moe"), {"ffn.moe.shared": "none"})
+    model = edit_model(model_of_family("qwen2_moe"), {"ffn.moe.shared": "none"})
     assert "shared_expert_intermediate_size=0" in family_unsupported_reason(FAMILIES["qwen2_moe"], model)
 
 
@@ -263,13 +201,13 @@ def test_layers_that_share_a_selection_are_read_and_written(keys, selections):
 
 
 def _keys_of_glm(keys: dict[str, object]) -> dict[str, object]:
-    written = FAMILIES["glm_moe_dsa"].write(_model_for("glm_moe_dsa"))
+    written = FAMILIES["glm_moe_dsa"].write(model_of_family("glm_moe_dsa"))
     return {key: value for key, value in written.items() if key != "indexer_types"} | keys
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_families_with_an_indexer_and_without_do_not_stand_in_for_each_other(family):
-    model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
+    model = read_keys(FAMILIES[family].write(model_of_family(family)), Path("hf"))
     assert [found.name for found in families_for(model)] == [family]
     assert family_unsupported_reason(FAMILIES[family], model) == ""
     assert "index_topk=0" in family_unsupported_reason(
@@ -282,7 +220,7 @@ def test_families_with_an_indexer_and_without_do_not_stand_in_for_each_other(fam
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_no_deepseek_folder_is_without_shared_experts(family):
-    model = read_keys(FAMILIES[family].write(_model_for(family)), Path("hf"))
+    model = read_keys(FAMILIES[family].write(model_of_family(family)), Path("hf"))
     assert family_unsupported_reason(FAMILIES[family], model) == ""
     assert "n_shared_experts=0" in family_unsupported_reason(
         FAMILIES[family], edit_model(model, {"ffn.moe.shared": "none"})
@@ -336,7 +274,7 @@ def test_sparse_layers_come_by_step_and_by_list():
     ]
 
 
-def test_of_two_rotations_the_one_that_transformers_takes():
+def test_the_rotation_that_transformers_takes_of_two():
     transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
     both = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
@@ -347,7 +285,7 @@ def test_of_two_rotations_the_one_that_transformers_takes():
 
 
 def test_further_layers_have_two_names():
-    keys = FAMILIES["deepseek_v3"].write(_model_for("deepseek_v3"))
+    keys = FAMILIES["deepseek_v3"].write(model_of_family("deepseek_v3"))
     del keys["num_nextn_predict_layers"]
     assert read_keys(keys | {"num_mtp_layers": 3}, Path("hf")).mtp_layers == 3
     assert read_keys(keys, Path("hf")).mtp_layers == 1
@@ -452,12 +390,12 @@ def test_older_spellings_mean_the_published_model(preset):
 )
 def test_a_value_of_a_newer_family_that_cannot_be_is_named(family, keys, message):
     with pytest.raises(ConfigError, match=message):
-        read_keys(FAMILIES[family].write(_model_for(family)) | keys, Path("hf"))
+        read_keys(FAMILIES[family].write(model_of_family(family)) | keys, Path("hf"))
 
 
 def test_released_kimi_linear_folders_nest_the_sizes_of_linear_attention() -> None:
     keys = FAMILIES["kimi_linear"].write(
-        edit_model(_model_for("kimi_linear"), {"attention_pattern": "LF", "num_layers": 5})
+        edit_model(model_of_family("kimi_linear"), {"layers.attention": "linear, full", "layers": 5})
     )
     nested = {
         "head_dim": keys["linear_head_dim"],
@@ -478,7 +416,7 @@ def _linear_layers(model):
 
 
 def test_full_attention_interval_of_qwen3_next() -> None:
-    keys = FAMILIES["qwen3_next"].write(_model_for("qwen3_next")) | {"num_hidden_layers": 8}
+    keys = FAMILIES["qwen3_next"].write(model_of_family("qwen3_next")) | {"num_hidden_layers": 8}
     del keys["layer_types"]
     keys.pop("mlp_only_layers")
     assert _linear_layers(read_keys(keys | {"full_attention_interval": 2}, Path("hf"))) == [0, 2, 4, 6]

@@ -18,9 +18,9 @@ from moefold.errors import ConfigError
 from moefold.inference.load import load_model
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import find_source
+from tests.convert.hf_folders import add_tokenizer
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.spoiled_checkpoint import spoil_stored
-from tests.convert.test_round_trip import add_tokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -414,14 +414,14 @@ def test_float16_that_would_lose_a_value_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("out", "message"), [("/", "exists"), (".", "exists"), ("gone/..", "is not a name of a new")])
-def test_a_name_that_is_no_new_folder(sound, tmp_path, monkeypatch, capsys, out, message):
+def test_a_name_that_is_not_a_new_folder(sound, tmp_path, monkeypatch, capsys, out, message):
     monkeypatch.chdir(tmp_path)
     assert main(["import", str(sound), out]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_exists_is_not_overwritten(sound, tmp_path, capsys):
+def test_existing_files_are_not_overwritten(sound, tmp_path, capsys):
     (tmp_path / "ckpt").mkdir()
     assert main(["import", str(sound), str(tmp_path / "ckpt")]) == 2
     assert "exists; name another folder, or remove it" in capsys.readouterr().err
@@ -455,8 +455,8 @@ def test_companions_that_do_not_fit_are_one_message(sound, tmp_path):
         copy_sidecar_files(sound, tmp_path / "companions")
 
 
-def test_what_travels_along_is_no_link_to_elsewhere(sound, tmp_path, capsys):
-    """A folder of a stranger's making would else put a file of ours into what is exported and published."""
+def test_copied_files_are_not_links_to_elsewhere(sound, tmp_path, capsys):
+    """Else a stranger's folder would put a file of ours into an export that is published."""
     folder = _copy(sound, tmp_path)
     (tmp_path / "secret.json").write_text("mine")
     (folder / "extra.json").symlink_to(tmp_path / "secret.json")

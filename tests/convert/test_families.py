@@ -46,7 +46,7 @@ def test_logits_and_gradients_equal_transformers(tmp_path, family, seed):
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """A folder and what transformers computes of it, made once for each family."""
+    """A folder and its results by transformers, made once for each family."""
 
     @cache
     def make(family: str) -> tuple[Path, Reference]:
@@ -61,12 +61,12 @@ def references(tmp_path_factory):
 DENSE = ("llama", "qwen2", "qwen3")
 TWO_RANKS = ({"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2})
 FAST = ("deepseek-v3",)
-"""Families of which one mapping of two ranks is fast. The others have no block that `verify/test_parity.py` lacks under
+"""Families with a fast mapping of two ranks. The others have no block that `verify/test_parity.py` lacks under
 every axis, and equal transformers on one rank in `test_logits_and_gradients_equal_transformers`."""
 FOLDED = {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}
 SEEDS = {"qwen3-5-moe": 1, "qwen2-moe": 1, "qwen3-moe": 4, "gpt-oss": 2, "deepseek-v2": 2, "deepseek-v3": 3}
-"""Where the first draw lacks what a mapping has to bear: tied embeddings, a dense layer, windows, YaRN, a latent; or,
-of Qwen3.5, has a gradient of the decays (7e-4) near the rounding of the recurrence, in float32 in transformers."""
+"""Where the first draw lacks a feature of a mapping test: tied embeddings, a dense layer, windows, YaRN, a latent;
+or, for Qwen3.5, has a gradient of the decays (7e-4) near the rounding of the float32 recurrence in transformers."""
 
 
 def _cases() -> list[object]:

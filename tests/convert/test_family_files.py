@@ -1,4 +1,4 @@
-"""Families in files of their own: transformers in float64, folders out and in again, and what they refuse."""
+"""Families in files of their own: transformers in float64, folders out and in again, and their refusals."""
 
 import json
 import re
@@ -22,6 +22,7 @@ from moefold.convert.key_reader import Json
 from moefold.convert.weights import HfSource, load_hf_weights
 from moefold.errors import ConfigError
 from moefold.model.transformer import build_model
+from tests.convert.hf_folders import add_tokenizer, loaded_in_silence
 from tests.convert.hf_models import (
     CONFIG_MAPPING,
     FILED,
@@ -38,7 +39,6 @@ from tests.convert.hf_models import (
 from tests.convert.random_sizes import random_sizes
 from tests.convert.regions import full_region
 from tests.convert.side_by_side import assert_close, batch_of, gradients_by_our_names, recipe
-from tests.convert.test_round_trip import add_tokenizer, loaded_in_silence
 from tests.models import edit_model
 from tests.slow import slow
 
@@ -48,7 +48,7 @@ MULTIMODAL = [name for name, family in FILED.items() if family.multimodal]
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in float64 what a model asks torch to compute in float32."""
+    """Computes in float64 where a model asks torch for float32."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function = Tensor.double if function is Tensor.float else function
@@ -99,7 +99,7 @@ def _run(*words: object) -> None:
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_the_text_model_comes_out_and_in_again(tmp_path, monkeypatch, capsys, caplog, name):
-    """As a folder of the text model alone, which transformers loads; the same bytes from there on."""
+    """Convert to a folder of only the text model, which transformers loads; the bytes are the same from there on."""
     model, family = make_model(name), FILED[name]
     folder = add_tokenizer(save_model(model, tmp_path / "hf"))
     _run("import", folder, tmp_path / "ckpt", "--check")
@@ -122,7 +122,7 @@ def test_the_text_model_comes_out_and_in_again(tmp_path, monkeypatch, capsys, ca
 
 
 def _logits_of_text(folder: Path, architecture: str, tokens: Tensor, monkeypatch: Any, caplog: Any) -> Tensor:
-    """The logits of a folder of a text model alone, which transformers loads without a word."""
+    """Return the logits of a folder of only a text model, which transformers loads without a message."""
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     if architecture.endswith("ForCausalLM"):
         return logits_of(loaded_in_silence(folder, monkeypatch, caplog, **how), tokens)
@@ -202,9 +202,9 @@ def test_keys_that_are_unknown_or_mean_other_mathematics_are_refused(name):
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
-def test_a_key_that_the_text_model_lacks_means_what_transformers_takes_for_it(name):
+def test_a_key_that_the_text_model_lacks_has_the_default_of_transformers(name):
     family = FILED[name]
-    # Sizes that go with those that the configuration classes have by default.
+    # Sizes that fit the default sizes of the configuration classes.
     heads = {"num_attention_heads": 128, "num_key_value_heads": 128 if "kv_lora_rank" in options_of(family) else 64}
     experts = {"n_routed_experts": 64} if "n_routed_experts" in options_of(family) else {}
     whole = _keys(name, hidden_size=1024, **heads, **experts)
@@ -232,7 +232,7 @@ def _outcome(keys: dict[str, Any]) -> ModelConfig | str:
     return edit_model(model, {"attention.head_dim": size}) if model.attention.kind == "gqa" else model
 
 
-def test_older_keys_of_sarvam_mla_mean_what_transformers_makes_of_them():
+def test_older_keys_of_sarvam_mla_mean_the_same_as_in_transformers():
     yarn = {"factor": 40, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
     older = {"model_type": "sarvam_mla", "rope_scaling": {"type": "deepseek_yarn", **yarn}, "rope_theta": 300.0}
     sizes = {key: value for key, value in _keys("sarvam-mla").items() if key in first_sizes(FILED["sarvam-mla"])}

@@ -14,21 +14,19 @@ from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.cli.main import main
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import MANIFEST_FILE
 from moefold.convert.mtp import tensor_names
-from moefold.convert.weights import HfSource, load_hf_weights, load_shards
+from moefold.convert.weights import load_hf_weights
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
+from tests.convert.hf_folders import add_tokenizer, assert_same_folder, import_and_export, split_weights
 from tests.convert.hf_models import MODELS, logits_of, make_model, save_model, tokens_of, transformers
-from tests.convert.test_round_trip import _convert, _split, add_tokenizer, assert_same_folder, loaded_in_silence
+from tests.convert.mtp_folders import SEQ_LEN, WEIGHTS, as_published, assert_loads, assert_mtp_loss_of_transformers
 from tests.slow import slow
 
-WEIGHTS = "model.safetensors"
 APART = "moefold-mtp.safetensors"
-SEQ_LEN = 16
 OWN = {"enorm", "hnorm", "eh_proj", "post_norm"}
 
 
@@ -52,45 +50,21 @@ def published(
     save_model(model, folder)
     tensors = load_file(folder / WEIGHTS)
     for key, tensor in further.layers.state_dict().items():
-        tensors |= _as_published(key, tensor.detach(), count)
+        tensors |= as_published(key, tensor.detach(), count)
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     for number in range(count, count + layers):
         tensors[f"model.layers.{number}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"model.layers.{number}.shared_head.head.weight"] = head.clone()
     save_file({key: t.contiguous() for key, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     if shard:
-        _split(folder, load_file(folder / WEIGHTS))
+        split_weights(folder, load_file(folder / WEIGHTS))
     return SimpleNamespace(folder=add_tokenizer(folder), model=model, further=further)
-
-
-def _as_published(name: str, tensor: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
-    """A tensor of MtpModel under the names of the files."""
-    layer, rest = name.split(".", 1)
-    prefix, rest = f"model.layers.{count + int(layer)}.", rest.removeprefix("mtp_block.")
-    if rest == "mlp.experts.gate_up_proj":
-        halves = [half.chunk(2, 0) for half in tensor]
-        return {
-            f"{prefix}mlp.experts.{e}.{kind}_proj.weight": halves[e][i].clone()
-            for e in range(len(tensor))
-            for i, kind in enumerate(("gate", "up"))
-        }
-    if rest == "mlp.experts.down_proj":
-        return {f"{prefix}mlp.experts.{e}.down_proj.weight": part.clone() for e, part in enumerate(tensor)}
-    return {prefix + rest.replace("post_norm", "shared_head.norm"): tensor.clone()}
 
 
 def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / WEIGHTS)
     change(tensors)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def assert_loads(folder: Path, expected: torch.nn.Module, monkeypatch, caplog) -> None:
-    """transformers loads a folder without missing or unexpected keys, and computes the same."""
-    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    loaded = loaded_in_silence(folder, monkeypatch, caplog, **how)
-    tokens = tokens_of(2, SEQ_LEN)
-    torch.testing.assert_close(logits_of(loaded, tokens), logits_of(expected, tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v32", *slow([("glm4-moe",), ("glm-moe-dsa",)])])
@@ -117,31 +91,6 @@ def test_import_then_export_gives_the_same_files(tmp_path, capsys, is_split, is_
     assert manifest["tensors"].keys() == {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
 
-def assert_mtp_loss_of_transformers(made: SimpleNamespace) -> None:
-    """Fail if the MTP layer of a folder has another loss than the drafting layer of transformers."""
-    cfg = Config(
-        run=RunConfig(device="cpu", dtype="float32"),
-        model=read_model_config(made.folder),
-        train=TrainConfig(seq_len=SEQ_LEN, global_batch_size=2, micro_batch_size=2),
-    )
-    assert cfg.model.mtp_layers == 1
-    ours = build_model(cfg)
-    source = HfSource(open_hf_folder(made.folder))
-    load_shards(source, {**dict(ours.named_parameters()), **dict(ours.named_buffers())}, "folder")
-    ours.set_positions(torch.arange(SEQ_LEN))
-    tokens = tokens_of(2, SEQ_LEN + 2)
-    now, after, ahead = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
-    shares = torch.full((2, 1, SEQ_LEN), 1 / (2 * SEQ_LEN))
-    with torch.no_grad():
-        columns = {"labels": after, "weights": torch.zeros(2, SEQ_LEN)}
-        mine = ours.train()(now, **columns, mtp_labels=ahead[:, None], mtp_weights=shares)[1]
-        hidden = made.model.model(input_ids=now).last_hidden_state
-        hidden = made.further.forward_layer(0, hidden, torch.arange(SEQ_LEN)[None], None, input_ids=after)
-        logits = made.model.lm_head(hidden)
-    theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ahead.flatten())
-    assert mine.item() == pytest.approx(cfg.train.mtp_loss * theirs.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
 def test_the_further_loss_equals_transformers(tmp_path, name):
     """The layers that a folder holds predict the second next token as transformers' drafting layers do."""
@@ -154,7 +103,7 @@ def test_the_further_loss_equals_transformers(tmp_path, name):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_share_the_work(pool, tmp_path, world_size):
     folder = published(tmp_path / "hf", shard=True).folder
-    pool.run(world_size, _convert, folder, tmp_path / "ckpt", tmp_path / "again")
+    pool.run(world_size, import_and_export, folder, tmp_path / "ckpt", tmp_path / "again")
     assert_same_folder(folder, tmp_path / "again")
 
 
@@ -166,7 +115,7 @@ def _train(folder: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("layers", [2, *slow([(1,)])])
 def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch, capsys, caplog, layers):
-    """transformers is silent on layer 61 alone: other further layers have a file that no index names."""
+    """transformers is silent only on layer 61: other further layers have a file that no index names."""
     monkeypatch.chdir(tmp_path)
     made = published(tmp_path / "hf", layers=layers)
     assert main(["import", "hf", "ckpt"]) == 0
@@ -182,7 +131,7 @@ def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch,
     assert main(["import", "out", "back", "--check"]) == 0
     assert read_meta(Path("back")).model["mtp_layers"] == layers
     assert main(["export", "back", "again", "--check"]) == 0
-    # The card describes the run, of which an imported folder says nothing.
+    # The card describes the run; an imported folder says nothing of it.
     assert_same_folder(Path("out"), Path("again"), but=(MANIFEST_FILE, "README.md"))
     assert main(["export", "back", "inside", "--mtp-inside", "--check"]) == 0
     assert load_file(f"inside/{WEIGHTS}").keys() == whole.keys()
@@ -199,7 +148,7 @@ def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch,
 
 
 def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_path, monkeypatch, capsys, caplog):
-    """As many layers as DeepSeek-V3 itself, of which the last ones have experts."""
+    """As many layers as DeepSeek-V3 itself has; the last layers have experts."""
     sizes = {"num_hidden_layers": 61, "first_k_dense_replace": 60, "n_routed_experts": 3, "n_group": 1, "topk_group": 1}
     made = published(tmp_path / "hf", layers=1, **sizes)
     assert_loads(made.folder, made.model, monkeypatch, caplog)
@@ -245,7 +194,7 @@ def test_a_folder_need_not_repeat_embedding_and_head(tmp_path):
     assert_same_folder(folder, tmp_path / "again")
 
 
-def test_what_transformers_counts_and_does_not_save_is_noted(tmp_path, capsys):
+def test_tensors_that_transformers_counts_but_does_not_save_are_noted(tmp_path, capsys):
     """It writes num_nextn_predict_layers=1 beside a model that it loaded without that layer."""
     folder = add_tokenizer(save_model(make_model("deepseek-v3"), tmp_path / "hf"))
     assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1

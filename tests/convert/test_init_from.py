@@ -1,4 +1,4 @@
-"""Runs that start with given weights, from the command line on; what they compute is in `test_families`."""
+"""Runs that start with given weights, from the command line on; their results are tested in `test_families`."""
 
 import json
 from dataclasses import replace
@@ -18,9 +18,9 @@ from moefold.convert.preflight import resolve_weights_folder
 from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups
+from tests.convert.hf_folders import add_tokenizer
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.side_by_side import recipe, train_ours
-from tests.convert.test_round_trip import add_tokenizer
 
 pytestmark = pytest.mark.parity
 STAGES = ("dense", "warm", "sparse")
@@ -99,7 +99,7 @@ def _save_under(cfg: Config) -> None:
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["head", "tied"])
 def test_a_vocabulary_that_tp_does_not_divide_is_exported_whole(pool, tmp_path, is_tied):
-    """What two tp ranks read and saved has the rows of the folder that they read, and the same bits."""
+    """A save of two tp ranks has the rows of the folder that they read, and the same bits."""
     given = make_model("mixtral", num_hidden_layers=1, vocab_size=67, tie_word_embeddings=is_tied)
     folder = add_tokenizer(save_model(given, tmp_path / "hf"))
     cfg = recipe(folder, folder, world_size=2, tp=2)
@@ -150,7 +150,7 @@ def test_weights_that_a_recipe_cannot_start_with(tmp_path, monkeypatch, capsys, 
 
 
 def test_sparse_attention_starts_from_dense_weights_and_warms_its_indexers_up(tmp_path, monkeypatch, capsys):
-    """Dense run, warm-up of the indexers alone, sparse run, generation; each starts with the weights before it."""
+    """Dense run, warm-up of only the indexers, sparse run, generation; each starts with the weights before it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dense.toml").write_text(MTP)
     sparse = [

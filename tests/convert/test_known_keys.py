@@ -13,7 +13,7 @@ from moefold.convert.hf_config import inspect_config, inspect_folder
 from moefold.convert.key_reader import declared_keys
 from moefold.convert.known_keys import KeyReport, config_known_keys
 from moefold.errors import ConfigError
-from tests.convert.test_config_fields import _model_for
+from tests.convert.family_models import model_of_family
 from tools.declared_keys import family_keys, format_table, make_table
 
 BASE_CLASS = {
@@ -45,7 +45,7 @@ HARMLESS = {"my_text": "anything", "my_null": None, "my_false": False}
 
 
 def _keys(family: str) -> dict[str, Any]:
-    return FAMILIES[family].write(_model_for(family))
+    return FAMILIES[family].write(model_of_family(family))
 
 
 def _inspect(keys: Mapping[str, Any], *ignored: str) -> tuple[ModelConfig, KeyReport]:
@@ -86,7 +86,7 @@ def _with_nested(keys: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, An
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_class_of_transformers_declares_is_read_or_refused(family):
+def test_every_key_that_the_class_of_transformers_declares_is_read_or_refused(family):
     """Each declared key that the family does not read is refused with another value than the default."""
     keys = _keys(family)
     known = config_known_keys(family)
@@ -120,7 +120,7 @@ def _is_size(key: str) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_is_read(family):
+def test_files_of_transformers_are_read(family):
     transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
     config = transformers.AutoConfig.for_model(**_keys(family))
     config.architectures = [FAMILIES[family].architecture]
@@ -140,7 +140,7 @@ def test_the_table_equals_the_installed_transformers():
     if transformers.__version__ == table.versions["transformers"]:
         assert {name: family_keys(name) for name in known} == {name: table.families[name] for name in known}
         return
-    # Of another version, at least a folder with the defaults of its classes has no key that is not known.
+    # Under another version, at least a folder with the defaults of its classes has no unknown key.
     for name in known:
         added = {key: value for key, value in family_keys(name).items() if key not in table.families[name]}
         family = MODEL_TYPES[name].name

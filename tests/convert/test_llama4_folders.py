@@ -6,9 +6,9 @@ import torch
 from safetensors.torch import load_file
 
 from moefold.cli.main import main
+from tests.convert.hf_folders import add_tokenizer
 from tests.convert.hf_models import MODELS, SIZES, tokens_of, transformers
-from tests.convert.test_round_trip import add_tokenizer
-from tests.convert.test_weights import our_logits
+from tests.convert.our_logits import our_logits
 
 VISION = {
     "hidden_size": 16,

@@ -1,4 +1,4 @@
-"""Weighted means of checkpoints: the numbers, any mapping, what is refused, and what accepts the result."""
+"""Weighted means of checkpoints: the numbers, any mapping, refusals, and the commands that accept the result."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from moefold.errors import ConfigError
 from moefold.remote_path import to_path
 from tests.convert.regions import full_region
 from tests.models import edit_model
-from tests.train.test_trainer import _train, losses, recipe
+from tests.train.tiny_runs import losses, recipe, train_rank
 
 pytestmark = pytest.mark.parity
 
@@ -35,7 +35,7 @@ def _branch(root: Path, name: str, steps: int, *, seed: int, start: str = "start
     cfg = recipe(root / name, steps, dtype="float32", every=steps, **parallel)
     model = edit_model(
         cfg.model,
-        {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid", "num_layers": 2, "tie_embeddings": True},
+        {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid", "layers": 2, "tie_embeddings": True},
     )
     start_path = str(root / start) if start else ""
     cfg = replace(cfg, model=model, checkpoint=replace(cfg.checkpoint, init_from=start_path))
@@ -46,10 +46,10 @@ def _branch(root: Path, name: str, steps: int, *, seed: int, start: str = "start
 def runs(pool, tmp_path_factory) -> Path:
     """Two runs from one start under different mappings, and one from another seed."""
     root = tmp_path_factory.mktemp("runs")
-    pool.run(1, _train, _branch(root, "start", 2, seed=3, start=""))
-    pool.run(2, _train, _branch(root, "math", 2, seed=4, **MAPPINGS["math"]))
-    pool.run(2, _train, _branch(root, "code", 3, seed=5, **MAPPINGS["code"]))
-    pool.run(1, _train, _branch(root, "other", 2, seed=6, start=""))
+    pool.run(1, train_rank, _branch(root, "start", 2, seed=3, start=""))
+    pool.run(2, train_rank, _branch(root, "math", 2, seed=4, **MAPPINGS["math"]))
+    pool.run(2, train_rank, _branch(root, "code", 3, seed=5, **MAPPINGS["code"]))
+    pool.run(1, train_rank, _branch(root, "other", 2, seed=6, start=""))
     return root
 
 
@@ -69,7 +69,7 @@ def _merge(out: Path, *checkpoints: Path, weights: tuple[float, ...] = ()) -> Pa
     return out
 
 
-def test_one_checkpoint_alone_keeps_every_bit(runs, tmp_path):
+def test_a_merge_of_one_checkpoint_keeps_every_bit(runs, tmp_path):
     merged = _merge(tmp_path / "merged", runs / "code", weights=(3.0,))
     assert differing_tensors(merged, _newest(runs / "code"), "model.") == []
     assert not any(tensor.name.startswith("optimizer.") for tensor in stored_tensors(merged))
@@ -118,7 +118,7 @@ def test_the_mapping_that_wrote_a_checkpoint_does_not_matter(pool, runs, tmp_pat
             moe=replace(cfg.moe, bias_update_rate=0.0),
             checkpoint=replace(cfg.checkpoint, init_from=str(runs / name)),
         )
-        pool.run(8, _train, cfg)
+        pool.run(8, train_rank, cfg)
         assert differing_tensors(_newest(runs / name), _newest(tmp_path / name), "model.") == []
         assert read_meta(_newest(tmp_path / name)).parallel != read_meta(_newest(runs / name)).parallel
     originals = _merge(tmp_path / "originals", runs / "math", runs / "code", weights=(1, 3))
@@ -137,7 +137,7 @@ def test_a_merge_is_read_by_runs_eval_and_another_merge(pool, runs, tmp_path, ca
     assert f"{merged}: weights alone, {meta.origin}\n" in capsys.readouterr().out
     cfg = _branch(tmp_path, "next", 1, seed=3, start="merged", world_size=2, ep=2)
     # The loss by the counts of the last step has a buffer that weights lack.
-    pool.run(2, _train, replace(cfg, moe=replace(cfg.moe, aux_kind="last_global_batch")))
+    pool.run(2, train_rank, replace(cfg, moe=replace(cfg.moe, aux_kind="last_global_batch")))
     assert losses(tmp_path / "next") != losses(runs / "start")[:1]
     _merge(tmp_path / "again", merged, runs / "start")
     np.save(tmp_path / "tokens.npy", np.arange(64, dtype=np.uint16) % 32)
@@ -248,7 +248,7 @@ def test_other_seeds_are_refused(runs, tmp_path, capsys):
         (["math", "code", "--out", "math"], "'math' exists; name another folder, or remove it"),
     ],
 )
-def test_what_cannot_be_merged_is_one_line(runs, tmp_path, monkeypatch, capsys, words, message):
+def test_a_refused_merge_is_one_line(runs, tmp_path, monkeypatch, capsys, words, message):
     for name in ("math", "code"):
         (tmp_path / name).symlink_to(runs / name)
     (tmp_path / "hf").mkdir()

@@ -12,7 +12,8 @@ from moefold.convert.model_card import read_training_run
 from moefold.convert.preflight import read_model
 from moefold.hub import snapshot
 from moefold.remote_copy import local_copy
-from tests.convert.test_tokenizer_export import SIZES, export, make_import, make_tokenizer, place, train, transformers
+from tests.convert.hf_models import transformers
+from tests.convert.tokenizer_folders import SIZES, export, make_import, make_tokenizer, place, train
 
 __all__ = ["place"]
 
@@ -54,7 +55,7 @@ def test_an_export_has_card_and_generation_settings_of_its_run(place, capsys):
 
 
 def test_a_card_names_the_model_on_the_hub_that_training_began_with(place, capsys):
-    """Through an import and a run: neither has to be there by its name on the hub."""
+    """Through an import and a run: none of them has to be there by its name on the hub."""
     folder = make_import(Path("hub/models--me--base/snapshots/0123"))
     assert main(["import", str(folder), "start"]) == 0
     words = ["model.vocab_size=320", f"data.tokenizer={folder}/tokenizer.json"]

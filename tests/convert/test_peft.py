@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: a recorded folder of PEFT, the way out and in, and what is refused."""
+"""Adapters in PEFT's format: a recorded folder of PEFT, export and import, and refusals."""
 
 import json
 import shutil
@@ -208,7 +208,7 @@ def test_experts_that_transformers_has_no_parameter_of_are_refused(folder, tmp_p
 
 
 def test_trained_adapters_go_out_and_in(folder, tmp_path, monkeypatch, capsys):
-    """Every expert is a module of PEFT; what is read again has the same bits, and training goes on from it."""
+    """Every expert is a module of PEFT; adapters that are read again have the same bits, and training goes on."""
     monkeypatch.chdir(tmp_path)
     run = str(folder / "run")
     assert main(["export", run, "peft"]) == 0
@@ -316,7 +316,7 @@ def test_adapters_of_another_model_are_refused(folder, tmp_path, monkeypatch, ca
         ),
     ],
 )
-def test_what_has_no_effect_or_fits_nothing_is_refused(folder, monkeypatch, capsys, words, message):
+def test_options_without_effect_or_match_are_refused(folder, monkeypatch, capsys, words, message):
     monkeypatch.chdir(folder)
     assert main(words) == 2
     assert message in capsys.readouterr().err

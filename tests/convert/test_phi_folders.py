@@ -1,4 +1,4 @@
-"""Folders of Phi-3.5-MoE: older keys, contexts beyond the original one, and what is refused."""
+"""Folders of Phi-3.5-MoE: older keys, contexts beyond the original one, and refusals."""
 
 import json
 from functools import partial
@@ -13,7 +13,7 @@ from moefold.cli.main import main
 from moefold.convert.hf_config import read_model_config
 from moefold.errors import ConfigError
 from tests.convert.hf_models import LONGROPE, logits_of, make_model, save_model, tokens_of
-from tests.convert.test_weights import SEQ_LEN, our_logits
+from tests.convert.our_logits import SEQ_LEN, our_logits
 
 
 def _folder(tmp_path: Path, change: dict[str, Any]) -> Path:
@@ -61,7 +61,7 @@ def test_keys_of_the_released_folders_are_read(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_not_computed_is_refused(tmp_path, change, message):
+def test_options_that_are_not_computed_are_refused(tmp_path, change, message):
     with pytest.raises(ConfigError) as raised:
         read_model_config(_folder(tmp_path, change))
     assert message in str(raised.value)
@@ -82,7 +82,7 @@ def test_a_bias_that_is_missing_or_unknown_stops_the_import(tmp_path, capsys, na
 
 
 def test_beyond_the_original_context_the_long_factors_are_used(tmp_path):
-    """transformers 5.24 switches the attention factor alone there, unless its RoPE is told the length."""
+    """transformers 5.24 switches only the attention factor there, unless its RoPE is told the length."""
     theirs = make_model("phi-moe", rope_parameters=LONGROPE | {"original_max_position_embeddings": SEQ_LEN - 1})
     folder = save_model(theirs, tmp_path / "hf")
     tokens = tokens_of(2, SEQ_LEN)

@@ -52,7 +52,7 @@ def fp8_pair(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fp8_folders(tmp_path: Path, name: str) -> tuple[Path, Path]:
-    """A quantised folder, and the plain one of the same values."""
+    """A quantised folder, and a plain folder of the same values."""
     model = make_model(name)
     plain = {key: value.float() for key, value in load_file(save_model(model, tmp_path / "fp8") / WEIGHTS).items()}
     save_model(model, tmp_path / "plain")
@@ -68,7 +68,7 @@ def fp8_folders(tmp_path: Path, name: str) -> tuple[Path, Path]:
 
 
 def mxfp4_folders(tmp_path: Path) -> tuple[Path, Path]:
-    """Random codes and scales, and what transformers makes of them."""
+    """Draw random codes and scales, and return them with the values that transformers computes from them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     model = make_model("gpt-oss", hidden_size=96, intermediate_size=64)
@@ -120,7 +120,7 @@ def test_any_part_of_a_weight_equals_the_part_of_the_whole(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_an_export_quantises_what_it_read(tmp_path, name):
+def test_an_export_quantises_the_weights_that_it_read(tmp_path, name):
     """Codes of MXFP4 stand for the same values again; codes of FP8 have other blocks and differ by their precision."""
     quantized, plain = FOLDERS[name](tmp_path)
     kind = "mxfp4" if name == "gpt-oss" else "fp8"

@@ -10,15 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.cli.main import main
+from tests.convert.hf_folders import add_tokenizer, assert_same_folder
 from tests.convert.hf_models import logits_of, make_model, save_model, tokens_of
-from tests.convert.test_further_layers import (
-    SEQ_LEN,
-    WEIGHTS,
-    _as_published,
-    assert_loads,
-    assert_mtp_loss_of_transformers,
-)
-from tests.convert.test_round_trip import add_tokenizer, assert_same_folder
+from tests.convert.mtp_folders import SEQ_LEN, WEIGHTS, as_published, assert_loads, assert_mtp_loss_of_transformers
 
 OWN = {
     "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
@@ -46,7 +40,7 @@ def published(folder: Path, name: str, **counted: int) -> SimpleNamespace:
     save_model(model, folder)
     tensors = load_file(folder / WEIGHTS)
     for key, tensor in further.layers.state_dict().items():
-        for theirs, part in _as_published(key, tensor.detach(), 3).items():
+        for theirs, part in as_published(key, tensor.detach(), 3).items():
             rest = theirs.removeprefix("model.layers.3.")
             tensors[OWN.get(rest, f"mtp.layers.0.{rest}")] = part.contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

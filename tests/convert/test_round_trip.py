@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,41 +11,23 @@ from safetensors.torch import load_file, save_file
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, counted
 from moefold.cli.main import main
-from moefold.comm.groups import current_world
 from moefold.config.upgrade import FORMAT
 from moefold.convert.export_folder import max_positions
 from moefold.convert.hf_shards import MANIFEST_FILE
-from tests.convert.hf_models import (
-    ALL_MODELS_SOME_SLOW,
-    FIRST_OF_CLASS,
-    logits_of,
-    make_model,
-    save_model,
-    tokens_of,
-    transformers,
+from tests.convert.hf_folders import (
+    add_tokenizer,
+    assert_same_folder,
+    import_and_export,
+    loaded_in_silence,
+    split_weights,
 )
+from tests.convert.hf_models import ALL_MODELS_SOME_SLOW, FIRST_OF_CLASS, logits_of, make_model, save_model, tokens_of
 from tests.models import model_of
 from tests.slow import slow
 
 
-def add_tokenizer(folder: Path) -> Path:
-    """What a folder has beside the model."""
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (folder / "modeling_custom.py").write_text("raise SystemExit")
-    return folder
-
-
 def folder_of(tmp_path: Path, name: str, **how: object) -> Path:
     return add_tokenizer(save_model(make_model(name), tmp_path / "hf", **how))
-
-
-def assert_same_folder(first: Path, second: Path, *, but: tuple[str, ...] = ("modeling_custom.py",)) -> None:
-    """Both folders hold the same files, to the byte; the second has a manifest."""
-    names = {path.name for path in first.iterdir()} - set(but)
-    assert {path.name for path in second.iterdir()} == names | {MANIFEST_FILE}
-    for name in sorted(names):
-        assert (second / name).read_bytes() == (first / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("name", FIRST_OF_CLASS)
@@ -94,7 +74,7 @@ def test_a_head_that_repeats_the_embedding_comes_back(tmp_path, capsys, is_split
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if is_split:
-        _split(folder, tensors)
+        split_weights(folder, tensors)
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
     assert "ignored (the embedding again): lm_head.weight\n" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
@@ -105,7 +85,7 @@ def test_a_head_that_repeats_the_embedding_comes_back(tmp_path, capsys, is_split
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "half"), "--dtype", "bfloat16", "--check"]) == 0
 
 
-def test_what_is_said_is_so_and_can_be_typed(tmp_path, monkeypatch, capsys):
+def test_messages_are_true_and_their_commands_can_be_typed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder_of(tmp_path, "llama", shard="8KB").rename("hf x")
     assert main(["import", "hf x", "my ckpt"]) == 0
@@ -119,7 +99,7 @@ def test_what_is_said_is_so_and_can_be_typed(tmp_path, monkeypatch, capsys):
     assert "'my ckpt/recipe.toml' is a file; name a run, or a folder of checkpoints" in capsys.readouterr().err
 
 
-def test_what_is_computed_is_listed_and_not_written_again(tmp_path, capsys):
+def test_computed_tensors_are_listed_and_not_written_again(tmp_path, capsys):
     folder = add_tokenizer(save_model(make_model("llama"), tmp_path / "hf"))
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -162,48 +142,9 @@ def test_index_config_and_metadata_come_back_whatever_wrote_them(tmp_path):
     assert not list((tmp_path / "one").glob("*.index.json"))
 
 
-def _split(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Two files with an index, the head in the first and the embedding in the second."""
-    names = {True: "model-00001-of-00002.safetensors", False: "model-00002-of-00002.safetensors"}
-    weight_map = {name: names["embed" not in name] for name in tensors}
-    for file in names.values():
-        part = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
-        save_file(part, folder / file, metadata={"format": "pt"})
-    total = {
-        "total_parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-    }
-    index = {"metadata": total, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    (folder / "model.safetensors").unlink()
-
-
-REPORTED_ANYWAY = tuple(
-    f"Unrecognized keys in `rope_parameters` for 'rope_type'={keys}"
-    for keys in (
-        "'dynamic': {'alpha'}",
-        "'longrope': {'long_mscale', 'short_mscale'}",
-        "'longrope': {'short_mscale', 'long_mscale'}",
-    )
-)
-"""transformers reports this of the folders of Hunyuan and Phi-3.5-MoE that it writes itself."""
-
-
-def loaded_in_silence(folder: Path, monkeypatch, caplog, **how: object) -> Any:
-    """The model of transformers, which reports no missing and no unexpected key, nor anything else."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    caplog.clear()
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **how)
-    assert not any(info.values()), info
-    messages = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
-    assert [message for message in messages if message not in REPORTED_ANYWAY] == []
-    return loaded
-
-
 @pytest.mark.parametrize("name", ALL_MODELS_SOME_SLOW)
 def test_transformers_computes_the_same_with_an_export(tmp_path, monkeypatch, caplog, name):
-    """With a config.json that was made from [model] alone, as for a run without import.
+    """Config.json is made from [model] only, as for a run without import.
 
     With the files that came along, an export is the folder that transformers wrote, to the byte, and a manifest.
     """
@@ -275,19 +216,10 @@ def test_the_manifest_lists_every_tensor_with_its_hash(tmp_path):
         assert listed["sha256"] == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
-def _convert(folder: Path, ckpt: Path, again: Path) -> None:
-    from moefold.convert.export_folder import ExportOptions, export_folder
-    from moefold.convert.import_folder import ImportOptions, import_folder
-
-    crew = current_world()
-    import_folder(folder, ckpt, crew, ImportOptions(check=True), on_bytes=lambda _: None)
-    export_folder(ckpt, again, crew, ExportOptions(check=True), on_bytes=lambda _: None)
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("world_size", [3, *slow([(2,)])])
 def test_ranks_share_the_work(pool, tmp_path, world_size):
     folder = folder_of(tmp_path, "qwen2-moe", dtype=torch.bfloat16, shard="30KB")
-    pool.run(world_size, _convert, folder, tmp_path / "ckpt", tmp_path / "again")
+    pool.run(world_size, import_and_export, folder, tmp_path / "ckpt", tmp_path / "again")
     assert_same_folder(folder, tmp_path / "again")
     assert len(list((tmp_path / "ckpt").glob("*.distcp"))) == world_size

@@ -26,7 +26,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {f"{name}.{i}": torch.randn(shape).to(dtype) for name, dtype in kinds for i, shape in enumerate(SHAPES)}
 
 
-def test_what_the_library_wrote_is_read(tmp_path):
+def test_files_of_the_library_are_read(tmp_path):
     save_file(tensors(), tmp_path / "x.safetensors", metadata={"format": "pt"})
     header = read_header(tmp_path / "x.safetensors")
     assert header.keys() == tensors().keys()
@@ -48,7 +48,7 @@ def test_parts_equal_the_whole(tmp_path, index):
     assert torch.equal(stored.read(index), tensors()["F32.3"][index])
 
 
-def test_what_is_written_in_pieces_is_the_librarys_file_to_the_byte(tmp_path):
+def test_a_file_written_in_pieces_is_the_librarys_file_to_the_byte(tmp_path):
     save_file(tensors(), tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     header = read_header(tmp_path / "theirs.safetensors")
     in_order = load_order(tmp_path / "theirs.safetensors")

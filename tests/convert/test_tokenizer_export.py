@@ -12,66 +12,9 @@ from moefold.cli.main import main
 from moefold.convert.tokenizer_export import choose_tokenizer
 from moefold.data.tokenizer_folder import JsonTokenizer
 from tests.convert.hf_models import make_model, save_model, transformers
+from tests.convert.tokenizer_folders import END, SIZES, TEXT, export, make_import, make_tokenizer, place, train
 
-END = "<|endoftext|>"
-TEXT = "Rivers carry 12345 stones, and it's far  to the sea.\n\n" * 40
-SIZES = ["model.layers=1", "model.hidden_size=32", "model.attention.num_heads=4", "model.attention.num_kv_heads=4"]
-SIZES += ["model.ffn.moe.intermediate_size=16", "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]
-RUN = ["run.device=cpu", "run.dtype=float32", "run.steps=1", "train.seq_len=16", "train.global_batch_size=2"]
-RUN += ["checkpoint.every=1", "data.validation_fraction=0.2"]
-
-
-def make_tokenizer(file: Path, *, special: tuple[str, ...] = (END,), merges: int = 40) -> Path:
-    """A byte-level BPE; its ids do not depend on anything but the arguments."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=256 + len(special) + merges,
-        special_tokens=["<pad>", *special],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    file.parent.mkdir(exist_ok=True)
-    tokenizer.save(str(file))
-    return file
-
-
-def make_import(folder: Path) -> Path:
-    """A Hugging Face folder with a tokenizer and what goes with it."""
-    model = make_model("qwen3-moe", num_hidden_layers=1, vocab_size=320)
-    save_model(model, folder)
-    make_tokenizer(folder / "tokenizer.json", merges=20)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
-    (folder / "chat_template.jinja").write_text("theirs")
-    (folder / "generation_config.json").write_text(
-        json.dumps({"bos_token_id": 7, "eos_token_id": [7, 8], "temperature": 0.7})
-    )
-    return folder
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch, capsys):
-    """A folder to work in, with a text."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(TEXT)
-    Path("recipe.toml").write_text("")
-    return tmp_path
-
-
-def train(*words: str) -> None:
-    assert main(["train", "recipe.toml", "data.kind=text", "data.path=text.txt", "run.dir=run", *RUN, *words]) == 0
-
-
-def export(capsys) -> tuple[Path, str]:
-    """The folder of the run's newest checkpoint, and what the command said."""
-    capsys.readouterr()
-    assert main(["export", "run", "out", "--check"]) == 0
-    return Path("out"), capsys.readouterr().out
+__all__ = ["place"]
 
 
 def ids_in(folder: Path, file: str = "config.json") -> tuple[object, ...]:
@@ -107,8 +50,8 @@ def test_a_tokenizer_goes_out_with_the_run_that_read_text_with_it(place, capsys)
     assert "1 optimizer steps, 32 tokens" in card
 
 
-def test_what_lies_beside_a_tokenizer_goes_out_with_it(place, capsys):
-    """The folder may be named instead of the file; a template that was changed since is the one of the training."""
+def test_files_beside_a_tokenizer_are_exported_with_it(place, capsys):
+    """The folder may be named instead of the file; a template that changed since is exported as it was in training."""
     trained = make_tokenizer(Path("words/tokenizer.json"), special=("<stop>",))
     settings = {"eos_token": "<stop>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
     Path("words/tokenizer_config.json").write_text(json.dumps(settings))

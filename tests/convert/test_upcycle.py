@@ -28,9 +28,9 @@ from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
+from tests.convert.hf_folders import add_tokenizer
 from tests.convert.hf_models import MODEL_NAMES, logits_of, make_model, save_model, tokens_of, transformers
 from tests.convert.regions import full_region
-from tests.convert.test_round_trip import add_tokenizer
 from tests.models import edit_model
 
 SEQ_LEN = 16
@@ -75,7 +75,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "ffn.moe.num_experts": 4,
         "ffn.moe.top_k": 2,
         "ffn.moe.intermediate_size": 36,
-        "layer_pattern": "DM2",
+        "layers.ffn": "dense, 2 moe",
     },
     "zero router, probabilities": {
         "ffn.moe.num_experts": 12,
@@ -121,7 +121,7 @@ def dense(tmp_path_factory):
 def config_of(folder: Path, settings: dict[str, object]) -> Config:
     """Config with the settings of the model, and of checkpoint.upcycle by "upcycle.key"."""
     sizes = {key: value for key, value in settings.items() if not key.startswith("upcycle.")}
-    model = edit_model(read_model_config(folder), {"layer_pattern": "M", **sizes})
+    model = edit_model(read_model_config(folder), {"layers.ffn": "moe", **sizes})
     run = RunConfig(device="cpu", dtype="float32", seed=3)
     cfg = Config(run=run, model=model, train=TrainConfig(seq_len=SEQ_LEN))
     made = {f"checkpoint.{key}": value for key, value in settings.items() if key not in sizes}
@@ -144,7 +144,7 @@ def upcycled_logits(folder: Path, cfg: Config, tokens: torch.Tensor) -> torch.Te
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_what_promises_to_start_equal_does(dense, kind):
+def test_an_upcycling_that_promises_to_start_equal_does(dense, kind):
     theirs, folder = dense
     cfg = config_of(folder, SETTINGS[kind])
     assert preserves_outputs(cfg.model, cfg.checkpoint.upcycle)
@@ -154,7 +154,7 @@ def test_what_promises_to_start_equal_does(dense, kind):
 
 
 @pytest.mark.parametrize("kind", BREAKS)
-def test_what_does_not_promise_it_does_not(dense, kind):
+def test_an_upcycling_without_that_promise_starts_otherwise(dense, kind):
     theirs, folder = dense
     cfg = config_of(folder, SETTINGS["slices"] | BREAKS[kind])
     assert not preserves_outputs(cfg.model, cfg.checkpoint.upcycle)
@@ -275,7 +275,7 @@ def test_the_command_makes_a_checkpoint_that_exports_and_trains(dense, tmp_path,
         ),
     ],
 )
-def test_what_cannot_be_upcycled_is_one_message(dense, tmp_path, capsys, words, message):
+def test_a_refused_upcycling_is_one_message(dense, tmp_path, capsys, words, message):
     _, folder = dense
     assert main(["upcycle", str(folder), str(tmp_path / "moe"), *words]) == 2
     assert message in capsys.readouterr().err
@@ -293,7 +293,7 @@ def test_slices_are_given_by_their_number_or_their_width(dense, tmp_path):
 
 
 def test_a_dense_model_without_tokenizer_is_noted(dense, tmp_path, capsys):
-    """The recipe of the result can name none, so what it would read is not what the model knows."""
+    """The recipe of the result can name none, so it would read other ids than the model knows."""
     folder = tmp_path / "dense"
     shutil.copytree(dense[1], folder)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
@@ -345,7 +345,7 @@ def test_a_model_with_experts_is_not_upcycled(tmp_path, capsys, name):
     assert "it has experts already" in capsys.readouterr().err
 
 
-def test_a_result_that_no_family_computes_is_noted_with_what_makes_it_one(tmp_path, monkeypatch, capsys):
+def test_a_result_that_no_family_computes_is_noted_with_a_way_to_a_family(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     add_tokenizer(save_model(make_model("qwen2"), Path("hf")))
     words = ["model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -12,41 +11,18 @@ import torch.distributed as dist
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
-from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.weights import HfSource, load_hf_weights
-from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.convert.hf_models import ALL_MODELS, logits_of, make_model, save_model, tokens_of
+from tests.convert.our_logits import SEQ_LEN, our_logits, recipe
 from tests.convert.regions import full_region
 from tests.slow import slow
 
-SEQ_LEN = 16
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
-"""Of float64: transformers computes norms, routers and angles in float32 whatever the weights are."""
-
-
-def recipe(folder: Path, dtype: Literal["float32", "float64"] = "float32", **parallel: object) -> Config:
-    """A recipe for the model of a folder."""
-    return Config(
-        run=RunConfig(device="cpu", dtype=dtype),
-        model=read_model_config(folder),
-        parallel=ParallelConfig(**parallel),
-        train=TrainConfig(seq_len=SEQ_LEN, micro_batch_size=1, global_batch_size=4),
-    )
-
-
-def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """[B, S, V] of our model with the weights of a folder, on one process, float64."""
-    model = build_model(recipe(folder, "float64")).double()
-    model.set_positions(torch.arange(tokens.shape[1]))
-    load_hf_weights(folder, dict(model.named_parameters()), dict(model.named_buffers()))
-    with torch.no_grad():
-        return model.eval()(tokens).transpose(0, 1)
+"""A float64 tolerance: transformers computes norms, routers and angles in float32 whatever the weights are."""
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)

@@ -1,4 +1,4 @@
-"""Folders of LongCat-Flash with experts without computation, of which published folders hold no tensors."""
+"""Folders of LongCat-Flash with experts without computation; published folders hold no tensors of them."""
 
 import json
 import re
@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from moefold.cli.main import main
 from moefold.convert.hf_shards import MANIFEST_FILE
+from tests.convert.hf_folders import add_tokenizer, assert_same_folder
 from tests.convert.hf_models import make_model, save_model, tokens_of
-from tests.convert.test_round_trip import add_tokenizer, assert_same_folder
-from tests.convert.test_weights import our_logits
+from tests.convert.our_logits import our_logits
 
 WEIGHTS = "model.safetensors"
 UNREAD = re.compile(r".*\.experts\.[567]\..*")

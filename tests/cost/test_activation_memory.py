@@ -11,19 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
-from moefold.config.data import DataConfig
 from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
 from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
-from moefold.config.moe import MoEConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
-from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, ActivationMemory, activation_memory
+from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, activation_memory
 from moefold.cost.auto_recompute import GIB, choose_recompute
-from moefold.cost.peak_memory import RankMemory, compute_rank_memory
+from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.cost.stage_memory import max_in_flight
 from moefold.metrics.memory_tracker import MemoryTracker
@@ -43,43 +38,33 @@ from moefold.parts.dispatcher.alltoall.module import AllToAllDispatcher
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config
-from moefold.verify.ranks.pool import WorkerPool
+from tests.cost.measured_memory import (
+    LATENT,
+    WITHIN,
+    assert_memory_close,
+    assert_states,
+    formulas_of,
+    lacking_values,
+    measure_one_rank,
+    measure_ranks,
+    measured,
+    memory_config,
+)
 from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps, symmetric_memory
-from tests.models import edit_model, model_of
+from tests.models import edit_model
 from tests.slow import slow
 
-MODEL = {
-    "num_layers": 2,
-    "layer_pattern": "DM",
-    "hidden_size": 64,
-    "attention.num_heads": 4,
-    "attention.num_kv_heads": 2,
-    "attention.head_dim": 16,
-    "ffn.dense.intermediate_size": 160,
-    "ffn.moe.intermediate_size": 96,
-    "ffn.moe.num_experts": 4,
-    "ffn.moe.top_k": 2,
-    "vocab_size": 256,
-    "ffn.moe.shared.intermediate_size": 80,
-}
-LATENT = {
-    "attention": "mla",
-    "attention.q_lora_rank": 24,
-    "attention.kv_lora_rank": 20,
-    "attention.qk_nope_head_dim": 12,
-    "attention.qk_rope_head_dim": 4,
-    "attention.v_head_dim": 16,
-}
 LINEAR = {
-    "attention_pattern": "FL",
+    "layers.attention": "full, linear",
     "linear_attention.num_key_heads": 2,
     "linear_attention.num_value_heads": 4,
     "linear_attention.key_head_dim": 32,
     "linear_attention.value_head_dim": 48,
 }
 LLAMA4 = {
-    "attention_pattern": "CF", "attention_chunk_size": 16, "rope_pattern": "RN", "attention.qk_norm": {},
-    "attention.qk_norm.weight": False, "attention.temperature.scale": 0.1, "ffn.moe.probs_on_input": True,
+    "layers.attention": "chunk, full", "attention_chunk_size": 16, "layers.position": "rope, nope",
+    "attention.qk_norm": {}, "attention.qk_norm.weight": False, "attention.temperature.scale": 0.1,
+    "ffn.moe.probs_on_input": True,
 }  # fmt: skip
 HEAD_GATE = {"attention.gate": {}, "attention.gate.per": "head"}
 SPARSE = {"attention.indexer.top_k": 24, "attention.indexer.num_heads": 3, "attention.indexer.head_dim": 16}
@@ -90,108 +75,12 @@ CHOICES = [
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
 SCHEDULES += [("dualpipev", 2)]
 FAST_SCHEDULES = [*SCHEDULES[1:4], SCHEDULES[5]]
-WITHIN = 0.1
-
-
-def _config(
-    dtype: str = "float32",
-    model: dict[str, object] | None = None,
-    train: dict[str, object] | None = None,
-    moe: dict[str, object] | None = None,
-    **parallel: object,
-) -> Config:
-    cfg = Config(
-        run=RunConfig(dtype=dtype, device="cpu"),
-        model=model_of(MODEL | (model or {})),
-        parallel=ParallelConfig(**parallel),
-        # Even experts: what the formulas assume of rows.
-        moe=MoEConfig(**{"choice": "round_robin"} | (moe or {})),
-        train=TrainConfig(**{"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 4} | (train or {})),
-        data=DataConfig(kind="synthetic"),
-    )
-    check_config(cfg)
-    return cfg
-
-
-def measured(cfg: Config) -> MeasuredMemory:
-    """The memory of this rank, with products and combines as the formulas count them, whatever this processor has."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm, "_EMULATES_BFLOAT16", True)
-        patch.setattr(gemm, "_USES_ONEDNN_FP32", False)
-        patch.setattr(CGemm, "is_fast", lambda gemm, dtype: False)
-        patch.delattr("moefold.ops.cpu.permute.CPermuteOps.combine")
-        threads = torch.get_num_threads()
-        # Kernels of linear attention and of gemms hold scratch memory for each thread; the formulas count one thread.
-        torch.set_num_threads(1)
-        try:
-            return measure_rank(cfg)
-        finally:
-            torch.set_num_threads(threads)
-
-
-def _on_one_rank(cfg: Config) -> MeasuredMemory:
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        return measured(cfg)
-    finally:
-        dist.destroy_process_group()
-
-
-def _formulas(cfg: Config, kernels: KernelProfile = CPU_KERNELS) -> tuple[RankMemory, ...]:
-    """The formulas without the gradient of the head, which is measured as workspace of the backward pass."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ActivationMemory, "head_gradient_sum", 0)
-        return compute_rank_memory(cfg, kernels=kernels)
-
-
-def _assert_close(cfg: Config, ranks: list[MeasuredMemory], kernels: KernelProfile = CPU_KERNELS) -> None:
-    formulas = _formulas(cfg, kernels)
-    for rank in ranks:
-        formula = formulas[rank.pp_rank].activations
-        assert formula.total == pytest.approx(rank.activations, rel=WITHIN), (rank, formula)
-
-
-MEASUREMENTS = 10
-
-
-def _measure_ranks(pool: WorkerPool, cfg: Config, formula_cfg: Config | None = None) -> list[MeasuredMemory]:
-    """Return the memory of all ranks, the smallest of several measurements where the first exceeds its formula.
-
-    Threads of gloo release the buffers of a finished collective late at times, when they wait for Python's lock.
-    """
-    size = cfg.parallel.world_size
-    formulas = _formulas(formula_cfg or cfg)
-    ranks = pool.run(size, measured, cfg)
-    for _ in range(MEASUREMENTS - 1):
-        if all((1 - WITHIN) * rank.activations <= formulas[rank.pp_rank].activations.total for rank in ranks):
-            break
-        again = pool.run(size, measured, cfg)
-        ranks = [min(pair, key=lambda rank: rank.activations) for pair in zip(ranks, again, strict=True)]
-    return ranks
-
-
-def _lacking_values(cfg: Config, rank: MeasuredMemory) -> int:
-    """The values of embedding and head that the last tp rank has less than the first, of which the formula is."""
-    tp = cfg.parallel.tp
-    rows = tp * cfg.vocab_rows - cfg.model.vocab_size if rank.rank % tp == tp - 1 else 0
-    return 2 * cfg.model.hidden_size * rows
-
-
-def _assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
-    """Weights, gradients and moments behind a step, and what is gathered in it, to the byte."""
-    formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
-    for rank in ranks:
-        states = formulas[rank.pp_rank].states
-        lacking = _lacking_values(cfg, rank) * torch.float32.itemsize
-        found = rank.after["weights"], rank.after["gradients"], rank.after["optimizer"]
-        expected = states.weights - lacking, states.gradients - lacking, states.optimizer - 2 * lacking
-        assert found == expected, rank
 
 
 @pytest.mark.parametrize("chunk", [8, 16])
 def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypatch, chunk):
     monkeypatch.setattr(gemm, "_EMULATES_BFLOAT16", False)
-    cfg = _config("bfloat16", model={"vocab_size": 8192, "hidden_size": 96}, train={"loss_chunk": chunk})
+    cfg = memory_config("bfloat16", model={"vocab_size": 8192, "hidden_size": 96}, train={"loss_chunk": chunk})
     tokens, hidden, rows = cfg.train.seq_len * cfg.train.micro_batch_size, 96, 8192
     x, weight = (torch.randn(size, hidden, dtype=torch.bfloat16, requires_grad=True) for size in (tokens, rows))
     labels = torch.randint(0, rows, (tokens,))
@@ -221,7 +110,7 @@ def test_sizes_of_the_loss_and_of_chunks_equal_the_runtime():
 @pytest.mark.parametrize("parts", [(), ("moe",), ("layer",)], ids=str)
 def test_products_in_c_hold_no_more_than_the_formulas_say(monkeypatch, parts, dtype):
     monkeypatch.setattr(CGemm, "is_fast", lambda gemm, dtype: True)
-    cfg = _config(dtype, train={"recompute": parts})
+    cfg = memory_config(dtype, train={"recompute": parts})
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     try:
         (formula,) = compute_rank_memory(cfg, kernels=CPU_KERNELS)
@@ -232,9 +121,9 @@ def test_products_in_c_hold_no_more_than_the_formulas_say(monkeypatch, parts, dt
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", *slow([("float64",)])])
 @pytest.mark.parametrize("parts", CHOICES, ids=lambda parts: "+".join(parts) or "nothing")
-def test_every_choice_of_what_is_made_again(parts, dtype):
-    cfg = _config(dtype, train={"recompute": parts})
-    _assert_close(cfg, [_on_one_rank(cfg)])
+def test_every_choice_of_recompute(parts, dtype):
+    cfg = memory_config(dtype, train={"recompute": parts})
+    assert_memory_close(cfg, [measure_one_rank(cfg)])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow([("float32",)])])
@@ -249,13 +138,13 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
         {"model": {"vocab_size": 4096}},
         {"model": {"vocab_size": 4096}, "train": {"loss_chunk": 32}},
         {"model": {"mtp_layers": 1}},
-        {"model": LINEAR | {"attention_pattern": "L"}, "train": {"recompute": ("layer",)}},
-        {"model": LATENT | {"attention_pattern": "FL", "linear_attention": "short_convolution", **HEAD_GATE}},
+        {"model": LINEAR | {"layers.attention": "linear"}, "train": {"recompute": ("layer",)}},
+        {"model": LATENT | {"layers.attention": "full, linear", "linear_attention": "short_convolution", **HEAD_GATE}},
         {"model": LATENT | SPARSE},
         {"model": SPARSE, "train": {"recompute": ("layer",)}},
-        {"model": LATENT | SPARSE | {"index_pattern": "FS"}},
-        {"model": SPARSE | {"index_pattern": "FS", "mtp_layers": 1}, "train": {"indexer_stage": "warmup"}},
-        {"model": SPARSE | {"index_pattern": "FS"}, "train": {"recompute": ("layer",)}},
+        {"model": LATENT | SPARSE | {"layers.selection": "own, shared"}},
+        {"model": SPARSE | {"layers.selection": "own, shared", "mtp_layers": 1}, "train": {"indexer_stage": "warmup"}},
+        {"model": SPARSE | {"layers.selection": "own, shared"}, "train": {"recompute": ("layer",)}},
         {"model": LLAMA4},
         {"model": {"norm": "layernorm", "head_bias": True, "mtp_layers": 1}, "train": {"recompute": ("norms",)}},
         {"model": {"norm": "layernorm", "head_bias": True, "vocab_size": 4096}, "train": {"loss_chunk": 32}},
@@ -287,8 +176,8 @@ def test_every_choice_of_what_is_made_again(parts, dtype):
     ],
 )
 def test_settings_that_are_counted_together(settings, dtype):
-    cfg = _config(dtype, **settings)
-    _assert_close(cfg, [_on_one_rank(cfg)])
+    cfg = memory_config(dtype, **settings)
+    assert_memory_close(cfg, [measure_one_rank(cfg)])
 
 
 @pytest.mark.parametrize("mtp_layers", [0, 1])
@@ -296,42 +185,42 @@ def test_the_divisor_of_the_logits_saves_one_more_input_of_the_head(mtp_layers):
     sizes = {
         "hidden_size": 256,
         "vocab_size": 64,
-        "layer_pattern": "D",
-        "num_layers": 1,
+        "layers.ffn": "dense",
+        "layers": 1,
         "ffn.dense.intermediate_size": 32,
     }
     sizes |= {"ffn.moe.shared": "none", "mtp_layers": mtp_layers}
     peaks = []
     for divisor in (1.0, 3.0):
-        cfg = _config(model=sizes | {"logits_divisor": divisor}, moe={"choice": "topk"})
-        peaks.append((_on_one_rank(cfg).activations, _formulas(cfg)[0].activations.total))
+        cfg = memory_config(model=sizes | {"logits_divisor": divisor}, moe={"choice": "topk"})
+        peaks.append((measure_one_rank(cfg).activations, formulas_of(cfg)[0].activations.total))
     (measured, formula), (measured_divided, formula_divided) = peaks
     assert formula_divided - formula == measured_divided - measured == (1 + mtp_layers) * 128 * 256 * 4
 
 
 def test_output_gates_of_sparse_latent_attention_are_counted_to_the_byte():
-    sizes = LATENT | SPARSE | {"layer_pattern": "D", "ffn.dense.intermediate_size": 32, "ffn.moe.shared": "none"}
+    sizes = LATENT | SPARSE | {"layers.ffn": "dense", "ffn.dense.intermediate_size": 32, "ffn.moe.shared": "none"}
     sizes |= {"attention.num_heads": 16, "attention.v_head_dim": 64}
     cfgs = [
-        _config(model=sizes | {"attention.gate": {} if gate else "none"}, moe={"choice": "topk"})
+        memory_config(model=sizes | {"attention.gate": {} if gate else "none"}, moe={"choice": "topk"})
         for gate in (False, True)
     ]
-    measured, gated = (_on_one_rank(cfg).activations for cfg in cfgs)
-    formula, formula_gated = (_formulas(cfg)[0].activations.total for cfg in cfgs)
+    measured, gated = (measure_one_rank(cfg).activations for cfg in cfgs)
+    formula, formula_gated = (formulas_of(cfg)[0].activations.total for cfg in cfgs)
     assert formula_gated - formula == gated - measured > 0
 
 
 @pytest.mark.parametrize("kind", ["gated_deltanet", "kda"])
 def test_linear_attention_by_torch_operations(kind):
-    cfg = _config(model=LINEAR | {"linear_attention": kind})
+    cfg = memory_config(model=LINEAR | {"linear_attention": kind})
     cfg = replace(cfg, run=replace(cfg.run, kernels="plain"))
-    _assert_close(cfg, [_on_one_rank(cfg)])
+    assert_memory_close(cfg, [measure_one_rank(cfg)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parts", [(), ("mla_up",)], ids=str)
 def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts):
-    """As on CUDA, where SDPA takes values narrower than the keys; this one saves what a flash kernel saves."""
+    """As on CUDA, where SDPA takes values narrower than the keys; this one saves the tensors of a flash kernel."""
 
     def attend(core, q, k, v, documents=None, sinks=None, scale=None):
         assert (v.shape[-1], scale) == (8, 0.25)
@@ -339,9 +228,9 @@ def test_latent_attention_saves_values_without_padding(monkeypatch, dtype, parts
 
     monkeypatch.setattr("moefold.parts.attention.mla.module.takes_narrow_values", lambda device: True)
     monkeypatch.setattr(CausalAttention, "__call__", attend)
-    cfg = _config(dtype, model=LATENT | {"attention.v_head_dim": 8}, train={"recompute": parts})
+    cfg = memory_config(dtype, model=LATENT | {"attention.v_head_dim": 8}, train={"recompute": parts})
     narrow = replace(CPU_KERNELS, narrow_values=True)
-    _assert_close(cfg, [_on_one_rank(cfg)], narrow)
+    assert_memory_close(cfg, [measure_one_rank(cfg)], narrow)
     saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
     assert saved[0] < saved[1] or parts
 
@@ -350,36 +239,38 @@ def test_latent_attention_whose_work_moves_between_ranks_pads_its_values():
     narrow = replace(CPU_KERNELS, narrow_values=True)
     for keys, is_padded in (({"hosts": "balanced"}, True), ({"placement": "balanced"}, True), ({}, False)):
         context = make_part("context", "planned", **keys)
-        cfg = _config(model=LATENT | {"attention.v_head_dim": 8}, world_size=2, context=context)
+        cfg = memory_config(model=LATENT | {"attention.v_head_dim": 8}, world_size=2, context=context)
         saved = [compute_rank_memory(cfg, kernels=kernels)[0].activations.total for kernels in (narrow, CPU_KERNELS)]
         assert (saved[0] == saved[1]) == is_padded, keys
 
 
 def test_a_schedule_of_split_passes_splits_nothing_without_a_pipeline():
-    plain, split = (_config(schedule=schedule, model={"ffn.moe.top_k": 4}) for schedule in ("1f1b", "zero-bubble"))
-    measured = _on_one_rank(split)
-    assert measured.activations == _on_one_rank(plain).activations
+    plain, split = (
+        memory_config(schedule=schedule, model={"ffn.moe.top_k": 4}) for schedule in ("1f1b", "zero-bubble")
+    )
+    measured = measure_one_rank(split)
+    assert measured.activations == measure_one_rank(plain).activations
     assert compute_rank_memory(split, kernels=CPU_KERNELS) == compute_rank_memory(plain, kernels=CPU_KERNELS)
-    _assert_close(split, [measured])
+    assert_memory_close(split, [measured])
 
 
 def test_one_rank_holds_its_states_to_the_byte():
-    cfg = _config("bfloat16")
-    _assert_states(cfg, [_on_one_rank(cfg)])
+    cfg = memory_config("bfloat16")
+    assert_states(cfg, [measure_one_rank(cfg)])
 
 
 def test_a_formula_that_forgets_a_layer_is_found():
-    cfg = _config()
-    less = replace(cfg, model=edit_model(cfg.model, {"num_layers": 1}))
-    measured = _on_one_rank(cfg)
+    cfg = memory_config()
+    less = replace(cfg, model=edit_model(cfg.model, {"layers": 1}))
+    measured = measure_one_rank(cfg)
     with pytest.raises(AssertionError):
-        _assert_close(less, [measured])
+        assert_memory_close(less, [measured])
 
 
 def _small_pipeline(schedule: str, chunks: int, parts: tuple[str, ...], **parallel: object) -> Config:
-    model = {"num_layers": 4}
+    model = {"layers": 4}
     train = {"global_batch_size": 16, "recompute": parts}
-    return _config(model=model, train=train, pp=2, schedule=schedule, virtual_stages=chunks, **parallel)
+    return memory_config(model=model, train=train, pp=2, schedule=schedule, virtual_stages=chunks, **parallel)
 
 
 @pytest.mark.parity
@@ -388,9 +279,9 @@ def _small_pipeline(schedule: str, chunks: int, parts: tuple[str, ...], **parall
 )
 def test_every_schedule(pool, schedule, chunks):
     cfg = _small_pipeline(schedule, chunks, (), world_size=2)
-    ranks = _measure_ranks(pool, cfg)
-    _assert_close(cfg, ranks)
-    _assert_states(cfg, ranks)
+    ranks = measure_ranks(pool, cfg)
+    assert_memory_close(cfg, ranks)
+    assert_states(cfg, ranks)
 
 
 @pytest.mark.parity
@@ -399,7 +290,7 @@ def test_every_schedule(pool, schedule, chunks):
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_every_schedule_with_parts_made_again(pool, schedule, chunks, parts):
     cfg = _small_pipeline(schedule, chunks, parts, world_size=2)
-    _assert_close(cfg, _measure_ranks(pool, cfg))
+    assert_memory_close(cfg, measure_ranks(pool, cfg))
 
 
 PAIRED = [("", 1), ("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)]
@@ -409,16 +300,16 @@ def _pairs(schedule: str, chunks: int, parts: tuple[str, ...]) -> Config:
     pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": chunks} if schedule else {}
     train = {"global_batch_size": 32, "recompute": parts}
     size = 4 if schedule else 2
-    return _config(model={"num_layers": 4}, train=train, world_size=size, ep=2, overlap_experts=True, **pipeline)
+    return memory_config(model={"layers": 4}, train=train, world_size=size, ep=2, overlap_experts=True, **pipeline)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("schedule", "chunks"), [PAIRED[3], *slow(PAIRED[:3])])
 def test_pairs_of_micro_batches(pool, schedule, chunks):
     cfg = _pairs(schedule, chunks, ())
-    ranks = _measure_ranks(pool, cfg)
-    _assert_close(cfg, ranks)
-    _assert_states(cfg, ranks)
+    ranks = measure_ranks(pool, cfg)
+    assert_memory_close(cfg, ranks)
+    assert_states(cfg, ranks)
 
 
 @pytest.mark.parity
@@ -426,12 +317,12 @@ def test_pairs_of_micro_batches(pool, schedule, chunks):
 def test_pairs_whose_layers_run_again(pool, schedule, chunks):
     """The forward pass goes on in the recomputation too, and is through when the backward pass is half way."""
     cfg = _pairs(schedule, chunks, ("layer",))
-    _assert_close(cfg, _measure_ranks(pool, cfg))
+    assert_memory_close(cfg, measure_ranks(pool, cfg))
 
 
 @pytest.mark.parity
 def test_pairs_of_auto_keep_to_the_budget(pool):
-    """All ranks choose the same, or they would wait for each other's exchanges; and it needs what was predicted."""
+    """All ranks choose the same, or they would wait for each other's exchanges; and it needs the predicted memory."""
     known = _pairs("1f1b", 1, ("expert_activation", "shared_experts"))
     budget = max(rank.total for rank in compute_rank_memory(known, kernels=CPU_KERNELS))
     train = replace(known.train, recompute=("auto",), memory_budget_gib=budget / GIB)
@@ -440,7 +331,7 @@ def test_pairs_of_auto_keep_to_the_budget(pool):
     choice = choose_recompute(cfg, budget, CPU_KERNELS)
     assert choice.parts
     chosen = replace(cfg, train=replace(train, recompute=choice.parts))
-    _assert_close(chosen, _measure_ranks(pool, cfg, formula_cfg=chosen))
+    assert_memory_close(chosen, measure_ranks(pool, cfg, formula_cfg=chosen))
 
 
 @pytest.mark.parity
@@ -453,7 +344,7 @@ def test_pairs_of_auto_keep_to_the_budget(pool):
 @pytest.mark.parametrize(("schedule", "chunks"), PAIRED)
 def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
     cfg = _pairs(schedule, chunks, parts)
-    _assert_close(cfg, _measure_ranks(pool, cfg))
+    assert_memory_close(cfg, measure_ranks(pool, cfg))
 
 
 @pytest.mark.parity
@@ -474,7 +365,7 @@ def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
         {"moe": {"weight_in_expert": True}},
         {"moe": {"choice": "topk", "capacity_factor": 1.0, "pad_to_capacity": True}},
         {"model": {"mtp_layers": 1}},
-        {"model": {"layer_pattern": "M"}},
+        {"model": {"layers.ffn": "moe"}},
     ],
     ids=[
         "etp", "ep-etp", "allgather", "leastloaded", "tp", "cp", "zero2", "bfloat16", "mla", "weighted", "capacity",
@@ -483,22 +374,22 @@ def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
 )  # fmt: skip
 def test_pairs_on_every_axis(pool, settings, parts):
     settings = {"world_size": 2, "ep": 2} | settings
-    model = {"num_layers": 4} | settings.pop("model", {})
+    model = {"layers": 4} | settings.pop("model", {})
     train = {"global_batch_size": 32, "recompute": parts}
-    cfg = _config(settings.pop("dtype", "float32"), model, train, overlap_experts=True, **settings)
-    _assert_close(cfg, _measure_ranks(pool, cfg))
+    cfg = memory_config(settings.pop("dtype", "float32"), model, train, overlap_experts=True, **settings)
+    assert_memory_close(cfg, measure_ranks(pool, cfg))
 
 
 def test_pairs_hold_more_micro_batches():
-    """Of 1F1B with p ranks, rank r holds 2 (p-1-r) + 2 micro-batches with pairs, and p-r without (docs/pipeline.md)."""
+    """In 1F1B with p ranks, rank r holds 2 (p-1-r) + 2 micro-batches with pairs, and p-r without (docs/pipeline.md)."""
     totals = []
     for pairs, held in ((True, [8, 6, 4, 2]), (False, [4, 3, 2, 1])):
-        model = {"num_layers": 4, "layer_pattern": "M"}
+        model = {"layers": 4, "layers.ffn": "moe"}
         train = {"global_batch_size": 32}
-        cfg = _config(model=model, train=train, world_size=8, pp=4, ep=2, overlap_experts=pairs)
+        cfg = memory_config(model=model, train=train, world_size=8, pp=4, ep=2, overlap_experts=pairs)
         assert max_in_flight(cfg, 4) == held
         totals.append([rank.activations.total for rank in compute_rank_memory(cfg, kernels=CPU_KERNELS)])
-    # Of a pair, a part of each micro-batch is in memory at a time.
+    # A part of each micro-batch of a pair is in memory at a time.
     assert all(1.3 < paired / plain < 2.0 for paired, plain in zip(*totals, strict=True)), totals
 
 
@@ -525,13 +416,13 @@ def test_every_axis_and_zero_level(pool, parallel):
         for part, keys in (("model", ["vocab_size"]), ("train", ["loss_chunk"]))
     }
     mapping = {key: value for key, value in parallel.items() if key not in ("vocab_size", "loss_chunk")}
-    cfg = _config("bfloat16", **settings, world_size=2, **mapping)
-    ranks = _measure_ranks(pool, cfg)
-    _assert_close(cfg, ranks)
-    _assert_states(cfg, ranks)
+    cfg = memory_config("bfloat16", **settings, world_size=2, **mapping)
+    ranks = measure_ranks(pool, cfg)
+    assert_memory_close(cfg, ranks)
+    assert_states(cfg, ranks)
     if cfg.parallel.zero < 3:
         gathered = compute_rank_memory(cfg, kernels=CPU_KERNELS)[0].states.gathered
-        found = {rank.gathered + _lacking_values(cfg, rank) * torch.bfloat16.itemsize for rank in ranks}
+        found = {rank.gathered + lacking_values(cfg, rank) * torch.bfloat16.itemsize for rank in ranks}
         assert found == {gathered}
 
 
@@ -553,22 +444,24 @@ def test_every_axis_and_zero_level(pool, parallel):
     ],
 )
 def test_the_tokens_of_all_ranks_are_counted_where_all_are_gathered(pool, ep, etp, dtype):
-    model = {"ffn.moe.num_experts": 8, "layer_pattern": "M"}
+    model = {"ffn.moe.num_experts": 8, "layers.ffn": "moe"}
     train = {"global_batch_size": 16, "recompute": ("layer",)}
     parallel = {"world_size": ep * etp, "ep": ep, "etp": etp, "dispatcher": "allgather"}
-    cfg = _config(dtype, model, train, **parallel)
-    _assert_close(cfg, _measure_ranks(pool, cfg))
+    cfg = memory_config(dtype, model, train, **parallel)
+    assert_memory_close(cfg, measure_ranks(pool, cfg))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_rows_that_travel_in_8_bits_are_kept_wide(pool, dispatcher):
-    cfg = _config("bfloat16", moe={"dispatch_precision": "fp8-blockwise"}, world_size=2, ep=2, dispatcher=dispatcher)
-    _assert_close(cfg, _measure_ranks(pool, cfg))
+    cfg = memory_config(
+        "bfloat16", moe={"dispatch_precision": "fp8-blockwise"}, world_size=2, ep=2, dispatcher=dispatcher
+    )
+    assert_memory_close(cfg, measure_ranks(pool, cfg))
 
 
 def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
-    cfg = _config(model={"num_layers": 32}, train={"global_batch_size": 1024}, world_size=1024, tp=4, pp=16, ep=4)
+    cfg = memory_config(model={"layers": 32}, train={"global_batch_size": 1024}, world_size=1024, tp=4, pp=16, ep=4)
     ranks = compute_rank_memory(cfg)
     assert [rank.pp_rank for rank in ranks] == list(range(16))
     assert ranks[0].activations.in_flight == {0: 15}, "beside the one that runs"
@@ -578,8 +471,8 @@ def test_memory_of_a_thousand_ranks_has_a_row_for_each_stage():
 @pytest.mark.parametrize("saves_fc1", [True, False])
 @pytest.mark.parametrize("weight_in_expert", [True, False])
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
-def test_grouped_experts_behind_an_all_to_all_save_what_their_formula_says(kernels, weight_in_expert, saves_fc1):
-    cfg = _config("bfloat16", moe={"weight_in_expert": weight_in_expert})
+def test_grouped_experts_after_an_all_to_all_save_the_bytes_of_their_formula(kernels, weight_in_expert, saves_fc1):
+    cfg = memory_config("bfloat16", moe={"weight_in_expert": weight_in_expert})
     cfg = replace(cfg, run=replace(cfg.run, kernels=kernels))
     recompute = frozenset() if saves_fc1 else frozenset({"expert_activation"})
     formula = activation_memory(cfg, recompute, CUDA_KERNELS).experts
@@ -631,33 +524,33 @@ def _measured_in_symmetric_memory(cfg: Config) -> MeasuredMemory:
 @pytest.mark.parity
 @pytest.mark.parametrize("factor", [1.5, 2.0])
 def test_a_receive_buffer_is_counted_as_a_whole(pool, factor):
-    plain = _config("bfloat16", {"layer_pattern": "M"}, world_size=2, ep=2)
+    plain = memory_config("bfloat16", {"layers.ffn": "moe"}, world_size=2, ep=2)
     parallel = replace(plain.parallel, dispatcher=make_part("dispatcher", "symm_mem", receive_factor=factor))
     cfg = replace(plain, run=replace(plain.run, device="auto"), parallel=parallel)
     check_config(cfg)
-    _assert_close(cfg, pool.run(2, _measured_in_symmetric_memory, cfg))
+    assert_memory_close(cfg, pool.run(2, _measured_in_symmetric_memory, cfg))
 
 
 @pytest.mark.parametrize("train", [{}, {"optimizer": "muon"}], ids=["adamw", "muon"])
-def test_frozen_weights_have_neither_gradients_nor_moments(train):
-    cfg = _config(model=LATENT | SPARSE | {"mtp_layers": 1}, train={"indexer_stage": "warmup"} | train)
-    rank = _on_one_rank(cfg)
-    _assert_states(cfg, [rank])
+def test_frozen_weights_have_no_gradients_and_no_moments(train):
+    cfg = memory_config(model=LATENT | SPARSE | {"mtp_layers": 1}, train={"indexer_stage": "warmup"} | train)
+    rank = measure_one_rank(cfg)
+    assert_states(cfg, [rank])
     assert 0 < rank.after["gradients"] < rank.after["weights"] / 10
-    _assert_close(cfg, [rank])
+    assert_memory_close(cfg, [rank])
 
 
 @pytest.mark.parity
 def test_each_micro_batch_of_a_warm_up_in_a_pipeline_is_counted(pool):
     """A stage keeps its input, and the first one its embedded tokens; the loss, which has no graph, saves nothing."""
-    model = SPARSE | {"num_layers": 4, "hidden_size": 64}
+    model = SPARSE | {"layers": 4, "hidden_size": 64}
     found = []
     for count in (4, 8):
         train = {"indexer_stage": "warmup", "global_batch_size": 2 * count}
-        cfg = _config(model=model, train=train, world_size=2, pp=2, schedule="gpipe")
+        cfg = memory_config(model=model, train=train, world_size=2, pp=2, schedule="gpipe")
         ranks = pool.run(2, measured, cfg)
-        _assert_close(cfg, ranks)
-        found.append(([rank.activations for rank in ranks], [rank.activations.total for rank in _formulas(cfg)]))
+        assert_memory_close(cfg, ranks)
+        found.append(([rank.activations for rank in ranks], [rank.activations.total for rank in formulas_of(cfg)]))
     (measured_4, formula_4), (measured_8, formula_8) = found
     for rank in range(2):
         grown = measured_8[rank] - measured_4[rank]

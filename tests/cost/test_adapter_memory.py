@@ -1,4 +1,4 @@
-"""Adapters and what they save, by formula against a ledger of real steps."""
+"""Adapters and their saved tensors, by formula against a ledger of real steps."""
 
 from dataclasses import replace
 
@@ -6,11 +6,9 @@ import pytest
 
 from moefold.config.lora import LoraConfig
 from moefold.validate.config import check_config
-from tests.cost.test_activation_memory import LATENT, WITHIN
-from tests.cost.test_activation_memory import _assert_states as assert_states
-from tests.cost.test_activation_memory import _config as config_of
-from tests.cost.test_activation_memory import _formulas as formulas_of
-from tests.cost.test_activation_memory import _on_one_rank as on_one_rank
+from tests.cost.measured_memory import LATENT, WITHIN, assert_states, formulas_of
+from tests.cost.measured_memory import measure_one_rank as on_one_rank
+from tests.cost.measured_memory import memory_config as config_of
 
 
 @pytest.mark.parametrize(
@@ -25,7 +23,7 @@ from tests.cost.test_activation_memory import _on_one_rank as on_one_rank
         ),
     ],
 )
-def test_adapters_alone_have_gradients_and_moments(dtype, model, lora, train):
+def test_only_adapters_have_gradients_and_moments(dtype, model, lora, train):
     cfg = replace(config_of(dtype, model=model, train=train), lora=LoraConfig(**lora))
     check_config(cfg)
     rank = on_one_rank(cfg)

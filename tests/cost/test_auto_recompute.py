@@ -17,14 +17,14 @@ from moefold.errors import ConfigError
 from moefold.validate.config import check_config
 from tests.models import model_of
 
-SHARED = {"ffn.moe.shared.intermediate_size": 512, "layer_pattern": "DM"}
+SHARED = {"ffn.moe.shared.intermediate_size": 512, "layers.ffn": "dense, moe"}
 LATENT = {"attention": "mla"}
 
 
 def _config(model: dict[str, object] | None = None, budget_gib: float = 0.0, **parallel: object) -> Config:
     return Config(
         run=RunConfig(device="cpu"),
-        model=model_of({"num_layers": 8, **(model or {})}),
+        model=model_of({"layers": 8, **(model or {})}),
         parallel=ParallelConfig(**parallel),
         train=TrainConfig(seq_len=2048, global_batch_size=64, recompute=("auto",), memory_budget_gib=budget_gib),
     )
@@ -72,7 +72,7 @@ def test_for_every_budget_the_least_work_that_fits(cfg):
     assert len(chosen) > 1
 
 
-def test_what_fits_as_it_is_is_left_alone():
+def test_a_recipe_that_fits_is_not_changed():
     choice = choose_recompute(_config(), 10**12)
     assert (choice.parts, choice.extra_flops_fraction) == ((), 0.0)
     assert "recomputes nothing" in choice.describe(10**12)
@@ -85,7 +85,7 @@ def test_norms_go_first_and_whole_layers_last():
     assert choose_recompute(cfg, _worst(cfg, ("layer",))).parts == ("layer",)
 
 
-def test_a_budget_that_holds_nothing_is_refused_with_what_would_have_to_change():
+def test_a_budget_that_holds_nothing_is_refused_with_the_way_out():
     states = (
         r"nine tenths of the smallest GPU, 0.0009313 GiB, are too small.*weights, gradients and optimizer alone "
         r"do not fit: raise parallel.pp \(now 1\), parallel.tp \(now 1\), parallel.ep \(now 1\), "

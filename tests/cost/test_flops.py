@@ -20,7 +20,7 @@ from tests.models import edit_model, model_of
 
 MIXTRAL_8X7B = model_of(
     {
-        "num_layers": 32,
+        "layers": 32,
         "hidden_size": 4096,
         "attention.num_heads": 32,
         "attention.num_kv_heads": 8,
@@ -33,7 +33,7 @@ MIXTRAL_8X7B = model_of(
 MIXTRAL_8X22B = edit_model(
     MIXTRAL_8X7B,
     {
-        "num_layers": 56,
+        "layers": 56,
         "hidden_size": 6144,
         "attention.num_heads": 48,
         "ffn.moe.intermediate_size": 16384,
@@ -42,7 +42,7 @@ MIXTRAL_8X22B = edit_model(
 )
 QWEN3_30B_A3B = model_of(
     {
-        "num_layers": 48,
+        "layers": 48,
         "hidden_size": 2048,
         "attention.num_heads": 32,
         "attention.num_kv_heads": 4,
@@ -55,11 +55,11 @@ QWEN3_30B_A3B = model_of(
     }
 )
 QWEN3_235B_A22B = edit_model(
-    QWEN3_30B_A3B, {"num_layers": 94, "hidden_size": 4096, "attention.num_heads": 64, "ffn.moe.intermediate_size": 1536}
+    QWEN3_30B_A3B, {"layers": 94, "hidden_size": 4096, "attention.num_heads": 64, "ffn.moe.intermediate_size": 1536}
 )
 QWEN2_57B_A14B = model_of(
     {
-        "num_layers": 28,
+        "layers": 28,
         "hidden_size": 3584,
         "attention.num_heads": 28,
         "attention.num_kv_heads": 4,
@@ -74,14 +74,14 @@ QWEN2_57B_A14B = model_of(
 )
 SMALL = model_of(
     {
-        "num_layers": 3,
+        "layers": 3,
         "hidden_size": 12,
         "attention.num_heads": 4,
         "attention.num_kv_heads": 2,
         "attention.head_dim": 5,
         "ffn.dense.intermediate_size": 20,
         "vocab_size": 50,
-        "layer_pattern": "DM2",
+        "layers.ffn": "dense, 2 moe",
         "ffn.moe.num_experts": 6,
         "ffn.moe.top_k": 2,
         "ffn.moe.intermediate_size": 7,
@@ -96,7 +96,7 @@ SMALL = model_of(
 @pytest.mark.parametrize(
     ("model", "total", "active"),
     [
-        # Sizes of the published checkpoints (transformers counts the same), and what their model cards call active.
+        # Sizes of published checkpoints (transformers counts the same), and active parameters of their model cards.
         (MIXTRAL_8X7B, 46_702_792_704, 12.9e9),
         (QWEN3_30B_A3B, 30_532_122_624, 3.3e9),
         (QWEN3_235B_A22B, 235_093_634_560, 22e9),
@@ -131,7 +131,7 @@ def test_tied_embeddings_count_once_but_the_head_still_works() -> None:
 
 
 def test_parts_a_model_lacks_are_zero() -> None:
-    dense = edit_model(SMALL, {"layer_pattern": "D"})
+    dense = edit_model(SMALL, {"layers.ffn": "dense"})
     count = count_parameters(dense)
     assert (count.router, count.experts, count.shared_experts, count.active_experts) == (0, 0, 0, 0)
     assert count.active == count.total
@@ -175,7 +175,7 @@ def test_causal_counts_half_of_the_core_and_nothing_else() -> None:
 
 
 def test_a_window_counts_the_keys_that_it_leaves() -> None:
-    windowed = replace(edit_model(SMALL, {"attention_pattern": "WFW"}), sliding_window=4)
+    windowed = replace(edit_model(SMALL, {"layers.attention": "window, full, window"}), sliding_window=4)
     plain, causal = train_flops_per_token(windowed, 16), train_flops_per_token(windowed, 16, causal=True)
     keys = 4 - 4 * 4 / 32
     assert plain.attention_core == 4 * 20 * (2 * keys + 16)
@@ -199,7 +199,7 @@ def test_biases_and_sinks_are_parameters() -> None:
 
 
 def test_matches_the_flop_counter_of_torch() -> None:
-    """Run the products of SMALL, forward and backward, and compare what torch counts with the formula."""
+    """Run the products of SMALL, forward and backward, and compare the count of torch with the formula."""
     seq_len, batch = 8, 2
     with FlopCounterMode(display=False) as forward:
         loss = run_products(SMALL, seq_len, batch)
@@ -211,8 +211,8 @@ def test_matches_the_flop_counter_of_torch() -> None:
 
 
 def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
-    """Count what torch computes for a dense layer and its adapters, without the core attention, which it recomputes."""
-    model = edit_model(SMALL, {"layer_pattern": "D", "num_layers": 1, "attention.qk_norm": "none"})
+    """Count torch's operations for a dense layer and its adapters, without the core attention, which it recomputes."""
+    model = edit_model(SMALL, {"layers.ffn": "dense", "layers": 1, "attention.qk_norm": "none"})
     cfg = Config(model=model, lora=LoraConfig(rank=2))
     layer = build_model(cfg).layers["0"].double()
     freeze_all_but_adapters(layer)
@@ -221,7 +221,7 @@ def test_frozen_weights_cost_no_gradient_as_torch_counts() -> None:
     with FlopCounterMode(display=False) as counted:
         layer(x, NO_ROPE).sum().backward()
     count = train_flops_per_token(model, 4)
-    # The head is no part of the layer: a product in each pass.
+    # The head is not part of the layer: a product in each pass.
     recipe = replace(cfg, train=TrainConfig(seq_len=4))
     layer_flops = step_flops_per_token(recipe.model, recipe.train, recipe.lora) - 3 * count.attention_core
     # To torch, the sums of the two norms are products: of the squares, and of their gradient.
@@ -300,8 +300,8 @@ def test_sparse_attention_by_hand() -> None:
     assert flops.attention_projections - dense.attention_projections == 32 * 2 * 4096 * (2 * 8 + 8 + 2)
     rank, rope = latent.attention.kv_lora_rank, latent.attention.qk_rope_head_dim
     assert train_flops_per_token(latent, 64).attention_core == 3 * (2 * 6 * 4 * (rank + rope + rank) + scores)
-    # A layer that shares a selection has neither the scores nor the weights of an indexer.
-    shared = edit_model(latent, {"index_pattern": "FS2"})
+    # A layer that shares a selection has no scores and no weights of an indexer.
+    shared = edit_model(latent, {"layers.selection": "own, 2 shared"})
     assert train_flops_per_token(shared, 64).attention_core == 3 * 2 * 6 * 4 * (2 * rank + rope) + scores
     assert count_parameters(latent).attention - count_parameters(shared).attention == 2 * (2 * 8 * 6 + (8 + 2) * 12)
     # With fewer keys than are selected, all are read.

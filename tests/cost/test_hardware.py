@@ -1,4 +1,4 @@
-"""Devices by name and from files, and what is wrong with a file."""
+"""Devices by name and from files, and errors of a file."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_an_unknown_device_names_the_nearest():
         load_device("h1000")
 
 
-def test_a_file_says_what_differs_from_a_known_device(tmp_path):
+def test_a_file_states_its_differences_from_a_known_device(tmp_path):
     path = tmp_path / "slow.toml"
     path.write_text('base = "h100"\nname = "slow"\nmemory_gib = 40\n[peak_flops]\nbf16 = 5e14\n')
     device = load_device(str(path))
@@ -49,7 +49,7 @@ def test_a_file_may_give_the_link_to_other_sites(tmp_path):
 
 
 def test_a_constant_is_measured_where_the_file_says_by_what(tmp_path):
-    """Absent means unmeasured: a number that a file inherits or only states is no measurement."""
+    """Absent means unmeasured: a number that a file inherits or only states was not measured."""
     assert load_device("h100").unmeasured == tuple(DECIDING_CONSTANTS)
     path = tmp_path / "mine.toml"
     path.write_text(
@@ -118,14 +118,14 @@ def test_a_constant_is_measured_where_the_file_says_by_what(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path, text, message):
+def test_errors_of_a_file_are_named(tmp_path, text, message):
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_device(str(path))
 
 
-def test_a_file_that_is_no_text_is_said(tmp_path):
+def test_a_file_that_is_not_text_is_named(tmp_path):
     path = tmp_path / "bad.toml"
     path.write_bytes(b'name = "\xff"')
     with pytest.raises(ConfigError, match="not UTF-8"):

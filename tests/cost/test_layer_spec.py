@@ -13,8 +13,8 @@ from tests.models import edit_model, model_of
 
 MODEL = model_of(
     {
-        "num_layers": 2,
-        "layer_pattern": "DM",
+        "layers": 2,
+        "layers.ffn": "dense, moe",
         "hidden_size": 24,
         "attention.num_heads": 4,
         "attention.num_kv_heads": 2,
@@ -60,7 +60,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_names_and_shapes_equal_the_module(name: str) -> None:
     """Build the model on the meta device and compare every parameter, in order, and every buffer."""
-    model = edit_model(MODELS[name], {"num_layers": min(8, MODELS[name].num_layers)})
+    model = edit_model(MODELS[name], {"layers": min(8, MODELS[name].num_layers)})
     with torch.device("meta"):
         built = build_model(Config(model=model))
     shapes = [(key, tuple(parameter.shape)) for key, parameter in built.named_parameters()]
@@ -95,7 +95,7 @@ def test_shard_dims_by_hand() -> None:
 
 
 def test_matrices_by_hand() -> None:
-    """List what is no matrix, for weight decay, and the matrix that Muon leaves to AdamW."""
+    """List the parameters that are not matrices, for weight decay, and the matrix that Muon leaves to AdamW."""
     weights = WITH_EVERYTHING.decoder_layers[1].params
     vectors = {weight.name.split(".", 1)[-1] for weight in weights if not weight.is_matrix}
     assert vectors == {

@@ -1,4 +1,4 @@
-"""Two passes that take turns: what is in memory at once, where they stand."""
+"""Two passes that take turns: the tensors that are in memory at the same time, at each point."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def _both(forward: Intervals, backward: Intervals, sent: int = 0) -> tuple[int, 
 @pytest.mark.parametrize(
     ("forward", "backward", "expected"),
     [
-        # Without an exchange backward, the forward pass runs behind it, beside what was sent.
+        # Without an exchange backward, the forward pass runs after it, and the sent tensors are in memory too.
         ([(10, 5), (30, 20)], [(25, 0)], (30, 4)),
         ([(10, 5), (20, 20)], [(25, 0)], (0, 25)),
         # At the first exchange the backward pass rests with 15; the forward pass reaches 10 there, rests with 5.
@@ -56,7 +56,7 @@ def test_hand_worked_turns(forward, backward, expected):
 
 
 def _config(parts: tuple[str, ...] = (), **parallel: object) -> Config:
-    model = model_of({"num_layers": 8, "layer_pattern": "DMM", "ffn.moe.num_experts": 8, "mtp_layers": 1})
+    model = model_of({"layers": 8, "layers.ffn": "dense, 2 moe", "ffn.moe.num_experts": 8, "mtp_layers": 1})
     train = TrainConfig(seq_len=256, global_batch_size=64, recompute=parts)
     return Config(model=model, parallel=ParallelConfig(overlap_experts=True, **parallel), train=train)
 
@@ -82,7 +82,7 @@ def test_a_pass_has_a_stretch_for_each_exchange_and_one_more(schedule, parts):
 
 @pytest.mark.parametrize("kernels", [CPU_KERNELS, CUDA_KERNELS], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [(), ("norms", "shared_experts"), ("moe",), ("layer",)])
-def test_a_forward_pass_ends_with_what_a_backward_pass_begins_with(parts, kernels):
+def test_a_forward_pass_ends_with_the_tensors_that_a_backward_pass_begins_with(parts, kernels):
     cfg = _config(parts, world_size=4, ep=4)
     cfg = replace(cfg, model=edit_model(cfg.model, {"ffn.moe.shared.intermediate_size": 64}))
     formula = activation_memory(cfg, kernels=kernels)

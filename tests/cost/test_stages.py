@@ -33,14 +33,14 @@ def _config(
     **parallel: object,
 ) -> Config:
     return Config(
-        model=model_of({"num_layers": 6, "layer_pattern": "DMM"} | (model or {})),
+        model=model_of({"layers": 6, "layers.ffn": "dense, 2 moe"} | (model or {})),
         parallel=ParallelConfig(pipeline_layout=layout, **parallel),
         train=TrainConfig(**train or {}),
     )
 
 
-@pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layer_pattern": "M"}])
-def test_the_parts_cost_what_the_model_costs(model):
+@pytest.mark.parametrize("model", [{}, {"vocab_size": 200_000}, {"mtp_layers": 2}, {"layers.ffn": "moe"}])
+def test_the_costs_of_the_parts_add_up_to_the_model(model):
     cfg = _config(model=model)
     loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
     assert sum(load.flops for load in loads) == train_flops_per_token(cfg.model, cfg.train.seq_len).forward
@@ -52,14 +52,14 @@ def test_the_parts_cost_what_the_model_costs(model):
 @pytest.mark.parametrize(
     "model",
     [
-        {"layer_pattern": "M"},
+        {"layers.ffn": "moe"},
         {"preset": "deepseek-v2-lite"},
-        {"tie_embeddings": True, "num_layers": 4},
-        {"mtp_layers": 1, "num_layers": 4},
+        {"tie_embeddings": True, "layers": 4},
+        {"mtp_layers": 1, "layers": 4},
     ],
 )
 def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
-    """Of every tp rank, what tensor parallelism shards and what it replicates: bytes by the exact formula of states."""
+    """Sharded and replicated bytes of every tp rank by the exact formula of states."""
     sizes = load_preset(model["preset"]) if "preset" in model else model
     parallel = ParallelConfig(world_size=8, tp=4, pp=2, ep=2, zero=0)
     cfg = Config(model=model_of(sizes), parallel=parallel)
@@ -76,7 +76,7 @@ ORACLE = {
     "plain": ({}, {}, {}),
     "vocabulary": ({"vocab_size": 200_000}, {}, {}),
     "small vocabulary": ({"vocab_size": 5000}, {}, {}),
-    "experts": ({"layer_pattern": "M"}, {}, {}),
+    "experts": ({"layers.ffn": "moe"}, {}, {}),
     "further": ({"mtp_layers": 2, "vocab_size": 5000}, {}, {}),
     "long": (TIGHT, {"seq_len": 16384}, {}),
     "long gpipe": (TIGHT, {"seq_len": 16384}, {"schedule": "gpipe"}),
@@ -92,7 +92,7 @@ def _bounds(stages: tuple[StageParts, ...], num_units: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", ORACLE)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
 def test_no_other_cut_is_better(name, num_stages):
-    """Of all cuts none has a smaller product of operations squared and bytes, within the pace that is allowed."""
+    """No cut has a smaller product of operations squared and bytes, within the pace that is allowed."""
     model, train, parallel = ORACLE[name]
     cfg = _config(model=model, train=train, world_size=num_stages, pp=num_stages, **parallel)
     loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
@@ -117,7 +117,7 @@ def test_no_other_cut_is_better(name, num_stages):
     "ranks", [(0,), (0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0, 1, 0, 1), (*range(8),)]
 )
 def test_no_other_cut_is_faster(ranks, vocab_size):
-    """Of all cuts none has a busiest rank, the sum of its stages, with fewer operations."""
+    """No cut has a busiest rank, the sum of its stages, with fewer operations."""
     cfg = _config(model={"vocab_size": vocab_size})
     loads = unit_costs(cfg.model, cfg.parallel, cfg.train, cfg.lora)
 
@@ -171,7 +171,7 @@ def test_layers_are_balanced_over_the_chunks_of_a_rank(pp, chunks, busiest):
 
 
 def _deep(layout: str = "auto", **train: object) -> Config:
-    model = {"num_layers": 48, "vocab_size": 1024, "layer_pattern": "D"}
+    model = {"layers": 48, "vocab_size": 1024, "layers.ffn": "dense"}
     train = {"seq_len": 4096, "global_batch_size": 64} | train
     return _config(layout, model=model, train=train, world_size=4, pp=4)
 
@@ -229,7 +229,7 @@ def test_an_automatic_layout_is_a_layout_without_faults(mtp_layers, num_stages):
 
 
 def test_hundreds_of_layers_are_cut_at_once():
-    cfg = _config(model={"num_layers": 160}, world_size=32, pp=32, virtual_stages=4)
+    cfg = _config(model={"layers": 160}, world_size=32, pp=32, virtual_stages=4)
     assert len(balanced_stages(cfg)) == 128
 
 

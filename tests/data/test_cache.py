@@ -223,7 +223,7 @@ def test_no_folder_at_all_is_an_error(text_folder: Path, temporary_folder: Path,
 @pytest.mark.parametrize(
     "make_it", [lambda path: path.mkdir(mode=0o700) or path.chmod(0o770), lambda path: path.symlink_to("/")]
 )
-def test_a_temporary_folder_that_is_not_this_users_alone_is_not_used(temporary_folder: Path, tmp_path: Path, make_it):
+def test_a_temporary_folder_that_other_users_can_write_is_not_used(temporary_folder: Path, tmp_path: Path, make_it):
     make_it(temporary_folder / f"moefold-{os.getuid()}")
     assert cache_folders(tmp_path) == (tmp_path,)
 

@@ -161,7 +161,7 @@ def test_a_date_that_is_none_is_one_message():
         template("{{ strftime_now(3) }}").render(CHAT, None, "f:1")
 
 
-def test_what_the_template_refuses_is_said_with_the_line():
+def test_a_refusal_of_the_template_is_named_with_the_line():
     with pytest.raises(ConfigError, match=r"f:1: .*only users"):
         template("{{ raise_exception('only users') }}").render(CHAT, None, "f:1")
     with pytest.raises(ConfigError, match="not a Jinja template"):

@@ -87,7 +87,7 @@ def test_a_system_text_moves_the_untrained_messages():
         ({"instruction": "a", "input": ["b"], "output": "c"}, "column 'input' holds a list"),
     ],
 )
-def test_what_is_no_conversation(fields: dict, words: str):
+def test_rows_that_are_not_conversations(fields: dict, words: str):
     with pytest.raises(ConfigError, match=words) as error:
         read(fields)
     assert "f.jsonl:7" in str(error.value)

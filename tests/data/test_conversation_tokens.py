@@ -108,7 +108,7 @@ def test_unmarked_turns_follow_the_common_prefix_with_the_prompt(
     assert is_equal == (not warned) == (template == CHATML)
     first = 1 if template == THINKS else 2
     assert is_equal or f"in {4 - first} rows, " in warned[0] and f"rows.jsonl:{first})" in warned[0]
-    # The cache keeps what was noticed.
+    # The cache keeps the notices.
     assert is_equal or list((tmp_path / "cache").glob("*.notes.json"))
 
 
@@ -142,7 +142,7 @@ def test_rows_of_trl_train_the_completion_only(tmp_path: Path):
 
 
 def test_templates_for_tools_and_parts_of_contents(tmp_path: Path):
-    """Of two templates, that for tools is taken where there are some; texts of a content are joined or passed on."""
+    """Of two templates, the one for tools is taken with tools; texts of a content are joined or passed on."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat = ChatTemplate("{{ messages[0].content }}", location="t", special_tokens={}, tool_source="{{ tools[0] }}")
     assert chat.render([{"role": "user", "content": parts}], None, "f:1").text == "a\nb"
@@ -170,7 +170,7 @@ LISTS = {
 
 @pytest.mark.parametrize("text", LISTS)
 def test_a_list_of_texts_is_one_for_templates_that_write_its_texts(text: str):
-    """Whatever words the template has: one that prints the list, or a part of it, gets the joined text."""
+    """Whatever words the template has: a template that prints the list, or a part of it, gets the joined text."""
     contents = [[{"type": "text", "text": one} for one in pair] for pair in ("ab", "cd")]
     messages = [{"role": role, "content": one} for role, one in zip(("user", "assistant"), contents, strict=True)]
     chat = ChatTemplate(LISTS[text], location="t", special_tokens={})
@@ -265,7 +265,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_what_cannot_be_used_is_named(tmp_path: Path, line: str):
+def test_unusable_files_are_named(tmp_path: Path, line: str):
     with pytest.raises(ConfigError, match=r"rows.jsonl:2\b.*" + BAD[line]):
         open_rows(tmp_path, f'{{"prompt": "a", "response": "b"}}\n{line}\n', CHATML, None)
 

@@ -47,7 +47,7 @@ def open_chats(path: Path, *, seq_len: int = S, vocab_size: int = 512, prepares:
 
 
 def answers(dataset: Dataset) -> list[str]:
-    """What the weights of every training sample select, one string a sample."""
+    """Return the tokens that the weights of every training sample select, one string a sample."""
     found = []
     for i in range(len(dataset.train)):
         sample = dataset.train.annotated_sample(i)
@@ -160,7 +160,7 @@ def test_mixtures_of_conversations(chats: Path):
         ('{"messages": [{"role": "user", "content": "b"}]}\n', "none of 1 conversations has a response"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path: Path, content: str, words: str):
+def test_unusable_files_are_named(tmp_path: Path, content: str, words: str):
     (tmp_path / "a.jsonl").write_text(content)
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}")

@@ -1,4 +1,4 @@
-"""What is noticed of files that change under their names, and what that costs."""
+"""Changes of files under the same name that are noticed, and their cost."""
 
 import os
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_rewritten_file_is_detected_and_a_copy_is_not(folder):
     assert middle
 
 
-def test_what_differs_is_said_by_name(folder):
+def test_differences_are_named(folder):
     then = {"a": "1 x", "b": "1 x", "c": "skipped", "d": "1 x", "same": "2 y"}
     now = {"a": "1 y", "c": "1 x", "d": "skipped", "e": "1 x", "same": "2 y"}
     assert list(file_differences(then, now).values()) == [

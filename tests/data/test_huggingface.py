@@ -133,7 +133,7 @@ def test_an_unknown_column_is_named_with_the_nearest(tmp_path: Path, form: Calla
         prepare(data, seq_len=S, vocab_size=256, seed=0, cache_dir=tmp_path / "cache")
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path):
+def test_unreadable_rows_are_named(tmp_path: Path):
     broken = as_jsonl(tmp_path).rename(tmp_path / "b.jsonl")
     broken.write_text(broken.read_text() + '{"text": oops}\n')
     numbers = tmp_path / "n.parquet"
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_text_that_is_no_utf8_is_named_with_file_and_row(tmp_path: Path, streaming: bool):
+def test_a_text_that_is_not_utf8_is_named_with_file_and_row(tmp_path: Path, streaming: bool):
     import pyarrow.parquet
 
     column = pyarrow.array([b"fine"] * 30 + [b"bad \xff"], type=pyarrow.binary()).view(pyarrow.string())
@@ -189,7 +189,7 @@ def test_paths_are_checked_before_anything_is_read(tmp_path: Path):
 
 
 def test_a_data_set_on_the_hub_is_asked_for_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # Without a network the package refuses; the message has to say what was asked for.
+    # Without a network the package refuses; the message has to name the data set.
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"data.path='owner/none-such' \(split 'train'\) cannot be read"):

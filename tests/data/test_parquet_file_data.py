@@ -1,4 +1,4 @@
-"""Columns of parquet files: what is damaged is named with its file and its row."""
+"""Columns of parquet files: a damaged one is named with its file and its row."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_rows_are_numbered_through_the_groups(tmp_path: Path):
     assert list(column_values(path, "text", [2, 3])) == [(i + 1, f"t{i}") for i in range(20, 35)]
 
 
-def test_a_text_that_is_no_utf8_is_named_with_its_row(tmp_path: Path):
+def test_a_text_that_is_not_utf8_is_named_with_its_row(tmp_path: Path):
     path = write(tmp_path / "a.parquet", [b"fine", b"fine", *[b"x"] * 20, b"bad \xff", b"fine"])
     with pytest.raises(ConfigError, match=r"a.parquet: column 'text' holds no UTF-8 in row 23 .*at byte 4.*fix"):
         list(column_values(path, "text", [2]))

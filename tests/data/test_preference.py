@@ -78,7 +78,7 @@ def test_formats_of_a_labelled_completion():
     ],
     ids=str,
 )
-def test_a_row_that_is_no_pair_is_refused_with_its_line(fields, message):
+def test_a_row_that_is_not_a_pair_is_refused_with_its_line(fields, message):
     with pytest.raises(ConfigError) as error:
         parse_pair(_record(**fields))
     assert "rows.jsonl:7" in str(error.value)
@@ -182,7 +182,7 @@ def test_kto_adds_the_completion_of_the_next_other_prompt(files: Path):
 
 
 def test_kto_compares_the_rows_that_are_left_when_bad_ones_are_skipped(files: Path, caplog):
-    """Whether a row cannot be read or cannot be rendered, it is neither trained nor the completion of another row."""
+    """A row that cannot be read or rendered is not trained, and is not the completion of another row."""
     good = [{"prompt": p, "completion": c, "label": c != "2"} for p, c in [("p", "1"), ("q", "2"), ("r", "3")]]
     unread = {"prompt": "s", "completion": "x", "label": None}
     unrendered = {"prompt": "t", "completion": "BAD", "label": True}

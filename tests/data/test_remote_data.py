@@ -17,7 +17,7 @@ from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.remote_copy import local_copy, upload_folder
 from moefold.remote_path import RemotePath
-from tests.convert.test_tokenizer_export import TEXT, make_tokenizer
+from tests.convert.tokenizer_folders import TEXT, make_tokenizer
 
 SEQ_LEN = 72
 
@@ -79,7 +79,7 @@ def test_token_files_keep_their_remote_names(place):
         build_token_file_set(replace(data, path=f"{url}/gone.npy"), vocab_size=256)
 
 
-def test_a_remote_tokenizer_comes_with_its_settings_alone(place):
+def test_a_remote_tokenizer_comes_with_only_its_settings(place):
     make_tokenizer(place / "files" / "tokenizer.json")
     (place / "files" / "tokenizer_config.json").write_text("{}")
     (place / "files" / "model.safetensors").write_bytes(b"x" * 1000)

@@ -1,4 +1,4 @@
-"""Runs that are interrupted at random moments take the samples of one that was not: none twice, none left out."""
+"""Runs interrupted at random moments take the samples of an uninterrupted run: none twice, none left out."""
 
 import json
 import random
@@ -65,7 +65,7 @@ def _open(data: DataConfig, cache: Path) -> Sampler:
 
 
 def _life(data: DataConfig, cache: Path, first: int, state: object, steps: int, dp: int) -> tuple[list[bytes], object]:
-    """The samples that the ranks of one life take, in the order of the global batches, and what the first rank saves.
+    """The samples that the ranks of one life take, in the order of the global batches, and the first rank's state.
 
     As `BatchSharder` cuts a batch: rank d has the samples from d * BATCH / dp on.
     """

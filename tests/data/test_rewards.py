@@ -1,4 +1,4 @@
-"""Alignment with rewards: what is kept, how losses are scaled, and how a reward is written into a prompt."""
+"""Alignment with rewards: rows that are kept, scales of losses, and rewards that are written into a prompt."""
 
 import json
 import logging
@@ -144,7 +144,7 @@ def test_condition_writes_the_reward_into_the_message_before_the_answer(files: P
     ids=str,
 )
 @pytest.mark.parametrize("method", ["filter", "weight", "condition"])
-def test_a_reward_that_is_no_number_is_refused_with_its_line(files: Path, method, value, message):
+def test_a_reward_that_is_not_a_number_is_refused_with_its_line(files: Path, method, value, message):
     rows = [*ROWS[:4], {**ROWS[4], "reward": value}]
     with pytest.raises(ConfigError) as error:
         _open(files, rows, method=method)

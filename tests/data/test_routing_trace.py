@@ -1,4 +1,4 @@
-"""The trace on the disk: what is written is read, and what cannot be replayed is refused with its reason."""
+"""The trace on the disk: it is read as it was written, and a trace that cannot be replayed is refused with a reason."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_the_smallest_type_that_holds_every_expert(num_experts, name):
 
 
 @pytest.mark.parametrize("num_experts", [8, 300, 40_000])
-def test_what_is_written_is_read(tmp_path, num_experts):
+def test_written_records_are_read(tmp_path, num_experts):
     shape = replace(SHAPE, num_experts=num_experts)
     trace = _write(tmp_path, [1, 5], shape)
     assert (trace.shape, trace.steps) == (shape, [1, 5])

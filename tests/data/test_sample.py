@@ -114,10 +114,10 @@ def test_a_name_is_a_column_per_token_or_per_sample():
         stack_samples([sample], 4)
 
 
-def test_documents_of_padding_alone_are_short():
+def test_documents_of_only_padding_are_short():
     length = 3 * PADDING_DOCUMENT
     places = np.arange(length + 1)
-    # A long document, padding of its own, and padding inside a document; then a sample of padding alone.
+    # A long document, padding of its own, and padding inside a document; then a sample of only padding.
     documents = (places >= 200).astype(np.int32)
     padded = stack_samples(
         [

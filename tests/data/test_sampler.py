@@ -58,7 +58,7 @@ def test_order_changes_with_epoch_and_key_and_not_otherwise():
     assert order(None, 0) == order(None, 3) == [i * S for i in range(50)]
 
 
-def test_samples_do_not_depend_on_what_was_asked_before():
+def test_samples_do_not_depend_on_earlier_requests():
     split = make_split()
     forwards = [split.sample(i).tolist() for i in range(120)]
     backwards = [split.sample(i).tolist() for i in reversed(range(120))]

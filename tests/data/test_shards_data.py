@@ -1,4 +1,4 @@
-"""A file that breaks while a run goes on: which samples are lost, and what a reader says of it."""
+"""A file that breaks while a run goes on: which samples are lost, and the message of the reader."""
 
 import os
 import pickle
@@ -81,12 +81,12 @@ def test_mixture_continues_with_the_other_samples_of_each_part(tmp_path):
     assert all(whole.locate(i)[0] == 1 for i in all_of_one.next_sample_indices(0, 50))  # type: ignore[attr-defined]
 
 
-def test_what_is_left_out_otherwise_is_stepped_over(tmp_path):
+def test_samples_left_out_for_another_reason_are_stepped_over(tmp_path):
     row = opened(recipe(str(owned(tmp_path / "tokens"))), {}).train
     left_out = (range(8, 12), range(12, 16))
     batches = [list(row.next_sample_indices(first, 4, left_out)) for first in (0, 4, 8, 12, 16)]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], *[[16, 17, 18, 19]] * 3]
-    # A batch of another size may touch it with one end alone, and loses nothing else.
+    # A batch of another size may touch it with one end, and loses nothing else.
     assert list(row.next_sample_indices(5, 6, left_out)) == [5, 6, 7, 16, 17, 18]
     assert list(row.next_sample_indices(15, 2, left_out)) == [16, 17]
 
@@ -126,7 +126,7 @@ def test_a_file_that_breaks_under_a_reader_is_named(tmp_path, kind, is_open):
         stream.read(2000, 2010)
     BREAKS[kind][0](tmp_path / "1.npy")
     if is_open and kind != "cut":
-        # The open file is the one that the run began with.
+        # The open file is the file that the run began with.
         assert stream.read(3990, 4000).tolist() == list(range(1990, 2000))
         return
     message = BREAKS[kind][1] if is_open or kind != "cut" else "1.npy broke while .*not a complete .npy array"

@@ -138,7 +138,7 @@ def test_skip_changes_nothing_where_all_is_sound(tmp_path, kind):
     assert first_samples(skips, tmp_path / "cache") == first_samples(recipe(kind, folder), tmp_path / "cache")
 
 
-def test_ranks_go_by_what_was_found_before_they_started(tmp_path):
+def test_ranks_use_the_files_found_before_they_started(tmp_path):
     folder = make(tmp_path / "data", "text", [0, 1, 2])
     data = recipe("text", folder, corrupt="skip")
     latin(folder / "1.txt")
@@ -153,7 +153,7 @@ def test_ranks_go_by_what_was_found_before_they_started(tmp_path):
     assert not skipped_files(data, cache_dir=tmp_path / "cache")
 
 
-def test_nothing_sound_is_refused_with_what_is_wrong(tmp_path):
+def test_data_without_any_sound_sample_is_refused_with_the_errors(tmp_path):
     folder = make(tmp_path / "data", "text", [0])
     latin(folder / "0.txt")
     with pytest.raises(ConfigError, match=r"holds no valid file: .*0.txt is not UTF-8"):

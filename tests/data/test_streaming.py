@@ -67,7 +67,7 @@ def test_shuffling_stays_within_a_block():
 
 
 @pytest.mark.parametrize("at", [1, 1023, 1024, 2500])
-def test_a_state_leads_to_the_very_samples_without_reading_what_came_before(at: int):
+def test_a_state_leads_to_the_same_samples_without_reading_earlier_ones(at: int):
     whole = row(texts())
     expected = tokens(whole, range(3200))
     stopped = row(texts())

@@ -28,7 +28,7 @@ def test_negative_index_is_refused():
 
 
 class Dropping:
-    """A source of 10 samples of which some are dropped."""
+    """A source of 10 samples; some are dropped."""
 
     seq_len = 8
     split_name = "training"

@@ -1,4 +1,4 @@
-"""Generated problems: the same for the same number, held-out ones apart, packed with their answers."""
+"""Generated problems: the same for the same number, separate held-out ones, packed with their answers."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_a_problem_is_a_function_of_seed_and_number(task):
 def test_held_out_problems_are_never_trained_on():
     parts = [{Problems(SORT, 1, is_validation=part).problem(i).prompt for i in range(300)} for part in (False, True)]
     assert not parts[0] & parts[1]
-    # 1,000 problems, a fifth of which is held out.
+    # 1,000 problems; a fifth is held out.
     assert len(parts[1]) > 100
 
 

@@ -145,7 +145,7 @@ def test_a_broken_file_is_named_with_its_row(tmp_path: Path, name: str):
     write(tmp_path / "in" / name, content)
     with pytest.raises(ConfigError, match=words):
         documents(tmp_path / "in")
-    # A mistake in the recipe is no damage, which may be left out.
+    # A mistake in the recipe is not damage, which may be left out.
     good = write_csv(tmp_path / "good.csv", ["fine"])
     data = DataConfig(kind="huggingface", path=(str(good), str(tmp_path / name)), corrupt="skip")
     if name in BROKEN:

@@ -44,7 +44,7 @@ def test_no_byte_is_lost_without_line_ends(tmp_path: Path, size: int):
     assert documents(text_corpus(str(tmp_path))) == ["é" * (size // 2) + "x" * (size % 2)]
 
 
-def test_a_byte_order_mark_is_no_text_and_an_empty_file_no_document(tmp_path: Path):
+def test_a_byte_order_mark_is_not_text_and_an_empty_file_is_not_a_document(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
     (tmp_path / "b.txt").write_bytes(b"")
     (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbf")

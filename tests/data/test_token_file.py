@@ -177,7 +177,7 @@ def test_sample_names_its_file_token_and_document(tmp_path: Path):
 
 @pytest.mark.parametrize("is_indexed", [True, False])
 @pytest.mark.parametrize("spoil", ["stale", "cut", "no index"])
-def test_saying_what_a_sample_is_never_raises(tmp_path: Path, is_indexed: bool, spoil: str):
+def test_describing_a_sample_never_raises(tmp_path: Path, is_indexed: bool, spoil: str):
     np.save(tmp_path / "a.npy", np.zeros(40, dtype=np.uint16))
     ends = tmp_path / "a.ends"
     np.array([5, 30 if spoil == "stale" else 40], dtype="<i8").tofile(ends)

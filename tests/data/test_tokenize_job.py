@@ -107,7 +107,7 @@ def test_rows_without_a_text_are_skipped_and_counted(tmp_path: Path, is_array: b
     path = tmp_path / "a.jsonl"
     text = "[" + ",\n".join(lines) + "]" if is_array else "\n".join(lines)
     path.write_bytes(text.encode() if is_array else text.encode("latin-1"))
-    # In latin-1, the last one is no UTF-8; within a JSON array it is a text as any other.
+    # In latin-1, the last one is not UTF-8; within a JSON array it is a text as any other.
     bad = rows[:-1] if is_array else rows
     out = tmp_path / "out"
     first = f"{path}:2{' (element 2)' if is_array else ''}: column 'text' holds null, not text; fix or remove it"
@@ -183,7 +183,7 @@ def test_a_run_reads_the_tokens_and_masks_by_the_index(tmp_path: Path):
         check_data(data, seq_len=64, vocab_size=256)
 
 
-def test_what_is_done_stays_and_the_rest_is_made(tmp_path: Path):
+def test_finished_files_stay_and_the_rest_is_made(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", 200)
     out = tmp_path / "out"
     tokenize([tmp_path / "a.jsonl"], out)
@@ -246,7 +246,7 @@ def test_wrong_input_is_named_with_its_line_in_the_whole_file(tmp_path: Path, li
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
+def test_a_folder_of_something_else_is_not_changed(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", 9)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("mine")
@@ -293,7 +293,7 @@ def test_tokens_may_lie_in_the_folder_that_they_are_made_of(tmp_path: Path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_what_cannot_be_read_is_not_blamed_on_the_output(tmp_path: Path, processes: int):
+def test_an_unreadable_input_is_not_blamed_on_the_output(tmp_path: Path, processes: int):
     pyarrow = pytest.importorskip("pyarrow")
     pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
@@ -332,7 +332,7 @@ def test_an_index_of_other_tokens_is_refused(tmp_path: Path, ends: list[int]):
 def test_token_files_know_their_tokenizer(
     tmp_path: Path, make_tokenizer_file: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ):
-    """It is known by what makes ids: a file that is written again is the same one, another vocabulary is not."""
+    """It is known by the vocabulary and rules: a file that is written again is the same, another vocabulary is not."""
     import tokenizers
 
     (tmp_path / "a.txt").write_text(make_text(400))

@@ -192,7 +192,7 @@ def assert_is_declared_as_by_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "files"), [*CASES, *slow(OTHER_CASES)], ids=NAMES)
-def test_a_folder_declares_what_transformers_declares(tmp_path: Path, sources: dict[str, str], kind: str, files: Any):
+def test_a_folder_declares_the_same_as_transformers(tmp_path: Path, sources: dict[str, str], kind: str, files: Any):
     assert_is_declared_as_by_transformers(write_folder(tmp_path, {"tokenizer.json": sources[kind], **files}))
 
 
@@ -273,7 +273,7 @@ def test_the_end_of_a_text_is_declared_or_guessed_with_a_note(tmp_path: Path, so
     assert (declared.decode([declared.separator_id]), declared.notes) == ("<eos>", ())
 
 
-def test_what_cannot_be_followed_is_noted(tmp_path: Path, sources: dict[str, str]):
+def test_settings_that_cannot_be_followed_are_noted(tmp_path: Path, sources: dict[str, str]):
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>"}
     write_folder(tmp_path, {"tokenizer.json": words.to_str(), "tokenizer_config.json": settings})

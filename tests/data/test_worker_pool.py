@@ -50,6 +50,6 @@ def test_a_refusal_is_the_users_error_and_a_fault_is_ours(processes: int):
         list(run_tasks(fail, [1, 0], processes, print))
 
 
-def test_a_process_that_is_killed_is_no_hang():
+def test_a_killed_process_is_not_a_hang():
     with pytest.raises(ConfigError, match=r"was killed \(exit code -9\)"):
         list(run_tasks(die, [0, 1, 2, 3], 2, print))

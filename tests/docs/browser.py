@@ -74,12 +74,12 @@ async function results(query) {{
 
 
 def chromium() -> str | None:
-    """Return the path of Chromium or Chrome, None if neither is installed."""
+    """Return the path of Chromium or Chrome, None if it is not installed."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """A server of a folder that keeps what a page posts."""
+    """A server of a folder that keeps the posts of a page."""
 
     daemon_threads = True
 
@@ -127,7 +127,7 @@ def search(site: Path, queries: Sequence[str], profile: Path) -> dict[str, list[
 
 
 def _posted_by(program: str, site: Path, profile: Path) -> Any:
-    """Open a page next to the pages of the site and return what it posts."""
+    """Open a page next to the pages of the site and return its post."""
     page = site / "page-of-a-test.html"
     page.write_text(program)
     try:

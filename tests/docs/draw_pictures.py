@@ -12,9 +12,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from tests.board.board_process import served as board_served
 from tests.board.chromium import Page, open_page
 from tests.board.draw_pictures import open_view, page_keys
-from tests.board.test_browser import served as board_served
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 STAGE = ("world_size=4", "tp=2", "cp=2", "ep=4")

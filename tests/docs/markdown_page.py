@@ -37,7 +37,7 @@ class Block:
     status: int
     """Exit status that the last command must have, from `<!-- exit status N -->`."""
     kind: str
-    """Kind of file that TOML is if it is no recipe, from `<!-- device file -->`: one of KINDS."""
+    """Kind of file that TOML is if it is not a recipe, from `<!-- device file -->`: one of KINDS."""
 
     def __str__(self) -> str:
         """Return the place of the block in the repository."""
@@ -119,7 +119,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Yield the targets of the links and images of a page that are no addresses of the web."""
+    """Yield the targets of the links and images of a page, except addresses of the web."""
     text = re.sub(r"`[^`\n]*`", "``", prose(page))
     for target in (*LINK.findall(text), *HTML_LINK.findall(text)):
         if not re.match(r"[a-z]+:", target):

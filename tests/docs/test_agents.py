@@ -1,4 +1,4 @@
-"""AGENTS.md and the skills: what their text and commands name exists, and every skill is listed and can be found."""
+"""AGENTS.md and the skills: the names in text and commands exist, and every skill is listed and can be found."""
 
 import importlib.util
 import re
@@ -43,7 +43,7 @@ def paths_in(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", AGENT_PAGES, ids=name_of)
-def test_what_the_commands_name_exists(page):
+def test_the_names_in_commands_exist(page):
     missing = [f"{block}: {name}" for block in blocks(page) for name in missing_names(block)]
     assert missing == []
 
@@ -62,7 +62,7 @@ def missing_names(block: Block) -> list[str]:
     return missing
 
 
-def test_what_does_not_exist_is_found(tmp_path):
+def test_names_that_do_not_exist_are_found(tmp_path):
     text = (
         "make nothing\npython -m pytest tests/no_test.py\npython -m moefold.no_module > docs/no_page.md\n"
         "make check && make test\npython -m tools.command_page > docs/commands.md\n"

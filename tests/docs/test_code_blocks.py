@@ -105,7 +105,7 @@ def test_files_in_the_text_exist(page):
 
 
 def absent_files(text: str) -> list[str]:
-    """Return the passages "`folder/file.py`" of which no file of the repository has the end."""
+    """Return the passages "`folder/file.py`" that end no path of a file of the repository."""
     named = re.findall(r"`((?:\w+/)+[a-z_0-9]+\.py)`", text)
     return [
         name
@@ -166,7 +166,7 @@ def _check(block: Block) -> None:
 
 
 @pytest.mark.parametrize(("kind", "read"), [("device file", load_device), ("lengths file", load_distribution)])
-def test_other_files_are_read_by_what_reads_them(kind, read, tmp_path):
+def test_other_files_are_read_by_their_readers(kind, read, tmp_path):
     found = [block for page in CURRENT for block in blocks(page) if block.kind == kind]
     assert found
     for block in found:

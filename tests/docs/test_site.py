@@ -26,7 +26,7 @@ WIDE = 1280
 
 
 def load(name: str) -> ModuleType:
-    """Load a program of docs/site, which is no package."""
+    """Load a program of docs/site, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"docs_site_{name}", ROOT / f"docs/site/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -176,13 +176,13 @@ QUERIES = {
     "nan": "silent-faults.html",
     "moefold plan": "planner.html",
 }
-"""What readers type, and where they want to be."""
+"""Words that readers type, and the page that they look for."""
 NUM_SEEN = 2
 """The first page, and the first of its sections."""
 
 
 @pytest.mark.slow
-def test_the_search_finds_what_readers_type(site, browser, tmp_path):
+def test_the_search_finds_the_words_of_readers(site, browser, tmp_path):
     found = {query: [_place(link) for link in links] for query, links in search(site, QUERIES, tmp_path).items()}
     seen = {query: links[:NUM_SEEN] for query, links in found.items()}
     assert {query: seen[query] for query, page in QUERIES.items() if page not in seen[query]} == {}

@@ -1,4 +1,4 @@
-"""Tutorials: each runs from start to end in an empty folder and prints what its page shows."""
+"""Tutorials: each runs from start to end in an empty folder and prints the output on its page."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page for users of 0.1.0: it runs as it is written, and its table is the one of the upgrade."""
+"""The page for users of 0.1.0: it runs as it is written, and its table equals the table of the upgrade."""
 
 import re
 import sys

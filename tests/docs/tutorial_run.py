@@ -1,4 +1,4 @@
-"""Running a tutorial: its blocks become one shell script, and what it prints is compared with the page."""
+"""Running a tutorial: its blocks become one shell script, and its output is compared with the page."""
 
 import os
 import re
@@ -12,7 +12,7 @@ PICTURE = re.compile(r"[▁-█]")
 
 
 def script_of(page: Path) -> str:
-    """Return the shell script that does what a tutorial says: writes its files and runs its commands, in order."""
+    """Return the shell script of a tutorial: it writes the files and runs the commands, in order."""
     parts = ["set -euo pipefail"]
     for block in blocks(page):
         if block.not_run:
@@ -33,7 +33,7 @@ def _written(name: str, text: str) -> str:
 
 
 def run_tutorial(page: Path, folder: Path, commands: Path) -> str:
-    """Run a tutorial in a folder and return what it printed; fails with it if a command fails.
+    """Run a tutorial in a folder and return its output; fails with it if a command fails.
 
     Args:
         page: the tutorial.
@@ -55,7 +55,7 @@ def run_tutorial(page: Path, folder: Path, commands: Path) -> str:
 
 
 def lines_not_printed(page: Path, printed: str) -> list[str]:
-    """Return the lines of the outputs on a page that the commands did not print, numbers and padding apart."""
+    """Return the lines of the outputs on a page that the commands did not print; numbers and padding may differ."""
     found = {_masked(line) for line in printed.splitlines()}
     shown = [line for block in outputs(page) for line in block.text.splitlines()]
     return [line for line in shown if line.strip() and not _is_shown(_masked(line), found)]

@@ -66,7 +66,7 @@ def fresh(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[
 
 
 def small(run_dir: Path, *words: str) -> list[str]:
-    """The words of a small run: an empty recipe and overrides, of which the last of a key counts.
+    """The words of a small run: an empty recipe and overrides; the last override of a key counts.
 
     It saves where `words` set checkpoint.every, and then at its end too.
     """
@@ -81,7 +81,7 @@ def small(run_dir: Path, *words: str) -> list[str]:
 def train(
     run_dir: Path, *words: str, command: Callable[..., subprocess.CompletedProcess[str]] = moefold
 ) -> subprocess.CompletedProcess[str]:
-    """Train a small recipe; fails with what it printed unless it exits 0."""
+    """Train a small recipe; fails with its output unless it exits 0."""
     done = command(*small(run_dir, *words))
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -98,7 +98,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    """What lies in a run's folder of checkpoints, half-written ones included."""
+    """List a run's folder of checkpoints, half-written ones included."""
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 

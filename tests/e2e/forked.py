@@ -1,4 +1,4 @@
-"""Commands and programs in processes forked from one that has torch in memory: its import takes longer than they do."""
+"""Commands and programs in forks of a process that has torch in memory: importing it takes longer than they do."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 from moefold.cli.main import main
 
 PRELOAD = ["moefold.verify.ranks.preload", "tests.preload"]
-"""What the fork server holds that this process shares with the ranks of its pool."""
+"""Modules that the fork server holds and that this process shares with the ranks of its pool."""
 
 
 def run_forked(
     words: Sequence[str], timeout_s: float, cwd: Path, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end in a session of its own; what it and its ranks print is kept apart.
+    """Run the command line to its end in a session of its own; its output and its ranks' output are kept separate.
 
     Raises:
         subprocess.TimeoutExpired: it did not end in time, and was ended with its ranks.
@@ -78,7 +78,7 @@ def _run(
         process.start()
         process.join(timeout_s)
         if process.exitcode is None:
-            # Its session is its own as soon as it runs; before, it is alone.
+            # Its session is its own as soon as it runs; before, no other process is in it.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()

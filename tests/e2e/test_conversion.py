@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from tests.convert.hf_folders import add_tokenizer, assert_same_folder
 from tests.convert.hf_models import make_model, save_model
-from tests.convert.test_round_trip import add_tokenizer, assert_same_folder
 from tests.e2e.agents import run_on_ranks
 
 pytestmark = pytest.mark.e2e

@@ -32,7 +32,7 @@ def are_up(count: int) -> Callable[[int], bool]:
 
 
 def _send(number: signal.Signals) -> Callable[[int], None]:
-    """Return what sends a signal to the session of a process."""
+    """Return a function that sends a signal to the session of a process."""
     return lambda process: os.killpg(process, number)
 
 
@@ -91,7 +91,7 @@ def test_ranks_end_with_the_process_that_called_them_and_the_next_removes_its_le
         while not are_up(5)(process.pid):
             assert process.poll() is None
             time.sleep(0.02)
-        # It alone: its ranks are not told.
+        # Only to the launcher: its ranks get no signal.
         process.kill()
     wait_until_gone(process.pid)
     (left,) = (path for path in folder.iterdir() if (path / LOCK_FILE).exists())

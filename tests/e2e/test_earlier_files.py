@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def folder(tmp_path):
-    """Unpack what the earlier commit wrote: a run of 4 steps as it was after step 2, in float64 on one rank."""
+    """Unpack the files of the earlier commit: a run of 4 steps as it was after step 2, in float64 on one rank."""
     subprocess.run(["tar", "-xzf", str(ARCHIVE), "-C", str(tmp_path)], check=True)
     return tmp_path
 

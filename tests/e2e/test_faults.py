@@ -1,4 +1,4 @@
-"""Nodes that are lost: what is said, how soon, and that the job goes on from the last checkpoint with those left."""
+"""Lost nodes: the message, its delay, and that the job goes on from the last checkpoint with the nodes left."""
 
 import json
 import os

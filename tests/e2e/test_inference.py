@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 
 def evaluate(*words: str) -> dict[str, float]:
-    """What `moefold eval --json` prints, which must be one line and nothing else."""
+    """Return the output of `moefold eval --json`, which must be one line and nothing else."""
     done = moefold("eval", *words, "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Signals, kills and crashes: what was trained is kept, one message says what happened, the same command goes on."""
+"""Signals, kills and crashes: training is kept, one message names the cause, the same command goes on."""
 
 import os
 import re

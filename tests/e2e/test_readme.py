@@ -18,7 +18,7 @@ COPIED = ("recipes", "src", "Makefile", "README.md", "pyproject.toml")
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """What a clone has, with this interpreter's environment as the .venv that `make setup` would build."""
+    """Make the files of a clone, with this interpreter's environment as the .venv that `make setup` would build."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -29,7 +29,7 @@ def copy(tmp_path: Path) -> Path:
     if not (venv / ".installed").exists():
         pytest.skip("this interpreter is not of the environment that `make setup` builds")
     (tmp_path / ".venv").symlink_to(venv)
-    # Older than what was installed: make has nothing to do.
+    # Older than the installed package: make has nothing to do.
     os.utime(tmp_path / "pyproject.toml", (0, 0))
     return tmp_path
 
@@ -48,6 +48,6 @@ def test_the_first_session_runs_as_it_is_written(copy):
     assert "model in runs/quickstart/checkpoints/step-000150\n" in done.stdout
     assert "resumed from runs/quickstart/checkpoints/step-000150 at step 150" in done.stdout
     assert "model in runs/quickstart/checkpoints/step-000180\n" in done.stdout
-    # What transformers wrote begins with the prompt.
+    # The output of transformers begins with the prompt.
     assert "The for statement" in done.stdout.partition("180")[2][-400:]
     assert sorted(path.name for path in (copy / "runs").iterdir()) == ["quickstart"]

@@ -59,7 +59,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def moefold(*words: str, status: int = 0) -> str:
-    """Run a command in a process of its own; return what it wrote."""
+    """Run a command in a process of its own; return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "moefold", *words], capture_output=True, text=True, check=False, env=dict(os.environ)
     )

@@ -1,4 +1,4 @@
-"""What a user sees of a run whose numbers go wrong."""
+"""Messages of a run whose numbers go wrong."""
 
 import json
 

@@ -34,7 +34,7 @@ def test_metrics_have_every_key_on_every_line(eight_ranks):
     assert [record["step"] for record in records if record["eval_loss"] is not None] == [3, 4]
 
 
-def test_run_folder_holds_what_the_design_promises(eight_ranks):
+def test_run_folder_holds_the_promised_files(eight_ranks):
     assert json.loads((eight_ranks / "config.json").read_text())["parallel"]["ep"] == 4
     assert checkpoints(eight_ranks) == ["step-000003", "step-000004"]
     assert (eight_ranks / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -141,9 +141,9 @@ def test_a_launcher_of_another_number_of_ranks_is_one_message(tmp_path):
     assert "parallel.world_size=8 must equal the 2 processes that the launcher started" in refused.stderr
 
 
-def test_user_error_that_one_rank_alone_meets_is_one_message(tmp_path):
+def test_user_error_on_only_one_rank_is_one_message(tmp_path):
     # An id beyond the vocabulary at a token that only the second rank reads, in its first step. The file (of zeros,
-    # which take no place on the disk) is twice as long as what is probed before a run, in runs of 2**14 tokens.
+    # which take no place on the disk) is twice as long as the probe before a run, in runs of 2**14 tokens.
     with (tmp_path / "tokens.bin").open("wb") as file:
         file.truncate(2 * 2**25)
         file.seek(2 * (2**15 - 10))

@@ -1,4 +1,4 @@
-"""Checkpoints between CPU and GPU: what one wrote the other goes on from. Needs CUDA and NCCL."""
+"""Checkpoints between CPU and GPU: each goes on from a checkpoint of the other. Needs CUDA and NCCL."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from moefold.train.callbacks.callback import TrainingContext
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
-from tests.train.test_trainer import losses
+from tests.train.tiny_runs import losses
 from tests.verify.recipes import tiny
 
 pytestmark = [

@@ -57,7 +57,7 @@ def test_gpt_oss_equals_the_cpu(document_end):
     experts = {"ffn.moe.bias": True, "ffn.moe.router.bias": True, "ffn.moe.activation": "clamped_swiglu"}
     experts |= {"ffn.moe.activation.limit": 0.1}
     for window, seq_len in ((5, 64), (9, 320)):
-        windows = {"vocab_size": 8, "attention_pattern": "WF", "sliding_window": window}
+        windows = {"vocab_size": 8, "layers.attention": "window, full", "sliding_window": window}
         model = edit_model(cfg.model, windows | biases | experts)
         # At a higher rate, choices of experts that bfloat16 changes part the losses by 4 % in five steps.
         train = replace(cfg.train, seq_len=seq_len, lr=1e-3)

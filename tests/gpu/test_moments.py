@@ -25,7 +25,7 @@ def _train(cfg: TrainConfig, home: StateStore | None) -> dict[str, torch.Tensor]
     torch.manual_seed(0)
     shapes = {f"layers.{i}.attention.wq": (512, 1024) for i in range(6)} | {"head.norm.weight": (1024,)}
     given = {name: nn.Parameter(torch.randn(shape, device=device)) for name, shape in shapes.items()}
-    optimizer = build_alone(given, cfg, home, model=model_of({"num_layers": 6}))
+    optimizer = build_alone(given, cfg, home, model=model_of({"layers": 6}))
     for _ in range(5):
         for parameter in given.values():
             parameter.grad = torch.randn_like(parameter) + parameter.detach().sin()
@@ -39,7 +39,7 @@ def _train(cfg: TrainConfig, home: StateStore | None) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("place", ["host", "ssd"])
-def test_moments_outside_of_the_gpu_give_the_same_bits(tmp_path: Path, kind, moment_dtype, place):
+def test_moments_outside_the_gpu_give_the_same_bits(tmp_path: Path, kind, moment_dtype, place):
     cfg = TrainConfig(lr=1e-2, optimizer=make_part("optimizer", kind, moment_dtype=moment_dtype))
     link = CopyEngine(torch.device("cuda"))
     home = PinnedStore(link, 4096) if place == "host" else MmapStore(link, tmp_path, 4096)

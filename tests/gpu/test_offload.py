@@ -18,7 +18,7 @@ pytestmark = [
 ]
 MODEL = model_of(
     {
-        "num_layers": 16,
+        "layers": 16,
         "hidden_size": 512,
         "attention.num_heads": 8,
         "attention.num_kv_heads": 8,

@@ -59,7 +59,7 @@ class KernelResources:
 
 
 class AbsentGPU:
-    """Driver of Triton that answers what a launch asks of a GPU that is not there.
+    """Driver of Triton that answers the questions of a launch about a GPU that is not there.
 
     Args:
         capability: compute capability, times 10.
@@ -131,7 +131,7 @@ def compile_launches(launches: Iterable[Launch], capability: int) -> dict[str, K
 
 
 def launch_name(launch: Launch, compiled: Any) -> str:
-    """Return a name of what Triton compiles apart: kernel, types of tensors, constants, warps, stages, special numbers.
+    """Return a name of a compilation of Triton: kernel, tensor types, constants, warps, stages, special numbers.
 
     Numbers divisible by 16 and aligned tensors are the rule and not named.
     """

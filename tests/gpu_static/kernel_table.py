@@ -43,7 +43,7 @@ COMMAND = "make kernel-table"
 DEVICES = {90: H200, 100: B200}
 """GPU of each compute capability, times 10."""
 REGISTER_SLACK = 16
-"""Registers of a thread above the table that are no fault; compilers allocate them in units of 8."""
+"""Registers of a thread above the table that are allowed; compilers allocate them in units of 8."""
 EP8 = {"world_size": 8, "ep": 8, "dispatcher": "alltoall"}
 FP8 = {"precision": "fp8-blockwise"}
 PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
@@ -138,7 +138,7 @@ def rule_faults(now: KernelResources, known_spill_bytes: int = 0) -> list[str]:
 
 
 def table_faults(now: KernelResources, before: KernelResources) -> list[str]:
-    """Return what became worse than the table of the same version of Triton."""
+    """Return the resources that are worse than in the table of the same version of Triton."""
     faults = []
     if lost := set(before.mma) - set(now.mma):
         faults.append(f"lost tensor-core instructions {sorted(lost)}, has {list(now.mma)}")

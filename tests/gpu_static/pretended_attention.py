@@ -1,6 +1,6 @@
 """Attention kernels of CUDA libraries, flash and cuDNN, by their definitions in float64, with the masks of their flags.
 
-They have the signatures of torch's operators. A kernel reads a negative window as no limit, and so do these.
+They have the signatures of torch's operators. Like a kernel, they read a negative window as no limit.
 """
 
 from collections.abc import Callable, Iterator

@@ -12,15 +12,15 @@ from tests.verify.recipes import LATENT
 Case = dict[str, dict[str, Any]]
 SMALL_VOCABULARY = {"vocab_size": 8}
 DOCUMENTS = {"document_end": 2}
-WINDOW = {"attention_pattern": "WF", "sliding_window": 5}
+WINDOW = {"layers.attention": "window, full", "sliding_window": 5}
 LINEAR = {
-    "attention_pattern": "LF",
+    "layers.attention": "linear, full",
     "linear_attention.num_key_heads": 4,
     "linear_attention.num_value_heads": 4,
     "linear_attention.key_head_dim": 4,
     "linear_attention.value_head_dim": 4,
 }
-SHORT_CONVOLUTION = {"attention_pattern": "LF", "linear_attention": "short_convolution"}
+SHORT_CONVOLUTION = {"layers.attention": "linear, full", "linear_attention": "short_convolution"}
 SPARSE = {"attention.indexer.top_k": 4, "attention.indexer.num_heads": 2, "attention.indexer.head_dim": 4}
 SIGMOID = {"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"}
 SHARED = {"ffn.moe.shared.intermediate_size": 16}
@@ -69,7 +69,7 @@ FEATURES: dict[str, Case] = {
     "tied": {"model": {"tie_embeddings": True}},
     "latent experts": {"model": {"ffn.moe.latent_size": 6} | SHARED | SIGMOID},
     "zero experts": {"model": {"ffn.moe.zero_experts": 2}},
-    "shortcut": {"model": {"ffn.moe.shortcut": True, "layer_pattern": "MD"} | SHARED},
+    "shortcut": {"model": {"ffn.moe.shortcut": True, "layers.ffn": "moe, dense"} | SHARED},
     "groups": {"model": {"ffn.moe.router.num_groups": 4, "ffn.moe.router.top_groups": 2} | SIGMOID},
     "SparseMixer": {"model": {"ffn.moe.router.softmax": "sparsemixer"}},
     "QK norm of all heads": {"model": {"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads"}},
@@ -78,7 +78,7 @@ FEATURES: dict[str, Case] = {
     "GLA": {"model": LINEAR | {"linear_attention": "gla"}},
     "short convolution": {"model": SHORT_CONVOLUTION},
     "sparse attention": {"model": SPARSE},
-    "chunked attention": {"model": {"attention_pattern": "CF", "attention_chunk_size": 8}},
+    "chunked attention": {"model": {"layers.attention": "chunk, full", "attention_chunk_size": 8}},
     "LoRA": {"lora": {"rank": 2}},
     "LayerNorm": {"model": {"norm": "layernorm"}},
     "MXFP8": {"train": {"precision": "mxfp8"}},
@@ -92,7 +92,7 @@ TILED = {
     "ffn.moe.intermediate_size": 64,
     "ffn.dense.intermediate_size": 128,
     "init_std": 0.05,
-    "num_layers": 2,
+    "layers": 2,
     "ffn.moe.num_experts": 4,
     "vocab_size": 16,
 }
@@ -120,7 +120,7 @@ BFLOAT16: dict[str, Case] = {
     "gpt-oss": {"model": TILED_GPT_OSS},
     "gpt-oss, documents": {"model": TILED_GPT_OSS | SMALL_VOCABULARY, "data": DOCUMENTS},
     "dense layer, shared expert": {
-        "model": {"layer_pattern": "DM", "ffn.moe.shared.intermediate_size": 64, "ffn.moe.shared.gate": True}
+        "model": {"layers.ffn": "dense, moe", "ffn.moe.shared.intermediate_size": 64, "ffn.moe.shared.gate": True}
         | {"attention.qk_norm": {}}
     },
     "groups": {
@@ -152,7 +152,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gated": GATED,
     "scaled": SCALED,
     "window": WINDOW,
-    "chunked attention": {"attention_pattern": "CF", "attention_chunk_size": 8},
+    "chunked attention": {"layers.attention": "chunk, full", "attention_chunk_size": 8},
     "Gated DeltaNet": LINEAR | {"linear_attention": "gated_deltanet"},
     "KDA": LINEAR | {"linear_attention": "kda"},
     "GLA": LINEAR | {"linear_attention": "gla"},

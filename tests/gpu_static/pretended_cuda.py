@@ -1,11 +1,11 @@
 """A CUDA device that is not there: CPU tensors that say they are CUDA tensors, with which CUDA branches compute values.
 
-Storages of tensors carry a mark. Inside `pretended_cuda()`, an operator with marked and unmarked tensors raises as CUDA
-does, so does a Triton kernel given a CPU tensor, and `.numpy()` of a marked one. Triton kernels run in its interpreter,
+Storages of tensors carry a mark. Inside `pretended_cuda()`, as on CUDA, an operator with marked and unmarked tensors
+raises, a Triton kernel given a CPU tensor too, and `.numpy()` of a marked one. Triton kernels run in its interpreter,
 attention kernels of libraries in float64 (`pretended_attention.py`).
 
-What a trace on meta tensors (`benchmarks.cuda_trace`) cannot find: tensors of two devices in one operator, wrong
-values in CUDA branches. What this cannot find: races, stream order, speed, the numerics of CUDA's libraries, calls that
+This finds, and a trace on meta tensors (`benchmarks.cuda_trace`) cannot: tensors of two devices in one operator, wrong
+values in CUDA branches. It cannot find: races, stream order, speed, the numerics of CUDA's libraries, calls that
 a graph's capture forbids, NCCL.
 """
 
@@ -45,7 +45,7 @@ INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_inde
 """Operators that take indices of the CPU for a CUDA tensor."""
 INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 FUSED_OPTIMIZERS = {"_fused_adamw_", "_fused_adam_"}
-"""Operators that take no tensor of the CPU, not even one of a single number."""
+"""Operators that take no CPU tensor, not even a tensor of a single number."""
 COLLECTIVES = ("c10d", "_c10d_functional")
 
 
@@ -97,7 +97,7 @@ PLACE = _Place()
 
 
 class _Operators(TorchDispatchMode):
-    """Mode that refuses operators with tensors of two devices, and marks what operators make."""
+    """Mode that refuses operators with tensors of two devices, and marks the results of operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -127,7 +127,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _note_transfers(name: str, args: Any, inputs: list[Tensor], marks: list[bool]) -> None:
-    """Note what an operator on tensors of the device reads or copies."""
+    """Note the reads and copies of an operator on tensors of the device."""
     if name in READS or (name in INDEXED and any(x.dtype == torch.bool for x in inputs[1:])):
         RECORDER.wait()
     if name in INDEXED and marks[0]:
@@ -217,7 +217,7 @@ class _Functions(TorchFunctionMode):
         return pin(out) if pins else out
 
     def _placed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a function on the CPU, and mark what it makes if it names the CUDA device or has marked tensors."""
+        """Call a function on the CPU, and mark its result if it names the CUDA device or has marked tensors."""
         devices = [kwargs["device"]] if kwargs.get("device") is not None else []
         devices += [value for value in args if isinstance(value, torch.device)]
         forced = is_cuda(devices[-1]) if devices else None

@@ -1,7 +1,7 @@
 """Plugin of pytest that runs GPU tests on the pretended device: `-p tests.gpu_static.pretended_plugin -m gpu`.
 
-Tests of one process, whatever needs an allocator, a capture or the speed of a GPU apart. The patches come before the
-tests are imported, whose marks ask for the device.
+Tests of one process that need no allocator, no capture and no speed of a GPU. The patches come before the tests are
+imported, whose marks ask for the device.
 """
 
 from collections.abc import Iterator

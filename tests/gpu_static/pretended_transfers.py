@@ -42,7 +42,7 @@ class _Recorder:
             self.found.waits.append(_place())
 
     def to_device(self, source: Any) -> None:
-        """Note a copy to the device of a tensor, or of what is none."""
+        """Note a copy to the device of a tensor, or of a value that is not a tensor."""
         if self.found is not None and not (isinstance(source, Tensor) and is_pinned(source)):
             self.found.pageable.append(_place())
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the package
 
 
 def _two_steps(cfg):
-    """The losses of two steps, what is logged before and after the first, and the choices."""
+    """Return the losses of two steps, the messages before and after the first, and the choices."""
     with pretended_cuda(), init_distributed(single_rank_env(), "cuda") as device:
         groups = ParallelGroups.create(check_config(cfg), device)
         model = parallelize(cfg, groups)
@@ -56,7 +56,7 @@ def recipe(monkeypatch, tmp_path):
     two = triton_experts.tile_configs
     monkeypatch.setattr(triton_experts, "tile_configs", lambda x: two(x)[1:])
     cfg = tiny(
-        model=TILED | {"num_layers": 1, "ffn.moe.num_experts": 2},
+        model=TILED | {"layers": 1, "ffn.moe.num_experts": 2},
         train={"global_batch_size": 1, "micro_batch_size": 1, "seq_len": 16},
     )
     run = replace(cfg.run, dtype="bfloat16", kernels="triton", device="cuda", deterministic=False)
@@ -75,7 +75,7 @@ def _generated(cfg):
 
 
 @pytest.mark.slow
-def test_generation_records_and_names_what_it_measured(recipe, caplog):
+def test_generation_records_and_names_its_measurements(recipe, caplog):
     with caplog.at_level(logging.INFO):
         tokens, message = _generated(recipe)
     assert "recorded times" not in message
@@ -111,7 +111,7 @@ def test_a_second_run_measures_nothing(recipe, caplog, monkeypatch):
     median_ms = autotune._median_ms
     monkeypatch.setattr(autotune, "_median_ms", lambda candidate: timed.append(1) or median_ms(candidate))
     again = _two_steps(recipe)
-    # Only the attention of which a backend raised.
+    # Only the attention whose backend raised.
     assert len(timed) == 3
     assert again[0] == losses
     assert f"kernels by {sum(map(len, recorded['ms'].values()))} recorded times of NVIDIA H100" in again[1]

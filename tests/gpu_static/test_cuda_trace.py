@@ -1,4 +1,4 @@
-"""What a trace notices: host waits, copies, operators in both directions, collectives and their bytes."""
+"""A trace notices host waits, copies, operators in both directions, collectives and their bytes."""
 
 import pytest
 import torch

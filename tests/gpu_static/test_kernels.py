@@ -1,4 +1,4 @@
-"""Every launch of ops/triton compiles for Hopper and Blackwell without a GPU, and uses what the table says."""
+"""Every launch of ops/triton compiles for Hopper and Blackwell without a GPU, and uses the resources of the table."""
 
 import json
 from dataclasses import replace

@@ -74,7 +74,7 @@ def test_a_feature_trains_as_on_a_cpu(tmp_path, name):
 def test_kernels_in_bfloat16_train_as_float32_does(tmp_path, monkeypatch, name):
     monkeypatch.setattr(triton_experts, "supports_grouped_mm", lambda *args: False)
     # The interpreter takes half a second for a launch: the fast row has one layer.
-    sizes = TILED | ({"num_layers": 1} if name == next(iter(BFLOAT16)) else {})
+    sizes = TILED | ({"layers": 1} if name == next(iter(BFLOAT16)) else {})
     cfg = _recipe(BFLOAT16[name], tmp_path, model=sizes, train={"micro_batch_size": 2, "seq_len": 16})
     expected = losses_on(cfg, "cpu", STEPS)
     run = replace(cfg.run, dtype="bfloat16", kernels="auto", device="cuda", deterministic=True)
@@ -151,7 +151,7 @@ def test_the_host_reads_once_a_pass_of_generation_and_copies_from_pinned_memory(
 @needs_triton
 @pytest.mark.slow
 def test_the_host_reads_nothing_else_where_kernels_run():
-    cfg = tiny(model=TILED | {"num_layers": 1}, train={"seq_len": 96, "global_batch_size": 1})
+    cfg = tiny(model=TILED | {"layers": 1}, train={"seq_len": 96, "global_batch_size": 1})
     device_refusal.cache_clear()
     # The first generation chooses and checks kernels.
     found, _, draws = _transfers(replace(cfg, run=replace(cfg.run, dtype="bfloat16", kernels="auto")), generations=2)
@@ -183,7 +183,7 @@ def _decoded(with_kernel, window):
 
 @pytest.mark.skipif(not cuda_flash_attention_reads_pages(), reason="torch takes no block table")
 @pytest.mark.parametrize("window", [0, 50])
-def test_pages_that_are_read_give_what_gathered_pages_give(window):
+def test_reading_pages_equals_gathering_pages(window):
     device_refusal.cache_clear()
     with pretended_cuda():
         gathered, reason = _decoded(False, window)
@@ -247,7 +247,7 @@ def test_the_notice_counts_the_layers_whose_pages_are_read(model, kind, expected
     ("name", "cache"),
     [("plain", "latents"), ("MLA", "latents"), ("MLA", "heads"), ("chunked attention", "latents")],
 )
-def test_the_first_pass_reports_what_the_notice_says(caplog, name, cache):
+def test_the_first_pass_reports_the_text_of_the_notice(caplog, name, cache):
     cfg = tiny(model=FAMILIES[name], train={"seq_len": 96, "global_batch_size": 1})
     cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="auto"))
     with pretended_cuda(), caplog.at_level(logging.INFO):
@@ -296,7 +296,7 @@ def test_tokens_are_drawn_on_the_device():
 def test_gpu_tests_of_moments_can_pass(tmp_path):
     """A row of the GPU tests; `test_gpu_tests_pass_on_the_pretended_device` runs the others."""
     with pretended_cuda():
-        test_moments.test_moments_outside_of_the_gpu_give_the_same_bits(tmp_path, "adamw", "float32", "host")
+        test_moments.test_moments_outside_the_gpu_give_the_same_bits(tmp_path, "adamw", "float32", "host")
 
 
 def test_gpu_tests_of_past_windows_can_pass():
@@ -309,7 +309,7 @@ def test_gpu_tests_of_experts_can_pass():
         test_experts.test_grouped_kernel_equals_the_loop_on_cuda((3, 0, 5, 2))
 
 
-def test_a_query_that_attends_to_no_key_is_no_window():
+def test_a_query_that_attends_to_no_key_is_not_a_window():
     """The flash kernel would read the window of -1 as no limit."""
     with pretended_cuda(), pytest.raises(AssertionError, match="the last query attends to no key"):
         AttentionMaskSpec(200).past_mask(range(400, 550), range(100, 350), _bfloat16(250, 1, 2, 16))
@@ -341,7 +341,7 @@ def test_gpu_tests_pass_on_the_pretended_device():
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-# Negative controls: what the device is for is noticed.
+# Negative controls: the errors that the device is made to find are noticed.
 
 
 def test_a_tensor_left_on_the_cpu_is_noticed():
@@ -437,7 +437,7 @@ def test_a_wait_of_the_host_and_a_copy_that_is_not_pinned_are_noticed(transfer, 
         lambda x: torch.tensor([1.0, 2.0], device=x.device),
     ],
 )
-def test_what_is_made_for_the_device_is_on_it(make):
+def test_tensors_made_for_the_device_are_on_it(make):
     with pretended_cuda():
         x = torch.ones(2, device="cuda")
         y = make(x)

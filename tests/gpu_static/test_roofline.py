@@ -67,7 +67,7 @@ def test_flops_that_are_not_the_models_are_a_loss():
         (Event("op", "mm", "x:1", moved_bytes=3.9e9, flops=790e6), 1e-3),
         (Event("op", "mm", "x:1", flops=45e9, is_float32=True), 1e-3),
         (Event("op", "sort", "x:1", moved_bytes=12), RATES["sort"].value),
-        # A GEMM hides what it reads and writes, but not what its epilogue writes beyond its results.
+        # A GEMM hides its reads and writes, but not the writes of its epilogue beyond its results.
         (Event("op", "mm", "x:1", moved_bytes=3.9e9, epilogue_bytes=1.95e9, flops=790e9), 1.5e-3),
         (Event("wait", "item", "x:1"), RATES["host wait"].value),
         (Event("host", "sum", "x:1", moved_bytes=1e9), 0.0),
@@ -93,7 +93,7 @@ def test_triton_and_weight_gradients_have_rates_of_their_own():
     assert flops_rate(Event("op", "_grouped_mm", "x:1", is_weight_gradient=True, **deep)) == 500e12
 
 
-def test_a_trace_takes_the_candidate_with_the_smallest_estimate_and_records_it_alone():
+def test_a_trace_takes_the_candidate_with_the_smallest_estimate_and_records_only_it():
     trace = Trace(event_seconds=event_seconds)
     x = torch.empty(1000, 1000, device="meta")
 

@@ -28,7 +28,7 @@ def trace_uninterpreted(kind: str, program: str, *words: str) -> Any:
 
     Args:
         kind: "-c": the program is code; "-m": it is the name of a module.
-        program: what is run.
+        program: the code, or the name of the module.
         words: its arguments.
     """
     code, arguments = (program, words) if kind == "-c" else (RUN_MODULE, (program, *words))

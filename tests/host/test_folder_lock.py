@@ -123,7 +123,7 @@ def test_a_full_disk_is_named(tmp_path):
 
 
 def _free_for_another_process(folder: Path) -> bool:
-    """What a process finds that opens the lock file by itself: to it, this process is another one."""
+    """Return the result of a process that opens the lock file by itself: to it, this process is another one."""
     try:
         with FolderLock(folder, "run.dir", 0):
             return True

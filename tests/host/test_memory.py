@@ -30,7 +30,7 @@ def group(name: str, version: int, limit: str, usage: int, cache: int) -> dict[s
     return dict(zip((f"{name}/{file}" for file in (*names[:2], "memory.stat")), (limit, str(usage), stat), strict=True))
 
 
-def test_what_is_available_counts_with_free_swap(tmp_path):
+def test_available_memory_includes_free_swap(tmp_path):
     assert available_host_memory(machine(tmp_path)).size == 1000 * MIB
     room = available_host_memory(machine(tmp_path, swap=2048))
     assert (room.size, room.description) == (1002 * MIB, "free on this machine, swap included")
@@ -41,7 +41,7 @@ def test_what_is_available_counts_with_free_swap(tmp_path):
     [
         ("0::/job\n", group("sys/fs/cgroup/job", 2, str(500 * MIB), 300 * MIB, 100 * MIB), 300),
         ("0::/job\n", group("sys/fs/cgroup/job", 2, "max", 300 * MIB, 0), 1000),
-        # The limit of a group above counts, and so does the limit of the mount where the path is the host's.
+        # The limit of a group above counts, and where the path is the host's also the limit of the mount.
         ("0::/job/step\n", group("sys/fs/cgroup/job", 2, str(500 * MIB), 100 * MIB, 0), 400),
         ("0::/docker/1a\n", group("sys/fs/cgroup", 2, str(200 * MIB), 50 * MIB, 0), 150),
         ("4:memory:/job\n0::/\n", group("sys/fs/cgroup/memory/job", 1, str(500 * MIB), 300 * MIB, 50 * MIB), 250),

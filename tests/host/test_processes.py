@@ -42,7 +42,7 @@ def test_a_number_that_was_given_to_another_process_is_not_the_one():
 
 
 def test_a_signal_that_another_thread_receives_waits_for_the_start_of_a_child():
-    """The mask of a thread holds for it alone, and Python runs every handler in the main thread."""
+    """The mask of a thread holds only for this thread, and Python runs every handler in the main thread."""
     is_running, is_over = threading.Event(), threading.Event()
 
     def receive() -> None:

@@ -59,8 +59,8 @@ def test_a_step_that_names_no_nodes_is_on_the_nodes_of_its_job_or_here():
     assert read_rank_env(job).master_address == "127.0.0.1"
 
 
-def test_a_batch_script_is_no_rank():
-    # sbatch sets SLURM_PROCID in the script itself, which is no step.
+def test_a_batch_script_is_not_a_rank():
+    # sbatch sets SLURM_PROCID in the script itself, which is not a step.
     assert read_rank_env({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}) is None
 
 
@@ -181,7 +181,7 @@ def test_ranks_of_a_process_manager(recorded, outer):
         (PALS, {"PMI_LOCAL_SIZE": "8"}),
     ],
 )
-def test_the_address_of_rank_0_is_known_on_one_machine_alone(recorded, change):
+def test_the_address_of_rank_0_is_known_on_only_one_machine(recorded, change):
     assert read_rank_env({**recorded, **change}).master_address == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"_RANK but not MASTER_ADDR.*mpirun -x MASTER_ADDR=HOST"):
         read_rank_env(recorded)
@@ -192,7 +192,7 @@ def test_srun_with_pmi2_stays_slurm():
 
 
 @pytest.mark.parametrize("inside", [OPEN_MPI, FLUX, PALS, SKYPILOT, PYTORCHJOB, TRAINJOB])
-def test_torchrun_inside_of_another_launcher_counts(inside):
+def test_torchrun_inside_another_launcher_counts(inside):
     assert read_rank_env({**inside, **TORCHRUN}) == read_rank_env(TORCHRUN)
 
 

@@ -1,4 +1,4 @@
-"""A clock that leaves out the time in which its process was stopped."""
+"""A clock that leaves out the time while its process was stopped."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def test_the_time_of_a_stop_is_left_out_and_reported_once():
 
 
 @pytest.mark.skipif(not THREAD_TIMES, reason="the kernel does not tell the CPU time of a thread")
-def test_time_in_which_the_interpreter_is_held_is_no_stop(monkeypatch):
+def test_time_with_a_held_interpreter_is_not_a_stop(monkeypatch):
     monkeypatch.setattr("moefold.host.running_clock.MIN_STOP_S", 0.4)
     clock = RunningClock()
     clock.start()

@@ -21,7 +21,7 @@ def mixtral(fresh_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen3(fresh_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a small Qwen3-MoE, of which the first layer is dense, in float32."""
+    """The run folder of a small Qwen3-MoE in float32, whose first layer is dense."""
     run_dir = tmp_path_factory.mktemp("qwen3") / "run"
     fresh_pool.run(1, write_checkpoint, recipe("qwen3-moe", run_dir))
     return run_dir
@@ -29,7 +29,7 @@ def qwen3(fresh_pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of only this process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

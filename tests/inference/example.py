@@ -19,7 +19,7 @@ from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
-from tests.model.test_against_transformers import FAMILIES, SHARED, SIZES, _their_tensor
+from tests.model.transformers_families import FAMILIES, SHARED, SIZES, their_tensor
 from tests.models import config_of
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention.v_head_dim": 14,
         "attention.num_kv_heads": 4,
         "attention.head_dim": 0,
-        "layer_pattern": "DMM",
+        "layers.ffn": "dense, 2 moe",
         "ffn.moe.router": "sigmoid",
         "ffn.moe.router.expert_bias": True,
         "mtp_layers": 1,
@@ -59,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention.qkv_bias": True,
         "attention.output_bias": True,
         "attention.sinks": True,
-        "attention_pattern": "WF",
+        "layers.attention": "window, full",
         "sliding_window": 4,
         "ffn.moe.bias": True,
         "ffn.moe.activation": "clamped_swiglu",
@@ -67,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "ffn.moe.router.bias": True,
     },
     "windows": {
-        "attention_pattern": "WF",
+        "layers.attention": "window, full",
         "sliding_window": 3,
         "attention.qk_norm": {},
         "attention.qk_norm.over": "all_heads",
@@ -76,7 +76,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_bias": True,
     },
     "linear": {
-        "attention_pattern": "LF",
+        "layers.attention": "linear, full",
         "linear_attention.num_key_heads": 2,
         "linear_attention.num_value_heads": 4,
         "linear_attention.key_head_dim": 6,
@@ -84,13 +84,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 SPARSE = {"attention.indexer.top_k": 5, "attention.indexer.num_heads": 3, "attention.indexer.head_dim": 16}
-KINDS["sparse_latent"] = KINDS["deepseek-v3"] | SPARSE | {"num_layers": 4, "index_pattern": "FS"}
+KINDS["sparse_latent"] = KINDS["deepseek-v3"] | SPARSE | {"layers": 4, "layers.selection": "own, shared"}
 """Kinds of attention that decoding must bear: latent, with sinks or windows, with states, and sparse."""
 SLOW_KINDS = {
     name: KINDS["linear"] | {"linear_attention": name, "attention.gate": {}, "attention.gate.per": "head"}
     for name in ("gla", "short_convolution")
 }
-SLOW_KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "attention_pattern": "L"}
+SLOW_KINDS["kda"] = KINDS["linear"] | {"linear_attention": "kda", "layers.attention": "linear"}
 SLOW_KINDS["sparse"] = SPARSE | {"attention.sinks": True}
 """Further kinds: linear attention without a convolution, without a recurrence, and in all layers; sparse with heads."""
 
@@ -127,7 +127,7 @@ def theirs(cfg: Config, family: str) -> Any:
     model = getattr(transformers, f"{class_name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_their_tensor(name, weights))
+            parameter.copy_(their_tensor(name, weights))
     return model
 
 

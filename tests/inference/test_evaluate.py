@@ -29,7 +29,7 @@ MAPPINGS = [
 
 
 def run_evaluation(path: Path, mapping: dict[str, int], ids: np.ndarray, keeps_tail: bool, logits: Path | None):
-    """What one rank makes of the row, three sequences of S at once."""
+    """Return the results of one rank for the row, three sequences of S at once."""
     model = opened(path, "evaluate", mapping, S, 3)
     row = TokenDataset(ids, S, keeps_tail)
     with nullcontext() if logits is None else LogitsFile(logits, model, row) as file:

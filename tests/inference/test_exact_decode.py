@@ -22,7 +22,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from moefold.validate.exactness import inexact_settings
 from tests.inference.example import CPU, KINDS
-from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.model.transformers_families import FAMILIES, SIZES
 from tests.models import config_of
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
@@ -43,11 +43,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "latent": LATENT_HEADS,
     "gpt-oss": KINDS["gpt-oss"],
-    "windows": {"attention_pattern": "WF", "sliding_window": 5},
+    "windows": {"layers.attention": "window, full", "sliding_window": 5},
     "llama4": {
-        "attention_pattern": "CF",
+        "layers.attention": "chunk, full",
         "attention_chunk_size": 64,
-        "rope_pattern": "RN",
+        "layers.position": "rope, nope",
         "attention.temperature.scale": 0.3,
         "attention.temperature.tokens": 5,
         "attention.qk_norm": {},
@@ -60,8 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "longcat": LATENT_HEADS
     | {
-        "layer_pattern": "MD",
-        "num_layers": 4,
+        "layers.ffn": "moe, dense",
+        "layers": 4,
         "attention.scale_latents": True,
         "ffn.moe.shortcut": True,
         "ffn.moe.shared.intermediate_size": 16,
@@ -84,7 +84,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "options-of-families": {
         "attention.gate": {},
         "residual": "both",
-        "rope_pattern": "RN",
+        "layers.position": "rope, nope",
         "attention.qk_norm": {},
         "attention.qk_norm.after_rope": True,
         "attention.scale": 0.3,
@@ -309,7 +309,7 @@ def test_sampling_under_a_mapping_has_the_bits_of_training_under_it(pool, mappin
 
 
 UNDONE = ["router", "head", "linears", "decode attention", "training attention"]
-"""Parts that are exact by the C kernels. GEMMs are replaced by one that sums by the number of rows, as torch's do on
+"""Parts that are exact by the C kernels. A GEMM that sums by the number of rows replaces torch's, as torch's do on
 some processors; attention by torch's operations, which sum keys in another order."""
 
 

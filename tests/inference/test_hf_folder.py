@@ -50,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "mapping"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
-def test_a_folder_computes_what_transformers_does(pool, tmp_path, name, mapping):
+def test_a_folder_computes_the_same_as_transformers(pool, tmp_path, name, mapping):
     theirs = make_model(name)
     folder = save_model(theirs, tmp_path / name)
     ids = torch.from_numpy(row_of_ids(64).astype("int64")).view(4, 16)
@@ -76,7 +76,7 @@ def test_sizes_read_from_a_folder(tmp_path, dtype, name):
 
 
 @pytest.mark.parametrize("given", ["2048", 1.5, -1, True])
-def test_a_context_that_is_no_number_is_one_message(tmp_path, given):
+def test_a_context_that_is_not_a_number_is_one_message(tmp_path, given):
     folder = save_model(make_model("mixtral"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": given}))

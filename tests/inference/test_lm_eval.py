@@ -101,7 +101,7 @@ def test_generation_ends_before_a_stop_and_at_the_length(lm, folder):
 
 
 def obey(folder: Path, mapping: dict[str, int]) -> Any:
-    """What the first rank gets for its orders; the others follow."""
+    """Return the results of the first rank's orders; the others follow."""
     model = ServedModel(opened(folder, "generate", mapping, 16, 2))
     if model.loaded.groups.rank:
         return model.serve()
@@ -117,7 +117,7 @@ def obey(folder: Path, mapping: dict[str, int]) -> Any:
     "mapping", [{"tp": 2, "ep": 2}, {"pp": 2}, {"ep": 2}, {"ep": 6}], ids=["tp2-ep2", "pp2", "ep2", "ep6"]
 )
 def test_other_ranks_follow_the_first(pool, folder, mapping):
-    # Of six data-parallel ranks three have no sequence, and four have no prompt.
+    # Three of six data-parallel ranks have no sequence, and four have no prompt.
     world_size = max(mapping.values())
     scores, tokens = pool.run(world_size, obey, folder, mapping | {"world_size": world_size})[0]
     rows = [([5, 2, 9, 4], 2), ([7, 1], 1), ([3, 3, 3], 2)]
@@ -142,7 +142,7 @@ def test_a_task_of_lm_eval_runs_on_two_ranks(folder, tmp_path):
         "metric_list": [{"metric": "acc"}],
     }
     docs = [("the cat sat on a", ["mat", "dog"]), ("a dog", ["ran", "."]), ("the mat", ["sat", "the"])]
-    # The answer is what the model finds likelier, so that the accuracy is 1.
+    # The answer is the likelier one for the model, so that the accuracy is 1.
     with open(tmp_path / "docs.jsonl", "w") as file:
         for question, choices in docs:
             values = [expected(ids(f"{question} {choice}"), 1)[0] for choice in choices]
@@ -190,7 +190,7 @@ def test_chat_templates_that_are_not_there_are_refused(lm):
 
 
 @pytest.mark.e2e
-def test_what_lm_eval_refuses_is_one_message_before_weights_are_read(folder, tmp_path):
+def test_a_refusal_of_lm_eval_is_one_message_before_weights_are_read(folder, tmp_path):
     import shutil
 
     from tests.e2e.command import moefold

@@ -1,7 +1,4 @@
-"""What a wish needs at least is what it takes, and what nothing could hold is refused before it is reserved."""
-
-from pathlib import Path
-from typing import Any
+"""A wish takes the memory that it is said to need, and a wish that fits nowhere is refused before it is reserved."""
 
 import numpy as np
 import pytest
@@ -13,30 +10,11 @@ from moefold.errors import ConfigError
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.jobs import cache_of_requests
 from moefold.inference.settings import batch_bytes, explain_oom
-from moefold.model.layer_cache import CacheSize
-from moefold.model.local_param import local_tensor
-from moefold.parallel.paged_decoder import PagedDecoder, forward_chain
-from moefold.validate.memory_need import inference_weight_memory
 from tests.inference.checkpoint_folder import described_run
-from tests.inference.example import KINDS, opened, opened_config, recipe_of_kind, write_checkpoint
-from tests.model.paged_rows import pass_rows
+from tests.inference.example import KINDS, recipe_of_kind, write_checkpoint
+from tests.inference.kept_bytes import kept_bytes
 from tests.verify.covering import few_else_slow
 from tests.verify.recipes import tiny
-
-
-def kept_bytes(folder: Path, mapping: dict[str, Any], kind: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes of the keys and values that a rank keeps and of its weights, and what was computed for them."""
-    model = opened(folder, "generate", mapping, 10, 3).model
-    size = CacheSize(num_pages=3, page_positions=4, kind=kind)
-    with forward_chain(model) as chain, PagedDecoder(chain, size) as decoder:
-        decoder.forward(torch.zeros(4, dtype=torch.int64), pass_rows([range(4)], 1), torch.tensor([3]))
-        cache_bytes = decoder.nbytes
-    weights = sum(local_tensor(parameter).nbytes for parameter in model.named_parameters.values())
-    cfg = opened_config(folder, "generate", mapping, 10, 3)
-    computed = inference_weight_memory(cfg)[model.groups.pp.rank]["weights"]
-    sizes = cache_sizes(cfg, "cpu")
-    cached = sizes.kv_bytes(3 * 4, kind) + sizes.state_bytes
-    return (cache_bytes, weights), (cached, computed)
 
 
 @pytest.mark.parity
@@ -66,7 +44,7 @@ def test_the_cache_and_the_weights_are_as_large_as_computed(pool, tmp_path, kind
         ),
     ],
 )
-def test_what_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys, words, message):
+def test_a_cache_that_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys, words, message):
     described_run(tmp_path)
     (tmp_path / "text").write_text("the text of a file")
     assert main(words.format(run=tmp_path).split() + ["--device", "cpu"]) == 2
@@ -77,7 +55,7 @@ def test_what_no_memory_holds_is_refused_before_it_is_reserved(tmp_path, capsys,
 
 def test_the_states_of_linear_attention_grow_with_the_prompts(tmp_path, capsys):
     """`generate` has no option for the number of slots: its message must not name one."""
-    described_run(tmp_path, model={"preset": "tiny", "attention_pattern": "LF"})
+    described_run(tmp_path, model={"preset": "tiny", "layers.attention": "linear, full"})
     sizes = []
     for prompts in (["x"], ["x", "y", "z"]):
         assert main(["generate", str(tmp_path), *prompts, "--cache-gib", "1e-9", "--device", "cpu"]) == 2

@@ -1,4 +1,4 @@
-"""`moefold rollout`: what is wrong is one message in the words of the command line."""
+"""`moefold rollout`: an error is one message in the words of the command line."""
 
 import json
 from dataclasses import replace

@@ -85,7 +85,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_what_evaluation_refuses(source, override):
+def test_refusals_of_evaluation(source, override):
     with pytest.raises(ConfigError) as error:
         inference_config(source, wish(override), "evaluate")
     assert REFUSED[override] in str(error.value)
@@ -100,7 +100,7 @@ def test_what_evaluation_refuses(source, override):
         (["moe.eval_capacity_factor=1.0"], "moe.eval_capacity_factor cannot be set here"),
     ],
 )
-def test_what_generation_refuses(source, overrides, message):
+def test_refusals_of_generation(source, overrides, message):
     with pytest.raises(ConfigError, match=message):
         inference_config(source, wish(*overrides), "generate")
 
@@ -125,17 +125,17 @@ def test_types_and_devices(source):
 @pytest.mark.parametrize(
     ("mapping", "layers"),
     [
-        (["parallel.tp=3"], "M"),
-        (["parallel.tp=6", "parallel.world_size=12"], "M"),
-        (["parallel.pp=99"], "M"),
-        (["parallel.pp=99"], "DM"),
-        (["parallel.ep=3"], "M"),
-        (["parallel.ep=2"], "D"),
-        (["parallel.etp=7"], "M"),
+        (["parallel.tp=3"], "moe"),
+        (["parallel.tp=6", "parallel.world_size=12"], "moe"),
+        (["parallel.pp=99"], "moe"),
+        (["parallel.pp=99"], "dense, moe"),
+        (["parallel.ep=3"], "moe"),
+        (["parallel.ep=2"], "dense"),
+        (["parallel.etp=7"], "moe"),
     ],
 )
 def test_no_mapping_error_suggests_changing_the_trained_model(tmp_path, mapping, layers):
-    described_run(tmp_path, model={"preset": "tiny", "layer_pattern": layers})
+    described_run(tmp_path, model={"preset": "tiny", "layers.ffn": layers})
     with pytest.raises(ConfigError) as raised:
         inference_config(find_source(str(tmp_path)), wish(*mapping), "evaluate")
     text = str(raised.value)

@@ -39,7 +39,7 @@ def test_a_newer_checkpoint_that_lacks_its_description_is_passed_over_by_name(tm
         locate_checkpoint(tmp_path)
 
 
-def test_what_was_passed_over_is_said_by_every_command(tmp_path, capsys):
+def test_every_command_names_passed_over_checkpoints(tmp_path, capsys):
     described_run(tmp_path, (20, 30))
     (tmp_path / "checkpoints" / "step-000030" / "moefold.json").unlink()
     for words in (
@@ -79,7 +79,7 @@ def test_a_run_of_another_model_above_the_checkpoint_does_not_count(tmp_path):
     assert (source.model.ffn.moe.num_experts, source.moe.router_dtype) == (8, "float32")
 
 
-def test_what_is_no_model(tmp_path):
+def test_paths_that_are_not_models(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "config.json").write_text("{")
     cases = {
@@ -135,7 +135,7 @@ def test_every_command_finds_checkpoints_in_another_folder(tmp_path):
     assert locate_checkpoint(tmp_path / "run") == tmp_path / "disk" / "step-000010"
 
 
-def test_a_hugging_face_folder_whose_context_is_no_number(tmp_path):
+def test_a_hugging_face_folder_whose_context_is_not_a_number(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mixtral", "max_position_embeddings": "x"}')
     with pytest.raises(ConfigError, match="max_position_embeddings='x' must be a number, at least 1"):
         find_source(str(tmp_path))

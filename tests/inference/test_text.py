@@ -83,7 +83,7 @@ def test_prompts_of_text_of_numbers_and_of_nothing(tmp_path):
     assert open_tokenizer(numbers, "bytes").identity == "bytes"
 
 
-def test_a_file_that_is_no_text(tmp_path):
+def test_a_file_that_is_not_text(tmp_path):
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match="is not text in UTF-8"):
         read_text(tmp_path / "latin", "--text")

@@ -16,7 +16,7 @@ def row(num_tokens: int, seq_len: int, keeps_tail: bool = False) -> TokenDataset
     ("num_tokens", "keeps_tail", "sequences", "predicted", "left_out"),
     [(8, False, 2, 6, 0), (11, False, 2, 6, 3), (11, True, 3, 8, 0), (9, True, 2, 6, 1), (3, True, 1, 2, 0)],
 )
-def test_sequences_and_what_is_left(num_tokens, keeps_tail, sequences, predicted, left_out):
+def test_sequences_and_the_rest(num_tokens, keeps_tail, sequences, predicted, left_out):
     cut = row(num_tokens, 4, keeps_tail)
     assert (cut.num_sequences, cut.num_predicted, cut.num_unused_tokens) == (sequences, predicted, left_out)
 

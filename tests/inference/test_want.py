@@ -131,7 +131,7 @@ def rollout_prompts(tmp_path: Path, **options: Any) -> list[Any]:
     return [prompts.prompt(i) for i in range(job.num_prompts)]
 
 
-def test_another_value_is_no_other_data():
+def test_another_value_is_not_other_data():
     meta = read_meta(next(Path("run/checkpoints").glob("step-*")))
     assert meta.order["align.method"]["want"] == 0.9
     assert data_order_change(meta, sample_order(load_config(Path("recipe.toml"), ["align.method.want=0.1"]))) == ""

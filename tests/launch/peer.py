@@ -1,4 +1,4 @@
-"""Programs that have the port at which ranks want to meet, and are no store."""
+"""Programs that have the port at which ranks want to meet, but are not stores."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""All ranks take what rank 0 worked out from what all of them said, a refusal too."""
+"""All ranks take the result of rank 0, computed from the values of all ranks; a refusal too."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def said_by_ranks(answer) -> list[JsonDict | str]:
-    """What each rank ends with; ranks are threads, with stores of their own."""
+    """Return the end of each rank; ranks are threads, with stores of their own."""
     port, kept = free_port(), []
 
     def ask(rank: int) -> JsonDict | str:
@@ -36,7 +36,7 @@ def said_by_ranks(answer) -> list[JsonDict | str]:
         return list(threads.map(ask, range(RANKS)))
 
 
-def test_all_ranks_take_what_the_first_makes_of_what_all_say():
+def test_all_ranks_take_the_result_that_the_first_computes_from_all_values():
     found = said_by_ranks(lambda rank, said: {"by": rank, "memory": [facts["memory"] for facts in said]})
     assert found == [{"by": 0, "memory": [1, 10, 100]}] * RANKS
 

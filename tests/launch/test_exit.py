@@ -1,4 +1,4 @@
-"""Whatever library runs out of memory, it is one message: what was asked for, what there is, what to do."""
+"""Whatever library runs out of memory, it is one message: the request, the free memory, and the way out."""
 
 import errno
 import sys

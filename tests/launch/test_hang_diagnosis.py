@@ -38,7 +38,7 @@ def verdict(*reports: RankReport | None) -> tuple[tuple[int, ...], str]:
 
 def test_a_rank_that_has_not_come_to_the_collective_of_the_others():
     assert verdict(report(), report(), report(4, is_communicating=False), report()) == ((2,), "is late")
-    # Where the source of each thread tells nothing (a GPU waits elsewhere), the counts alone do.
+    # Where the source of each thread tells nothing (a GPU waits elsewhere), the counts are enough.
     assert verdict(report(), report(), report(4), report()) == ((2,), "is late")
 
 
@@ -77,7 +77,7 @@ def test_ranks_that_all_do_the_same_have_no_odd_one():
         ({"has_responded": False}, "is unreachable"),
     ],
 )
-def test_what_became_of_the_process_counts_before_where_it_was(known, fault):
+def test_the_end_of_a_process_counts_before_its_position(known, fault):
     # Rank 0 is late, but not the cause.
     assert verdict(report(4), report(), report(**known)) == ((2,), fault)
 

@@ -1,4 +1,4 @@
-"""Ranks that meet in one store, in which an earlier start of the job left its keys."""
+"""Ranks that meet in one store, which has keys of an earlier start of the job."""
 
 import os
 import signal
@@ -214,7 +214,7 @@ def test_a_store_that_dies_or_stops_while_ranks_are_missing_ends_the_wait(monkey
 def test_a_store_is_bound_to_the_address_that_is_given_if_that_is_certain():
     with closing(listen_at("127.0.0.1", 0)) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-    # Other ranks may use another address of the host, and an address behind NAT is not one of this machine.
+    # Other ranks may use another address of the host, and an address behind NAT does not belong to this machine.
     assert listen_at(socket.gethostname(), 0) is None
     assert listen_at("192.0.2.1", 0) is None
 

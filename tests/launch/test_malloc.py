@@ -1,4 +1,4 @@
-"""What becomes of freed memory: a conversion gives it back, training has it for its next step."""
+"""Freed memory: a conversion gives it back, training has it for its next step."""
 
 import os
 import platform
@@ -79,11 +79,11 @@ print(resident() - before)
 
 
 def test_a_conversion_of_several_ranks_trims_its_heap():
-    """It has joined them, and been told to keep what it frees, before."""
+    """It has joined them, and was told before to keep the memory that it frees."""
     assert _found(SMALL, "yes") < 20 < 80 < _found(SMALL, "no")
 
 
-def test_an_older_glibc_takes_a_smaller_size_or_is_left_alone(monkeypatch):
+def test_an_older_glibc_takes_a_smaller_size_or_none(monkeypatch):
     """2.31 refuses more than 32 MiB; to trim never and map as by default would be slower than to say nothing."""
     for largest, expected in ((1 << 30, [(-3, 1 << 30), (-1, -1)]), (1 << 25, [(-3, 1 << 25), (-1, -1)]), (0, [])):
         taken = []

@@ -107,7 +107,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_bytes_of_strangers_close_their_connection_alone(server, name):
+def test_bytes_of_strangers_close_only_their_connection(server, name):
     site = hello(server, 0)
     with socket.create_connection(("127.0.0.1", server.port), 10) as stranger:
         stranger.sendall(STRANGERS[name])
@@ -136,7 +136,7 @@ def test_closed_meeting_point_is_an_error_and_a_new_one_is_found():
         site.close()
 
 
-def test_name_that_is_no_host_is_an_error_of_the_meeting_point():
+def test_name_that_is_not_a_host_is_an_error_of_the_meeting_point():
     with pytest.raises(MeetError, match=r"the meeting point a\.\.b:80 did not answer"):
         MeetConnection("a..b", 80, SECRET, 1.0).ask({"do": "beat", "site": 0})
 

@@ -42,7 +42,7 @@ class Point:
         return self.ask(message | {"finite": True, "digest": 5, "timeout_s": 60.0} | others, site)
 
     def again(self, site: int, index: int, do: str = "round"):
-        """What a question that was asked before is answered now."""
+        """Return the present answer to a question that was asked before."""
         return self.meeting.answer({"do": do, "site": site, "round": index}, site, 0.0)
 
     def vote(self, site: int, index: int, ok: bool = True):
@@ -54,7 +54,7 @@ class Point:
 
 
 def _site_2_missed_a_round() -> Point:
-    """Return a meeting point of three sites, of which two have applied round 1."""
+    """Return a meeting point of three sites, two of which have applied round 1."""
     point = Point(3)
     point.all_here(3)
     point.meeting.sites.close_connection(2)
@@ -155,7 +155,7 @@ def test_site_that_missed_a_round_is_told_so():
     assert point.hello(2, connection=12) == {"missed": 0, "giver": 0, "version": 1}
 
 
-def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_that_round_alone():
+def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_only_that_round():
     """The others said hello before the round, with other weights than its checkpoint has after the round."""
     point = Point(2)
     point.all_here(2)
@@ -328,7 +328,7 @@ def test_state_is_given_after_a_skipped_round_and_not_after_the_last():
 
 
 def _delayed_rounds(delays_s, interval_s=100.0, late=2):
-    """Past rounds of three sites, in which one site comes as late as the delays say."""
+    """Past rounds of three sites; one site comes as late as the delays say."""
     found = []
     for index, delay_s in enumerate(delays_s):
         round_ = MeetingRound(index * interval_s, answers={0: {}}, delays_s={0: 0.0, 1: 1.0})
@@ -342,7 +342,7 @@ def test_grace_time_is_the_median_and_three_deviations_of_past_delays():
     # Median 40, deviations 0, 0, 1, 1, 2, 2, 20, 3560: the site that was away for an hour changes little.
     delays_s = [40.0, 41.0, 38.0, 40.0, 42.0, 39.0, 60.0, 3600.0]
     assert estimate_grace_s(_delayed_rounds(delays_s)) == 40.5 + 3 * 1.5
-    # To wait for one of three sites costs the others less than to lose its work of a round.
+    # To wait for a site of three costs the others less than to lose its work of a round.
     assert estimate_grace_s(_delayed_rounds([1.0] * 8, 120.0)) == 40.0
     assert estimate_grace_s(_delayed_rounds([1.0] * 8, 3.0)) == MIN_GRACE_S
     # Only the last rounds count.
@@ -409,7 +409,7 @@ def test_grace_time_follows_the_delays_of_the_rounds_and_not_the_last_round():
 
 
 PAIRS = {"sites.topology": "pairs"}
-"""The name is the one of earlier versions, so that meeting points and sites of two versions agree on pairs."""
+"""The name is the same as in earlier versions, so that meeting points and sites of two versions agree on pairs."""
 
 
 def test_pairs_are_a_permutation_of_seed_round_and_members():
@@ -434,7 +434,7 @@ def _open_pairs(point: Point, index: int, count: int, version: int = 0) -> dict[
     return {site: point.again(site, index) for site in range(count)}
 
 
-def test_lost_site_voids_the_round_of_its_pair_alone():
+def test_lost_site_voids_only_the_round_of_its_pair():
     point = Point(5, **PAIRS)
     point.all_here(5)
     answers = _open_pairs(point, 1, 5)
@@ -459,7 +459,7 @@ def test_lost_site_voids_the_round_of_its_pair_alone():
     assert all("members" in point.again(site, 2) for site in range(5) if site != second[1])
 
 
-def test_site_of_pairs_that_missed_one_round_takes_part_and_one_that_missed_more_joins():
+def test_site_of_pairs_takes_part_after_one_missed_round_and_joins_again_after_more():
     point = Point(4, **PAIRS)
     point.all_here(4)
     found = []
@@ -529,7 +529,7 @@ def test_sites_learn_that_another_one_was_refused():
 
 @pytest.mark.parametrize("in_pairs", [False, True])
 def test_memory_of_the_meeting_point_is_bounded(in_pairs, monkeypatch):
-    """Sites that connect in every round, and one that joins again and again, leave no keys behind."""
+    """Sites that connect in every round, and a site that joins again and again, leave no keys behind."""
     monkeypatch.setattr(meeting, "MAX_KEPT_ROUNDS", 8)
     point = Point(4, **(PAIRS if in_pairs else {}))
     point.all_here(4)

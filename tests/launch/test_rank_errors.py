@@ -1,4 +1,4 @@
-"""A failing rank ends its process, so each case runs in one of its own."""
+"""A failing rank ends its process, so each case runs in a process of its own."""
 
 import re
 import signal
@@ -36,7 +36,7 @@ print("went on")
 
 
 def fail(code: str, rank: int = 0, told: bool = False) -> tuple[int, str, str]:
-    """Run code as a rank of eight; returns the status, what it printed, and its stderr."""
+    """Run code as a rank of eight; return the status, its output, and its stderr."""
     done = run_program(RANK, str(rank), str(int(told)), code)
     return done.returncode, done.stdout.strip(), done.stderr
 
@@ -81,7 +81,7 @@ def test_an_abandoned_step_ends_as_on_ctrl_c():
     assert fail("raise KeyboardInterrupt") == (130, "waited=False", "")
 
 
-def test_a_job_of_one_rank_is_left_alone():
+def test_a_job_of_one_rank_is_not_changed():
     before = signal.getsignal(signal.SIGTERM)
     failing = RankErrorHandler(RankEnv(0, 0, 1, "127.0.0.1", 1), lambda: False)
     with failing:

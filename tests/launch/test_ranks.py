@@ -73,7 +73,7 @@ def _status(place: RankEnv, device_type: str) -> int:
 
 
 def _press(folder: Path, ranks: int, times: int) -> None:
-    """Press Ctrl-C for this process alone, once the ranks are up."""
+    """Press Ctrl-C for only this process, once the ranks are up."""
     while len(list(folder.iterdir())) < ranks:
         time.sleep(0.05)
     for _ in range(times):

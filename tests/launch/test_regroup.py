@@ -39,7 +39,7 @@ class Job:
         self.ranks[rank] = self._rank(rank, 0.0)
 
     def arrive(self, rank: int, count: int) -> Any:
-        """What a rank gets as the next generation of the first `count` survivors: the generation, or the error."""
+        """Return a rank's result in the next generation of the first `count` survivors: a generation or an error."""
 
         def choose(facts: dict[int, Any], lost: Sequence[int]) -> tuple[list[int], Any]:
             if len(facts) < count:
@@ -89,7 +89,7 @@ def test_the_loss_of_a_spare_changes_nothing(job: Job) -> None:
     report_lost(job.store, 2)
     spare = job.pool.submit(job.ranks[3].await_change)
     job.be_impatient(3)
-    # A rank that regrouped alone would have the others killed.
+    # A rank that regrouped by itself would have the others killed.
     job.ranks[3].current = job.ranks[0].current
     assert isinstance(job.arrive(3, 1), NoLossError)
     assert (job.killed, lost_ranks(job.store)) == ([], {1, 2})
@@ -97,7 +97,7 @@ def test_the_loss_of_a_spare_changes_nothing(job: Job) -> None:
     assert spare.result() == 0
 
 
-def test_a_rank_lost_while_it_regroups_is_no_member(job: Job) -> None:
+def test_a_rank_lost_while_it_regroups_is_not_a_member(job: Job) -> None:
     report_lost(job.store, 1)
     early = [job.pool.submit(job.arrive, rank, 2) for rank in (0, 2)]
     report_lost(job.store, 0)
@@ -182,7 +182,7 @@ def test_the_host_of_the_store_leaves_last(job: Job) -> None:
     host.result()
 
 
-def test_a_wait_for_a_member_is_no_progress(job: Job) -> None:
+def test_a_wait_for_a_member_is_not_progress(job: Job) -> None:
     # The watchdog can kill a stopped member only if the time runs.
     job.ranks[0]._note_progress = lambda: pytest.fail("progress")
     with pytest.raises(DistStoreError, match="wait timeout"):

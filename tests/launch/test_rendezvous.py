@@ -1,4 +1,4 @@
-"""What the processes of a job on one machine listen to."""
+"""Addresses on which the processes of a job on one machine listen."""
 
 import os
 import pickle
@@ -53,7 +53,7 @@ def _write_down(folder: Path, place: RankEnv, device_type: str) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_job_of_one_machine_listens_on_loopback_alone(tmp_path, monkeypatch, ranks):
+def test_a_job_of_one_machine_listens_only_on_loopback(tmp_path, monkeypatch, ranks):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert spawn_ranks(partial(_write_down, tmp_path), ranks, "cpu") == 0
     found = {file.name: set(file.read_text().split()) for file in tmp_path.iterdir()}
@@ -93,7 +93,7 @@ def test_nothing_that_is_put_into_the_store_is_unpickled(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_pool_of_verify_listens_on_loopback_alone(pool):
+def test_the_pool_of_verify_listens_only_on_loopback(pool):
     everything = pool.run(2, _own_addresses)
     assert set().union(*everything)
     assert all(_is_on_loopback(address) for addresses in everything for address in addresses)
@@ -118,5 +118,5 @@ def test_an_interface_that_the_user_chose_stays():
         *((address, False) for address in ("10.0.0.1", "n", "127.example.org", "", "::", "::ffff:10.0.0.1")),
     ],
 )
-def test_addresses_of_this_machine_alone(address, is_one):
+def test_addresses_of_only_this_machine(address, is_one):
     assert is_loopback(address) == is_one

@@ -1,4 +1,4 @@
-"""The relay is tried on real processes: what it passes on ends them."""
+"""The relay is tried on real processes: the signals that it passes on end them."""
 
 import multiprocessing
 import os

@@ -40,7 +40,7 @@ def test_other_lines_are_refused(case):
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff", b"[" * 30000, b"NaN1"])
-def test_content_that_is_no_object_is_refused(content):
+def test_content_that_is_not_an_object_is_refused(content):
     client, server = pair()
     signed = client._signature(b"client", 1, content) + b" " + content + b"\n"
     with pytest.raises(BadLineError, match="JSON"):

@@ -61,7 +61,7 @@ def test_of_many_at_once_one_is_heard(tmp_path, has_launcher):
     assert has_report(tmp_path / "word") == has_launcher
 
 
-def test_one_that_comes_when_the_others_are_gone_is_silent():
+def test_a_rank_that_comes_when_the_others_are_gone_is_silent():
     first = SingleReporter(_place(0))
     late = _start(3, "", first.shared_path)
     early = _start(2, "", first.shared_path)

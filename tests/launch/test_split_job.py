@@ -42,7 +42,7 @@ def _rank(is_stopped: bool, place: RankEnv, device_type: str) -> int:
     return 0
 
 
-def test_a_wait_for_a_rank_that_makes_progress_is_no_hang(capfd):
+def test_a_wait_for_a_rank_that_makes_progress_is_not_a_hang(capfd):
     assert spawn_ranks(partial(_rank, False), SPLIT.num_ranks, "cpu") == 0
     assert capfd.readouterr().err == ""
 

@@ -1,4 +1,4 @@
-"""Threads of a rank, and the line that says what is set."""
+"""Threads of a rank, and the line that names the settings."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def test_a_number_that_was_chosen_stays(threads):
     assert torch.get_num_threads() == 3
 
 
-def test_the_line_names_what_the_environment_sets(threads):
+def test_the_line_names_the_settings_of_the_environment(threads):
     torch.set_num_threads(1)
     environment = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     line = runtime_env_message(PLACE, "cuda", environment)

@@ -1,4 +1,4 @@
-"""Real ranks, of which one does something odd: what the job says of it, and how soon."""
+"""Real ranks with an odd one: the message of the job, and its delay."""
 
 import os
 import re
@@ -63,7 +63,7 @@ def _raise(place: RankEnv) -> None:
 
 
 def _rank(odd: object, file: Path, place: RankEnv, device_type: str, odd_rank: int = 1) -> int:
-    """Steps with two collectives; one rank does its odd thing in one of them."""
+    """Run steps with two collectives; the odd rank fails in one of them."""
     (file.parent / f"rank-{place.rank}").write_text(str(os.getpid()))
     watchdog = Watchdog(place, LIMIT_S)
     failing = RankErrorHandler(place, lambda: False, watchdog)
@@ -88,7 +88,7 @@ def _run(odd: object, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tupl
     return capfd.readouterr().err.splitlines(), took_s
 
 
-def test_a_rank_that_is_late_is_named_with_what_the_others_wait_in(tmp_path, capfd):
+def test_a_rank_that_is_late_is_named_with_the_collective_of_the_others(tmp_path, capfd):
     lines, took_s = _run(_dawdle, tmp_path, capfd)
     assert lines[0].startswith("moefold: rank 1 on ")
     assert lines[0].endswith(" is late")
@@ -180,7 +180,7 @@ def test_a_rank_that_does_not_join_is_named(capfd):
 def _meet_and_hang(place: RankEnv, device_type: str) -> int:
     if place.rank == 1:
         _, session = join_rendezvous(place, LIMIT_S)
-        # Its threads run and its main thread has not come to what the others do.
+        # Its threads run and its main thread has not come to the collective of the others.
         Watchdog(place, 60).start(session)
         time.sleep(60)
     watchdog = Watchdog(place, LIMIT_S)
@@ -256,7 +256,7 @@ def test_where_rank_0_keeps_the_store_its_loss_is_said(tmp_path, capfd, odd, sta
 
 
 class _Losses:
-    """Store reporter of a job of which another rank has recorded the loss of rank 2."""
+    """Store reporter of a job in which another rank has recorded the loss of rank 2."""
 
     def __init__(self) -> None:
         self.num_timeouts = 0

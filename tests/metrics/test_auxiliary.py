@@ -59,7 +59,7 @@ def test_a_broken_tracker_leaves_the_metrics(tmp_path: Path) -> None:
     assert [line.split(":")[1] for line in said] == [" wandb cannot be written any more (ConnectionError"]
 
 
-def test_a_run_folder_without_metrics_is_no_end(tmp_path: Path) -> None:
+def test_a_run_goes_on_without_a_run_folder_for_metrics(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "file").touch()
     with MetricsWriter(tmp_path / "file/run", MetricsConfig(), outputs=AuxiliaryOutputs(said.append)) as writer:

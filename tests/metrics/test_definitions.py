@@ -1,4 +1,4 @@
-"""The definitions of reported numbers: what a run writes and shows, and nothing else; the page is current."""
+"""The definitions cover exactly the numbers that a run writes and shows; the page is current."""
 
 import math
 from dataclasses import fields
@@ -75,7 +75,7 @@ def test_metrics_of_losses_and_rollouts_are_those_that_are_computed():
     assert set(NAMES["loss_metrics."]) == {name for method in methods for name in method.mean_metrics} | {"*"}
 
 
-def test_what_is_shown_is_of_the_record():
+def test_shown_numbers_are_in_the_record():
     assert set(SHOWN) <= {prefix + name for prefix, names in NAMES.items() for name in names}
     assert set(LAYER_CURVES) == set(NAMES["moe_layers."]) - {"layer"}
     assert {column.path for column in LINE} - {""} <= set(SHOWN)

@@ -1,4 +1,4 @@
-"""What is said of the balance of a run, against numbers worked by hand, from each of its sources."""
+"""The report on the balance of a run, against numbers worked by hand, from each of its sources."""
 
 import json
 
@@ -81,7 +81,7 @@ def test_a_trace_adds_up_to_counts(tmp_path):
 
 
 @pytest.mark.parametrize("per_layer", [True, False])
-def test_metrics_alone_give_the_loads(tmp_path, per_layer):
+def test_without_expert_counts_metrics_give_the_loads(tmp_path, per_layer):
     write_metrics(tmp_path, [1, 2, 3], per_layer=per_layer)
     balance = read_balance(tmp_path)
     assert (balance.source, balance.counts, balance.num_experts) == ("metrics.jsonl", None, None)
@@ -98,11 +98,11 @@ def test_counts_that_are_rarer_than_metrics(tmp_path):
     write_metrics(tmp_path, range(1, 101))
     balance = read_balance(tmp_path)
     assert balance.steps.tolist() == list(range(10, 101, 10))
-    # The end is the last of ten records, step 100, and so is what metrics.jsonl says of it.
+    # The end is the last of ten records, step 100, also in the words of metrics.jsonl.
     assert balance.summaries()[0].router_entropy == 101
 
 
-def test_counts_that_end_early_bound_what_metrics_say_of_the_end(tmp_path):
+def test_counts_that_end_early_bound_the_end_of_metrics(tmp_path):
     write_counts(tmp_path, range(1, 21))
     write_metrics(tmp_path, range(1, 61))
     balance = read_balance(tmp_path)
@@ -141,7 +141,7 @@ def test_many_steps_are_read_in_parts(tmp_path):
     np.testing.assert_allclose(balance.load[:, 1], [4 * n / (n + 2) for n in range(1, 1001)])
 
 
-def test_what_is_no_run_with_experts_is_refused(tmp_path):
+def test_a_folder_that_is_not_a_run_with_experts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         read_balance(tmp_path / "absent")
     with pytest.raises(ConfigError, match="holds no step of training"):

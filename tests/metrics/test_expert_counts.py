@@ -29,13 +29,13 @@ def _assert_holds(run_dir, steps) -> None:
         np.testing.assert_array_equal(found.counts[i], _counts(step))
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_records_are_read(tmp_path):
     _write(tmp_path, [1, 2, 30])
     _assert_holds(tmp_path, [1, 2, 30])
     assert (tmp_path / COUNTS_FILE).stat().st_size == 128 + 3 * (8 + 4 * len(LAYERS) * E)
 
 
-def test_it_can_be_read_with_numpy_alone(tmp_path):
+def test_it_can_be_read_with_only_numpy(tmp_path):
     _write(tmp_path, [7])
     record = np.dtype([("step", "<i8"), ("counts", "<u4", (len(LAYERS), E))])
     (only,) = np.fromfile(tmp_path / COUNTS_FILE, record, offset=128)

@@ -1,4 +1,4 @@
-"""The log of what went wrong."""
+"""The log of faults."""
 
 import json
 import math

@@ -43,7 +43,7 @@ def test_memory_freed_and_reallocated_by_resizing():
     assert torch.UntypedStorage.resize_.__name__ == "resize_"
 
 
-def test_what_a_backward_pass_makes_is_workspace_until_it_is_found_to_stay():
+def test_tensors_of_a_backward_pass_are_workspace_until_they_are_found_to_stay():
     w = torch.ones(10, requires_grad=True)
     with MemoryTracker() as ledger:
         ledger.tag("weights", (w,))
@@ -60,7 +60,7 @@ def test_what_a_backward_pass_makes_is_workspace_until_it_is_found_to_stay():
     assert ledger.peak().by_part["workspace"] > 0
 
 
-def test_what_other_threads_free_meanwhile():
+def test_memory_that_other_threads_free_meanwhile():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

@@ -1,4 +1,4 @@
-"""The loss picture: what it reads, that it is drawn, and what it refuses."""
+"""The loss picture: its inputs, the drawing, and its refusals."""
 
 import json
 import subprocess
@@ -100,7 +100,7 @@ def test_smooth_by_hand() -> None:
     assert smooth([], 3) == []
 
 
-def test_smooth_leaves_a_straight_line_alone_and_steps_over_nan() -> None:
+def test_smooth_keeps_a_straight_line_and_steps_over_nan() -> None:
     line = [float(i) for i in range(50)]
     assert smooth(line, 4)[:-4] == pytest.approx(line[:-4])
     assert smooth([2.0, nan, 4.0, 6.0], 1) == pytest.approx([2.0, 3.0, 5.0, 5.0])

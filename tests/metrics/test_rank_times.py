@@ -69,7 +69,7 @@ def test_rank_is_named_again_only_after_long_recovery():
     watch = stragglers([0, 1])
     slow, well = times(0.4, 0.2), times(0.2, 0.2)
     assert sum(len(watch.update(slow)) for _ in range(WINDOW_STEPS)) == 1
-    # About half of the steps are slow: neither here nor there.
+    # About half of the steps are slow: too many for an outlier, too few for a slow rank.
     assert not any(watch.update(slow if step % 2 else well) for step in range(2 * WINDOW_STEPS))
     assert not any(watch.update(slow) for _ in range(WINDOW_STEPS))
     assert not any(watch.update(well) for _ in range(WINDOW_STEPS))

@@ -13,7 +13,7 @@ def alike(*sizes: int) -> list[np.ndarray]:
 
 
 def test_replicas_with_padding_are_compared_by_sample():
-    """Of gradients g per sample, replicas of 2, 1 and 0 samples have 2g, g and 0: they agree."""
+    """With a gradient g per sample, replicas of 2, 1 and 0 samples have 2g, g and 0: they agree."""
     samples = np.array([2.0, 1.0, 0.0])
     dots = 25 * np.outer(samples, samples)
     found = ReplicaMetrics.from_dot_products(3 * samples, dots, dots, samples, samples)

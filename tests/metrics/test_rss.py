@@ -12,7 +12,7 @@ from moefold.metrics import step_metrics
 from moefold.metrics.step_metrics import peak_memory_gib
 
 
-def test_grows_with_what_the_process_touches_and_keeps_the_peak() -> None:
+def test_grows_with_touched_memory_and_keeps_the_peak() -> None:
     code = (
         "from moefold.metrics.step_metrics import peak_memory_gib as peak; a = peak('cpu');"
         "b = bytearray(b'x') * 2**28; c = peak('cpu'); del b; d = peak('cpu'); print(a, c, d)"

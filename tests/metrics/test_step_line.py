@@ -1,4 +1,4 @@
-"""The progress line: what it says, when a plain one appears, and what a terminal sees."""
+"""The progress line: its text, when a plain one appears, and how a terminal shows it."""
 
 import io
 import os

@@ -50,7 +50,7 @@ KEYS = [
 ]
 
 
-def test_holds_every_key_in_order_and_null_for_what_is_not_known() -> None:
+def test_holds_every_key_in_order_and_null_for_unknown_values() -> None:
     record = to_record(STEP)
     assert list(record) == KEYS
     assert record["mfu"] is None

@@ -102,10 +102,10 @@ def test_tensorboard_holds_every_curve_and_hides_repeated_steps(tmp_path: Path) 
     curves = {"expert_load_cv": 0.5, "dead_experts": 2, "dropped_fraction": 0.125, "router_entropy": 1.75}
     curves |= {"expert_bias_min": -0.25, "router_z_loss": 0.0}
     assert {name: events.Scalars(f"{name}/layer_001")[0].value for name in curves} == curves
-    # What a layer does not have has no curve.
+    # A number that a layer does not have has no curve.
     assert "expert_bias_max/layer_001" not in events.Tags()["scalars"]
     assert not any("layer_000" in name for name in events.Tags()["scalars"])
-    # Of the rank that has most.
+    # The rank with the highest value counts.
     assert [(e.step, e.value) for e in events.Scalars("memory_by_part/weights")] == [(2, 2.0)]
     assert events.Scalars("2_speed/mfu")[-1].value == 0.5
 
@@ -131,7 +131,7 @@ def test_tensorboard_shows_loss_and_speed_first_and_layers_together(tmp_path: Pa
     (text,) = events.Tensors("recipe/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
     assert all(line.startswith("    ") for line in shown.splitlines())
-    # What is shown is a recipe, and says what runs.
+    # The shown text is a recipe, and gives the run.
     assert config_to_dict(config_from_dict(tomllib.loads(shown))) == config
 
 

@@ -65,7 +65,7 @@ def test_a_last_line_that_lacks_only_its_end_stays(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_nothing_to_cut_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_nothing_to_cut_leaves_the_file_unchanged(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 3)
     path = tmp_path / "metrics.jsonl"
     inode = path.stat().st_ino

@@ -1,4 +1,4 @@
-"""Attention written out as its definition, in float64, with gradients by autograd: what every core must equal."""
+"""Attention written out as its definition, in float64, with gradients by autograd: every core must equal it."""
 
 from collections.abc import Iterator
 
@@ -43,7 +43,7 @@ def reference_attention(
 
 
 def with_gradients(attend, grad_out: Tensor, *inputs: Tensor) -> list[Tensor]:
-    """[out, dq, dk, dv] of attend(q, k, v), and the gradients of what else is given."""
+    """Return [out, dq, dk, dv] of attend(q, k, v), and the gradients of further inputs."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
@@ -87,7 +87,7 @@ def relative_errors(given: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def random_starts(seed: int, seq_len: int, batch: int) -> Tensor:
-    """Documents of random lengths, one of them a single token: the start of each token's, int64 [S, B]."""
+    """Return documents of random lengths, one with a single token: the start of each token's, int64 [S, B]."""
     generator = torch.Generator().manual_seed(seed)
     is_first = torch.rand(seq_len, batch, generator=generator) < 0.2
     is_first[0] = True

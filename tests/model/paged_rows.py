@@ -1,4 +1,4 @@
-"""Rows of a pass for tests: samples of which each has pages of its own, in a scattered order."""
+"""Rows of a pass for tests: each sample has pages of its own, in a scattered order."""
 
 from collections.abc import Sequence
 

@@ -121,7 +121,7 @@ def test_long_documents_go_one_by_one(heads, window):
 
 
 def test_a_sink_takes_its_share():
-    """Of a token that sees one key with score 0 and a sink of ln 3, the sink takes three quarters."""
+    """If a token sees one key with score 0 and a sink of ln 3, the sink takes three quarters."""
     v = torch.randn(1, 1, 1, 4)
     out = CausalAttention()(torch.zeros_like(v), v, v, None, torch.tensor([3.0]).log())
     torch.testing.assert_close(out, v / 4)

@@ -1,4 +1,4 @@
-"""What a query sees, pair by pair."""
+"""The keys that a query sees, pair by pair."""
 
 import pytest
 import torch

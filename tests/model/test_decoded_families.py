@@ -56,7 +56,7 @@ REASONS = {
     "deepseek_v32": {"sparse attention"},
     "glm_moe_dsa": {"sparse attention"},
 }
-"""Of the layers of each family; empty: in C."""
+"""Reason of each family's layers; empty: they decode in C."""
 FILED_REASONS = {
     "aria": IN_C,
     "deepseek-ocr2": IN_C,

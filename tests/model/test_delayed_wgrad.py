@@ -1,4 +1,4 @@
-"""A backward pass in two parts gives what one in one part gives, and the second part is what it should be."""
+"""A backward pass in two parts gives the same as in one part, and the second part computes only weight gradients."""
 
 from collections.abc import Callable, Sequence
 
@@ -84,7 +84,7 @@ def test_nothing_is_postponed_without_a_backward_pass():
     assert weight.grad is not None
 
 
-def test_what_is_postponed_runs_once():
+def test_postponed_work_runs_once():
     x, weight, bias = _tensors(DENSE, torch.float64)
     late = WeightGradStore(nn.Module(), reduces_each_micro_batch=False)
     linear(x, weight, bias, late).sum().backward()

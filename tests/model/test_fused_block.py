@@ -27,7 +27,7 @@ from moefold.ops.decode import DecodeChoice
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 from moefold.parallel.kernels.select import apply_kernels, select_kernels, uses_c_kernels
-from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.model.transformers_families import FAMILIES, SIZES
 from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler
 from tests.slow import slow
@@ -42,7 +42,7 @@ KINDS = {name: model for name, (model, *_) in FAMILIES.items()} | {
 OF_MODULES = ("qk-norm-of-all-heads", "other-activation")
 """Kinds whose layers are computed by their modules."""
 PAGES = 3
-"""Of each sample."""
+"""Length of each sample."""
 
 
 def recipe(model: dict[str, Any], dtype: str = "float32") -> Config:
@@ -72,7 +72,7 @@ def build(cfg: Config) -> Transformer:
 
 
 def rows_of(spans: Sequence[range]) -> PassRows:
-    """Consecutive positions of samples 0, 1, ..., of which some may have none; sample i has pages of its own."""
+    """Return consecutive positions of samples 0, 1, ..., some maybe without any; sample i has pages of its own."""
     tables = torch.tensor([[i + p * len(spans) for p in range(PAGES)] for i in range(len(spans))], dtype=torch.int32)
     chosen = [i for i, span in enumerate(spans) if span]
     counts = [len(spans[i]) for i in chosen]
@@ -159,11 +159,11 @@ def calls_of_layers(monkeypatch) -> list[int]:
         ({}, [1, 1, 2, 2]),
         ({"ffn.moe.router": "sigmoid"}, []),
         ({"ffn.moe.shared.intermediate_size": 12}, []),
-        ({"layer_pattern": "DM"}, [1, 1, 1]),
+        ({"layers.ffn": "dense, moe"}, [1, 1, 1]),
     ],
 )
 def test_layers_are_one_call_from_the_second_pass_on(monkeypatch, model, expected):
-    stage = build(recipe({"num_layers": 2} | model))
+    stage = build(recipe({"layers": 2} | model))
     counts = calls_of_layers(monkeypatch)
     overrides = set_overrides(stage)
     run(stage, fixed_passes(), 4 * PAGES, fuses=True, at_once=True)
@@ -173,8 +173,8 @@ def test_layers_are_one_call_from_the_second_pass_on(monkeypatch, model, expecte
     assert all([len(ids) for ids in override.chosen] == num_rows for override in overrides)
 
 
-def test_replaced_choices_and_layers_by_modules_are_no_single_call(monkeypatch):
-    cfg = recipe({"num_layers": 2})
+def test_replaced_choices_and_layers_by_modules_are_not_a_single_call(monkeypatch):
+    cfg = recipe({"layers": 2})
     stage = build(cfg)
     counts = calls_of_layers(monkeypatch)
     expected = run(stage, fixed_passes(), 4 * PAGES, fuses=False)
@@ -204,11 +204,11 @@ def test_equal_logits_choose_the_experts_that_the_router_chooses(router_softmax)
 
 @st.composite
 def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
-    """Sizes that are no multiples of vectors, and each option of the layers."""
+    """Sizes that are not multiples of vectors, and each option of the layers."""
     groups = draw(st.sampled_from([1, 2, 3]))
     experts = draw(st.sampled_from([3, 8]))
     model = {
-        "num_layers": 2,
+        "layers": 2,
         "hidden_size": draw(st.sampled_from([24, 40, 50])),
         "attention.num_kv_heads": groups,
         "attention.num_heads": groups * draw(st.sampled_from([1, 2, 7])),
@@ -216,7 +216,7 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         "ffn.moe.num_experts": experts,
         "ffn.moe.top_k": draw(st.integers(1, 3)),
         "ffn.moe.intermediate_size": draw(st.sampled_from([5, 33])),
-        "layer_pattern": draw(st.sampled_from(["M", "DM"])),
+        "layers.ffn": draw(st.sampled_from(["moe", "dense, moe"])),
         "ffn.moe.router": draw(st.sampled_from(["softmax", "sigmoid"])),
         "ffn.moe.router.bias": draw(st.booleans()),
         "ffn.moe.router.scaling_factor": draw(st.sampled_from([1.0, 2.5])),
@@ -227,7 +227,7 @@ def options(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
         model[f"attention.{name}"] = draw(st.booleans())
     model["attention.qk_norm"] = {} if draw(st.booleans()) else "none"
     if draw(st.booleans()):
-        model |= {"attention_pattern": "WF", "sliding_window": draw(st.sampled_from([1, 5, 66]))}
+        model |= {"layers.attention": "window, full", "sliding_window": draw(st.sampled_from([1, 5, 66]))}
     if draw(st.booleans()):
         model |= {"ffn.moe.shared.intermediate_size": 12, "ffn.moe.shared.gate": draw(st.booleans())}
     return model, draw(st.sampled_from(["float32", "bfloat16"]))
@@ -259,7 +259,7 @@ def test_many_options_of_a_fused_layer(options, num_threads):
 
 
 def change_class(block: Block) -> None:
-    """Make the attention one of a subclass, whose forward pass may differ."""
+    """Make the attention an instance of a subclass, whose forward pass may differ."""
     block.attention.__class__ = type("Other", (type(block.attention),), {})
 
 

@@ -16,7 +16,7 @@ KIND = {
     "attention.qkv_bias": True,
     "attention.output_bias": True,
     "attention.sinks": True,
-    "attention_pattern": "WF",
+    "layers.attention": "window, full",
     "ffn.moe.bias": True,
     "ffn.moe.activation": "clamped_swiglu",
     "ffn.moe.router.bias": True,
@@ -26,9 +26,9 @@ KIND = {
     "rope.scaling.truncate": False,
     "init_std": 0.3,
 }
-"""What makes a model of this family, whatever its sizes."""
+"""Settings of every model of this family, whatever its sizes."""
 SIZES: list[dict[str, Any]] = [
-    {"attention.num_heads": 4, "attention.num_kv_heads": 2, "sliding_window": 7, "num_layers": 3},
+    {"attention.num_heads": 4, "attention.num_kv_heads": 2, "sliding_window": 7, "layers": 3},
     {
         "attention.num_heads": 6,
         "attention.num_kv_heads": 1,
@@ -47,8 +47,8 @@ SIZES: list[dict[str, Any]] = [
         "attention.num_heads": 8,
         "attention.num_kv_heads": 4,
         "sliding_window": 3,
-        "attention_pattern": "FFW",
-        "num_layers": 4,
+        "layers.attention": "2 full, window",
+        "layers": 4,
     },
 ]
 SEQ_LEN = 24
@@ -56,7 +56,7 @@ SEQ_LEN = 24
 
 def _model(sizes: dict[str, Any]) -> dict[str, Any]:
     common = {
-        "num_layers": 2,
+        "layers": 2,
         "hidden_size": 32,
         "attention.head_dim": 8,
         "vocab_size": 64,
@@ -89,7 +89,7 @@ def _theirs(model: dict[str, Any], windows: tuple[int, ...]) -> torch.nn.Module:
         vocab_size=model["vocab_size"],
         hidden_size=model["hidden_size"],
         intermediate_size=model["ffn.moe.intermediate_size"],
-        num_hidden_layers=model["num_layers"],
+        num_hidden_layers=model["layers"],
         num_attention_heads=model["attention.num_heads"],
         num_key_value_heads=model["attention.num_kv_heads"],
         head_dim=model["attention.head_dim"],

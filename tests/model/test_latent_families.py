@@ -47,8 +47,8 @@ def _latent(rng: random.Random) -> tuple[Sizes, Sizes]:
     widths = {"kv_lora_rank": rng.choice([5, 11]), "q_lora_rank": rng.choice([0, 7])}
     widths |= {"qk_nope_head_dim": rng.choice([3, 7]), "qk_rope_head_dim": rng.choice([2, 6])}
     widths |= {"v_head_dim": rng.choice([4, 5, 16])}
-    ours = {"num_layers": num_layers, "hidden_size": heads * 9, "attention.num_heads": heads, "attention": "mla"}
-    ours |= {"layer_pattern": f"D{dense}M{num_layers - dense}" if dense else "M", "rope.interleaved": True}
+    ours = {"layers": num_layers, "hidden_size": heads * 9, "attention.num_heads": heads, "attention": "mla"}
+    ours |= {"layers.ffn": f"{dense} dense, {num_layers - dense} moe" if dense else "moe", "rope.interleaved": True}
     ours |= {
         "ffn.moe.intermediate_size": 13,
         "ffn.moe.shared.intermediate_size": 13 * shared,
@@ -102,7 +102,7 @@ def _olmoe(rng: random.Random) -> tuple[Sizes, Sizes]:
     groups, share = rng.choice([1, 3]), rng.choice([1, 2])
     heads, normalizes = groups * share, rng.random() < 0.5
     stretched = _rope(rng, stretches=False)
-    ours = {"num_layers": 2, "hidden_size": heads * 10, "attention.num_heads": heads, "attention.num_kv_heads": groups}
+    ours = {"layers": 2, "hidden_size": heads * 10, "attention.num_heads": heads, "attention.num_kv_heads": groups}
     ours |= {
         "ffn.moe.num_experts": 7,
         "ffn.moe.top_k": 3,

@@ -155,7 +155,7 @@ def _kept(module: nn.Module, tokens: Tensor) -> list[tuple[int, ...]]:
 def test_no_logits_are_kept(is_tied, mtp_layers):
     model = model_of(
         {
-            "num_layers": 1,
+            "layers": 1,
             "hidden_size": 16,
             "attention.num_heads": 2,
             "attention.num_kv_heads": 1,

@@ -1,4 +1,4 @@
-"""Latent attention that decodes from latents gives each token what the whole sequence gives it."""
+"""Latent attention that decodes from latents gives each token the result of the whole sequence."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ class Example:
     """One layer in float64 and hidden states [S, B, H]."""
 
     def __init__(self, kind: dict[str, object], window: int) -> None:
-        limits = {"attention_pattern": "W", "sliding_window": window} if window else {}
+        limits = {"layers.attention": "window", "sliding_window": window} if window else {}
         self.cfg = config_of({"model": SIZES | kind | limits}).model
         self.layer = build_attention(self.cfg.decoder_layers[0], self.cfg).double()
         self.current_pass = CurrentPass()

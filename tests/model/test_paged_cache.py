@@ -1,4 +1,4 @@
-"""Attention over pages gives each token what the whole sequence gives it."""
+"""Attention over pages gives each token the result of the whole sequence."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
     assert core.page_path == ""
 
 
-def test_copied_pages_hold_what_the_old_ones_held():
+def test_copied_pages_hold_the_values_of_the_old_ones():
     q, k, v = tokens(1)
     current_pass = CurrentPass()
     core = PagedAttention(current_pass, B * PAGES, SMALL_PAGE)

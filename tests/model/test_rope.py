@@ -123,7 +123,7 @@ def test_yarn_by_hand():
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_scores_equal_the_oracle(is_interleaved, fraction):
-    """The order in which pairs come out is free, the products of queries and keys are not."""
+    """The order of the resulting pairs is free, the products of queries and keys are not."""
     keys = {"rope.scaling": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_seq_len": 20, "rope.theta": 50.0}
     cfg = _model(
         **({"attention.head_dim": 8, "rope.interleaved": is_interleaved, "attention.rope_fraction": fraction} | keys)
@@ -183,7 +183,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
+def test_settings_of_yarn_mean_the_same_as_in_transformers(family, keys):
     """Frequencies, the factor of rotated parts and, with latent attention, the factor of the scores."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -209,7 +209,7 @@ def test_settings_of_yarn_mean_what_transformers_computes(family, keys):
     assert parse_model_config(FAMILIES[family].write(cfg), Path("folder")) == cfg
 
 
-def test_an_original_length_outside_of_the_rope_parameters_has_precedence():
+def test_an_original_length_outside_the_rope_parameters_has_precedence():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = transformers.LlamaConfig(rope_parameters=dict(_YARN), original_max_position_embeddings=32)

@@ -10,7 +10,7 @@ from tests.models import config_of
 
 S = 12
 SIZES = {
-    "num_layers": 2,
+    "layers": 2,
     "hidden_size": 16,
     "attention.num_heads": 4,
     "attention.num_kv_heads": 2,

@@ -29,7 +29,7 @@ class Example:
         return logits.log_softmax(-1).gather(-1, self.columns["labels"].unsqueeze(-1)).squeeze(-1)
 
     def output(self, metrics: LossMetricRecorder | None = None) -> ModelOutput:
-        """Return what a loss function gets."""
+        """Return the input of a loss function."""
         return ModelOutput(self.hidden, self.head, None, 0, metrics or LossMetricRecorder())
 
     def run(self, loss: LossFunction) -> tuple[Tensor, Tensor, dict[str, float]]:

@@ -23,7 +23,7 @@ SEQUENCES = [(row, number) for row, ids in enumerate(IDS) for number in range(ma
 
 
 def _stub(**settings: Any) -> SimpleNamespace:
-    """Return what TRL's loss functions read of a trainer."""
+    """Return the attributes of a trainer that TRL's loss functions read."""
     accelerator = SimpleNamespace(
         num_processes=1,
         device=torch.device("cpu"),
@@ -216,7 +216,7 @@ def _batch(mask: Tensor) -> dict[str, Tensor]:
 def _model(log_probs: Tensor) -> Any:
     """Return a model as TRL calls it: log-probabilities of the labels, 0 where a label is masked."""
     nothing = torch.zeros_like(log_probs)
-    # TRL logs what follows the log-probabilities.
+    # TRL logs the values that follow the log-probabilities.
     outputs = SimpleNamespace(log_probs=log_probs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
     return lambda **inputs: outputs
 

@@ -1,4 +1,4 @@
-"""What leaves memory, once; what comes back, as it was and in time; what stays because there is no time or no room."""
+"""Tensors that leave memory, once; that come back in time and unchanged; that stay for lack of time or room."""
 
 import logging
 import threading
@@ -21,7 +21,7 @@ from moefold.offload.activations import ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.parallel.offload import apply_offload, open_offload
-from tests.parallel.test_recompute import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
+from tests.parallel.counted_models import FE, FS, GQA, LATENT, A, D, F, G, H, K, T
 
 CPU = torch.device("cpu")
 SIZE = 1024
@@ -30,7 +30,7 @@ BLOCK = SIZE * WORD
 
 
 class NotingLink(CopyEngine):
-    """Counts what is asked back."""
+    """Counts the tensors that are asked back."""
 
     num_asked = 0
 
@@ -40,7 +40,7 @@ class NotingLink(CopyEngine):
 
 
 class SlowMemory(HostMemory):
-    """Memory that takes its time, and notes what it is asked for."""
+    """Slow memory that notes its requests."""
 
     def __init__(self, store_s: float = 0.0, load_s: float = 0.0) -> None:
         super().__init__(NotingLink(CPU))
@@ -122,7 +122,7 @@ def test_memory_is_free_while_it_is_away_and_nothing_is_left_behind():
     assert len(offload._storages) == 0
 
 
-def test_weights_small_tensors_and_what_lasts_anyway_stay():
+def test_weights_small_tensors_and_lasting_tensors_stay():
     offload = _offload(min_bytes=BLOCK)
     weight = nn.Parameter(_vector(3.0).float())
     lasting, short = _vector(5.0), torch.ones(SIZE - 1, dtype=torch.float64, requires_grad=True)
@@ -138,8 +138,8 @@ def test_weights_small_tensors_and_what_lasts_anyway_stay():
     assert offload.end_step().stored_bytes == BLOCK
 
 
-def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
-    """Two micro-batches in turn: each gives away what is its own, and what is neither's stays."""
+def test_work_at_the_pauses_of_a_pass_is_not_part_of_it():
+    """Two micro-batches, one after the other: each gives away its own tensors, and shared tensors stay."""
     offload = _offload()
 
     def part(x: Tensor):
@@ -159,7 +159,7 @@ def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
     z = b.run_to_end()
     for result in (y, kept, z):
         result.sum().backward()
-    # Of each pass the results of both exp.
+    # Both results of exp in each pass.
     assert offload.end_step().stored_bytes == 4 * BLOCK
     for x in (first, second):
         with torch.no_grad():
@@ -167,7 +167,7 @@ def test_what_runs_at_the_pauses_of_a_pass_is_not_of_it():
         torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=0)
 
 
-def test_a_part_that_comes_later_takes_what_was_kept_before_it():
+def test_a_later_part_takes_the_room_of_tensors_kept_before_it():
     offload = _offload()
     part = offload.wrap(lambda x: x.square())
 
@@ -181,7 +181,7 @@ def test_a_part_that_comes_later_takes_what_was_kept_before_it():
     y.backward()
 
 
-def test_what_is_on_its_way_out_is_taken_from_memory():
+def test_a_tensor_on_its_way_out_is_taken_from_memory():
     tier = SlowMemory()
     tier.may_store.clear()
     offload = _offload(tier, waits=False)
@@ -196,7 +196,7 @@ def test_what_is_on_its_way_out_is_taken_from_memory():
 def test_parts_come_back_last_first_and_one_ahead_of_their_use():
     tier = SlowMemory()
     offload = _offload(tier)
-    # One thread brings them in the order in which they were asked for; two would race.
+    # One thread brings them in the order of the requests; two would race.
     offload._load_threads = ThreadPoolExecutor(1)
     part = offload.wrap(lambda x: x.square())
     asked = []
@@ -214,7 +214,7 @@ def test_parts_come_back_last_first_and_one_ahead_of_their_use():
     assert tier.loaded == [2.0**8, 2.0**4, 2.0**2, 2.0]
 
 
-def test_what_could_not_be_back_in_time_is_not_sent_again():
+def test_a_tensor_that_came_back_late_is_not_sent_again():
     tier = SlowMemory(store_s=0.05, load_s=0.05)
     offload = _offload(tier, waits=False)
     part = offload.wrap(lambda x: x.square())
@@ -307,7 +307,7 @@ def test_a_weight_keeps_its_mark():
     assert seen == [[False] * 3]
 
 
-# Of each part, for a token: what is written in float64, over the layers D and M.
+# Written numbers of each part for a token, in float64, over the layers D and M.
 HEADS = (2 * A + 2 * G) * D + A
 PARTS = [
     # Two norms in each of two layers: input, result, and the root mean square; the first input is the embedding.
@@ -339,7 +339,7 @@ def _model(model, parts: tuple[str, ...], **train: object):
 
 
 @pytest.mark.parametrize(("part", "formula"), PARTS)
-def test_each_part_gives_away_what_its_formula_says(part, formula):
+def test_each_part_gives_away_the_bytes_of_its_formula(part, formula):
     _, offload, loss = _model(GQA, (part,))
     loss().backward()
     assert offload.end_step().stored_bytes / WORD / T == pytest.approx(formula, rel=0.1)
@@ -356,7 +356,7 @@ def test_all_but_the_ends_of_the_model_is_away(model, tmp_path):
         (found, kept) = measure_saved_bytes(loss)
         away = offload.end_step().stored_bytes
         assert isinstance(offload._backend, SsdFile)
-        # Of the layers nothing but counts is left, what embedding, head and losses keep is the same.
+        # Only counts are left of the layers; the tensors of embedding, head and losses are the same.
         assert kept < everything - 0.98 * away
         assert kept < everything * (0.35 if model.mtp_layers else 0.15)
         found.backward()

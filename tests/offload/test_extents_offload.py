@@ -11,7 +11,7 @@ SIZES = st.integers(1, 6 * ALIGNMENT_BYTES)
     st.integers(0, 40),
 )
 def test_extents_never_overlap_and_nothing_is_lost(wishes, limit):
-    """Take some, drop some, find the file full, in any order: what is held is apart, nothing new is beyond the limit,
+    """Take some, drop some, find the file full, in any order: held extents do not overlap, none is beyond the limit,
     room that is there is found, and in the end all is free."""
     extents, held = FileAllocator(limit * ALIGNMENT_BYTES), []
     for size, dropped, full_at in wishes:

@@ -1,4 +1,4 @@
-"""A file on a disk, with what real disks do: they fill up, are cut, and forget."""
+"""A file on a disk, with the faults of real disks: they fill up, are cut, and forget."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ def _back(tier, stored, like: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [_file, lambda folder: HostMemory(CopyEngine(CPU))])
-def test_what_is_stored_comes_back(tmp_path, make):
+def test_stored_tensors_come_back(tmp_path, make):
     tier = make(tmp_path)
     sent = [_bytes(count, seed) for seed, count in enumerate((1, 7, 8, 4096, 4097, 100_003))]
     stored = [tier.store(data, None) for data in sent]
@@ -45,7 +45,7 @@ def test_what_is_stored_comes_back(tmp_path, make):
 
 
 @pytest.mark.parametrize("make", [_file, lambda folder, limit: HostMemory(CopyEngine(CPU), limit)])
-def test_beyond_the_limit_there_is_no_room_until_something_goes(tmp_path, make):
+def test_beyond_the_limit_there_is_no_room_until_a_tensor_leaves(tmp_path, make):
     tier = make(tmp_path, 3 * ALIGNMENT_BYTES)
     held = [tier.store(_bytes(ALIGNMENT_BYTES), None) for _ in range(3)]
     assert all(held)
@@ -61,7 +61,7 @@ class PageLocked(CopyEngine):
         return pinned_allocation_bytes(num_bytes)
 
 
-def test_the_limit_counts_what_page_locked_memory_takes():
+def test_the_limit_counts_the_size_of_page_locked_memory():
     assert [pinned_allocation_bytes(n) for n in (1, 2, 3, 1023, 1024, 1025)] == [1, 2, 4, 1024, 1024, 2048]
     tier = HostMemory(PageLocked(CPU), 3 * 1024)
     held = [tier.store(_bytes(1025), None)]
@@ -110,7 +110,7 @@ def _full_from(tier: SsdFile, room: int) -> None:
     with pytest.raises(OSError) as error:
         tier.store(_bytes(2 * ALIGNMENT_BYTES), None)
     assert error.value.errno in (errno.ENOSPC, errno.EFBIG)
-    # It is not tried again there; what was given back is used.
+    # It is not tried again there; returned extents are used.
     assert tier.store(_bytes(2 * ALIGNMENT_BYTES), None) is None
     held.pop(0)
     data = _bytes(ALIGNMENT_BYTES, 7)
@@ -119,7 +119,7 @@ def _full_from(tier: SsdFile, room: int) -> None:
     assert torch.equal(_back(tier, held[0], data), _bytes(ALIGNMENT_BYTES, 1))
 
 
-def test_a_file_that_may_not_grow_takes_what_it_can(tmp_path):
+def test_a_file_that_may_not_grow_takes_as_many_tensors_as_fit(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * ALIGNMENT_BYTES + 100, before[1]))
     try:
@@ -128,7 +128,7 @@ def test_a_file_that_may_not_grow_takes_what_it_can(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_takes_what_it_can(tmp_path):
+def test_a_full_disk_takes_as_many_tensors_as_fit(tmp_path):
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={4 * ALIGNMENT_BYTES}", "tmpfs", str(tmp_path)], capture_output=True
     )

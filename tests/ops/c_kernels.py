@@ -1,4 +1,4 @@
-"""What the tests of kernels in C have in common: how they are built, how they round, and runs with and without them."""
+"""Common code of the tests of kernels in C: their builds, their rounding, and runs with and without them."""
 
 import shutil
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from tests.verify.recipes import tiny
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="needs a C compiler")
 CPU = torch.device("cpu")
 VECTORS = {"native": (), "avx2": ("-mno-avx512f", "-O2"), "sse2": ("-march=x86-64", "-O2")}
-"""What the compiler is told beside the rest: vectors of 16, 8 and 4 numbers, where the processor has them.
+"""Further flags of the compiler: vectors of 16, 8 and 4 numbers, where the processor has them.
 
-`native` is what runs get. The others are optimised less: that takes two thirds of the time.
+Runs get `native`. The others are optimised less: that takes two thirds of the time.
 """
 HALF_STEPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-"""Of a value at most, by which its rounding to the type is off."""
+"""Largest relative error of a value by its rounding to the type."""
 in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
 
 

@@ -16,7 +16,7 @@ __all__ = ["pool"]
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine without a C compiler, on which no library was loaded before."""
+    """A machine without a C compiler and without a loaded library."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     c_library.load_library.cache_clear()
     yield

@@ -46,7 +46,7 @@ class ReferenceCudnn:
 
 @contextmanager
 def reference_cudnn() -> Iterator[ReferenceCudnn]:
-    """Make every device and dtype one that the kernel supports, and compute with the reference."""
+    """Make the kernel support every device and dtype, and compute with the reference."""
     cudnn = ReferenceCudnn()
     module = "moefold.ops.cudnn_attention"
     with (

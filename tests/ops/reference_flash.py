@@ -44,7 +44,7 @@ class ReferenceFlash:
 
 @contextmanager
 def reference_flash() -> Iterator[ReferenceFlash]:
-    """Make every device and dtype one that the CUDA flash kernel supports, and compute with the reference."""
+    """Make the CUDA flash kernel support every device and dtype, and compute with the reference."""
     flash = ReferenceFlash()
     module = "moefold.ops.block_attention"
     with (
@@ -179,7 +179,7 @@ class PagedReferenceFlash(ReferenceFlash):
 
 @contextmanager
 def paged_reference_flash() -> Iterator[PagedReferenceFlash]:
-    """Make every device and dtype one on which the flash kernel reads pages, and compute with the reference."""
+    """Make the flash kernel read pages on every device and dtype, and compute with the reference."""
     flash = PagedReferenceFlash()
     with (
         mock.patch("moefold.ops.paged_flash.cuda_flash_attention", return_value=flash.forward),

@@ -1,4 +1,4 @@
-"""The tuner measures each octave of row counts once, skips what raises, and several ranks choose alike."""
+"""The tuner measures each octave of row counts once, skips candidates that raise, and several ranks choose the same."""
 
 import logging
 
@@ -11,7 +11,7 @@ SHAPE = (64, True)
 
 
 class Timed:
-    """Candidates whose times are given for each call, and what was timed; a time of None: it raises."""
+    """Candidates with given times for each call, and a record of the timed ones; a time of None: it raises."""
 
     def __init__(self, first=1.0, second=2.0):
         self.times = {"first": first, "second": second}
@@ -112,7 +112,7 @@ def test_several_ranks_run_the_default_and_then_the_fastest_on_the_slowest_rank(
     tuners = [timed.tuner(num_ranks=2) for timed in ranks]
     for tuner, timed in zip(tuners, ranks, strict=True):
         assert choose(tuner, timed, 1024) == "first"
-    # What only one rank computes, the other one chooses alike.
+    # A size that only one rank computes is chosen the same on the other.
     ranks[1].times["second"] = 0.5
     assert choose(tuners[1], ranks[1], 1024, op="weights") == "first"
     own = [tuner._measured for tuner in tuners]

@@ -142,7 +142,7 @@ def test_merged_masked_blocks_equal_the_whole(kernel):
     assert shares[2][1].abs().max() == 0
 
 
-def test_merging_survives_scores_far_apart():
+def test_merging_survives_scores_of_very_different_size():
     _, q, k, v = _rectangle(4, 6, (2, 2, 8))
     k[3:] *= 1e4
     out, lse = attention_block(q, k[:3], v[:3], block_mask="all")
@@ -151,7 +151,7 @@ def test_merging_survives_scores_far_apart():
     assert max(relative_errors([out, lse], [whole, whole_lse])) < 1e-12
 
 
-def test_the_log_sum_exp_of_a_part_alone_is_noticed():
+def test_the_log_sum_exp_of_only_a_part_is_noticed():
     grad_out, q, k, v = _rectangle(4, 6, (2, 2, 8))
     out, _ = attention_block(q, k, v, block_mask="all")
     _, part_lse = attention_block(q, k[:3], v[:3], block_mask="all")

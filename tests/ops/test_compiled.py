@@ -102,7 +102,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_inductor_normalises_and_rotates(dtype):
-    """Its graph is the one of `test_layers_share_one_compilation`."""
+    """Its graph is the graph of `test_layers_share_one_compilation`."""
     _assert_rotates_like_the_modules(CompiledQKNormRope(), _rope(4, True, False, dtype), dtype)
 
 

@@ -17,7 +17,7 @@ def test_few_row_counts_occur_and_little_is_wasted():
     assert all(round_up_rows(p) == p for p in padded)
 
 
-def test_float64_rows_are_left_alone():
+def test_float64_rows_are_not_changed():
     assert TORCH_GEMM.padded_rows(37, torch.empty(0, dtype=torch.float64)) == 37
 
 

@@ -1,4 +1,4 @@
-"""The record of kernel times: of one device and one version of the libraries, and what is not understood is named."""
+"""The record of kernel times: of one device and one version of the libraries; entries not understood are named."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ def test_octaves_with_a_candidate_that_raised_are_not_recorded(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_not_understood_is_named(tmp_path, caplog, content, reason):
+def test_entries_that_are_not_understood_are_named(tmp_path, caplog, content, reason):
     path = add_times(H100, TIMES, tmp_path)
     text = content if isinstance(content, str) else json.dumps({"environment": H100, "ms": content})
     path.write_text(text.replace("ENV", json.dumps(H100)))

@@ -96,7 +96,7 @@ def test_transition_and_update_give_the_state_of_earlier_segments(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["gla", "gated_deltanet", "kda"])
-def test_packed_documents_equal_documents_alone(kind: str) -> None:
+def test_packed_documents_equal_documents_by_themselves(kind: str) -> None:
     bounds = [[0, 3, 4, 30, S], [0, 16, S]]
     inputs = _inputs(kind)
     is_start = torch.zeros(S, B, dtype=torch.bool)
@@ -113,7 +113,7 @@ def test_packed_documents_equal_documents_alone(kind: str) -> None:
     assert (ChunkedLinearAttention(16)(*inputs)[0] - expected).abs().max() > 1e-3
 
 
-def test_strong_decays_of_channels_neither_overflow_nor_become_nan() -> None:
+def test_strong_decays_of_channels_do_not_overflow_or_become_nan() -> None:
     q, k, v, log_decay, beta = (x.float() for x in _inputs("kda", 64))
     q.requires_grad_()
     out, _ = ChunkedLinearAttention(64)(q, k, v, 40 * log_decay, beta)

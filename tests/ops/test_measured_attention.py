@@ -15,7 +15,7 @@ from tests.model.attention_reference import random_attention, with_gradients
 
 
 def _tuner(fastest, calls):
-    """A tuner whose candidates run once each, the one of this position being the fastest."""
+    """A tuner whose candidates run once each; the one of this position is the fastest."""
 
     def timer(candidate):
         candidate()
@@ -27,7 +27,7 @@ def _tuner(fastest, calls):
 
 @pytest.fixture
 def both_backends(monkeypatch):
-    """Two backends that a CPU has for float64, and the record of what ran."""
+    """Two backends that a CPU has for float64, and a record of the calls."""
     names = {"SDPA's preference": None, "math": SDPBackend.MATH}
     monkeypatch.setattr(measured_attention, "sdpa_backends", lambda q, v: names)
     ran = []
@@ -50,8 +50,8 @@ def test_the_fastest_backend_computes_the_layer(both_backends, fastest):
     assert both_backends == [None, SDPBackend.MATH, chosen, chosen]
 
 
-def test_measuring_leaves_gradients_and_saved_tensors_alone(both_backends):
-    """Offload and recomputation count what a layer saves: a measurement saves nothing for them."""
+def test_measuring_does_not_change_gradients_and_saved_tensors(both_backends):
+    """Offload and recomputation count the tensors that a layer saves: a measurement saves nothing for them."""
     _, q, k, v = (x.requires_grad_() for x in random_attention(1, 9, 2, (4, 2, 8)))
     saved = []
     core = CausalAttention()
@@ -66,7 +66,7 @@ def test_measuring_leaves_gradients_and_saved_tensors_alone(both_backends):
 
 
 def test_masks_are_not_measured(both_backends):
-    """SDPA alone takes them: flash and cuDNN have windows of their own, or none."""
+    """Only SDPA takes them: flash and cuDNN have windows of their own, or none."""
     grad_out, q, k, v = random_attention(1, 9, 2, (4, 2, 8))
     core = CausalAttention(window=3)
     core.tuner = _tuner(1, [])

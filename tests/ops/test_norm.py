@@ -25,7 +25,7 @@ def test_values_and_gradients_equal_float64(dtype, shape):
         assert (ours.double() - theirs).norm() <= TOLERANCES[dtype] * theirs.norm()
 
 
-def test_rows_may_lie_apart_and_eps_counts():
+def test_rows_may_have_a_stride_and_eps_counts():
     x = torch.randn(4, 6, 8, dtype=torch.float64).transpose(0, 1)[:, ::2]
     weight = torch.randn(8, dtype=torch.float64)
     torch.testing.assert_close(cpu_rms_norm(x, weight, 0.5), F.rms_norm(x, (8,), weight, 0.5))

@@ -48,7 +48,7 @@ def test_a_fixed_order_splits_no_keys_and_single_tokens_have_no_limit():
 
 @needs_block_table
 def test_the_operator_of_torch_takes_these_arguments():
-    """By torch's own function of shapes: there is no kernel on a CPU."""
+    """By torch's own function of shapes: a CPU has no kernel."""
     q, pages, segments = probe_case(SIZES, CPU)
     on_meta = [x.to("meta") for x in (q, *pages)]
     starts = [x.to("meta") for x in (segments.starts, segments.key_starts)]
@@ -88,7 +88,7 @@ def test_the_probe_accepts_the_definition_and_notices_wrong_operators(monkeypatc
             assert message in find_disagreement(CPU)
 
 
-def test_what_it_does_not_take_is_named(monkeypatch):
+def test_unsupported_arguments_are_named(monkeypatch):
     q, k, v = torch.zeros(3, 4, 64), torch.zeros(3, 2, 64), torch.zeros(3, 2, 64)
     reader = FlashPages()
     assert reader.unsupported_reason(q, k, v, 256) == "flash attention does not take heads of 64 in torch.float32"

@@ -95,7 +95,7 @@ def test_selection_equals_a_sort(top_k):
             assert selected[t, b].tolist() == expected
 
 
-def test_a_score_that_is_no_number_comes_last():
+def test_a_score_that_is_not_a_number_comes_last():
     index = _index()
     index.key.data[2] = torch.nan
     selected = select_keys(index, _causal(), K)

@@ -152,7 +152,7 @@ ENDED = [
     ({"lr_schedule": "cosine", "min_lr": 1e-7 / 3, "lr": 3e-4}, ["run.steps=40", f"train.lr={1e-7 / 3!r}"], 1e-7 / 3),
     ({"lr_schedule": "constant"}, ["run.steps=40"], 1.0),
     ({"lr_schedule": "cosine", "min_lr": 1.0}, ["run.steps=40"], 1.0),
-    # The warm-up is not over: there is no decay yet.
+    # The warm-up is not over: the decay has not begun.
     ({"lr_schedule": "cosine", "warmup_steps": 20}, ["run.steps=40"], 1.0),
 ]
 
@@ -168,7 +168,7 @@ def test_the_settings_to_train_on_with_are_legal_and_do_not_jump_to_the_middle_o
     recipe = tmp_path / "recipe.toml"
     given = [f"{key} = {toml_value(getattr(cfg.train, key))}" for key in ("lr", "warmup_steps", "lr_schedule")]
     recipe.write_text("\n".join(["[train]", *given, "[run]\nsteps = 20"]))
-    # The rules for keys without effect apply to what a user writes.
+    # The rules for keys without effect apply to keys that a user writes.
     longer = load_recipe(recipe, list(overrides)).cfg
     rates = curve(longer.train, 40)[20:]
     before = curve(cfg.train, 20)
@@ -221,7 +221,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("settings", "steps", "at", "line"), LINES)
-def test_a_resume_with_another_schedule_states_the_rates_and_what_they_mean(settings, steps, at, line) -> None:
+def test_a_resume_with_another_schedule_states_the_rates_and_their_meaning(settings, steps, at, line) -> None:
     before, after = (config(count, **settings) for count in steps)
     assert describe_schedule_change(schedule_settings(before.run, before.train), after.run, after.train, at) == line
     rates = [learning_rate(before.train, steps[0], at), learning_rate(after.train, steps[1], at + 1)]

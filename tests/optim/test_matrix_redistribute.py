@@ -22,7 +22,7 @@ def _values(name: str) -> Tensor:
 def _exchange_twice(
     bucket_elements: int,
 ) -> tuple[list[tuple[MatrixKey, tuple[int, ...]]], dict[str, tuple[Tensor, Tensor]]]:
-    """What this rank worked on, and its parts of three times every matrix, of the first and of a second use."""
+    """Return this rank's work, and its parts of three times every matrix, of the first and of a second use."""
     rank = torch.distributed.get_rank()
     mesh = init_device_mesh("cpu", (2, 2))
     placements = {

@@ -22,14 +22,14 @@ from tests.optim.alone import build_alone
 
 MODEL = model_of(
     {
-        "num_layers": 2,
+        "layers": 2,
         "hidden_size": 16,
         "attention.num_heads": 2,
         "attention.num_kv_heads": 1,
         "ffn.dense.intermediate_size": 24,
         "ffn.moe.intermediate_size": 8,
         "ffn.moe.num_experts": 3,
-        "layer_pattern": "DM",
+        "layers.ffn": "dense, moe",
         "ffn.moe.shared.intermediate_size": 8,
         "ffn.moe.shared.gate": True,
         "mtp_layers": 1,
@@ -105,13 +105,13 @@ def test_groups_take_the_matrices_of_the_layers_and_nothing_else():
         ({"linear_attention": "kda"}, "wb conv_q conv_k conv_v"),
         ({"linear_attention": "gla"}, ""),
         ({"linear_attention": "short_convolution"}, "conv"),
-        ({"attention_pattern": "F", "attention.gate": {}, "attention.gate.per": "head"}, "wg"),
-        ({"attention_pattern": "F", "attention.gate": {}}, ""),
+        ({"layers.attention": "full", "attention.gate": {}, "attention.gate.per": "head"}, "wg"),
+        ({"layers.attention": "full", "attention.gate": {}}, ""),
     ],
     ids=str,
 )
 def test_matrices_of_one_row_a_head_and_convolutions_are_left_to_adamw(model, left):
-    cfg = edit_model(MODEL, {"attention_pattern": "L", "attention.num_kv_heads": 2} | model)
+    cfg = edit_model(MODEL, {"layers.attention": "linear", "attention.num_kv_heads": 2} | model)
     part = _part(cfg)
     weights = [weight for weight in model_weights(cfg).values() if weight.part == "attention" and weight.is_matrix]
     assert {weight.name.rpartition(".")[2] for weight in weights if not part.gathers(weight)} == set(left.split())
@@ -126,7 +126,7 @@ def test_logical_matrices_equal_the_oracle(name, rows):
     theirs = [whole[index] for index in matrix_indices(spec)]
     assert len(mine) == len(theirs) == (1 if name == "wq_up" else 2)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    # They are views: what is written to one is written to the parameter.
+    # They are views: a write to one is a write to the parameter.
     assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in views)
 
 

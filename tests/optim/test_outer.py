@@ -1,47 +1,16 @@
 """The outer optimizer, driven by hand: no processes, no model."""
 
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from moefold.comm.wire_codes import make_wire_code
 from moefold.config.sites import SitesConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.optim.states import StateStore
-
-SHAPES = {"a": (3, 4), "b": (5,), "empty": (0, 2), "c": ()}
-BUFFERS = {"bias": torch.tensor([0.5, -1.0]), "counts": torch.tensor([3, 4])}
-
-
-class Site:
-    """The parameters of a site, a linear regression on its own samples, and the outer optimizer."""
-
-    def __init__(self, settings: SitesConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        self.parameters = {
-            name: nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw)) for name, shape in SHAPES.items()
-        }
-        self.buffers = {name: buffer.clone() for name, buffer in BUFFERS.items()}
-        self.outer = (settings.part.outer() or OuterOptimizer)(self.parameters, self.buffers, settings, StateStore())
-        self.outer.start()
-
-    def move(self, gradients: dict[str, Tensor], lr: float = 0.1) -> None:
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.sub_(lr * gradients[name])
-
-    def flat(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.parameters.values()])
-
-
-def gradients(site: int, step: int) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(1000 * site + step)
-    return {name: torch.randn(shape, dtype=torch.float64, generator=draw) for name, shape in SHAPES.items()}
+from tests.optim.outer_site import SHAPES, Site, check_residual, check_same_shard, gradients
 
 
 def exchange(sites: list[Site]) -> None:
@@ -69,7 +38,7 @@ def test_mean_of_sgd_steps_is_a_step_on_the_joined_batch(count):
         torch.testing.assert_close(site.flat(), joined.flat(), rtol=1e-12, atol=1e-12)
 
 
-def test_mean_of_adam_steps_is_no_step_of_the_mean_gradient():
+def test_mean_of_adam_steps_is_not_a_step_of_the_mean_gradient():
     """The control of the test above: an inner optimizer that is not linear in the gradient differs."""
     sites = [Site(SitesConfig(count=2)) for _ in range(2)]
     joined = Site(SitesConfig(count=2))
@@ -211,11 +180,6 @@ def test_a_wrong_outer_step_is_noticed(broken):
     assert (right[0].flat() - wrong[0].flat()).abs().max() > 1e-3
 
 
-def in_blocks(tensors: Iterable[Tensor], block: int) -> Tensor:
-    """Tensors as they are in the vector of a round: each with zeros up to a whole block of the code."""
-    return torch.cat([functional.pad(t.flatten(), (0, -t.numel() % block)) for t in tensors])
-
-
 def test_weights_that_are_not_finite_leave_nothing_behind():
     """A site whose weights are damaged sends them, is not read, and takes the outer weights of the others."""
     settings = SitesConfig(count=2, precision="int8", residual=0.5, overlap=1, keep_local=0.5)
@@ -234,7 +198,7 @@ def test_weights_that_are_not_finite_leave_nothing_behind():
     assert site.parameters["a"][0, 0] == site.outer.weights["a"][0, 0]
 
 
-def test_fragments_are_exchanged_apart():
+def test_fragments_are_exchanged_separately():
     parameters = {f"layers.{i}.w": nn.Parameter(torch.full((2,), float(i))) for i in range(4)}
     parameters["embedding.weight"] = nn.Parameter(torch.zeros(3))
     buffers = {"layers.2.ffn.router.expert_bias": torch.ones(2)}
@@ -248,7 +212,7 @@ def test_fragments_are_exchanged_apart():
     assert (len(own), outer.num_coded((0,))) == (6, 4)
     assert own.tolist() == [-1.0] * 4 + [1.0, 1.0]
     outer.step(own, 2 * own, (0,), keep_local=0.5)
-    # phi moves by 2; half of what the site has moved by itself stays.
+    # phi moves by 2; half of the site's own movement stays.
     assert [float(outer.weights[f"layers.{i}.w"][0]) for i in range(4)] == [2.0, 1.0, 4.0, 3.0]
     assert [float(parameters[f"layers.{i}.w"].detach()[0]) for i in range(4)] == [1.5, 2.0, 3.5, 4.0]
     assert buffers["layers.2.ffn.router.expert_bias"].tolist() == [1.5, 1.5]
@@ -263,56 +227,7 @@ def test_ranks_with_the_same_shard_decode_the_same_values(precision):
     check_same_shard({"precision": precision})
 
 
-def check_same_shard(code_keys: dict[str, Any]) -> None:
-    """Ranks hold other shards of one parameter, and the same of the next: the code of the first must not matter."""
-    decoded = []
-    for rank in range(2):
-        parameters = {"sharded": torch.full((5,), 10.0**rank), "replicated": torch.arange(1.0, 8.0)}
-        outer = OuterOptimizer(
-            {name: nn.Parameter(tensor) for name, tensor in parameters.items()},
-            {},
-            SitesConfig(count=2, residual=0.5, **code_keys),
-            StateStore(),
-        )
-        own = outer.difference()
-        code = outer.code
-        outer.keep_residual((0,), own, code.decode(code.encode(own), own))
-        decoded.append(outer.residual["replicated"])
-    assert decoded[0].any()
-    assert torch.equal(*decoded)
-
-
 @pytest.mark.parametrize("precision", CODES)
 @pytest.mark.parametrize("beta", [1.0, 0.9])
-def test_residual_keeps_what_codes_lose(precision, beta):
+def test_residual_keeps_the_loss_of_codes(precision, beta):
     check_residual(SitesConfig(count=2, residual=beta, precision=precision))
-
-
-def check_residual(settings: SitesConfig) -> None:
-    """All that was sent, plus the residual at the end, is all that was to be sent, each part decayed since."""
-    site = Site(settings)
-    beta = settings.residual
-    code = site.outer.code
-    num_coded = site.outer.num_coded((0,))
-    sent_total = torch.zeros(num_coded, dtype=torch.float64)
-    due_total = torch.zeros(num_coded, dtype=torch.float64)
-    for round_ in range(6):
-        site.move(gradients(0, round_))
-        due = in_blocks([w - site.parameters[n].detach() for n, w in site.outer.weights.items()], code.block)
-        value = site.outer.difference()
-        residual = in_blocks(site.outer.residual.values(), code.block)
-        torch.testing.assert_close(value[:num_coded], due + beta * residual, rtol=1e-14, atol=1e-14)
-        assert torch.equal(value, site.outer.difference())
-        decoded = value.clone()
-        decoded[:num_coded] = code.decode(code.encode(value[:num_coded]), value[:num_coded])
-        if round_ == 3:
-            # A round that is not applied leaves the residual, and the next one sends the longer difference.
-            continue
-        site.outer.keep_residual((0,), value, decoded)
-        site.outer.step(value, decoded)
-        sent_total = beta * sent_total + decoded[:num_coded]
-        due_total = beta * due_total + due
-    residual = in_blocks(site.outer.residual.values(), code.block)
-    lost = float(residual.abs().max())
-    assert lost > 0
-    torch.testing.assert_close(sent_total + residual, due_total, rtol=1e-12, atol=1e-12)

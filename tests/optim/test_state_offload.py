@@ -52,7 +52,7 @@ def test_moments_in_files_give_the_same_bits(tmp_path, kind, moment_dtype, min_b
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_step_has_seen_leaves_memory(tmp_path):
+def test_memory_of_updated_moments_is_freed(tmp_path):
     home = MmapStore(CopyEngine(CPU), tmp_path, min_bytes=MIB)
     moment = home.zeros(torch.zeros(32 * MIB), torch.float32)
     start = _resident_bytes()
@@ -118,7 +118,7 @@ def test_moments_go_home_while_the_next_are_updated():
     assert link.num_begun == 16
 
 
-def test_what_is_in_the_memory_of_the_device_is_not_copied_onto_itself(tmp_path):
+def test_states_in_the_memory_of_the_device_are_not_copied_onto_themselves(tmp_path):
     class NoLink(CopyEngine):
         def to_host_async(self, data: torch.Tensor, ready: object, host: torch.Tensor) -> None:
             raise AssertionError("there is nothing to copy")

@@ -1,6 +1,6 @@
 """Graphs of a CPU: a tape of operators, which a replay runs again on the same memory, as a CUDA graph does.
 
-Python runs only when the tape is recorded. So a number of the host stays what it was, a tensor stays where it was, and
+Python runs only when the tape is recorded. So a number of the host does not change, a tensor stays where it was, and
 a result that is read before a replay or after the next one is wrong.
 """
 
@@ -56,7 +56,7 @@ class _Tape(TorchDispatchMode):
                     self._before[key] = whole, whole.clone()
 
     def undo(self) -> None:
-        """Undo what the recording wrote, as a capture executes nothing: its results are undefined."""
+        """Undo the writes of the recording, as a capture executes nothing: its results are undefined."""
         for whole, values in self._before.values():
             whole.copy_(values)
         for tensor in self._created.values():
@@ -73,7 +73,7 @@ class _Tape(TorchDispatchMode):
 
 
 def _refuse_shapes_of_data(func: Any, args: Any) -> None:
-    """Refuse operators for whose results a GPU waits: numbers for the host, and shapes that depend on values."""
+    """Refuse operators whose results a GPU must wait for: numbers for the host, and shapes that depend on values."""
     name = func.overloadpacket.__name__
     if name in ("index", "index_put", "index_put_"):
         waits = any(index.dtype == torch.bool for index in _tensors(args[1]))
@@ -119,12 +119,12 @@ class CountedRecorders:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a tensor, as a tensor of which autograd does not know."""
+    """Return the whole storage of a tensor, as a tensor unknown to autograd."""
     return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return the same values at the same address, as a tensor of which autograd does not know."""
+    """Return the same values at the same address, as a tensor unknown to autograd."""
     alias = torch.empty(0, dtype=tensor.dtype)
     return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 

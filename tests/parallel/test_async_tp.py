@@ -1,4 +1,4 @@
-"""Exchanges beside the products of tensor parallelism give what exchanges before and behind them give."""
+"""Exchanges during the products of tensor parallelism give the same as exchanges before and after them."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_evaluation_makes_no_graph(pool):
 
 
 def _kinds(overlaps: bool) -> set[type]:
-    cfg = tiny(world_size=2, tp=2, ep=2, overlap_tp=overlaps, model={"layer_pattern": "DM"})
+    cfg = tiny(world_size=2, tp=2, ep=2, overlap_tp=overlaps, model={"layers.ffn": "dense, moe"})
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     (stage,) = parallelize(cfg, groups).stages
     return {type(module.sequence_parallel) for module in stage.modules() if isinstance(module, SelfAttention | SwiGLU)}

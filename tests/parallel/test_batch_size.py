@@ -21,7 +21,7 @@ def _first_samples(batch: Batch, count: int) -> Batch:
 
 
 def _refusals(cfg: Config) -> list[str]:
-    """What a rank says to batches of fewer samples, in training and evaluation; the whole batch runs afterwards."""
+    """Return a rank's messages on too few samples, in training and evaluation; the whole batch runs afterwards."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)

@@ -9,7 +9,6 @@ from torch.optim.adamw import adamw
 from moefold.checkpoint.checkpoint_meta import TrainState, counted
 from moefold.checkpoint.save_load import checkpoint_state, load_checkpoint, write_checkpoint
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -22,23 +21,9 @@ from moefold.train.batch_sharding import BatchSharder
 from moefold.train.memory_profile import measure_step
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
+from tests.parallel.count_casts import CountCasts
 from tests.slow import slow
 from tests.verify.recipes import LATENT, tiny
-
-
-class CountCasts(TorchDispatchMode):
-    """Counts the casts of parameters from float32 to bfloat16."""
-
-    def __init__(self, parameters):
-        super().__init__()
-        self._addresses = {p.data_ptr() for p in parameters}
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is CAST_OP and result.dtype == torch.bfloat16 and args[0].data_ptr() in self._addresses:
-            self.count += 1
-        return result
 
 
 def _open(cfg: Config, keeps: bool):
@@ -173,7 +158,7 @@ def test_a_copy_is_read_only_while_it_is_fresh():
             addresses.add(weight_in_scope.data_ptr())
             assert local_param(weight, torch.float32) is local_param(weight) is weight
         pytest.raises(ValueError, fail)
-        # The fused kernel does not raise the version of what it writes (torch 2.13).
+        # The fused kernel does not raise the version of the tensors that it writes (torch 2.13).
         one = torch.ones(4, 4)
         adamw([weight], [one], [one.clone()], [one.clone()], [], [torch.ones(())], fused=True, amsgrad=False,
               maximize=False, beta1=0.9, beta2=0.95, lr=0.5, weight_decay=0.0, eps=1e-8)  # fmt: skip

@@ -19,7 +19,7 @@ from tests.verify.recipes import tiny
 
 COMPILE_TIMEOUT_S = 280.0
 """Compilers of several ranks share the cores of a test machine."""
-MODEL = {"layer_pattern": "DM", "attention.qk_norm": {}, "ffn.moe.shared.intermediate_size": 16}
+MODEL = {"layers.ffn": "dense, moe", "attention.qk_norm": {}, "ffn.moe.shared.intermediate_size": 16}
 
 
 def _with_compile(cfg: Config, dtype: str = "float64") -> Config:
@@ -70,7 +70,7 @@ def test_compiled_training_equals_eager_training(pool, mapping, train):
         torch.testing.assert_close(weights, expected_weights, rtol=1e-8, atol=1e-10)
 
 
-def test_the_log_says_what_is_compiled_and_other_kernels_stay():
+def test_the_log_names_the_compiled_kernels_and_other_kernels_stay():
     cfg = tiny(model=MODEL)
     cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="auto"))
     plain, chosen = (select_kernels(c, torch.device("cpu")) for c in (cfg, _with_compile(cfg, "float32")))

@@ -41,7 +41,7 @@ CASES: list[Case] = [(heads, batch) for heads in HEADS for batch in (1, 2)]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a query sees less of."""
+    """Settings by which a query sees fewer keys."""
 
     documents: bool = False
     window: int = 0
@@ -141,7 +141,7 @@ def _errors(
     )
     errors = []
     for tp_rank, (i, (heads, batch)) in itertools.product(range(layout.tp), enumerate(cases)):
-        # The reference sees what the rank sees: numbers of the narrow type.
+        # The reference sees the same values as the rank: numbers of the narrow type.
         inputs = [x.to(dtype).double() for x in random_attention(tp_rank, limits.seq_len, batch, heads)]
         starts = random_starts(tp_rank, limits.seq_len, batch) if limits.documents else None
         attend = partial(_attend_to_whole, document_starts=starts, window=limits.window)
@@ -332,5 +332,5 @@ def test_chunks_outside_the_window_are_not_computed(pool, kind):
     four, two = run_each(pool, 4, _count_pairs, (kind, 4, 4), (kind, 4, 2))
     # Each of eight chunks of three tokens has the triangle with itself and the square with the one before it.
     assert four == [(6 + 6 + 9,) * 2, *[(6 + 9 + 6 + 9,) * 2] * 3]
-    # Of two tokens, the second is the neighbour: the square with the chunk before is one pair; within, there is a mask.
+    # The second of two tokens is the neighbour: the square with the chunk before is one pair; within, there is a mask.
     assert two == [(9 + 9 + 1,) * 2, *[(9 + 1 + 9 + 1,) * 2] * 3]

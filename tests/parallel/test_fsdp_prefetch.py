@@ -105,7 +105,7 @@ FAST = ("zero 1", "zero 3, experts", "zero 3, recomputed pipeline")
 
 def _recipe(name: str) -> Config:
     parallel, other = MAPPINGS[name]
-    cfg = tiny(model={"num_layers": LAYERS} | other.get("model", {}), train=other.get("train"), **parallel)
+    cfg = tiny(model={"layers": LAYERS} | other.get("model", {}), train=other.get("train"), **parallel)
     return replace(cfg, run=replace(cfg.run, dtype=other.get("dtype", "float64")))
 
 
@@ -147,7 +147,7 @@ def test_a_block_starts_the_all_gathers_of_the_next_one(pool, name):
         num_micro_batches, rest = divmod(len(log), len(forward) + len(backward))
         assert (num_micro_batches, rest) == (2, 0)
         assert [name for name, _ in log] == (forward + backward) * num_micro_batches
-        # The experts of a block are gathered while the block before it computes, of which everything is in memory.
+        # The experts of a block are gathered while the block before it, fully in memory, computes.
         forward_log, backward_log = dict(log[: len(forward)]), dict(log[len(forward) : len(forward) + len(backward)])
         for block, next_block in pairwise(blocks):
             assert forward_log[next_block[1]] >= {*block, *next_block}

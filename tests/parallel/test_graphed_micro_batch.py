@@ -82,7 +82,11 @@ def _assert_replayed_equals_eager(cfg: Config, keeps_counts_on_device: bool = Fa
             {"aux_kind": "last_global_batch", "weight_in_expert": True},
             {"micro_batch_size": 2, "optimizer": "muon"},
         ),
-        ({"layer_pattern": "DM"} | HYBRID, {"choice": "sinkhorn", "aux_kind": "sequence"}, {"recompute": ("layer",)}),
+        (
+            {"layers.ffn": "dense, moe"} | HYBRID,
+            {"choice": "sinkhorn", "aux_kind": "sequence"},
+            {"recompute": ("layer",)},
+        ),
     ],
 )
 def test_a_replayed_micro_batch_equals_an_eager_one(pool, model, moe, train):
@@ -129,7 +133,7 @@ def test_a_count_that_the_host_reads_is_noticed(pool):
     [("none", (False, False, False)), ("attention", (True, False, False)), ("attention_router", (True, True, False)),
      ("full", (False, False, True))],
 )  # fmt: skip
-def test_the_recipe_chooses_what_is_captured(mode, is_graphed):
+def test_the_recipe_chooses_the_captured_modules(mode, is_graphed):
     cfg = tiny()
     cfg = replace(cfg, run=replace(cfg.run, cuda_graphs=mode))
     with fake_rank(cfg.parallel, 0) as groups:

@@ -1,6 +1,6 @@
 """Attention and routers replayed from graphs have the gradients of eager ones, with as few graphs as a schedule needs.
 
-The graphs come from `recorded_graphs`: what the host decided while it recorded them does not change, and a value
+The graphs come from `recorded_graphs`: decisions of the host while it recorded them do not change, and a value
 that is read after the next replay has overwritten it is wrong.
 """
 
@@ -67,7 +67,7 @@ def _assert_replayed_equals_eager(pool, cfg: Config, graphs: str, captures: list
         pytest.param({"attention.qk_norm": {}}, {"micro_batch_size": 2}, {}, [2], marks=pytest.mark.slow),
         pytest.param({}, {}, {"world_size": 2, "zero": 0}, [2, 2], marks=pytest.mark.slow),
         ({"attention.qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2]),
-        # One layer on each rank, of which the first has two micro-batches between their passes.
+        # One layer on each rank; the first has two micro-batches between their passes.
         (HYBRID, {}, {"world_size": 2, "pp": 2}, [2, 1]),
         pytest.param(
             {}, {"global_batch_size": 8}, {"world_size": 4, "pp": 2, "zero": 1}, [2, 2, 1, 1], marks=pytest.mark.slow
@@ -112,7 +112,7 @@ def test_training_with_replayed_routers_equals_eager_training(pool, model, moe, 
 
 @pytest.mark.parity
 def test_routers_of_gathered_weights_in_bfloat16_are_replayed(pool):
-    # FSDP gathers the routers in float32, apart from their block in bfloat16.
+    # FSDP gathers the routers in float32, separately from their block in bfloat16.
     cfg = tiny(moe={"input_jitter": 0.3}, world_size=2, zero=1)
     cfg = replace(cfg, run=replace(cfg.run, dtype="bfloat16", kernels="plain"))
     _assert_replayed_equals_eager(pool, cfg, "attention_router", [4, 4])
@@ -217,7 +217,7 @@ def test_gathered_weights_are_copied_once_a_step(monkeypatch, is_enabled):
     assert _copied_weights(monkeypatch, WeightCache(is_enabled=is_enabled)) == [1, 1, 2]
 
 
-def test_outside_of_a_step_weights_are_copied_each_time(monkeypatch):
+def test_outside_a_step_weights_are_copied_each_time(monkeypatch):
     class NoScope(WeightCache):
         scope = None
 
@@ -254,7 +254,7 @@ def test_a_graph_of_other_positions_is_refused():
         lambda x: x.repeat_interleave(torch.tensor([1, 2, 3])),
     ],
 )
-def test_the_tape_refuses_what_a_gpu_would_wait_for(function):
+def test_the_tape_refuses_operators_that_a_gpu_would_wait_for(function):
     x = torch.tensor([1.0, 2.0, 3.0])
     with pytest.raises(AssertionError, match="while a graph is recorded"):
         TapeRecorder().record(lambda: function(x))

@@ -76,7 +76,7 @@ class BalancingContext(GatheringContext):
         return RoundPlan(placement="balanced")
 
 
-def test_one_that_plans_moves_tokens_as_the_built_in_kind_does(pool: WorkerPool) -> None:
+def test_a_planning_context_moves_tokens_as_the_built_in_kind_does(pool: WorkerPool) -> None:
     base = tiny(model={"attention.num_kv_heads": 4, "vocab_size": 8}, data={"document_end": 2}, train={"lr": 1e-2})
     contexts = BalancingContext(), make_part("context", "planned", placement="balanced")
     runs = [replace(base, parallel=ParallelConfig(world_size=2, cp=2, ep=2, context=context)) for context in contexts]

@@ -1,4 +1,4 @@
-"""Memory of messages in real pipelines: what is alive at each slot is what the plan says, whatever the batch."""
+"""Memory of messages in real pipelines: the live messages of each slot equal the plan, whatever the batch."""
 
 import weakref
 
@@ -18,7 +18,7 @@ from moefold.parallel.wgrad_store import WeightGradStore
 from moefold.parts.schedule.csv import CsvSchedule
 from moefold.topology.message_plan import RankPlan, forward_rows, live_messages, plan_messages
 from moefold.topology.schedules import schedule_named, schedule_rows
-from tests.cost.test_activation_memory import _config, measured
+from tests.cost.measured_memory import measured, memory_config
 from tests.slow import slow
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
@@ -143,7 +143,7 @@ def expected_counts(plan: RankPlan, num_stages: int) -> list[int]:
 @pytest.mark.parity
 @pytest.mark.parametrize("counts", [COUNTS[:2], *slow([(COUNTS,)])], ids=str)
 @pytest.mark.parametrize(("schedule", "chunks"), SHAPES)
-def test_what_is_alive_is_what_the_plan_says(pool, schedule, chunks, counts):
+def test_live_messages_equal_the_plan(pool, schedule, chunks, counts):
     spec = schedule_named(schedule)
     ranks = spec.stage_ranks(2, chunks)
     most = []
@@ -155,7 +155,7 @@ def test_what_is_alive_is_what_the_plan_says(pool, schedule, chunks, counts):
         loss = sum(SIZE * (i + len(ranks)) for i in range(count))
         assert sum(total for *_, total in found) == loss
         most.append([max(observed) for observed, *_ in found])
-    # The counts include the inputs in flight; under gpipe alone the inputs of all micro-batches are in flight.
+    # The counts include the inputs in flight; only under gpipe the inputs of all micro-batches are in flight.
     assert all(each == most[0] for each in most) == (schedule != "gpipe")
 
 
@@ -177,8 +177,8 @@ PAIRED = [("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)]
 def _recipe(schedule: str, chunks: int, count: int, *, overlap: bool = False) -> Config:
     train = {"global_batch_size": 2 * count * (2 if overlap else 1)}
     parallel = {"world_size": 4, "ep": 2} if overlap else {"world_size": 2}
-    model = {"num_layers": 4}
-    return _config(
+    model = {"layers": 4}
+    return memory_config(
         model=model, train=train, pp=2, schedule=schedule, virtual_stages=chunks, overlap_experts=overlap, **parallel
     )
 

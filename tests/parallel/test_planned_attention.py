@@ -1,4 +1,4 @@
-"""Planned attention of any legal placement equals attention over the whole samples, and sends what its plan says."""
+"""Planned attention of any legal placement equals attention over the whole samples, and sends the planned bytes."""
 
 from dataclasses import dataclass
 from unittest import mock
@@ -74,7 +74,7 @@ class _CountedAllToAll:
 
 
 def _attend(rounds: list[Round], order: str = "pp-dp-cp-tp") -> list[tuple]:
-    """For each round: the tokens of this rank, [out, dq, dk, dv, dsinks] of them, and what it sent."""
+    """For each round: the tokens of this rank, [out, dq, dk, dv, dsinks] of them, and its sent values."""
     groups = ParallelGroups.create(fold(**SIZES, order=order), torch.device("cpu"))
     number = groups.attn.dp.rank * SHAPE.cp + groups.attn.cp.rank
     results = []

@@ -1,4 +1,4 @@
-"""What a forward pass keeps falls as the formula of each part says, within a tenth."""
+"""The tensors that a forward pass keeps fall as the formula of each part says, within a tenth."""
 
 from dataclasses import replace
 
@@ -18,44 +18,9 @@ from moefold.model.transformer import build_model
 from moefold.parallel.recompute import apply_recompute, resolve_recompute
 from moefold.verify.distributed_run import create_groups
 from tests.models import model_of
+from tests.parallel.counted_models import FE, FS, GQA, LATENT, A, F, H, K, T, V
 from tests.verify.recipes import tiny
 
-H, A, G, D, F, FE, FS, E, K, V, T = 64, 4, 2, 16, 160, 96, 80, 4, 2, 8, 128
-GQA = model_of(
-    {
-        "num_layers": 2,
-        "layer_pattern": "DM",
-        "hidden_size": H,
-        "attention.num_heads": A,
-        "attention.num_kv_heads": G,
-        "attention.head_dim": D,
-        "ffn.dense.intermediate_size": F,
-        "ffn.moe.intermediate_size": FE,
-        "ffn.moe.shared.intermediate_size": FS,
-        "ffn.moe.num_experts": E,
-        "ffn.moe.top_k": K,
-        "vocab_size": V,
-    }
-)
-LATENT = model_of(
-    {
-        "num_layers": 2,
-        "layer_pattern": "DM",
-        "hidden_size": H,
-        "attention.num_heads": A,
-        "attention": "mla",
-        "attention.q_lora_rank": 24,
-        "attention.kv_lora_rank": 20,
-        "attention.qk_nope_head_dim": 12,
-        "attention.qk_rope_head_dim": 4,
-        "attention.v_head_dim": 16,
-        "ffn.dense.intermediate_size": F,
-        "ffn.moe.intermediate_size": FE,
-        "ffn.moe.num_experts": E,
-        "ffn.moe.top_k": K,
-        "vocab_size": V,
-    }
-)
 DENSE, SHARED, MOE = 4 * F, 4 * FS, K * (2 * H + 2 * FE)
 """Numbers that a token keeps: gate, its SiLU, up and their product; the same; rows, their results, two projections."""
 
@@ -83,9 +48,9 @@ def _kept_numbers(model: ModelConfig, parts: tuple[str, ...]) -> float:
 @pytest.mark.parametrize(
     ("part", "formula"),
     [
-        # Of two norms in each of two layers the result, and the root mean square.
+        # The results of two norms in each of two layers, and the root mean square.
         ("norms", 2 * 2 * (H + 1)),
-        # The log-sum-exp: the inputs are what it runs again from, and the output is an input of the projection.
+        # The log-sum-exp: the backward pass runs again from the inputs, and the output is an input of the projection.
         ("core_attention", 2 * A),
         ("dense_mlp", DENSE),
         ("expert_activation", K * 2 * FE),
@@ -93,20 +58,20 @@ def _kept_numbers(model: ModelConfig, parts: tuple[str, ...]) -> float:
         ("moe", MOE + SHARED),
     ],
 )
-def test_each_part_saves_what_its_formula_says(part, formula):
+def test_each_part_saves_the_bytes_of_its_formula(part, formula):
     saved = _kept_numbers(GQA, ()) - _kept_numbers(GQA, (part,))
     assert saved == pytest.approx(formula, rel=0.1)
 
 
 def test_the_heads_of_latent_attention_are_not_kept():
     saved = _kept_numbers(LATENT, ()) - _kept_numbers(LATENT, ("mla_up",))
-    # Queries and keys of 16, and the projection [plain key, value] of which the values are a part.
+    # Queries and keys of 16, and the projection [plain key, value]; the values are a part of it.
     assert saved == pytest.approx(2 * A * (16 + 16 + 12 + 16), rel=0.1)
 
 
 def test_a_layer_that_runs_again_keeps_its_input():
-    # The inputs of two layers; behind the last, the norm and the loss keep what they always keep.
-    head = _kept_numbers(model_of({**_fields(GQA), "num_layers": 1, "layer_pattern": "D"}), ("layer",)) - H
+    # The inputs of two layers; after the last one, the norm and the loss keep the same tensors as always.
+    head = _kept_numbers(model_of({**_fields(GQA), "layers": 1, "layers.ffn": "dense"}), ("layer",)) - H
     assert _kept_numbers(GQA, ("layer",)) - head == pytest.approx(2 * H, rel=0.1)
 
 

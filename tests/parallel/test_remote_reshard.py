@@ -31,7 +31,7 @@ MAX_BUCKET_BYTES = 3000
 def _recipe(training: dict[str, int], sampling: dict[str, int], **model: object) -> Config:
     cfg = tiny(
         model={
-            "num_layers": 4,
+            "layers": 4,
             "tie_embeddings": True,
             "ffn.moe.router": "sigmoid",
             "ffn.moe.router.expert_bias": True,
@@ -51,9 +51,9 @@ def _recipe(training: dict[str, int], sampling: dict[str, int], **model: object)
 
 @torch.no_grad()
 def _transfer(cfg: Config) -> int:
-    """Send two versions of the weights; return the bytes that this rank sent of one.
+    """Send two versions of the weights; return the bytes that this rank sent of one version.
 
-    Each value of a weight tells its place in the tensor and the version, so a sampling rank knows what it must get.
+    Each value of a weight tells its place in the tensor and the version, so a sampling rank knows the right value.
     """
     link = split_pool(cfg)
     sampled = rollout_config(cfg)

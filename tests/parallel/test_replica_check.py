@@ -1,4 +1,4 @@
-"""What ranks should hold alike: a single flipped bit is found, and the rank and the tensor are named."""
+"""Tensors that ranks should hold with equal bits: a flipped bit is found, and the rank and the tensor are named."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,7 +99,7 @@ def flip(tensor: Tensor) -> None:
 
 
 def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[Divergence, ...]]:
-    """What is found at first, after each flip of a tensor on a rank, undone again, and with a gather that errs."""
+    """Return the findings at first, after each flip of a tensor on a rank (undone again), and with a faulty gather."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
@@ -127,7 +127,7 @@ def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[
 
 
 def _only(of_ranks: list[Any]) -> Any:
-    """What all ranks say alike."""
+    """Return the findings, which must be the same on all ranks."""
     assert all(one == of_ranks[0] for one in of_ranks)
     return of_ranks[0]
 
@@ -175,7 +175,7 @@ def test_a_flipped_bit_is_named(pool, parallel, cases):
 
 
 class _ErringGather:
-    """Gathers, and on one rank alone loses a bit."""
+    """Gathers, and loses a bit on only one rank."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -209,7 +209,7 @@ def test_weights_that_were_gathered_wrong_are_named(pool):
 
 
 def _found_with_memory_of_its_own(cfg: Config) -> tuple[Divergence, ...]:
-    """Train a step where rank 1 maps other memory than the ranks with which it shares the gathered weights."""
+    """Train a step where rank 1 maps other memory than the ranks that it shares the gathered weights with."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     real = shared_gather.open_shared_memory
@@ -251,7 +251,7 @@ def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("parallel", few_else_slow(HEALTHY, HEALTHY[1:]))
-def test_healthy_replicas_stay_alike(pool, parallel):
+def test_healthy_replicas_stay_equal(pool, parallel):
     cfg = tiny(model=MODEL, faults={"replica_check_every": 1}, **parallel)
     cfg = replace(cfg, run=RunConfig(seed=3, steps=3, device="cpu", dtype="bfloat16"))
     assert pool.run(4, _divergences_of_a_run, cfg) == [[(), ()]] * 4
@@ -268,7 +268,7 @@ def _metrics(cfg: Config) -> ReplicaMetrics | None:
 
 
 def _gradient(cfg: Config, first_sample: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """Loss, dense gradient and expert gradient of some samples alone, on one rank."""
+    """Return loss, dense gradient and expert gradient of only some samples, on one rank."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
@@ -302,7 +302,7 @@ PRODUCTS = [
 
 @pytest.mark.parity
 @pytest.mark.parametrize("parallel", PRODUCTS)
-def test_dispersion_and_cosine_equal_replicas_computed_alone(pool, parallel):
+def test_dispersion_and_cosine_equal_replicas_computed_by_themselves(pool, parallel):
     dp = parallel["world_size"] // parallel.get("cp", 1) // parallel.get("pp", 1)
     train = {"micro_batch_size": 2, "global_batch_size": 2 * dp}
     if parallel.get("pp", 1) > 1:

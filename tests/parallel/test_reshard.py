@@ -52,7 +52,7 @@ PAIRS = [pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow]) f
 def _recipe(name: str, **model: object) -> Config:
     cfg = tiny(
         model={
-            "num_layers": 4,
+            "layers": 4,
             # No tp divides it; 13 and 12 rows on four data-parallel ranks are 4 + 4 + 4 + 1 and 3 each.
             "vocab_size": 25,
             "tie_embeddings": True,
@@ -318,7 +318,7 @@ def _fail(before: Config, *cases: tuple[Config, int]) -> list[str]:
 
 
 def test_another_model_or_no_memory_is_an_error_on_every_rank(pool):
-    cases = (_recipe("tensor", num_layers=2, vocab_size=64), 4096), (_recipe("tensor"), 6)
+    cases = (_recipe("tensor", layers=2, vocab_size=64), 4096), (_recipe("tensor"), 6)
     messages = pool.run(8, _fail, _recipe("data"), *cases)
     assert messages == messages[:1] * 8
     assert "the target needs embedding.weight of shape (64, 16), the source has (25, 16)" in messages[0][0]

@@ -36,10 +36,10 @@ MAPPINGS = [
     {"world_size": 8, "cp": 2, "tp": 2, "context": "ulysses", "order": "cp-dp-pp-tp", "ep": 8},
 ]
 MODELS = {
-    "plain": {"num_layers": 4},
-    "further tokens": {"num_layers": 3, "mtp_layers": 2},
-    "dense-and-moe": {"num_layers": 4, "layer_pattern": "DM"},
-    "many experts": {"num_layers": 2, "mtp_layers": 1, "ffn.moe.num_experts": 264, "ffn.moe.intermediate_size": 8},
+    "plain": {"layers": 4},
+    "further tokens": {"layers": 3, "mtp_layers": 2},
+    "dense-and-moe": {"layers": 4, "layers.ffn": "dense, moe"},
+    "many experts": {"layers": 2, "mtp_layers": 1, "ffn.moe.num_experts": 264, "ffn.moe.intermediate_size": 8},
     "documents": {"vocab_size": 8},
 }
 
@@ -135,7 +135,7 @@ def scrambled(single, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracles(scrambled) -> tuple[OracleRecord, OracleRecord]:
-    """What the scrambled trace leads to, and what the routers would choose themselves."""
+    """Return the results of the scrambled trace, and the routers' own choices."""
     cfg = without_mapping(_recipe(Path("unused"), replay=str(scrambled)))
     return run_oracle(cfg, STEPS), run_oracle(replace(cfg, moe=replace(cfg.moe, replay="")), STEPS)
 
@@ -172,7 +172,7 @@ def test_placed_tokens_are_traced_and_replayed_by_sample_and_position(pool, sing
 
 
 @pytest.mark.parity
-def test_what_is_replayed_is_what_is_traced(pool, scrambled, tmp_path):
+def test_replayed_choices_equal_the_trace(pool, scrambled, tmp_path):
     cfg = _recipe(tmp_path, replay=str(scrambled / TRACE_FOLDER), world_size=4, tp=2, pp=2, ep=2)
     pool.run(4, _train, replace(cfg, run=replace(cfg.run, seed=77)), STEPS)
     assert _files(tmp_path) == _files(scrambled)

@@ -1,4 +1,4 @@
-"""A step with communicators by purpose, as on CUDA, equals one whose groups share them by their ranks."""
+"""A step with communicators by purpose, as on CUDA, equals a step whose groups share them by their ranks."""
 
 import pytest
 import torch

@@ -71,10 +71,10 @@ FAST = (
         *slow(pair for pair in product(CASES, ("bfloat16", "float32")) if pair not in FAST),
     ],
 )
-def test_the_numbers_are_those_of_private_copies(pool, case, dtype):
+def test_the_numbers_equal_private_copies(pool, case, dtype):
     keys = {"world_size": 3, "train": {"global_batch_size": 6}, **CASES[case]}
     if keys.get("pp"):
-        keys = {**keys, "model": {"num_layers": 3}, "train": {"global_batch_size": 8, "micro_batch_size": 1}}
+        keys = {**keys, "model": {"layers": 3}, "train": {"global_batch_size": 8, "micro_batch_size": 1}}
     cfg = tiny(**keys)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype))
     shared, private = run_each(pool, cfg.parallel.world_size, _train, (cfg, True), (cfg, False))

@@ -62,7 +62,7 @@ class EndlessCache(WeightCache):
     """Cache that outlives the step."""
 
     def step(self):
-        """Keep what was cached."""
+        """Keep the cached weights."""
         self._results = self._results or {}
         return nullcontext()
 
@@ -82,7 +82,7 @@ class CacheCase:
         parallel = {"world_size": 2} | self.parallel
         samples = parallel["world_size"] // parallel.get("pp", 1) * MICRO_BATCHES
         cfg = tiny(
-            {"layer_pattern": "DM", "ffn.moe.shared.intermediate_size": 8} | self.model,
+            {"layers.ffn": "dense, moe", "ffn.moe.shared.intermediate_size": 8} | self.model,
             self.moe,
             {"global_batch_size": samples, "precision": "fp8-blockwise"} | self.train,
             **parallel,
@@ -90,7 +90,7 @@ class CacheCase:
         return replace(cfg, run=replace(cfg.run, dtype="bfloat16"))
 
 
-# Of two micro-batches of a step, each reads a weight in the forward pass and once more for the gradient of the input;
+# Each of two micro-batches of a step reads a weight in the forward pass and once more for the gradient of the input;
 # the evaluation quantises for each of its two.
 SHARED = (2 * 2 + 2) / (2 * 4 + 2)
 CASES = {
@@ -120,7 +120,7 @@ def test_a_step_gives_the_bits_of_weights_that_are_quantised_in_every_gemm(fresh
 
 
 def test_migrated_experts_are_not_cached(fresh_pool):
-    """`leastloaded` receives the weights of other experts in each micro-batch, in tensors that are no parameters."""
+    """`leastloaded` receives the weights of other experts in each micro-batch, in tensors that are not parameters."""
     cfg = CacheCase({"ep": 2, "dispatcher": "leastloaded"}, 0.0, moe=LOAN).config()
     cached, uncached = run_each(fresh_pool, 2, _run, (cfg, 2), (cfg, 2, NO_CACHE))
     assert_equal_bits(_records(uncached, cached))

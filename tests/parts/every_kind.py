@@ -15,7 +15,7 @@ Settings = dict[str, dict[str, object]]
 """Keys of a recipe by section."""
 
 OF_LAYERS = ("attention", "ffn", "indexer", "norm", "residual", "span")
-"""Groups of which each layer has a part."""
+"""Groups with a part in each layer."""
 LINEAR_SIZES = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 4, "value_head_dim": 6}
 SIZES: dict[str, dict[str, object]] = {
     "mla": {
@@ -41,7 +41,7 @@ NEEDS: dict[tuple[str, str], Settings] = {
     ("drop_scope", "sub_sequence"): {"moe": {"capacity_factor": 0.75}},
     ("drop_scope", "full_sequence"): {"moe": {"capacity_factor": 0.75}},
     ("indexer", "lightning"): {"model": INDEXER},
-    ("indexer", "shared"): {"model": INDEXER | {"index_pattern": "FS"}},
+    ("indexer", "shared"): {"model": INDEXER | {"layers.selection": "own, shared"}},
     ("rope_scaling", "linear"): {"model": FACTOR},
     ("rope_scaling", "llama3"): {"model": CONTEXT},
     ("rope_scaling", "longrope"): {
@@ -51,7 +51,7 @@ NEEDS: dict[tuple[str, str], Settings] = {
     ("rope_scaling", "yarn"): {"model": CONTEXT},
     ("router_softmax", "sparsemixer"): {"model": {"ffn.moe.router.softmax.jitter": 0.6}, "moe": {"choice": "topk"}},
 }
-"""What a kind needs besides the key that chooses it."""
+"""Further settings that a kind needs besides the key that chooses it."""
 ON = {int: 4, float: 0.5}
 """Value of a number that is 0 by default, by its type."""
 OTHER_WIDTH = {"head": "all_heads", "dim": "head"}
@@ -71,11 +71,11 @@ def settings(group: str, kind: str) -> Settings:
     if group == "attention":
         key = "linear_attention" if find_part(group, kind).is_recurrent else "attention"
         found["model"] |= {key: kind} | {f"{key}.{name}": value for name, value in SIZES.get(kind, {}).items()}
-        found["model"] |= {"attention_pattern": "LF"} if key == "linear_attention" else {}
+        found["model"] |= {"layers.attention": "linear, full"} if key == "linear_attention" else {}
     elif group == "ffn":
-        found["model"]["layer_pattern"] = {"swiglu": "D", "moe": "M"}[kind]
+        found["model"]["layers.ffn"] = {"swiglu": "dense", "moe": "moe"}[kind]
     elif group == "span":
-        found["model"]["attention_pattern"] = {"window": "W", "chunk": "C"}[kind]
+        found["model"]["layers.attention"] = kind
     elif group != "indexer":
         section, _, key = find_group(group).key.partition(".")
         found.setdefault(section, {})[key] = kind
@@ -88,7 +88,7 @@ def merged(first: Settings, second: Settings) -> Settings:
 
 
 def recipes(group: str, kind: str, make: Callable[..., Config] = tiny) -> Iterator[Config]:
-    """Yield recipes with a kind: with its other settings as they are, and with each that can be on or off switched.
+    """Yield recipes with a kind: with its other settings as they are, and with each on or off setting switched.
 
     These are truth values, and numbers whose default 0 means "none". A recipe that is not legal, in which the setting
     has no effect, or which then lacks the kind, is left out.

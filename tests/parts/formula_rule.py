@@ -1,9 +1,8 @@
 """Rule for the formula of a part: it is written from papers, and reaches no code that trains.
 
-`formula_reads` walks the syntax trees of a formula and of every function and class that it uses, in its own file,
-in an `oracle.py`, or a type of `config/groups/`. All that they may use is allowed by name: what this file does not
-list is refused. The part itself may be read field by field, and may be handed to a function, in which the parameter
-is then the part.
+`formula_reads` walks the syntax trees of a formula and of every function and class that it uses, in its own file, in an
+`oracle.py`, or a type of `config/groups/`. All that they may use is allowed by name, all else is refused. The part
+itself may be read field by field, and may be handed to a function, whose parameter is then the part.
 """
 
 import ast
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
+from moefold.config.field import Judged
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, Table
 
@@ -31,7 +31,7 @@ BUILTINS = frozenset(
     | {"list", "map", "max", "min", "pow", "range", "reversed", "round", "set", "slice", "sorted", "str", "sum"}
     | {"tuple", "zip", "AssertionError", "ValueError"}
 )
-"""Built-in names; not `getattr`, `vars`, `globals`, `type`, `eval` and others by which a name reaches anything."""
+"""Built-in names; not `getattr`, `vars`, `globals`, `type`, `eval` and others that reach anything by its name."""
 LIBRARIES: Mapping[str, frozenset[str] | None] = {
     "math": None,
     "typing": None,
@@ -43,12 +43,12 @@ LIBRARIES: Mapping[str, frozenset[str] | None] = {
 TORCH_MODULES = frozenset({"torch", "torch.functional", "torch.nn.functional", "torch.linalg", "torch.special"})
 """Modules of torch with functions of tensors; others load, compile or register code."""
 TYPES = "moefold.config.groups."
-"""Modules from which a formula takes classes, its arguments and results, and no function: parts compute with these."""
+"""Modules whose classes a formula may take, its arguments and results, but no function: parts compute with these."""
 ORACLES = "moefold.parts."
 """Start of the modules `oracle`, which nothing but formulas imports (`test_formulas.py`): one formula may use the
 functions of another one, as convolutions and gates are the same in several kinds of attention."""
 INTROSPECTION = frozenset({"args", "func", "keywords", "gi_frame", "cr_frame", "ag_frame", "tb_frame"})
-"""Attributes by which a closure, a `partial` or a generator gives back what it was made with."""
+"""Attributes by which a closure, a `partial` or a generator gives back the objects that it was made with."""
 OF_PARAM_SPEC = frozenset({"name", "shape", "part", "matrix_rows", "never_as_matrix", "is_matrix"})
 """Attributes of a `ParamSpec` that a formula may read; its others compute for the trainer, as `shard` and `numel`."""
 OF_CONTAINERS = frozenset({"append", "extend", "get", "items", "keys", "setdefault", "values"})
@@ -64,7 +64,7 @@ OF_VALUES = (frozenset(dir(torch.Tensor)) - frozenset(dir(ParamSpec))) | OF_PARA
 
 
 class FormulaError(AssertionError):
-    """Formula that uses what it may not."""
+    """Formula that uses a forbidden name."""
 
 
 class ThePart(NamedTuple):
@@ -140,7 +140,7 @@ class _Rule:
                 self._refuse(node, place, f"reads .{name}, which is no attribute of a tensor or of what a formula gets")
 
     def check_formula_of(self, owner: type) -> None:
-        """Check the formula that a class defines, in which `self` is the part."""
+        """Check the formula that a class defines; `self` is the part."""
         module = sys.modules[owner.__module__]
         # The formula of a class from outside is wrapped, so that its failures are named.
         formula = inspect.unwrap(vars(owner)["formula"])
@@ -157,7 +157,7 @@ class _Rule:
     # Names
 
     def _name(self, node: ast.Name, place: _Place) -> None:
-        """Check a name that is read, and what it means."""
+        """Check a name that is read, and the object that it means."""
         if node.id in place.scope:
             value = place.scope[node.id]
             if isinstance(value, ThePart):
@@ -168,7 +168,7 @@ class _Rule:
         self._global(place.module, node.id, node, place)
 
     def _global(self, module: ModuleType, name: str, node: ast.AST, place: _Place, values: Scope | None = None) -> None:
-        """Check a name of a module: what binds it there, or else a built-in name."""
+        """Check a name of a module: the statement that binds it there, or else a built-in name."""
         found = list(_definitions(module, name))
         if not found:
             if name in BUILTINS and hasattr(builtins, name):
@@ -208,7 +208,7 @@ class _Rule:
                 self._refuse(node, place, f"uses {name}, which is no constant, function or class")
 
     def _import(self, dotted: str, node: ast.AST, place: _Place, values: Scope | None = None) -> None:
-        """Check what an import names, or an attribute of it."""
+        """Check the name of an import, or an attribute of it."""
         module, attribute = _split(dotted)
         library = module.__name__
         name, _, rest = attribute.partition(".")
@@ -227,7 +227,7 @@ class _Rule:
     # The part
 
     def _value(self, node: ast.expr, place: _Place) -> ThePart | None:
-        """Return the part that an expression is, or that is in a field; None: another value. Count what is read."""
+        """Return the part that an expression is, or that is in a field; None: another value. Count the read fields."""
         if isinstance(node, ast.Name):
             value = place.scope.get(node.id)
             return value if isinstance(value, ThePart) else None
@@ -322,7 +322,7 @@ class _Rule:
             self._refuse(node, place, f"binds {', '.join(taken)} again, which is the part")
 
     def _class(self, node: ast.ClassDef, live: type, place: _Place) -> None:
-        """Check a class of a module: its bases, what its body binds, and its methods."""
+        """Check a class of a module: its bases, the names that its body binds, and its methods."""
         for name, value in vars(live).items():
             function = value.fget if isinstance(value, property) else value
             defs = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == name]
@@ -399,7 +399,7 @@ class _Rule:
             self._refuse(node, place, f"reads .{name}")
 
     def _test(self, node: ast.expr, place: _Place) -> None:
-        """Check a condition, in which a part in a field may be asked whether it is there."""
+        """Check a condition, which may ask whether a part in a field is there."""
         match node:
             case ast.BoolOp():
                 for value in node.values:
@@ -439,7 +439,7 @@ def _may_use(module: ModuleType, owner: type) -> bool:
 
 
 def _imported(root: ast.expr, place: _Place) -> str | None:
-    """Return the dotted name for which a name stands that an import binds; None: something else binds it."""
+    """Return the dotted name of an imported name; None: another statement binds it."""
     if not isinstance(root, ast.Name):
         return None
     if root.id in place.scope:
@@ -540,7 +540,7 @@ def _names(node: ast.AST) -> Iterator[ast.Name]:
 
 
 def _imports(node: ast.Import | ast.ImportFrom, module: ModuleType) -> dict[str, str]:
-    """Return what each name of an import statement stands for."""
+    """Return the meaning of each name of an import statement."""
     if isinstance(node, ast.Import):
         return {
             one.asname or one.name.partition(".")[0]: one.name if one.asname else one.name.partition(".")[0]
@@ -627,3 +627,16 @@ def _is_import_of(node: ast.AST, module: ModuleType) -> bool:
     return (
         isinstance(node, ast.ImportFrom) and f"{node.module}".rpartition(".")[2] == module.__name__.rpartition(".")[2]
     )
+
+
+def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
+    """Check that a formula uses no code that trains, and reads each field of its part; return the read fields.
+
+    The oracle itself reads the common fields of all kinds of a group: the framed fields, and fields of a layer's place.
+    """
+    read = formula_reads(part)
+    names = {field.name for field in fields(part)} - part.framed - part.of_layers - set(unread)
+    hints = get_type_hints(part, include_extras=True)
+    formats = {name for name in names if any(isinstance(m, Judged) for m in getattr(hints[name], "__metadata__", ()))}
+    assert names - formats <= read
+    return read

@@ -1,4 +1,4 @@
-"""Every built-in kind, found by its file: its facts equal its module, and its formula equals what the module computes.
+"""Every built-in kind, found by its file: its facts equal its module, and its formula equals the module's results.
 
 A new part is tested by these without an edit, if its settings have defaults that fit a small model; else `NEEDS` of
 `every_kind.py` has them.
@@ -25,11 +25,10 @@ from moefold.parallel.parallelize import build_sharded_stages
 from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
-from tests.cost.test_activation_memory import _assert_close as assert_memory_close
-from tests.cost.test_activation_memory import _config as memory_config
-from tests.cost.test_activation_memory import _on_one_rank as memory_of_one_rank
+from tests.cost.measured_memory import assert_memory_close, memory_config
+from tests.cost.measured_memory import measure_one_rank as memory_of_one_rank
 from tests.inference.example import write_checkpoint
-from tests.inference.test_memory_inference import kept_bytes
+from tests.inference.kept_bytes import kept_bytes
 from tests.parts.every_kind import OF_LAYERS, kinds_of, merged, recipes, settings
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny
@@ -87,7 +86,7 @@ def rank_of_kinds(pool) -> SharedRanks:
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("group", "kind"), JUDGED)
-def test_its_formula_is_what_the_module_computes(rank_of_kinds, group, kind):
+def test_its_formula_equals_the_module(rank_of_kinds, group, kind):
     """Losses, gradients, updates and routing of two steps."""
     name = f"{group} {kind}"
     cfg, _ = rank_of_kinds.calls[name].args
@@ -120,7 +119,7 @@ MEASURED_SIZES = {
     "attention.indexer.head_dim": 16,
     "ffn.moe.latent_size": 24,
 }
-"""Sizes whose tensors are large beside what a step holds for a moment."""
+"""Sizes whose tensors are large compared with the short-lived memory of a step."""
 MEASURED = kinds_of((*OF_LAYERS, "activation", "router_score", "router_softmax", "wire"))
 
 

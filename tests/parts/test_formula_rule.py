@@ -1,4 +1,4 @@
-"""The rule for formulas refuses whatever reaches the code that is judged, and what it cannot follow."""
+"""The rule for formulas refuses all names that reach the judged code, and all that it cannot follow."""
 
 import ast
 import re
@@ -227,7 +227,7 @@ Changed.norm = RMSNorm
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_reaches_the_judged_code_is_refused(tmp_path, name):
+def test_names_that_reach_the_judged_code_are_refused(tmp_path, name):
     body, reason = BAD[name]
     part = load(tmp_path, body, after=TRICKS)
     with pytest.raises(FormulaError, match=refusal(reason)):
@@ -327,7 +327,7 @@ def test_the_text_names_formula_file_and_line(tmp_path):
 
 
 def test_only_formulas_import_an_oracle():
-    """So that no function of an `oracle.py` is a part of what it judges."""
+    """So that no function of an `oracle.py` is a part of the code that it judges."""
     for file in Path(moefold.parts.__file__).parents[1].rglob("*.py"):
         if file.name == "oracle.py" or "oracle" not in (text := file.read_text()):
             continue

@@ -45,7 +45,7 @@ def test_the_z_loss_under_a_mapping_equals_the_oracle(pool, name):
     terms = ranks[-1].steps[0].loss_terms
     assert list(terms) == ["cross_entropy", "z"]
     assert terms["z"] > 0
-    # The first loss differs by the term alone, and the evaluation has none.
+    # The first loss differs only by the term, and the evaluation has none.
     off = run_oracle(without_mapping(replace(cfg, train=replace(cfg.train, loss="next_token"))), 1)
     assert off.steps[0].loss == pytest.approx(terms["cross_entropy"], rel=1e-9)
     assert oracle.eval_loss < oracle.steps[-1].loss - terms["z"] / 2

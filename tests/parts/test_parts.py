@@ -1,16 +1,13 @@
 """Rules for every built-in part: its file is its kind, its fields are recipe keys, its formula stands by itself."""
 
 import inspect
-from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
 import moefold.parts
 from moefold.config.chosen import chosen
-from moefold.config.field import Judged
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
 from moefold.config.part import Part
 from moefold.config.part_registry import built_in_kinds, find_part, groups, kind_of, kinds_in_words
@@ -20,7 +17,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 from tests.models import edit_model
-from tests.parts.formula_rule import formula_reads
+from tests.parts.formula_rule import check_formula
 
 PARTS = Path(moefold.parts.__file__).parent
 KINDS = [(group, kind) for group in groups() for kind in built_in_kinds(group.group)]
@@ -59,7 +56,7 @@ def test_a_kind_that_a_program_misspells_is_refused_as_in_a_recipe(name):
 
 @pytest.mark.parametrize("key", ["attention", "linear_attention", "norm"])
 def test_the_layers_of_a_misspelled_kind_are_refused_by_its_key(key):
-    model = replace(edit_model(Config().model, {"attention_pattern": "FL"}), **{key: "mlaa"})
+    model = replace(edit_model(Config().model, {"layers.attention": "full, linear"}), **{key: "mlaa"})
     with pytest.raises(ConfigError, match=f"^model.{key}='mlaa' must be one of "):
         model.decoder_layers  # noqa: B018
 
@@ -104,16 +101,3 @@ def test_the_formula_of_a_layer_stands_by_itself_and_reads_each_field_that_the_o
 @pytest.mark.parametrize(("kind", "unread"), [("rmsnorm", set()), ("layernorm", {"zero_centered"})])
 def test_the_formula_of_a_norm_stands_by_itself_and_reads_each_field_that_it_does_not_refuse(kind, unread):
     check_formula(find_part("norm", kind), unread)
-
-
-def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
-    """Check that a formula uses no code that trains, and reads each field of its part; return what it reads.
-
-    The oracle itself reads what all kinds of a group have: the framed fields, and the fields of a layer's place.
-    """
-    read = formula_reads(part)
-    names = {field.name for field in fields(part)} - part.framed - part.of_layers - set(unread)
-    hints = get_type_hints(part, include_extras=True)
-    formats = {name for name in names if any(isinstance(m, Judged) for m in getattr(hints[name], "__metadata__", ()))}
-    assert names - formats <= read
-    return read

@@ -1,4 +1,4 @@
-"""A pipeline in which time passes tick by tick and events are found by looking, to hold the simulator to."""
+"""A pipeline whose time passes tick by tick and whose events are found by looking, to compare the simulator with."""
 
 from collections import defaultdict, deque
 
@@ -108,5 +108,5 @@ class Machine:
 
 
 def key(action):
-    """What the action makes."""
+    """Return the result of the action."""
     return action.stage, "I" if action.kind == "B" else action.kind, action.micro_batch

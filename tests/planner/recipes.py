@@ -1,4 +1,4 @@
-"""Small recipes whose rules differ: what the enumeration must be exact for."""
+"""Small recipes whose rules differ: the enumeration must be exact for them."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.models import edit_model, model_of
 
 SMALL = model_of(
     {
-        "num_layers": 3,
+        "layers": 3,
         "hidden_size": 32,
         "attention.num_heads": 4,
         "attention.num_kv_heads": 2,
@@ -21,7 +21,7 @@ SMALL = model_of(
         "vocab_size": 64,
         "ffn.moe.num_experts": 4,
         "ffn.moe.top_k": 2,
-        "layer_pattern": "DM",
+        "layers.ffn": "dense, moe",
     }
 )
 
@@ -37,11 +37,11 @@ RECIPES = {
         model=edit_model(
             SMALL,
             {
-                "num_layers": 2,
+                "layers": 2,
                 "attention.num_heads": 6,
                 "attention.num_kv_heads": 3,
                 "attention.head_dim": 8,
-                "layer_pattern": "M",
+                "layers.ffn": "moe",
             },
         ),
         train=TrainConfig(seq_len=24, global_batch_size=6, loss_chunk=10),
@@ -54,16 +54,16 @@ RECIPES = {
         parallel=ParallelConfig(pipeline_layout="auto"),
     ),
     "another order of the ranks": Config(
-        model=edit_model(SMALL, {"num_layers": 2}),
+        model=edit_model(SMALL, {"layers": 2}),
         train=TrainConfig(seq_len=8, global_batch_size=4),
         parallel=ParallelConfig(order="dp-pp-cp-tp", moe_order="edp-pp-ep-etp"),
     ),
     "dense": Config(
-        model=edit_model(SMALL, {"num_layers": 2, "layer_pattern": "D"}),
+        model=edit_model(SMALL, {"layers": 2, "layers.ffn": "dense"}),
         train=TrainConfig(seq_len=8, global_batch_size=4),
     ),
     "stages spelled out": Config(
-        model=edit_model(SMALL, {"num_layers": 3}),
+        model=edit_model(SMALL, {"layers": 3}),
         train=TrainConfig(seq_len=8, global_batch_size=8),
         parallel=ParallelConfig(pipeline_layout="Et|t|t|L"),
     ),

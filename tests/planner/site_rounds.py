@@ -13,7 +13,7 @@ EXCHANGE = "exchange"
 
 @dataclass(frozen=True)
 class Phase:
-    """What a site does in an interval, or an exchange meanwhile."""
+    """Action of a site in an interval, or an exchange meanwhile."""
 
     part: str
     round_number: int
@@ -33,7 +33,7 @@ class SiteTimeline:
 
     @property
     def utilisation(self) -> float:
-        """Share of the period in which the site trains."""
+        """Share of the period while the site trains."""
         return self.every * self.step_s / self.total_s
 
 

@@ -1,4 +1,4 @@
-"""The planner against published measurements: the targets, and what a table may look like."""
+"""The planner against published measurements: the targets, and the allowed forms of a table."""
 
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def test_pages_state_the_error_of_plans(name):
     assert " ".join(str(STATED_ERROR).split()).removesuffix(".") in " ".join(text.split())
 
 
-def test_what_ran_out_of_memory_does_so_and_nothing_else(moe, dense):
+def test_exactly_the_methods_that_ran_out_of_memory_are_predicted_to(moe, dense):
     assert [p.row["method"] for p in moe.predictions if p.measured == "OOM"] == ["FSDP", "TP+EP+DP"]
     assert moe.memory_mistakes == ()
     assert dense.memory_mistakes == ()
@@ -241,7 +241,7 @@ def test_a_recipe_of_torchtitan_routes_naturally_and_recomputes(note, is_recipe)
 
 
 @pytest.mark.parametrize("note", ["step 2.0 s", "2.0 s a step; median"])
-def test_a_printed_step_decides_what_the_tflops_of_a_row_count(tmp_path, note):
+def test_a_printed_step_decides_which_operations_the_tflops_of_a_row_count(tmp_path, note):
     row = GOOD | {"metric": "tflops_per_gpu", "value": "300", "note": note}
     (found,) = validate_predictions(table(tmp_path / "t.csv", **row)).predictions
     tokens = 256 * 4096 / 128 / 2.0

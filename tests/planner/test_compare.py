@@ -14,7 +14,7 @@ from moefold.planner.search.constraints import COUPLED, COUPLED_WITH_CP, Mapping
 from moefold.planner.search.space import MappingSpace
 
 PLAIN = {"recompute": (), "offload": (), "moments": "none", "overlap": False, "dispatcher": "alltoall", "zero": 1}
-"""What leaves few mappings to price."""
+"""Settings that leave few mappings to price."""
 
 
 def question(
@@ -62,7 +62,7 @@ def test_the_unfolded_spaces_obey_their_constraints():
     assert all(fold.etp == fold.tp and fold.dp * fold.cp % fold.ep == 0 for fold in folds[COUPLED_WITH_CP])
     assert all(fold.etp == fold.tp and fold.dp % fold.ep == 0 for fold in folds[COUPLED])
     assert set(folds[COUPLED]) < set(folds[COUPLED_WITH_CP]) < set(folds["folding"])
-    # What arXiv:2504.14960 measured at 16k has ep over the ranks of cp.
+    # The measured mapping of arXiv:2504.14960 at 16k has ep over the ranks of cp.
     assert any(fold.dp % fold.ep for fold in folds[COUPLED_WITH_CP])
 
 

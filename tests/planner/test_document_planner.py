@@ -22,7 +22,7 @@ from moefold.planner.search.document_search import candidate_strategies
 from moefold.recipe import load_config
 from tests.models import edit_model
 from tests.planner.recipes import RECIPES, on_ranks
-from tests.planner.search.test_search import every_mapping, found_by
+from tests.planner.search.exhaustive import every_mapping, found_by
 
 FIXED = {"zero": 1, "recompute": (), "offload": (), "moments": "none", "mbs": 1}
 SEQ_LEN = 4096
@@ -95,7 +95,7 @@ def test_the_joint_search_equals_separate_searches_and_plans_fewer_rounds():
     joint = Planner(request(8, pp=1, etp=1))
     assert joint.top_plans(3) == ranking[:3]
     times = sorted({plan.time.total_s for plan in ranking})
-    # Between two times: a fold is priced alone or among others, and these sums may differ in their last bit.
+    # Between two times: a fold is priced by itself or among others, and these sums may differ in their last bit.
     limit = (times[len(times) // 2 - 1] + times[len(times) // 2]) / 2
     assert len(joint.search.plans_below(limit)) == sum(plan.time.total_s < limit for plan in ranking)
     few = request(8, pp=1, etp=1)

@@ -1,4 +1,4 @@
-"""The families of a plan: what is best in each, what is near a measurement, and which one is taken."""
+"""The families of a plan: the best mapping of each, the nearest measurement, and the mapping that is taken."""
 
 import csv
 import io
@@ -90,7 +90,7 @@ PAPER = {
     ],
     ids=["a mapping that fits almost", "a long context"],
 )
-def test_the_beam_contains_what_an_exhaustive_search_finds(question, degrees):
+def test_the_beam_contains_the_result_of_an_exhaustive_search(question, degrees):
     """A search of a part of the space, small enough to be exact, has nothing that the search of all of it lacks."""
     model, num_gpus, gpu, seq_len, batch = question
     found = [
@@ -120,7 +120,7 @@ def test_a_measured_mapping_is_its_own_nearest_one():
 
 
 @pytest.mark.parametrize("every", [4, *slow([(1,)])])
-def test_the_shipped_mappings_are_those_of_the_table(tmp_path, every):
+def test_the_shipped_mappings_equal_the_table(tmp_path, every):
     """One of four rows of the table in `make test`."""
     head, *lines = TABLE.read_text().splitlines(keepends=True)
     some = tmp_path / "some.csv"
@@ -147,13 +147,13 @@ def family(name: str, seconds: float, differences: int, *, ep: int = 8, is_tie: 
     return FamilyBest(name, plan, Nearest("", "", ("axis",) * differences), is_tie, plan)
 
 
-def test_of_equal_families_the_nearest_to_a_measurement_is_taken():
+def test_the_nearest_to_a_measurement_of_equal_families_is_taken():
     near, fast = family("folded", 1.03, 1), family("fsdp", 1.0, 2)
     assert choose_family([near, fast]) is near
     assert choose_family([near, fast], "fsdp") is fast
     assert choose_family([replace(near, is_tie=False), fast]) is fast
     assert choose_family([near, fast], "coupled") is None
-    # What nobody has measured at all comes last.
+    # Families without any measurement come last.
     unmeasured = family("fsdp", 1.0, 0, ep=1)
     assert unmeasured.unmeasured == ("ZeRO-3 with ep 1",)
     assert choose_family([near, unmeasured]) is near
@@ -174,7 +174,7 @@ def test_a_family_names_its_fastest_mapping_which_the_ranking_has(capsys, monkey
     assert f"{format_compact_degrees(folded.fastest.mapping)} takes {less:.1%} less" in words
 
 
-def test_the_command_shows_the_families_and_writes_the_one_that_is_taken(capsys, monkeypatch, tmp_path):
+def test_the_command_shows_the_families_and_writes_the_chosen_one(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     recipe = tmp_path / "planned.toml"
     assert main([*SMALL, "--take", "fsdp", "--recipe", str(recipe)]) == 0

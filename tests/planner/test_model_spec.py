@@ -22,7 +22,7 @@ from moefold.planner.stages import RecipeStageSplitter
 from moefold.validate.config import check_config
 
 
-def test_layers_that_differ_in_what_they_compute_are_kinds():
+def test_layers_with_different_computations_are_different_kinds():
     spec = load_model_spec("gpt-oss-120b")
     assert [layer.window for layer in spec.kinds] == [128, 0]
     assert [spec.layers[:5].count(kind) for kind in (0, 1)] == [3, 2]

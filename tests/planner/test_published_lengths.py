@@ -1,6 +1,6 @@
 """Published effects of document lengths against the planner: their direction, and size where the setting is known.
 
-`published/lengths.csv` has for each row what is checked, and why the others are not. Run with -s for the predictions.
+`published/lengths.csv` says for each row what is checked, or why nothing is. Run with -s for the predictions.
 """
 
 import csv
@@ -68,7 +68,7 @@ def idle(strategy: ContextPart, dp: int) -> float:
 
 
 def exchange_pct(cp: int) -> float:
-    """Share of a step in which the rows of documents of 32K tokens travel, with 32K tokens a rank."""
+    """Share of a step while the rows of documents of 32K tokens are sent, with 32K tokens a rank."""
     seq_len = 32 * K * cp
     model = priced(equal_documents(seq_len, 32 * K), seq_len, 1, PER_DOCUMENT, "h200")
     step = model.step_time(ParallelMapping(tp=8, cp=cp))
@@ -123,7 +123,7 @@ CHECKS = {
     ),
     "bytescale-6a-growth": (lambda: [attention_over_mlp(128 * K) / attention_over_mlp(8 * K)], None),
 }
-"""For each row that is checked: what is predicted, and the direction that it must have; None: its size is held."""
+"""For each checked row: the prediction, and the direction that it must have; None: its size is checked."""
 SLOW = {"distca-9-prolong", "distca-10-pretrain", "distca-10-prolong"}
 
 

@@ -65,7 +65,7 @@ def search_of(case: PublishedCase, workload: TrainingWorkload) -> Search:
         parallel=ParallelConfig(world_size=case.mapping.world_size),
         train=TrainConfig(seq_len=w.seq_len, global_batch_size=w.global_batch_size),
     )
-    # What a source offloads is taken to hide, so all may offload what it does, and nothing else.
+    # The offloads of a source are taken to be hidden, so all mappings may offload the same, and nothing else.
     parts = tuple(part for part in case.mapping.offload if part != OFFLOADED_OPTIMIZER)
     fixed = {"offload": parts, "moments": HOST if OFFLOADED_OPTIMIZER in case.mapping.offload else "none"}
     space = MappingSpace(MappingConstraints(cfg), Restriction(fixed, FOLDED))

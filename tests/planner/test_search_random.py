@@ -19,7 +19,7 @@ from moefold.planner.memory.budget import OVERHEAD_GIB
 from moefold.planner.search.search import Search
 from tests.models import model_of
 from tests.planner.recipes import on_ranks
-from tests.planner.search.test_search import check_folds, every_mapping, priced, searching
+from tests.planner.search.exhaustive import check_folds, every_mapping, priced, searching
 
 MOST = 1200
 """Mappings of a world, each with every way to save activations."""
@@ -27,7 +27,7 @@ NOTHING_SAVED = {"recompute": (), "offload": ()}
 
 
 class World(NamedTuple):
-    """What is searched."""
+    """The recipe, and the limits of its search."""
 
     cfg: Config
     device: Device

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,27 +21,12 @@ from moefold.planner.sites import (
     RoundSettings,
     RoundVolume,
     SiteCost,
-    plan_sites,
     with_site_settings,
 )
 from moefold.recipe import load_config
+from tests.planner.planned_sites import RECIPE, planned
 from tests.planner.site_rounds import EXCHANGE, STEP, WAIT, simulate_site
 
-RECIPE = """
-[run]
-steps = 2000
-dtype = "bfloat16"
-[model]
-preset = "tiny"
-[parallel]
-world_size = 4
-[train]
-seq_len = 256
-global_batch_size = 64
-[sites]
-count = 2
-every = 100
-"""
 ALONE = RECIPE.split("[sites]")[0]
 
 
@@ -89,7 +73,7 @@ def test_bandwidth_equals_the_scaling_laws_of_diloco(parameters, step_s, every, 
 
 @pytest.mark.parametrize(("parameters", "layers", "step_s"), [(1e9, 24, 0.1), (10e9, 48, 0.8), (100e9, 108, 4.9)])
 def test_streaming_reaches_its_utilisation_at_1_to_5_gbit_a_second(parameters, layers, step_s):
-    """Of 95 %, with fragments of 3 layers in 4 bits, every 100 steps and overlapped with one (arXiv:2501.18512)."""
+    """For 95 %, with fragments of 3 layers in 4 bits, every 100 steps and overlapped with one (arXiv:2501.18512)."""
     method = find_part("site_method", "streaming")().values(30)
     count = layers // method["fragment_layers"]
     volumes = [parameters / count * (0.5 + 4 / 256)] * count
@@ -136,13 +120,6 @@ def test_the_exchange_is_overlapped_with_steps_and_the_meeting_is_not():
     assert [cost.exposed_s("fp4", overlap) for overlap in (0, 1, 2, 3)] == pytest.approx([3.2, 2.2, 1.2, 0.4])
     sent = cost.rate(RoundSettings(precision="fp4", every=10, overlap=3)).bytes_per_day
     assert sent == pytest.approx(86400 * 2.5e6 / 10.4)
-
-
-def planned(tmp_path: Path, words: tuple[str, ...] = (), *, step_s: float = 1.0, bytes_per_s: float, **sites: object):
-    (tmp_path / "sites.toml").write_text(RECIPE)
-    cfg = load_config(tmp_path / "sites.toml", ["sites.count=3", *words])
-    cfg = replace(cfg, sites=replace(cfg.sites, **sites))
-    return cfg, plan_sites(cfg, SiteLink(bytes_per_s=bytes_per_s, latency_s=0.0), step_s)
 
 
 def test_settings_of_the_recipe_are_kept_where_they_are_enough(tmp_path):

@@ -1,9 +1,11 @@
 """Recipes with the parts of the package, by entry point and by file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import moefold_plugin_example
 
+from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.recipe import load_config
 
@@ -58,3 +60,7 @@ def words(*keys: str, by_file: bool = False) -> tuple[str, ...]:
 def recipe(*overrides: str) -> Config:
     """Return a small recipe in float64."""
     return load_config(None, [*SIZES, *overrides])
+
+
+def mapped(cfg: Config, mapping: dict[str, object]) -> Config:
+    return replace(cfg, parallel=ParallelConfig(**mapping))

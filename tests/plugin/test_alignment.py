@@ -63,7 +63,7 @@ def test_a_part_inherits_the_settings_of_a_built_in_base(file):
     assert recipe(file, "Best", want=5).align.method.want == 5
 
 
-def test_the_reward_that_is_asked_for_is_that_of_a_prompt_part_alone(file):
+def test_only_a_prompt_part_states_a_requested_reward(file):
     assert stored_reward_prompt(sample_order(recipe(file, "Ask", want=2.0)), "here") == RewardPrompt(
         "{prompt} {reward}", 2.0
     )

@@ -18,13 +18,13 @@ from moefold.recipe import load_config
 from moefold.train.run_folder import SETTINGS_FILE
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
-from tests.architecture.test_imports import imports_torch
+from tests.architecture.imports import imports_torch
 from tests.e2e.command import TWO, checkpoints, here, losses, metrics, moefold, train
 from tests.objectives.losses import policy
-from tests.parts.test_parts import check_formula
+from tests.parts.formula_rule import check_formula
 from tests.plugin.recipes import EIGHT, FOUR, PACKAGE, PARTS, SIZES, recipe, words
 from tests.slow import slow
-from tests.verify.test_objectives import PackedRollouts
+from tests.verify.packed_rollouts import PackedRollouts
 
 ROLLOUTS = (
     *(word for word in SIZES if not word.startswith(("data.kind", "run.dtype"))),

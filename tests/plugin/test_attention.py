@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.config.parallel import ParallelConfig
-from moefold.config.schema import Config
 from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes
 from moefold.errors import ConfigError
@@ -19,21 +17,15 @@ from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
 from moefold.verify.ranks.pool import WorkerPool
 from moefold.verify.shrink import shrink
-from tests.cost.test_activation_memory import _assert_close as assert_memory_close
-from tests.cost.test_activation_memory import _config as memory_config
-from tests.cost.test_activation_memory import _measure_ranks as measure_ranks
+from tests.cost.measured_memory import assert_memory_close, measure_ranks, memory_config
 from tests.inference.example import opened, write_checkpoint
-from tests.inference.test_generate import GREEDY, run_generation, run_in_pieces, run_whole, run_without_cache
+from tests.inference.generation import GREEDY, run_generation, run_in_pieces, run_whole, run_without_cache
 from tests.model.paged_rows import pass_rows
-from tests.plugin.recipes import BUILT_IN, recipe, words
+from tests.plugin.recipes import BUILT_IN, mapped, recipe, words
 from tests.slow import slow
 from tests.verify.oracle import TOLERANCE
 
 GATED = words("model.attention")
-
-
-def mapped(cfg: Config, mapping: dict[str, object]) -> Config:
-    return replace(cfg, parallel=ParallelConfig(**mapping))
 
 
 def test_it_has_the_parameters_flops_and_cache_of_the_built_in_one():

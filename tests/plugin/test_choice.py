@@ -7,7 +7,7 @@ import pytest
 from moefold.recipe import load_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
-from tests.parts.test_parts import check_formula
+from tests.parts.formula_rule import check_formula
 from tests.verify.oracle import TOLERANCE, assert_equals_oracle
 from tests.verify.recipes import tiny, without_mapping
 

@@ -1,4 +1,4 @@
-"""The dispatcher of the package: equal to the built-in ones, priced by what it sends, refused where it says so."""
+"""The dispatcher of the package: equal to the built-in ones, priced by its messages, refused where it says so."""
 
 import json
 import tomllib
@@ -38,7 +38,7 @@ def plan(folder: Path, dispatcher: str) -> tuple[dict[str, object], str]:
 
 
 @pytest.mark.e2e
-def test_it_is_priced_by_what_it_sends(tmp_path: Path) -> None:
+def test_it_is_priced_by_its_messages(tmp_path: Path) -> None:
     mine, written = plan(tmp_path, "gathering")
     assert (mine["dispatcher"], written) == ("gathering", {"kind": "gathering"})
     like, other = (plan(tmp_path, kind)[0] for kind in ("allgather", "alltoall"))

@@ -39,7 +39,7 @@ METHODS = [(group, name) for group in all_groups() for name in methods_of(group)
 
 
 def broken(group, name, result):
-    """Return a part of a group, made outside of the package, in which a method returns the value of a function."""
+    """Return a part of a group, made outside of the package, with a method that returns the value of a function."""
 
     def method(self, *args, **kwargs):
         return result()
@@ -61,7 +61,7 @@ def test_each_method_that_raises_is_named(group, name):
     assert isinstance(failed.value.__cause__, KeyError)
 
 
-def test_what_is_wrong_with_a_method_is_said_in_plain_words():
+def test_errors_of_a_method_are_named_in_plain_words():
     def failure(rate):
         made = type("Broken", (LrSchedulePart,), {"rate": rate, "__module__": __name__, "interface": 1})
         with pytest.raises(RunError) as failed:
@@ -101,7 +101,7 @@ SLOTS = [(name, kind) for name, mark in part_marks().items() for kind in built_i
 
 
 @pytest.mark.parametrize(("name", "kind"), SLOTS, ids=[f"{name}-{kind}" for name, kind in SLOTS])
-def test_a_key_takes_the_kinds_of_its_slot_alone(name, kind):
+def test_a_key_takes_only_the_kinds_of_its_slot(name, kind):
     """A key takes a built-in kind or refuses it by name: as a word, as a table, as an object and from outside."""
     mark = part_marks()[name]
     part = find_part(mark.group, kind)

@@ -14,8 +14,8 @@ from moefold.verify.oracle_objectives import policy_objective
 from tests.objectives.example import example
 from tests.objectives.losses import policy
 from tests.verify.oracle import TOLERANCE
+from tests.verify.packed_rollouts import VOCAB, PackedRollouts, S
 from tests.verify.recipes import tiny, without_mapping
-from tests.verify.test_objectives import VOCAB, PackedRollouts, S
 
 WORDS = ("rl.group_size=4", "rl.objective=simple_policy", "rl.objective.epsilon=0.3")
 

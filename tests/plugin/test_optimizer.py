@@ -24,7 +24,7 @@ from moefold.validate.config import check_config
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.ranks.pool import WorkerPool
-from tests.checkpoint.test_resharding import _train
+from tests.checkpoint.resumed_steps import train_steps
 from tests.slow import slow
 from tests.verify.oracle import TOLERANCE
 from tests.verify.recipes import tiny, without_mapping
@@ -93,13 +93,13 @@ def test_a_checkpoint_comes_through_another_mapping(pool: WorkerPool, tmp_path: 
     uncut = replace(first, run=replace(first.run, dir=str(tmp_path / "w")))
     saved = str(tmp_path / "checkpoints" / "step-000002")
     runs = (uncut, 0, 3, ""), (first, 0, 2, ""), (second, 2, 3, saved)
-    (whole, _), (before, _), (after, _) = run_each(pool, 2, _train, *runs)
+    (whole, _), (before, _), (after, _) = run_each(pool, 2, train_steps, *runs)
     assert before + after == pytest.approx(whole, rel=1e-9)
 
 
 def _resume_as_adamw(cfg: Config, saved: str) -> str:
     try:
-        _train(cfg, 1, 2, saved)
+        train_steps(cfg, 1, 2, saved)
     except ConfigError as error:
         return str(error)
     return ""
@@ -108,7 +108,7 @@ def _resume_as_adamw(cfg: Config, saved: str) -> str:
 def test_a_checkpoint_of_another_optimizer_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     cfg = _recipe()
     cfg = replace(cfg, run=replace(cfg.run, dir=str(tmp_path)))
-    pool.run(1, _train, cfg, 0, 1, "")
+    pool.run(1, train_steps, cfg, 0, 1, "")
     saved = str(tmp_path / "checkpoints" / "step-000001")
     other = replace(cfg, train=replace(cfg.train, optimizer="adamw"))
     [message] = pool.run(1, _resume_as_adamw, other, saved)

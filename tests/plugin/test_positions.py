@@ -7,9 +7,8 @@ from moefold.model.transformer import build_model
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import run_distributed
 from tests.inference.example import write_checkpoint
-from tests.inference.test_generate import GREEDY, run_generation, run_without_cache
-from tests.plugin.recipes import recipe
-from tests.plugin.test_attention import mapped
+from tests.inference.generation import GREEDY, run_generation, run_without_cache
+from tests.plugin.recipes import mapped, recipe
 from tests.slow import slow
 from tests.verify.oracle import TOLERANCE
 
@@ -105,7 +104,7 @@ def test_the_oracle_judges_its_positions(pool, word, mapping, words):
 
 
 def tokens(path, word) -> tuple[list[list[int]], list[list[int]]]:
-    """Continue prompts with the whole text and with the cache, on a rank on which the user names the file."""
+    """Continue prompts with the whole text and with the cache, on a rank where the user names the file."""
     recipe(word)
     completions = run_generation(path, {}, GREEDY)
     return run_without_cache(path), [list(completion.tokens) for completion in completions]

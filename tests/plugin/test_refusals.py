@@ -296,7 +296,7 @@ def test_a_failure_with_several_lines_is_told_in_one(file, install):
     assert r"cannot be imported: ValueError: one\x0atwo; repair" in refusal("train.lr_schedule=other")
 
 
-def test_a_setting_that_is_no_key_of_a_cache_is_refused(file):
+def test_a_setting_that_is_not_a_key_of_a_cache_is_refused(file):
     file.write_text(GOOD.replace("share: float = 0.5", "share: list[float]"))
     assert "refuses its settings: TypeError: unhashable" in refusal(
         f'train.lr_schedule={{kind="{file}:Half", share=[0.5]}}'

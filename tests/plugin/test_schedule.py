@@ -51,8 +51,8 @@ def test_it_is_searched_where_the_recipe_names_it() -> None:
 
 
 def test_it_is_priced() -> None:
-    """Compare memory in flight and idle time with 1F1B, to which warm-up adds a micro-batch and no time."""
-    base = tiny(world_size=4, pp=4, model={"num_layers": 4}, train={"global_batch_size": 16})
+    """Compare memory in flight and idle time with 1F1B; warm-up adds a micro-batch to it and no time."""
+    base = tiny(world_size=4, pp=4, model={"layers": 4}, train={"global_batch_size": 16})
     cfg = scheduled(base)
     count = cfg.num_micro_batches
     bubble = partial(bubble_s, pp=4, num_micro_batches=count, schedule=cfg.parallel.schedule)

@@ -76,7 +76,7 @@ def build(folder: Path) -> Path:
     tools = new_environment(folder / "tools")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     run([str(tools / "pip"), "install", "-q", *extras["release"]], folder)
-    # Without arguments, build makes the wheel from the sdist: what the sdist lacks is missed here.
+    # Without arguments, build makes the wheel from the sdist: a file that the sdist lacks is missed here.
     run([str(tools / "python"), "-m", "build", "--outdir", str(folder / "dist"), str(source)], folder)
     files = sorted(map(str, (folder / "dist").iterdir()))
     report("page", run([str(tools / "python"), "-m", "twine", "check", "--strict", *files], folder).splitlines()[-1])
@@ -128,7 +128,7 @@ def new_environment(folder: Path) -> Path:
 
 
 def run(command: Sequence[str], folder: Path) -> str:
-    """Run a command in a folder, without the checkout on Python's path, and return what it prints."""
+    """Run a command in a folder, without the checkout on Python's path, and return its output."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:

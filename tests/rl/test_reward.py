@@ -152,7 +152,7 @@ def test_several_functions_are_summed_with_their_weights_where_they_apply(module
     record = rollout_records(groups[0], lambda rollout: "yes")[0]
     assert record["rewards"] == {"exact": 1.0, "length": None, "dies": None}
     assert score(config((f"{module}:dies", f"{module}:length")), "long") != score(config("exact"), "long") == [0.0]
-    # A weight of 0 only reports: where nothing else applies, there is no reward.
+    # A weight of 0 only reports: where no other function applies, there is no reward.
     only_reported = config(("exact", f"{module}:length"), weights=(0.0, 1.0))
     assert np.array_equal(score(only_reported, "yes", "no"), [np.nan, 2.0], equal_nan=True)
 
@@ -298,7 +298,7 @@ def test_a_worker_ends_with_the_process_that_started_it(module):
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is no zombie, which a container without an init process keeps."""
+    """Return whether a process exists and is not a zombie, which a container without an init process keeps."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -335,7 +335,7 @@ def test_a_wrong_function_is_refused_before_the_run(module, use, reason):
     assert "\n" not in str(error.value)
 
 
-def test_what_a_check_accepts(module):
+def test_a_check_accepts_sound_rewards(module):
     cfg = config(f"{module}:fine")
     check_reward(cfg.data, cfg.reward, [PROMPT])
     recipe = config("exact")

@@ -62,7 +62,7 @@ def round_of(prompts: list[int], version: int, seed: int = 0, functions: tuple[s
     return make_round(groups, version=version, prompts=prompts, statistics=statistics)
 
 
-def test_rounds_are_trained_on_in_the_order_in_which_they_were_sampled():
+def test_rounds_are_trained_on_in_the_order_of_their_sampling():
     table = RolloutTable()
     assert table.next_prompt is None
     for version in range(3):
@@ -102,7 +102,7 @@ def test_rounds_of_older_weights_than_allowed_are_dropped_with_those_after(
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(FUNCTIONS)), max_size=4), seed=st.integers(0, 99))
 def test_a_checkpoint_has_every_row(sizes, seed):
-    """Of rounds with other reward functions too, as a resumed run may have them."""
+    """Rounds may have other reward functions, as in a resumed run."""
     rounds = [
         round_of(list(range(10 * i, 10 * i + size)), i, seed + i, functions)
         for i, (size, functions) in enumerate(sizes)
@@ -155,7 +155,7 @@ def test_rounds_of_other_sizes_are_refused():
         {"reward_functions": []},
     ],
 )
-def test_a_damaged_header_is_no_header(damage):
+def test_a_damaged_header_is_not_a_header(damage):
     (header,) = RolloutTable([round_of([0, 1], 0)]).headers()
     with pytest.raises(TypeError):
         table_headers({TABLE_KEY: [header | damage]})

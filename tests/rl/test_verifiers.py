@@ -28,7 +28,7 @@ def test_expressions_are_evaluated_exactly(text, value, numbers):
 @pytest.mark.parametrize(
     "text", ["", "3+", "+3", "-3", "3 4", "(3", "3)", "3**4", "2e3", "__import__('os')", "4/(2-2)", "3+x", "(" * 500]
 )
-def test_what_is_no_expression_is_refused(text):
+def test_text_that_is_not_an_expression_is_refused(text):
     assert evaluate(text) is None
 
 

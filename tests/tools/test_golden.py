@@ -122,7 +122,7 @@ def test_an_unknown_recipe_is_refused():
 
 
 @pytest.mark.parametrize("words", [["--bits"], ["--subject", "bits", "--write"]])
-def test_bits_are_no_part_of_the_sheet(words):
+def test_bits_are_not_part_of_the_sheet(words):
     with pytest.raises(SystemExit) as stopped:
         golden.main(words)
     assert stopped.value.code == 2

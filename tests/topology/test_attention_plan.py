@@ -86,7 +86,7 @@ def test_every_needed_row_reaches_its_host_once(placement, window, tolerance, bl
 
 @settings(max_examples=60)
 @given(placements(), WINDOWS, TOLERANCES)
-def test_a_rank_computes_its_part_of_the_exchange_alone(placement, window, tolerance):
+def test_a_rank_computes_only_its_part_of_the_exchange(placement, window, tolerance):
     plan = plan_attention(placement, window=window, tolerance=tolerance, block=2)
     whole = plan.exchange()
     for rank in range(placement.shape.num_ranks):

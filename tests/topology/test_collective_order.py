@@ -1,4 +1,4 @@
-"""The order in which ranks begin exchanges: hand-worked, and orders that differ are found."""
+"""The order of exchanges on each rank: hand-worked, and orders that differ are found."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ def _words(cfg, rank=0):
 
 
 def test_the_passes_of_a_pair_take_turns():
-    cfg = tiny(model={"num_layers": 1}, train={"global_batch_size": 4}, world_size=2, ep=2, overlap_experts=True)
+    cfg = tiny(model={"layers": 1}, train={"global_batch_size": 4}, world_size=2, ep=2, overlap_experts=True)
     assert _words(cfg) == [
         "0F0 layer 0 dispatch over ep",
         "0F0 layer 0 combine over ep",
@@ -49,9 +49,9 @@ def test_the_passes_of_a_pair_take_turns():
     ]
 
 
-def test_what_runs_again_and_etp_have_their_places():
+def test_recompute_and_etp_have_their_places():
     train = {"global_batch_size": 8, "recompute": ("moe",)}
-    cfg = tiny(model={"num_layers": 1}, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
+    cfg = tiny(model={"layers": 1}, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
     pair = _words(cfg)[4:]
     ways = [word[1] for word in pair]
     # Eight exchanges of the backward pass, four of them made again, and four of the forward pass.
@@ -113,7 +113,7 @@ class _Log(FlightRecorder):
 
 
 def _begun(cfg: Config) -> list[str]:
-    """What a rank began in one step, in order, with the phases between."""
+    """The exchanges of a rank in one step, in order, with the phases between."""
     log = _Log()
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"), log)
     model = parallelize(cfg, groups)
@@ -125,9 +125,9 @@ def _begun(cfg: Config) -> list[str]:
 
 
 @pytest.mark.parity
-def test_ranks_begin_what_was_said_before_they_started(pool):
+def test_ranks_begin_the_exchanges_predicted_before_they_started(pool):
     train = {"global_batch_size": 12, "recompute": ("moe",)}
-    model = {"num_layers": 2, "layer_pattern": "DM", "mtp_layers": 1, "ffn.moe.shared.intermediate_size": 16}
+    model = {"layers": 2, "layers.ffn": "dense, moe", "mtp_layers": 1, "ffn.moe.shared.intermediate_size": 16}
     cfg = tiny(model=model, train=train, world_size=4, ep=2, etp=2, overlap_experts=True)
     logs = pool.run(4, _begun, cfg)
     assert all(log == logs[0] for log in logs)
@@ -141,5 +141,5 @@ def test_ranks_begin_what_was_said_before_they_started(pool):
     words = [word.removeprefix("all_to_all over ") for word in logs[0]]
     begun = [word for word in words if word in ("ep", "etp")]
     assert begun == expected
-    # Of every pair, none is wanting: two layers, of which each begins four exchanges three times.
+    # No exchange of any pair is missing: two layers, each with four exchanges three times.
     assert len(begun) == 3 * 2 * 4 * 3

@@ -1,4 +1,4 @@
-"""Communicators by ranks and purpose: what is shared, and that each can be split from the world's."""
+"""Communicators by ranks and purpose: which are shared, and that each can be split from the world's."""
 
 from itertools import permutations
 
@@ -20,7 +20,7 @@ MOE_ORDERS = ["-".join(axes) for axes in permutations(("edp", "ep", "etp"))]
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("separates", [False, True])
 def test_communicators_created_at_once_partition_the_world(sizes, separates):
-    """The condition under which NCCL may split them from the communicator of the world."""
+    """The condition for NCCL to split them from the communicator of the world."""
     for order in ORDERS:
         for moe_order in MOE_ORDERS:
             layout = fold(**sizes, order=f"pp-{order}", moe_order=f"pp-{moe_order}")

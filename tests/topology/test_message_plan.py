@@ -34,8 +34,8 @@ SCHEDULE_SHAPES += [(name, chunks, True) for name, chunks in SHAPES if name in o
 def execute(plans: Sequence[RankPlan], num_stages: int) -> tuple[list[Action], list[int]]:
     """Run the plans with sends and receives that block until the other rank is at the same message.
 
-    Nothing that a backend does can wait for more: it may queue the messages of a pair of ranks, or of a rank, in the
-    order of the plan, or let them pass each other. Returns the actions, and the operation at which each rank stopped.
+    No back-end can wait for more: it may queue the messages of a pair of ranks, or of a rank, in the order of the plan,
+    or let them pass each other. Returns the actions, and the operation at which each rank stopped.
     """
     at = [0] * len(plans)
     held: list[dict[tuple[int, str, int], str]] = [{} for _ in plans]
@@ -176,7 +176,7 @@ def test_hand_worked_plan():
         Receive(f[0], 0), own[2][0], Receive(f[1], 0), own[3][0], Send(b[0], 0), Release(b[0]), own[2][1], own[3][1],
         Send(b[1], 0), Release(b[1]),
     )  # fmt: skip
-    # While the second forward pass runs, the first rank still has what it sent; then the last one does not need it.
+    # While the second forward pass runs, the first rank still has the sent tensor; then the last one does not need it.
     assert live_messages(first, 2, overlaps=False) == [0, 1, 1, 0]
     # The second input waits while the first backward pass runs.
     assert live_messages(last, 2, overlaps=False) == [0, 1, 0, 0]

@@ -113,7 +113,7 @@ def test_the_even_cut_is_a_layout_without_faults(num_layers, num_stages):
 
 def _check(layout: str, **parallel: object) -> None:
     recipe = {
-        "model": {"num_layers": 4},
+        "model": {"layers": 4},
         "parallel": {"pipeline_layout": layout, **parallel},
         "train": {"global_batch_size": 8},
     }

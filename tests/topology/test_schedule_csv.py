@@ -56,7 +56,7 @@ def test_overlapped_work_is_work_in_order(read):
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 0 waits before 0B0"),
     ],
 )
-def test_what_cannot_run_is_refused(read, text, message):
+def test_schedules_that_cannot_run_are_refused(read, text, message):
     with pytest.raises(ConfigError, match=message):
         read(text)
 

@@ -75,7 +75,7 @@ def _legal_configs(schedule: str, chunks: int, pp: int) -> Iterator[Config]:
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 5])
 @pytest.mark.parametrize(("schedule", "chunks"), CASES)
-def test_every_rank_does_what_torch_has_it_do(schedule, chunks, pp):
+def test_every_rank_acts_as_in_torch(schedule, chunks, pp):
     compared = 0
     for cfg in _legal_configs(schedule, chunks, pp):
         rows = [

@@ -45,7 +45,7 @@ def test_samples_are_in_the_order_of_ring_attention():
 def test_documents_are_split_over_the_ranks_of_their_sample():
     shape = RoundShape(dp=1, cp=2, seq_len=24)
     placement = place("documents", shape, document_bounds(shape, [[0, 18]]))
-    # 18 = 4 chunks of 4 and 2 left; 6 = 4 chunks of 1 and 2 left: one share of what is left for each rank.
+    # 18 = 4 chunks of 4 and 2 left; 6 = 4 chunks of 1 and 2 left: one share of the rest for each rank.
     assert list(placement.slots(0)) == [0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18, 21]
     # With blocks of 4, the short document is not cut into chunks.
     assert list(place("documents", shape, document_bounds(shape, [[0, 18]]), 4).slots(1)) == [

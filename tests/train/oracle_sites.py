@@ -70,7 +70,7 @@ class OracleSites:
         self._tokens = [0] * len(self.sites)
         """Input tokens without padding that each site has trained on."""
         self._weighed = [[0] * self._num_fragments for _ in self.sites]
-        """Of them, those that were counted in a round, by fragment."""
+        """The part of these tokens that was counted in a round, by fragment."""
         self._pending: tuple[int, list[Weights | None]] | None = None
         self._data = open_samples(cfg)
 

@@ -1,4 +1,4 @@
-"""Jobs of which ranks are killed at a chosen point of a step, and what they leave."""
+"""Jobs whose ranks are killed at a chosen point of a step, and their records."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ class Killer(Callback):
     """Kills ranks, and writes down the samples of each step.
 
     Args:
-        kills: what happens.
+        kills: the signals.
         folder: for the samples, one file for each process.
     """
 

@@ -1,4 +1,4 @@
-"""Runs with [align]: what must equal a run without it by bits, and the reference of preference losses."""
+"""Runs with [align]: equality by bits with a run without it, and the reference of preference losses."""
 
 import json
 import math
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_in_another_folder_has_the_reference_there(folder: Pa
     assert _numbers(other)[-2:] == _numbers(whole)[1:]
 
 
-def test_dpo_learns_to_tell_pairs_apart(folder: Path):
+def test_dpo_learns_to_distinguish_pairs(folder: Path):
     records = _train(folder, "run", "pairs", "run.steps=12", "align.method=dpo", "train.lr=5e-3")
     assert records[-1]["loss"] < 0.35
     assert records[-1]["loss_metrics"]["accuracy"] == 1

@@ -35,7 +35,7 @@ from moefold.verify.ranks.pool import WorkerError
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 from tests.split_job import split_pool
-from tests.train.test_rollout_loader import recipe, records
+from tests.train.policy_runs import recipe, records
 
 pytestmark = [pytest.mark.parity, needs_compiler]
 
@@ -173,7 +173,7 @@ def asynchronous(tmp_path: Path, steps: int, staleness: int, sampling: dict[str,
 
 
 def in_turn(cfg: Config, tmp_path: Path) -> Config:
-    """The same run on the training ranks alone."""
+    """The same run on only the training ranks."""
     rollout = replace(cfg.rollout, ranks=0, tp=0, pp=0, ep=0, etp=0, experts="exchange")
     return replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "in turn")), rollout=rollout)
 
@@ -215,7 +215,7 @@ ROUNDS = {"updates": 2, "mixed_only": True}
         ),
     ],
 )
-def test_an_asynchronous_run_has_the_bits_of_one_that_samples_in_turn(
+def test_an_asynchronous_run_has_the_bits_of_an_alternating_run(
     fresh_pool, tmp_path, steps, staleness, sampling, parallel, rl
 ):
     cfg = asynchronous(tmp_path, steps, staleness, sampling, **parallel)
@@ -243,7 +243,7 @@ def test_sampling_by_weights_of_another_step_is_noticed(fresh_pool, tmp_path):
 
 
 def test_rollouts_of_weights_that_training_has_left_behind_end_the_run(pool, tmp_path):
-    """The second step has rollouts of the first weights, from which a rate far too high has moved on."""
+    """The second step has rollouts of the first weights, which a rate far too high has moved away."""
     cfg = recipe(tmp_path, 3, objective="clip", staleness=1)
     cfg = replace(cfg, train=replace(cfg.train, lr=1.0, warmup_steps=0, lr_schedule="constant"))
     with pytest.raises(Exception, match=r"step 2: the log-probabilities of .*, and rl.mismatch_limit allows 1\b"):
@@ -255,7 +255,7 @@ def test_rollouts_of_weights_that_training_has_left_behind_end_the_run(pool, tmp
     ("stop", "staleness", "further"),
     [(3, 2, {}), *slow([(1, 1, {}), (3, 2, {"mixed_only": True}), (2, 2, {"updates": 2})])],
 )
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(fresh_pool, tmp_path, stop, staleness, further):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_run(fresh_pool, tmp_path, stop, staleness, further):
     """A run is stopped by a signal; the rounds in flight are saved, and go on on other numbers of ranks."""
     cfg = asynchronous(tmp_path, 6, staleness, {"ranks": 1}, world_size=1)
     cfg = replace(cfg, rl=replace(cfg.rl, **further))

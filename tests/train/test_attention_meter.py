@@ -16,12 +16,12 @@ TRAIN = {"global_batch_size": 8, "micro_batch_size": 2}
 
 
 def _recipe(**parallel: object) -> Config:
-    model = {"vocab_size": 8, "num_layers": 2}
+    model = {"vocab_size": 8, "layers": 2}
     return tiny(model=model, train=TRAIN, data={"document_end": 2}, world_size=4, cp=2, context="planned", **parallel)
 
 
 def _step(cfg: Config) -> tuple[tuple[float | None, ...], list[tuple[tuple[int, ...], ...]]]:
-    """The metrics of two steps, of which the second must not contain the first, and the bounds of its documents."""
+    """Return the metrics of two steps (the second must not contain the first), and the bounds of its documents."""
     groups = create_groups(cfg)
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)

@@ -16,7 +16,7 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingCon
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
-from tests.train.test_trainer import _train, recipe, records
+from tests.train.tiny_runs import recipe, records, train_rank
 
 pytestmark = [
     pytest.mark.parity,
@@ -72,9 +72,9 @@ def test_a_run_without_a_place_for_its_outputs_saves_the_same_model(pool, tmp_pa
     (tmp_path / "run").unlink()
     (tmp_path / "kept").rename(tmp_path / "run")
     cfg = replace(cfg, run=replace(cfg.run, steps=6))
-    pool.run(2, _train, cfg)
+    pool.run(2, train_rank, cfg)
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 5, 6]
     whole = _recipe(tmp_path / "whole")
-    pool.run(2, _train, replace(whole, run=replace(whole.run, steps=6)))
+    pool.run(2, train_rank, replace(whole, run=replace(whole.run, steps=6)))
     saved = [complete_checkpoints(folder / "saved")[-1] for folder in (tmp_path, tmp_path / "whole")]
     assert differing_tensors(*saved) == []

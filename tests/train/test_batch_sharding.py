@@ -1,4 +1,4 @@
-"""The batch is the same under every mapping: what the ranks read, put together, is what one rank reads."""
+"""The batch is the same under every mapping: the samples of all ranks, put together, are the samples of one rank."""
 
 from dataclasses import replace
 
@@ -141,7 +141,7 @@ def _refused_batch(cfg: Config) -> str:
 
 
 def test_a_placement_of_documents_needs_documents(pool):
-    """A Config made in Python has no given keys, of which `validate/unused.py` would refuse this one."""
+    """A Config made in Python has no given keys; `validate/unused.py` would refuse this one."""
     cfg = tiny(world_size=2, cp=2, context="planned", placement="documents")
     for message in pool.run(2, _refused_batch, cfg):
         assert message.startswith(

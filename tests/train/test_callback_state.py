@@ -26,7 +26,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.train.worker import ProgramParts
 from moefold.validate.config import check_config
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 
 LEFT_OVER = "the checkpoint has the state of callbacks.Losses, which this program does not add"
 NEW = "the checkpoint has no state of callbacks.Losses, which starts as the program built it"
@@ -58,7 +58,7 @@ class OtherLosses(Losses):
 
 
 class Path0(Losses):
-    """Returns a state that is no JSON."""
+    """Returns a state that is not JSON."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"files": [Path("a")]}
@@ -120,7 +120,7 @@ class SavesAlone(moefold.Callback):
 
 
 def _train(cfg: Config, callbacks: Sequence[moefold.Callback]) -> tuple[list[Any], str]:
-    """Train; return what the callbacks have kept, and the log of the first rank."""
+    """Train; return the states of the callbacks, and the log of the first rank."""
     printed = StringIO()
     try:
         with redirect_stdout(printed):
@@ -318,7 +318,7 @@ def test_a_position_keeps_the_samples_that_it_skips_through_a_rollback():
     position.load_state_dict(saved)
     assert (position.step, position.skipped_ranges) == (4, (range(8, 12), range(12, 17)))
     assert json.loads(json.dumps(position.state_dict()))["skipped"] == [[8, 12], [12, 17]]
-    # Samples of other data: what this run skips of its own stays.
+    # Samples of other data: the samples that this run skips stay.
     other = Position(samples=20, skipped=[(0, 4)])
     other.restarts_data = True
     other.load_state_dict(saved)

@@ -7,7 +7,7 @@ import pytest
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import make_part
 from tests.slow import slow
-from tests.train.test_rollout_loader import _train, recipe, records, under
+from tests.train.policy_runs import recipe, records, train_policy, under
 
 pytestmark = pytest.mark.parity
 
@@ -27,9 +27,9 @@ TWO_UPDATES = {"updates": 2, "objective": make_part("objective", "clip", clip_lo
 def test_the_trainer_log_probs_come_from_the_weights_that_sampled(pool, tmp_path, mapping):
     """In float64 they equal the sampler's, also for the second update; newer weights would give other ones."""
     cfg = recipe(tmp_path, 2, correction="clamp", kl=0.1, **TWO_UPDATES)
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)
-    pool.run(mapping["world_size"], _train, other)
+    pool.run(mapping["world_size"], train_policy, other)
     for expected, found in zip(records(cfg), records(other), strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-9, abs=1e-12)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-9)
@@ -44,9 +44,9 @@ def test_the_trainer_log_probs_come_from_the_weights_that_sampled(pool, tmp_path
 def test_a_correction_without_a_mismatch_changes_no_gradient(pool, tmp_path):
     """The ratio against the trainer's log-probabilities is that against the sampler's."""
     cfg = recipe(tmp_path, 2, **TWO_UPDATES)
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     corrected = under(recipe(tmp_path, 2, correction="mask", **TWO_UPDATES), tmp_path / "corrected")
-    pool.run(1, _train, corrected)
+    pool.run(1, train_policy, corrected)
     for expected, found in zip(records(cfg), records(corrected), strict=True):
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
         assert found["rl"]["clipped"] == expected["rl"]["clipped"]
@@ -68,12 +68,12 @@ def test_rollouts_of_another_tp_are_corrected(pool, tmp_path, correction, low, h
         rollout=replace(plain.rollout, tp=1),
         checkpoint=CheckpointConfig(every=0, at_end=False),
     )
-    pool.run(2, _train, plain)
+    pool.run(2, train_policy, plain)
     corrected = replace(
         under(plain, tmp_path / "corrected", world_size=2, tp=2),
         rl=replace(plain.rl, correction=make_part("correction", correction, low=low, high=high)),
     )
-    pool.run(2, _train, corrected)
+    pool.run(2, train_policy, corrected)
     first, expected = records(corrected)[0], records(plain)[0]
     # The same rollouts, and another gradient.
     assert first["rl"]["mismatch_mean"] == expected["rl"]["mismatch_mean"] > 1e-4

@@ -1,4 +1,4 @@
-"""Runs whose data files are not what they were, or are not all sound."""
+"""Runs with changed or damaged data files."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ from moefold.config.data import DataConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.train.data_loader import resolve_data_files
-from tests.train.test_trainer import _train, losses, recipe
+from tests.train.tiny_runs import losses, recipe, train_rank
 
 pytestmark = pytest.mark.parity
 
@@ -45,7 +45,7 @@ def _recipe(
 
 def _refused(cfg: Config) -> str:
     try:
-        _train(cfg)
+        train_rank(cfg)
     except ConfigError as error:
         return str(error)
     return ""
@@ -53,7 +53,7 @@ def _refused(cfg: Config) -> str:
 
 def test_a_file_that_changed_under_its_name_is_not_taken_for_the_same(pool, tmp_path):
     tokens = _tokens(tmp_path / "tokens")
-    pool.run(1, _train, _recipe(tmp_path / "run", 2, tokens, corrupt="fatal"))
+    pool.run(1, train_rank, _recipe(tmp_path / "run", 2, tokens, corrupt="fatal"))
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     assert [name.rsplit("/", 1)[1] for name in read_meta(saved).data_files] == ["0.npy", "1.npy", "2.npy"]
     ids = np.load(tokens / "1.npy")
@@ -68,14 +68,14 @@ def test_a_file_that_changed_under_its_name_is_not_taken_for_the_same(pool, tmp_
 
 
 @pytest.mark.parametrize("corrupt", ["fatal", "skip"])
-def test_text_that_is_gone_is_asked_back_as_no_part_of_it_can_be_left_out(pool, tmp_path, corrupt):
+def test_a_lost_text_must_come_back_as_no_part_of_it_can_be_left_out(pool, tmp_path, corrupt):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} text " * 400)
     data = DataConfig(kind="text", path=(f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"), corrupt=corrupt)
     cfg = recipe(tmp_path / "run", 2, every=2)
     first = replace(cfg, data=data, model=replace(cfg.model, vocab_size=256))
     later = replace(first, run=replace(first.run, steps=4))
-    pool.run(1, _train, first)
+    pool.run(1, train_rank, first)
     whole = (tmp_path / "b.txt").read_text()
     (tmp_path / "b.txt").write_bytes(b"\xff" + whole.encode())
     (error,) = pool.run(1, _refused, later)
@@ -85,11 +85,11 @@ def test_text_that_is_gone_is_asked_back_as_no_part_of_it_can_be_left_out(pool, 
     else:
         assert f"{tmp_path}/b.txt" in error
     (tmp_path / "b.txt").write_text(whole)
-    pool.run(1, _train, later)
+    pool.run(1, train_rank, later)
 
 
 def test_a_checkpoint_that_is_named_may_go_on_with_other_data_and_says_so(pool, tmp_path):
-    pool.run(1, _train, _recipe(tmp_path / "run", 2, _tokens(tmp_path / "tokens")))
+    pool.run(1, train_rank, _recipe(tmp_path / "run", 2, _tokens(tmp_path / "tokens")))
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     other = _recipe(tmp_path / "run", 4, _tokens(tmp_path / "other", seed=1))
     (error,) = pool.run(1, _refused, other)
@@ -108,8 +108,8 @@ def test_a_checkpoint_that_is_named_may_go_on_with_other_data_and_says_so(pool, 
 def test_a_run_goes_on_with_the_same_data_at_another_path(pool, tmp_path, corrupt):
     tokens = _tokens(tmp_path / "tokens")
     straight = _recipe(tmp_path / "straight", 4, tokens, corrupt=corrupt)
-    pool.run(1, _train, straight)
-    pool.run(1, _train, _recipe(tmp_path / "run", 2, tokens, corrupt=corrupt))
+    pool.run(1, train_rank, straight)
+    pool.run(1, train_rank, _recipe(tmp_path / "run", 2, tokens, corrupt=corrupt))
     tokens.rename(tmp_path / "mount")
     moved = _recipe(tmp_path / "run", 4, tmp_path / "mount", corrupt=corrupt)
     ((said, error),) = pool.run(1, _train_and_listen, moved)
@@ -121,11 +121,11 @@ def test_a_run_goes_on_with_the_same_data_at_another_path(pool, tmp_path, corrup
 
 
 def _train_and_listen(cfg: Config) -> tuple[str, str]:
-    """What a run prints, and the message of the error that ends it."""
+    """Return the output of a run, and the message of the error that ends it."""
     said, error = io.StringIO(), ""
     with contextlib.redirect_stdout(said):
         try:
-            _train(cfg)
+            train_rank(cfg)
         except (ConfigError, RunError) as caught:
             error = str(caught)
     return said.getvalue(), error
@@ -134,16 +134,16 @@ def _train_and_listen(cfg: Config) -> tuple[str, str]:
 def test_a_corrupt_file_that_is_skipped_stays_skipped_under_another_dp(pool, tmp_path):
     tokens = _tokens(tmp_path / "tokens")
     os.truncate(tokens / "1.npy", 1000)
-    pool.run(1, _train, _recipe(tmp_path / "whole", 4, tokens))
-    pool.run(1, _train, _recipe(tmp_path / "parts", 2, tokens))
-    pool.run(2, _train, _recipe(tmp_path / "parts", 4, tokens, world_size=2))
+    pool.run(1, train_rank, _recipe(tmp_path / "whole", 4, tokens))
+    pool.run(1, train_rank, _recipe(tmp_path / "parts", 2, tokens))
+    pool.run(2, train_rank, _recipe(tmp_path / "parts", 4, tokens, world_size=2))
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
     np.save(tokens / "1.npy", np.zeros(2000, dtype=np.uint16))
     (error,) = pool.run(1, _refused, _recipe(tmp_path / "parts", 6, tokens, corrupt="fatal"))
     assert f"data file {tokens}/1.npy was left out as corrupt then, and is not now" in error
-    # What was left out when the run began stays out, so that samples keep their numbers.
+    # Samples left out when the run began stay out, so that samples keep their numbers.
     for name in ("parts", "whole"):
-        pool.run(1, _train, _recipe(tmp_path / name, 6, tokens))
+        pool.run(1, train_rank, _recipe(tmp_path / name, 6, tokens))
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
 
 
@@ -225,7 +225,7 @@ _CHANGES: list[tuple[Callable[[dict[str, Any], str], None], str]] = [
 def test_a_checkpoint_opens_no_file_that_the_recipe_does_not_name(pool, tmp_path):
     tokens = _tokens(tmp_path / "tokens")
     _tokens(tmp_path / "outside")
-    pool.run(1, _train, _recipe(tmp_path / "run", 2, tokens))
+    pool.run(1, train_rank, _recipe(tmp_path / "run", 2, tokens))
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     sound = (saved / META_FILE).read_text()
     for change, words in _CHANGES:
@@ -252,6 +252,6 @@ def _train_in(folder: str, cfg: Config) -> None:
     before = os.getcwd()
     os.chdir(folder)
     try:
-        _train(cfg)
+        train_rank(cfg)
     finally:
         os.chdir(before)

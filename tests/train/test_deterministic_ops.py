@@ -1,4 +1,4 @@
-"""No operator of a step is one that `run.deterministic` would refuse on CUDA; tests/gpu compares runs on a GPU."""
+"""`run.deterministic` would refuse no operator of a step on CUDA; tests/gpu compares runs on a GPU."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.verify.recipes import LATENT, tiny
 
 WINDOWS = {
     "attention.sinks": True,
-    "attention_pattern": "WF",
+    "layers.attention": "window, full",
     "sliding_window": 5,
     "ffn.moe.bias": True,
     "attention.qkv_bias": True,
@@ -91,7 +91,7 @@ def test_a_step_has_no_operator_that_raises_on_cuda(pool, name):
         (lambda x: x.put_(torch.tensor([0]), torch.ones(1)), {"put_"}),
     ],
 )
-def test_what_raises_is_found(operation, found):
+def test_operators_that_raise_are_found(operation, found):
     with NondeterministicOps() as ops:
         operation(torch.ones(4))
     assert ops.found == found

@@ -100,7 +100,7 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Of each run the step of its checkpoint in the archive, the number of ranks, and its settings."""
+"""The step of each run's checkpoint in the archive, the number of ranks, and its settings."""
 
 
 def _train(name: str, folder: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Which survivors train on, and from which state."""
+"""The survivors that train on, and the state that they start from."""
 
 import pytest
 
@@ -10,7 +10,7 @@ FOUR = SnapshotLayout((1, 2, 3, 0), tuple(((rank,), rank) for rank in range(4)))
 
 
 def snapshots(rank: int, *steps: int, generation: int = 1) -> PeerSnapshots:
-    """Return what rank `rank` of four has after some steps: its own shards, and the shards of the rank before it."""
+    """Return the shards of rank `rank` of four after some steps: its own, and the shards of the rank before it."""
     made = PeerSnapshots("node")
     made.generation, made.rank, made.layout = generation, rank, FOUR
     made._slots = [Snapshot(step, None, {}, {(rank - 1) % 4: {}}) for step in steps]
@@ -31,7 +31,7 @@ def test_newest_step_that_all_hold():
     assert choose(facts_of(*survivors), 3, survivors[0]) == MemberChoice((10, 11, 12), 1, 7)
 
 
-def test_a_survivor_that_alone_has_a_shard_stays():
+def test_a_survivor_with_the_only_copy_of_a_shard_stays():
     # Rank 3's peer, 0, is lost; rank 2 has a copy on 3.
     survivors = [snapshots(rank, 8) for rank in (1, 2, 3)]
     assert choose(facts_of(*survivors), 2, survivors[0]) == MemberChoice((10, 12), 1, 8)

@@ -1,4 +1,4 @@
-"""The length of a run in epochs: the number of steps follows from the data, and one of both is given."""
+"""The length of a run in epochs: the number of steps follows from the data, and only one of them is given."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from moefold.optim.lr_schedule import continuation
 from moefold.recipe import load_config, load_recipe
 from moefold.train.run_folder import choose_run_folder
 from moefold.train.start import set_up_run
-from tests.train.test_run_folder import write_run
+from tests.train.written_runs import write_run
 
 TINY = ("model.preset=tiny", "run.device=cpu", "train.seq_len=32", "train.global_batch_size=4", "data.shuffle=false")
 

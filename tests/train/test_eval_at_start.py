@@ -11,7 +11,7 @@ from moefold.board.run_finder import FoundRun
 from moefold.board.run_reader import RunReader
 from moefold.metrics.expert_balance import read_balance
 from moefold.metrics.plot import plot_loss, read_curves
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 
 
 def _train(run_dir: Path, steps: int) -> list[dict]:

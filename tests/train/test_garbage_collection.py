@@ -52,7 +52,7 @@ def _fail(frozen: int) -> None:
 
 @pytest.fixture
 def _nothing_frozen():
-    """What tests/conftest.py froze is not, during a test."""
+    """Objects that tests/conftest.py froze are not frozen during a test."""
     gc.unfreeze()
     yield
     gc.freeze()
@@ -60,7 +60,7 @@ def _nothing_frozen():
 
 @pytest.mark.usefixtures("_nothing_frozen")
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_what_was_set_before_is_restored_after_an_error(was_enabled):
+def test_earlier_settings_are_restored_after_an_error(was_enabled):
     frozen = gc.get_freeze_count()
     if not was_enabled:
         gc.disable()

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 import moefold
 from moefold.config.schema import Config
-from tests.train.test_trainer import losses, recipe
+from tests.train.tiny_runs import losses, recipe
 
 pytestmark = pytest.mark.parity
 
 
 def _state() -> dict[str, Any]:
-    """What a program has of torch: its group, random numbers, and settings."""
+    """State of torch in a program: its group, random numbers, and settings."""
     return {
         "group": dist.group.WORLD,
         "count": dist.distributed_c10d._world.group_count,

@@ -1,4 +1,4 @@
-"""Runs that train adapters: the base stays, checkpoints have adapters alone, and merged weights compute the same."""
+"""Runs that train adapters: the base stays, checkpoints have only adapters, and merged weights compute the same."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +27,8 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.verify.distributed_run import gather_full_tensors, open_samples, run_distributed
 from tests.slow import slow
-from tests.train.test_rollout_loader import recipe as rl_recipe
-from tests.train.test_rollout_loader import records, under
+from tests.train.policy_runs import recipe as rl_recipe
+from tests.train.policy_runs import records, under
 from tests.verify.lora_cases import LORA, MIXED
 from tests.verify.oracle import errors_of_broken_run
 from tests.verify.recipes import tiny
@@ -56,7 +56,7 @@ def _train_and_gather(cfg: Config) -> tuple[list[float], dict[str, torch.Tensor]
 def test_new_adapters_change_no_bit_and_training_leaves_the_base(pool, dtype):
     """With B = 0 the loss has the bits of the base model; two steps change every adapter and nothing else.
 
-    The base is in the compute type, in which it is read.
+    The base is in the compute type, as it is read.
     """
     model = MIXED | {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}
     cfg = tiny(model=model, lora=LORA, world_size=2, ep=2, zero=3)
@@ -87,7 +87,7 @@ def _run_without_sum(cfg: Config, *axes: int) -> Any:
 
 
 def test_a_missing_sum_over_etp_is_noticed(fresh_pool):
-    cfg = tiny(model={"num_layers": 2}, lora=LORA, world_size=2, etp=2)
+    cfg = tiny(model={"layers": 2}, lora=LORA, world_size=2, etp=2)
     names = {found.name for found in errors_of_broken_run(fresh_pool, _run_without_sum, cfg)}
     assert "gradients layers.0.ffn.experts.lora.w_gate_a" in names
     assert "gradients layers.0.ffn.experts.lora.w_down_b" in names
@@ -111,7 +111,7 @@ def _recipe(folder: Path, name: str, base: str = "", **mapping: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def base(pool, tmp_path_factory) -> str:
-    """A run of all weights, on which adapters are trained."""
+    """A run of all weights, the base of the adapters."""
     cfg = _recipe(tmp_path_factory.mktemp("base"), "base")
     pool.run(1, _train, cfg)
     return cfg.run.dir

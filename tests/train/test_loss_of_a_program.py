@@ -1,4 +1,4 @@
-"""Reinforcement learning with a loss of the program: an objective of its own in the frame, and what is refused."""
+"""Reinforcement learning with a loss of the program: an objective of its own in the frame, and refusals."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -61,7 +61,7 @@ def test_a_loss_that_rollouts_cannot_feed_is_refused(tmp_path, change, message):
         moefold.train_model(moefold.load_recipe(None, [*WORDS, f"run.dir={tmp_path}"]), loss=own)
 
 
-def test_a_metric_of_the_frame_is_no_metric_of_an_objective():
+def test_a_metric_of_the_frame_is_not_a_metric_of_an_objective():
     part = type("Clashing", (Doubled,), {"mean_metrics": ("kl",)})
     with pytest.raises(ValueError, match="records \\['kl'\\], which the loss records itself"):
         replace(policy_loss(RLConfig()), objective=part())

@@ -29,7 +29,7 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.metrics.faults import read_faults
 from tests.slow import slow
-from tests.train.test_trainer import _train, losses, recipe, records
+from tests.train.tiny_runs import losses, recipe, records, train_rank
 
 pytestmark = pytest.mark.parity
 
@@ -91,7 +91,7 @@ def _numbers(cfg: Config, part: str, count: int) -> list[int]:
 
 
 def _plan(cfg: Config, is_lost: Sequence[Callable[[int], bool]]) -> list[list[int]]:
-    """The batches of a run whose step s + 1 cannot take samples for which is_lost[s] holds."""
+    """The batches of a run that cannot take samples at step s + 1 if is_lost[s] holds."""
     rows, batches, place = _numbers(cfg, "train", 400), [], 0
     for lost in is_lost:
         batch: list[int] = []
@@ -153,13 +153,13 @@ def test_a_run_goes_on_in_its_order_without_a_file_that_broke(pool, tmp_path, br
     assert _evaluated(whole, _touching(1)) != list(range(6))
     evaluations = [_evaluated(whole, _touching(1))] * 2
     ((expected, expected_eval),) = pool.run(1, _by_hand, whole, batches, evaluations)
-    pool.run(1, _train, _recipe(tmp_path / "run", 2, tokens))
+    pool.run(1, train_rank, _recipe(tmp_path / "run", 2, tokens))
     breaks(tokens / "1.npy")
     (error,) = pool.run(1, _refused, _recipe(tmp_path / "run", 3, tokens, corrupt="fatal"))
     assert "tokens/1.npy" in error
     steps = [3, 4, STEPS] if len(mappings) > 1 else [STEPS]
     for step, mapping in zip(steps, mappings, strict=True):
-        pool.run(mapping.get("world_size", 1), _train, _recipe(tmp_path / "run", step, tokens, **mapping))
+        pool.run(mapping.get("world_size", 1), train_rank, _recipe(tmp_path / "run", step, tokens, **mapping))
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-9)
     evaluated = [record["eval_loss"] for record in records(tmp_path / "run")]
     assert [evaluated[2], evaluated[5]] == pytest.approx(expected_eval, rel=1e-9)
@@ -173,7 +173,7 @@ def test_a_run_goes_on_in_its_order_without_a_file_that_broke(pool, tmp_path, br
 
 def _refused(cfg: Config, breaks: Callable[[Path], None] | None = None, which: int = 0) -> str:
     try:
-        _train(cfg) if breaks is None else _train_until_it_breaks(cfg, breaks, which)
+        train_rank(cfg) if breaks is None else _train_until_it_breaks(cfg, breaks, which)
     except (ConfigError, RunError) as error:
         return str(error)
     return ""
@@ -236,7 +236,7 @@ def test_a_file_that_breaks_under_way_is_left_out_from_that_batch_on_under_every
         assert fault["step"] == 3
         assert f"{which}.npy {words}" in fault["what"]
         assert re.fullmatch(rf"rank \d+ \(host {re.escape(socket.gethostname())}\)", fault["found_by"])
-        # What to do about it was said in the recipe.
+        # The recipe said the way out.
         (why,) = read_meta(run / "checkpoints" / f"step-{STEPS:06d}").data_lost.values()
         assert why == fault["what"]
         assert ";" not in why
@@ -270,9 +270,9 @@ def test_a_run_whose_validation_samples_are_all_lost_goes_on_without_evaluation(
     cfg = replace(cfg, data=replace(cfg.data, validation_fraction=0.01), train=replace(cfg.train, eval_every=1))
     which = next(number for number in range(3) if _held_out_in(number, cfg))
     if not breaks_under_way:
-        pool.run(1, _train, replace(cfg, run=replace(cfg.run, steps=2)))
+        pool.run(1, train_rank, replace(cfg, run=replace(cfg.run, steps=2)))
         _cut_all(tokens / f"{which}.npy")
-        pool.run(1, _train, cfg)
+        pool.run(1, train_rank, cfg)
     else:
         pool.run(1, _train_until_it_breaks, cfg, _cut_all, which)
     evaluated = [record["eval_loss"] for record in records(tmp_path / "run")]
@@ -300,7 +300,7 @@ def test_a_data_fault_names_the_rank_that_found_it_its_host_and_the_step(pool, t
 
 
 def _refused_alone(cfg: Config, which: int) -> str:
-    """What the first read of the third batch says on this rank, without the other one."""
+    """Return the message of the first read of the third batch on this rank, without the other one."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
     trainer._data_loader.open(None)
     trainer._flight_recorder.begin_step(3, "loading data")

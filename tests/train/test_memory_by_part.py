@@ -1,4 +1,4 @@
-"""A measured step says where every rank's bytes are, and computes what a step that is not measured computes."""
+"""A measured step says where every rank's bytes are, and computes the same as a step that is not measured."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
-SHARED = {"ffn.moe.shared.intermediate_size": 16, "layer_pattern": "DM"}
+SHARED = {"ffn.moe.shared.intermediate_size": 16, "layers.ffn": "dense, moe"}
 BIG = {"hidden_size": 64, "attention.head_dim": 16, "ffn.moe.intermediate_size": 32, "ffn.dense.intermediate_size": 96}
 V = {"pp": 2, "virtual_stages": 2}
 MAPPINGS = {
@@ -61,7 +61,7 @@ def _recipe(train: dict[str, object] | None = None, **mapping: object) -> Config
 
 
 def _check(pool, cfg: Config) -> list[dict[str, int]]:
-    """Train two steps, the second one measured; what each rank had at its peak."""
+    """Train two steps, the second one measured; return the parts of each rank at its peak."""
     size = cfg.parallel.world_size
     plain, found = run_each(pool, size, run_distributed, (cfg, 2), (_measured(cfg, 2), 2))
     assert_equal_bits(zip(plain, found, strict=True))
@@ -101,9 +101,9 @@ def test_with_a_saver(pool, kept, name):
         assert peak.get("norms", 0) < kept["norms"]
 
 
-def test_the_formula_of_offload_has_what_is_left_in_memory(pool):
+def test_the_formula_of_offload_has_the_bytes_left_in_memory(pool):
     cfg = _recipe(TRAINS["offload"])
-    cfg = replace(cfg, model=edit_model(cfg.model, {"num_layers": 6}))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"layers": 6}))
     memory = pool.run(1, run_distributed, _measured(cfg, 2), 2)[0].steps[1].memory_by_part
     # No formula has the workspace of the backward pass.
     measured = sum(sizes[0] for part, sizes in memory.peak_bytes.items() if part != "workspace")
@@ -114,7 +114,7 @@ def test_the_formula_of_offload_has_what_is_left_in_memory(pool):
 
 
 def test_two_micro_batches_at_a_time_are_in_memory(pool):
-    """The ledger sees of a pair the activations of two micro-batches, and what goes backward is not among them."""
+    """The ledger sees the activations of two micro-batches of a pair, without the gradients that go backward."""
     mapping = MAPPINGS["overlap"]
     train = {"global_batch_size": 8}
     both = [_check(pool, _recipe(train, **mapping | {"overlap_experts": on})) for on in (False, True)]

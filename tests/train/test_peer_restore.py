@@ -25,8 +25,8 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.slow import slow
-from tests.train.test_silent_faults import farthest, poison, write_tokens
-from tests.train.test_silent_faults import recipe as faulty_recipe
+from tests.train.poisoned_runs import farthest, poison, write_tokens
+from tests.train.poisoned_runs import recipe as faulty_recipe
 from tests.verify.recipes import tiny
 
 pytestmark = pytest.mark.parity
@@ -155,7 +155,7 @@ def test_going_on_from_memory_equals_a_restart_from_disk_and_one_rank(fresh_pool
 
 
 class _Clock(Callback):
-    """Counts on rank 0 alone, and has a state that moves."""
+    """Counts only on rank 0, and has a state that moves."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -101,7 +101,7 @@ def test_a_missing_checkpoint_with_none_beside_it(tmp_path):
         check_resume(config(f"checkpoint.resume={tmp_path / 'none' / 'step-000300'}").checkpoint)
 
 
-def test_a_folder_of_checkpoints_and_a_file_are_no_checkpoint(tmp_path):
+def test_a_folder_of_checkpoints_and_a_file_are_not_checkpoints(tmp_path):
     folder = make_checkpoints(tmp_path)
     with pytest.raises(ConfigError, match=r"is a folder of checkpoints; name one, such as '.*step-000200'"):
         check_resume(config(f"checkpoint.resume={folder}").checkpoint)

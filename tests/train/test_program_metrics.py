@@ -11,8 +11,8 @@ import moefold
 from moefold.config.metrics import MetricsConfig
 from moefold.config.schema import Config
 from moefold.metrics.definitions import REDUCTIONS
-from tests.test_extending import _register
-from tests.train.test_trainer import recipe
+from tests.docs.extending_page import register
+from tests.train.tiny_runs import recipe
 
 
 class Ranks(moefold.Callback):
@@ -26,7 +26,7 @@ class Ranks(moefold.Callback):
 
 
 class Undeclared(moefold.Callback):
-    """Measures what it does not declare."""
+    """Measures an undeclared metric."""
 
     metrics = (moefold.Metric("declared", "", "a number"),)
 
@@ -53,7 +53,7 @@ def test_the_values_of_the_ranks_become_one(pool, tmp_path: Path):
 
 
 def test_the_example_of_the_page_measures(tmp_path: Path):
-    _register("A metric")
+    register("A metric")
     cfg = replace(recipe(tmp_path / "run", 1, every=0), metrics=MetricsConfig(tensorboard=True))
     moefold.train_in_process(cfg, callbacks=[sys.modules["extension"].MaskedTokens()])
     [line] = _lines(tmp_path / "run")
@@ -95,19 +95,19 @@ class WithoutDefinition(moefold.Callback):
         return {"mine": 1.0}
 
 
-def test_what_measures_without_a_definition_is_refused(tmp_path: Path):
+def test_a_callback_that_measures_an_undefined_metric_is_refused(tmp_path: Path):
     with pytest.raises(moefold.RunError, match="the metric 'mine', which `measure` of the callback WithoutDefinition"):
         moefold.train_in_process(recipe(tmp_path, 1, every=0), callbacks=[WithoutDefinition()])
 
 
 @pytest.mark.parametrize("callbacks", [["x"], WithoutDefinition(), [WithoutDefinition]], ids=["text", "one", "class"])
-def test_what_is_no_list_of_callbacks_is_refused(tmp_path: Path, callbacks):
+def test_a_value_that_is_not_a_list_of_callbacks_is_refused(tmp_path: Path, callbacks):
     with pytest.raises(moefold.ConfigError, match=r"must be a list of objects .*, such as callbacks=\[LossLog\(\)\]"):
         moefold.train_in_process(recipe(tmp_path, 1, every=0), callbacks=callbacks)
 
 
 @pytest.mark.parametrize("metrics", [moefold.Metric("mine", "", ""), "mine"], ids=["one", "text"])
-def test_metrics_of_a_callback_that_are_no_list_are_refused(tmp_path: Path, metrics):
+def test_metrics_of_a_callback_that_are_not_a_list_are_refused(tmp_path: Path, metrics):
     callback = moefold.Callback()
     callback.metrics = metrics
     with pytest.raises(moefold.ConfigError, match="`metrics` of the callback Callback is .*, and must be a list of"):

@@ -19,7 +19,7 @@ from moefold.errors import ConfigError
 from moefold.inference.vllm_server import VllmServer, serve_command
 from moefold.train.start import check_vllm
 from tests.models import edit_model
-from tests.train.test_rollout_loader import _train, recipe, records, under
+from tests.train.policy_runs import recipe, records, train_policy, under
 
 COMMAND = os.environ.get("MOEFOLD_VLLM", "")
 START_S = 280.0
@@ -63,7 +63,7 @@ def served(pool, tmp_path_factory):
     """A recipe that samples on a server with the weights that its run begins with."""
     folder = tmp_path_factory.mktemp("real")
     cfg = replace(policy(folder), checkpoint=CheckpointConfig(every=1))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     export_folder(Path(cfg.run.dir), folder / "hf", World(), ExportOptions(), on_bytes=lambda _: None)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -113,7 +113,7 @@ def _train_without_loading(cfg: Config) -> int:
     before = VllmServer.load_weights
     VllmServer.load_weights = name_only  # type: ignore[method-assign]
     try:
-        return _train(cfg)
+        return train_policy(cfg)
     finally:
         VllmServer.load_weights = before  # type: ignore[method-assign]
 
@@ -132,13 +132,13 @@ def test_the_server_is_checked_and_has_the_law_of_training(pool, tmp_path, serve
 def test_a_reload_that_breaks_weights_ends_the_run(pool, tmp_path, served):
     """vLLM 0.32 on a CPU breaks the experts; a version that loads them rightly trains."""
     unlimited = under(replace(served, rl=replace(served.rl, mismatch_limit=100.0)), tmp_path / "unlimited")
-    pool.run(1, _train, unlimited)
+    pool.run(1, train_policy, unlimited)
     mismatch = records(unlimited)[0]["rl"]["mismatch_mean"]
     cfg = under(served, tmp_path / "limited")
     if mismatch > 0.01:
         with pytest.raises(Exception, match=r"rl\.mismatch_limit allows 0\.01 .*; its reload left stale weights"):
-            pool.run(1, _train, cfg)
+            pool.run(1, train_policy, cfg)
         assert records(cfg) == []
         return
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     assert records(cfg)[0]["rl"]["mismatch_mean"] < 1e-4

@@ -22,7 +22,7 @@ STEPS = 3
 
 def _recipe(dispatcher: str | dict[str, object], **sections: dict[str, object]) -> Config:
     parallel = {"world_size": 2, "ep": 2, "dispatcher": dispatcher}
-    model = {"num_layers": 2, "hidden_size": 64, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "vocab_size": 64}
+    model = {"layers": 2, "hidden_size": 64, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "vocab_size": 64}
     train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "warmup_steps": 0}
     run = {"dtype": "float64", "device": "auto"}
     return config_of(
@@ -31,7 +31,7 @@ def _recipe(dispatcher: str | dict[str, object], **sections: dict[str, object]) 
 
 
 def _train(cfg: Config) -> tuple[list[float], list[float], str, bool]:
-    """Return losses, gradient norms and validation of some steps; the error, and whether it left the weights alone."""
+    """Return losses, gradient norms and validation of some steps; the error, and whether the weights are unchanged."""
     with symmetric_memory():
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)

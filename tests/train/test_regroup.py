@@ -29,7 +29,7 @@ def largest_difference(first: Done, second: Done) -> float:
 
 def check_finished(done: Done, steps: int = 6) -> None:
     assert done.status == 0, done.output + done.errors
-    # Of a step that was trained again, the later counts.
+    # If a step was trained twice, the later one counts.
     last = {number: samples for number, samples, _ in done.steps()}
     assert last == {number: 8 * number for number in range(1, steps + 1)}
     assert [json.loads(line)["step"] for line in (done.folder / "metrics.jsonl").read_text().splitlines()] == list(
@@ -99,7 +99,7 @@ def test_losses_one_after_the_other_and_a_spare_takes_over(tmp_path):
     kills = [Kill(0, 3, "forward"), Kill(7, 5, "backward"), Kill(2, 4, "optimizer")]
     done = train(recipe(tmp_path / "run", zero=3, checkpoint=MEMORY, **EIGHT), kills)
     check_finished(done)
-    # Rank 7 alone has its shards, as its peer was rank 0; the spare takes part after the loss of rank 2.
+    # Only rank 7 has its shards, as its peer was rank 0; the spare takes part after the loss of rank 2.
     faults = read_faults(done.folder)
     assert [fault["lost"] for fault in faults] == [[0], [2], [7]]
     assert [fault["spares"] for fault in faults] == [[6], [], [5]]
@@ -151,7 +151,7 @@ def test_rank_lost_while_the_others_regroup(event, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_is_newer_than_the_snapshots_is_loaded(tmp_path):
-    # With dp=1 no snapshot is taken; the spare still has one of step 1.
+    # With dp=1 no snapshot is taken; the spare still has the snapshot of step 1.
     cfg = recipe(tmp_path / "run", checkpoint={"every": 1, "peer_every": 1}, world_size=4, tp=2, zero=0)
     done = train(cfg, [Kill(1, 2, "forward"), Kill(0, 5, "forward")])
     check_finished(done)

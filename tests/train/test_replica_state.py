@@ -1,4 +1,4 @@
-"""What ranks draw and read by is compared as their weights are: a rank that stands elsewhere is named."""
+"""The random numbers and positions of ranks are compared like weights: a rank with another state is named."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.models import edit_model
-from tests.train.test_trainer import recipe
+from tests.train.tiny_runs import recipe
 from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
@@ -27,7 +27,7 @@ def _draw(trainer: Trainer) -> None:
 
 
 def _take_other_samples(trainer: Trainer) -> None:
-    # Past the batch that the step has read: only what comes next would show it.
+    # Past the batch that the step has read: only the next batch would show it.
     trainer._position.samples += 4
 
 
@@ -45,7 +45,7 @@ def _step_a_router(trainer: Trainer) -> None:
 
 
 def _message(cfg: Config, harm: Callable[[Trainer], None], odd: int) -> str:
-    """What the run ends with if one rank is harmed while it computes the second step."""
+    """Return the end of the run if one rank is harmed while it computes the second step."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
     runner = trainer._train_step.model.runner
@@ -75,7 +75,7 @@ HARMS = (_draw, _step_a_router, _take_other_samples, _lose_a_file)
 
 @pytest.fixture(scope="module")
 def messages(pool, tmp_path_factory) -> dict[Callable[[Trainer], None], list[str]]:
-    """What each of three ranks says of each harm to one of them."""
+    """Return the message of each of three ranks on each harm to one of them."""
     runs = [(_checked(tmp_path_factory.mktemp("harmed") / "run", world_size=3), harm, 1) for harm in HARMS]
     return dict(zip(HARMS, run_each(pool, 3, _message, *runs), strict=True))
 

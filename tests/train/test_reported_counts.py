@@ -1,6 +1,6 @@
 """The counts that a run reports, against counts by hand, under three mappings each.
 
-Each run is one epoch in which each sample holds one text, so that the count by hand is a sum of lengths.
+Each run is one epoch whose samples hold one text each, so that the count by hand is a sum of lengths.
 """
 
 import json
@@ -26,7 +26,7 @@ from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.metrics.undefined import undefined
-from tests.train.test_trainer import _train_loudly
+from tests.train.tiny_runs import printed_by_rank
 
 pytestmark = pytest.mark.parity
 
@@ -122,7 +122,7 @@ def test_tokens_equal_the_texts_under_every_mapping(
     pool.run(cfg.parallel.world_size, _train, cfg)
     first, last = records(tmp_path / "run")
     assert last["tokens"] == last["tokens_consumed"] == expected
-    # Rates and FLOPs have the same tokens, of this step alone.
+    # Rates and FLOPs have the same tokens, only those of this step.
     in_step = last["tokens"] - first["tokens"]
     assert last["tokens_per_s"] * last["step_time_s"] == pytest.approx(in_step, rel=1e-12)
     flops = in_step * train_flops_per_token(cfg.model, S).total
@@ -167,10 +167,10 @@ def test_skipped_updates_are_consumed_and_not_trained_on(pool, tmp_path):
 
 def test_a_longer_run_says_how_its_learning_rate_goes_on_and_follows_its_own_hint(pool, tmp_path):
     words = [*COMMON, "data.kind=synthetic", "train.lr=1e-2", f"run.dir={tmp_path / 'run'}"]
-    (printed,) = pool.run(1, _train_loudly, load_config(None, words))
+    (printed,) = pool.run(1, printed_by_rank, load_config(None, words))
     hint = printed.split("the same command with ")[1].split(" (")[0].split()
     assert hint == ["run.steps=4", "train.lr=0.005"]
-    (printed,) = pool.run(1, _train_loudly, load_config(None, [*words, *hint]))
+    (printed,) = pool.run(1, printed_by_rank, load_config(None, [*words, *hint]))
     rates = [record["lr"] for record in records(tmp_path / "run")]
     assert len(rates) == 4
     assert f"the learning rate rises from 0 to {rates[2]:.3g} in step 3; the cosine ends at 0 in step 4" in printed
@@ -179,7 +179,7 @@ def test_a_longer_run_says_how_its_learning_rate_goes_on_and_follows_its_own_hin
     assert rates[3] == 0
 
 
-def test_a_checkpoint_that_counted_padding_is_told_apart(pool, tmp_path):
+def test_a_checkpoint_that_counted_padding_is_recognised(pool, tmp_path):
     """An earlier version counted padding and skipped updates, and did not record its schedule."""
     words, expected = conversations(tmp_path)
     cfg = load_config(None, [*COMMON, *words, f"run.dir={tmp_path / 'run'}"])
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_counted_padding_is_told_apart(pool, tmp_path):
     meta["states"]["position"]["tokens"] = 2 * 4 * S
     (path / META_FILE).write_text(json.dumps(meta))
     write_manifest(path, {file.name: digest_file(file) for file in path.iterdir() if file.name != MANIFEST_FILE})
-    (printed,) = pool.run(1, _train_loudly, replace(cfg, run=replace(cfg.run, steps=4)))
+    (printed,) = pool.run(1, printed_by_rank, replace(cfg, run=replace(cfg.run, steps=4)))
     line = "`tokens` goes on from the 512 of the checkpoint, which an earlier version counted with padding"
     assert line in printed
     assert "the learning rate of step 3 is" in printed

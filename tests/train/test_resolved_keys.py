@@ -1,4 +1,4 @@
-"""A resumed run keeps what it has resolved for keys that its recipe leaves out."""
+"""A resumed run keeps the values that it has resolved for keys that its recipe leaves out."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from moefold.optim.lr_schedule import schedule_settings
 from moefold.recipe import load_recipe
 from moefold.train.run_folder import choose_run_folder
 from moefold.train.start import set_up_run
-from tests.train.test_run_folder import WORDS, write_run
+from tests.train.written_runs import WORDS, write_run
 
 OLD_RATE = "train.lr=0.002"
 
@@ -76,6 +76,6 @@ def test_a_run_of_an_older_version_keeps_its_loss_in_one_piece(tmp_path):
         "",
     )
     assert started(run, "train.loss_chunk=-1").cfg.train.loss_chunk == -1
-    # A chunk that another batch does not have is no chunk.
+    # A chunk that another batch does not have is refused.
     write_run(tmp_path / "other", "train.loss_chunk=16", steps=5, saved=5)
     assert started(f"run.dir={tmp_path / 'other'}", "train.seq_len=16").cfg.train.loss_chunk == -1

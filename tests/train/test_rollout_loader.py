@@ -17,14 +17,9 @@ from moefold.cli.main import main
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
-from moefold.config.metrics import MetricsConfig
-from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.part import make_part
 from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
 from moefold.cost.kv_cache import cache_sizes
 from moefold.cost.rollout_memory import gathered_weight_bytes, rollout_weight_bytes
 from moefold.data.prompts import Prompt
@@ -39,7 +34,7 @@ from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
 from moefold.rl.reward import Reward
 from moefold.rl.statistics import RoundStatistics
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.reference import ReferenceModel
 from moefold.train.rollout_source import RolloutModel
 from moefold.train.signals import StopSignals
@@ -47,89 +42,14 @@ from moefold.train.start import check_rollout_cache
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_sampling_memory, min_training_memory
-from tests.metrics.undefined import undefined
-from tests.models import edit_model, model_of
+from tests.models import edit_model
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
+from tests.train.policy_runs import recipe, records, train_policy, under, weights
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 pytestmark = pytest.mark.parity
-
-ASCII_REWARD = """
-def reward(prompts, completions, completion_ids, **columns):
-    return [sum(token < 64 for token in ids) / 8 for ids in completion_ids]
-"""
-
-
-def recipe(tmp_path: Path, steps: int = 4, **rl: Any) -> Config:
-    """A tiny policy that is rewarded for ids below 64, a quarter of those that a random policy samples."""
-    (tmp_path / "reward.py").write_text(ASCII_REWARD)
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"p{i}:", "answer": "a"}) + "\n" for i in range(20))
-    )
-    return Config(
-        run=RunConfig(dir=str(tmp_path / "run"), seed=3, steps=steps, device="cpu", dtype="float64"),
-        model=model_of(
-            {
-                "num_layers": 2,
-                "hidden_size": 16,
-                "attention.num_heads": 4,
-                "attention.num_kv_heads": 2,
-                "attention.head_dim": 4,
-                "vocab_size": 256,
-                "ffn.moe.num_experts": 4,
-                "ffn.moe.top_k": 2,
-                "ffn.moe.intermediate_size": 8,
-                "init_std": 0.2,
-            }
-        ),
-        # The load-balancing loss counts padding, which depends on the number of ranks.
-        moe=MoEConfig(aux_loss=0.0),
-        train=TrainConfig(
-            seq_len=32,
-            micro_batch_size=4,
-            global_batch_size=16,
-            lr=3e-2,
-            lr_schedule="constant",
-            optimizer=make_part("optimizer", "adamw", weight_decay=0.0),
-        ),
-        data=DataConfig(kind="prompts", path=str(tmp_path / "prompts.jsonl"), validation_fraction=0.1),
-        checkpoint=CheckpointConfig(every=2),
-        metrics=MetricsConfig(rollouts_every=1),
-        rl=RLConfig(**{"group_size": 4, **rl}),
-        rollout=RolloutConfig(max_tokens=8),
-        reward=RewardConfig(use=f"{tmp_path / 'reward.py'}:reward", workers=1),
-    )
-
-
-class Interruption(Callback):
-    """Ends a run as a crash would, after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        if step.number == self.step:
-            raise InterruptedError
-
-
-def _train(cfg: Config, interrupted_at: int = 0) -> int:
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    try:
-        return Trainer(cfg, groups, callbacks=[Interruption(interrupted_at)]).run(StopSignals())
-    except InterruptedError:
-        return -1
-
-
-def records(cfg: Config, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (Path(cfg.run.dir) / name).read_text().splitlines()]
-    assert name != "metrics.jsonl" or not [key for record in found for key in undefined(record)]
-    return found
-
-
-def under(cfg: Config, folder: Path, **parallel: int) -> Config:
-    return replace(cfg, run=replace(cfg.run, dir=str(folder)), parallel=ParallelConfig(**parallel))
 
 
 @pytest.mark.slow
@@ -137,7 +57,7 @@ def test_rewards_rise(pool, tmp_path):
     """As e2e/test_rl.py does by the command line."""
     cfg = recipe(tmp_path, 30, advantage="group_std")
     cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, at_end=False), train=replace(cfg.train, eval_every=30))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     rewards = [record["rl"]["reward"] for record in records(cfg)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
     assert records(cfg)[-1]["rl"]["eval_reward"] > 0.7
@@ -164,9 +84,9 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
     # No two rollouts fit into a row, and none fills it, so that each of their tokens is an input.
     rows = ({"prompt": "p" * 17 + f"{i}:"} for i in range(20))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)
-    pool.run(mapping["world_size"], _train, other)
+    pool.run(mapping["world_size"], train_policy, other)
     for expected, found in zip(records(cfg), records(other), strict=True):
         for key in ("loss", "grad_norm"):
             assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12)
@@ -179,7 +99,7 @@ def test_every_mapping_samples_and_trains_the_same(pool, tmp_path, mapping):
 
 
 def _assert_counts_equal_the_rollouts(cfg: Config) -> None:
-    """Tokens of prompts and completions, and the rate at which all ranks have sampled."""
+    """Return the tokens of prompts and completions, and the rate of sampling of all ranks."""
     rollouts = records(cfg, "rollouts.jsonl")
     total = 0
     for record in records(cfg):
@@ -253,9 +173,9 @@ def test_dropped_rewards_and_the_reference_count_the_same_under_every_mapping(po
         reward=replace(cfg.reward, on_error="drop"),
         train=replace(cfg.train, micro_batch_size=1),
     )
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)
-    pool.run(mapping["world_size"], _train, other)
+    pool.run(mapping["world_size"], train_policy, other)
     assert records(cfg)[-1]["rl"]["dropped"] >= 1
     assert records(cfg)[-1]["rl"]["kl"] > 1e-6
     for expected, found in zip(records(cfg), records(other), strict=True):
@@ -285,10 +205,10 @@ def test_another_mapping_samples_the_weights_of_the_last_step(pool, tmp_path, ma
     """Two rounds and an evaluation; a sampler with stale weights has other completions in the second round."""
     cfg = recipe(tmp_path, 2)
     cfg = replace(cfg, train=replace(cfg.train, eval_every=1))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     other = under(cfg, tmp_path / "mapped", **mapping)
     other = replace(other, rollout=replace(other.rollout, **sampling))
-    pool.run(mapping["world_size"], _train, other)
+    pool.run(mapping["world_size"], train_policy, other)
     for expected, found in zip(records(cfg), records(other), strict=True):
         for key in ("loss", "grad_norm"):
             assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12)
@@ -312,7 +232,7 @@ def test_other_pp_and_ep_sample_with_the_bits_of_training(pool, tmp_path, dtype,
     """Pipeline, data and expert parallelism change no sum: copied weights give the log-probabilities of training."""
     cfg = under(recipe(tmp_path, 2), tmp_path / "mapped", world_size=2, ep=2, zero=3)
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="c"), rollout=replace(cfg.rollout, **sampling))
-    pool.run(2, _train, cfg)
+    pool.run(2, train_policy, cfg)
     for record in records(cfg):
         assert record["rl"]["mismatch_equal"] == 1
         assert record["rl"]["reshard_s"] > 0
@@ -386,7 +306,7 @@ def test_the_weights_gathered_for_sampling_are_counted(pool, tmp_path, mapping, 
 
 
 def test_the_cache_is_checked_under_the_mapping_that_samples(tmp_path):
-    """Of two heads, a rank of tp=2 caches one."""
+    """A rank of tp=2 caches one of two heads."""
     cfg = under(recipe(tmp_path), tmp_path, world_size=2, tp=2)
     page_gib = cache_sizes(cfg, "cpu").kv_bytes(64) / 2**30
     cfg = replace(cfg, rollout=replace(cfg.rollout, cache_gib=page_gib))
@@ -416,7 +336,7 @@ def test_a_cache_without_a_page_is_refused_before_ranks_start(tmp_path, capsys):
 
 def test_the_states_of_linear_attention_are_checked_with_the_slots_of_the_recipe(tmp_path):
     cfg = recipe(tmp_path)
-    cfg = replace(cfg, model=edit_model(cfg.model, {"attention_pattern": "FL"}))
+    cfg = replace(cfg, model=edit_model(cfg.model, {"layers.attention": "full, linear"}))
     few = replace(cfg, rollout=replace(cfg.rollout, slots=8))
     few = replace(few, rollout=replace(few.rollout, cache_gib=cache_sizes(few, "cpu").total_bytes(1, 8) / 2**30))
     check_rollout_cache(few, "cpu")
@@ -461,11 +381,11 @@ def test_a_mapping_that_cannot_sample_is_one_line(tmp_path, sampling, message):
 @pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_crashed_run_goes_on_bit_by_bit(pool, tmp_path, updates):
     cfg = recipe(tmp_path, 6, updates=updates, objective="policy" if updates == 1 else "clip", mixed_only=True)
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     crashed = under(cfg, tmp_path / "crashed")
-    assert pool.run(1, _train, crashed, 3) == [-1]
+    assert pool.run(1, train_policy, crashed, 3) == [-1]
     assert records(crashed)[-1]["step"] == 3
-    pool.run(1, _train, crashed)
+    pool.run(1, train_policy, crashed)
     whole, repaired = ((Path(one.run.dir) / "rollouts.jsonl").read_bytes() for one in (cfg, crashed))
     assert whole == repaired
     assert weights(cfg) == weights(crashed)
@@ -491,15 +411,9 @@ def test_a_stop_waits_for_the_end_of_a_round(pool, tmp_path):
     assert [path.name for path in (Path(cfg.run.dir) / "checkpoints").iterdir()] == ["step-000002"]
 
 
-def weights(cfg: Config) -> dict[str, bytes]:
-    """The files of weights and moments of the last checkpoint."""
-    folder = Path(cfg.run.dir) / "checkpoints" / f"step-{cfg.run.steps:06d}"
-    return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
-
-
 def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
     cfg = recipe(tmp_path, 3, kl=0.1)
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     first, *_, last = [record["rl"] for record in records(cfg)]
     assert first["kl"] == 0
     assert last["kl"] > 0
@@ -517,7 +431,7 @@ def test_the_first_step_is_on_policy_and_next_to_the_reference(pool, tmp_path):
         ({"world_size": 2, "pp": 2, "ep": 1}, {"pp": 1, "tp": 2}),
     ],
 )
-def test_hybrid_models_sample_what_they_train(pool, tmp_path, kind, mapping, sampling):
+def test_hybrid_models_sample_the_trained_weights(pool, tmp_path, kind, mapping, sampling):
     """States of few slots, shared prompts, replayed choices, latent experts: training has the same probabilities."""
     cfg = under(recipe(tmp_path, 3, replay="on"), tmp_path / "run", **mapping)
     hybrid = {
@@ -528,10 +442,10 @@ def test_hybrid_models_sample_what_they_train(pool, tmp_path, kind, mapping, sam
     }
     cfg = replace(
         cfg,
-        model=edit_model(cfg.model, {"attention_pattern": "LF", "attention.gate": {}, **hybrid}),
+        model=edit_model(cfg.model, {"layers.attention": "linear, full", "attention.gate": {}, **hybrid}),
         rollout=replace(cfg.rollout, slots=3, pass_tokens=7, **sampling),
     )
-    pool.run(2, _train, cfg)
+    pool.run(2, train_policy, cfg)
     found = records(cfg)
     assert len(found) == 3
     for record in found:
@@ -544,7 +458,7 @@ def test_hybrid_models_sample_what_they_train(pool, tmp_path, kind, mapping, sam
 def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
     cfg = recipe(tmp_path, 2, kl=0.1)
     run = replace(cfg.run, dtype=dtype, kernels="c")
-    pool.run(1, _train, replace(cfg, run=run))
+    pool.run(1, train_policy, replace(cfg, run=run))
     for record in records(cfg):
         assert record["rl"]["mismatch_equal"] == 1
         assert record["rl"]["ratio_max"] == 1
@@ -554,46 +468,46 @@ def test_the_c_kernels_sample_the_bits_that_are_trained(pool, tmp_path, dtype):
 def test_a_resumed_run_has_the_reference_that_it_started_with(pool, tmp_path):
     """rl.reference="start" and checkpoint.init_from names a run, which goes on meanwhile."""
     start = under(recipe(tmp_path, 4), tmp_path / "start")
-    pool.run(1, _train, start)
+    pool.run(1, train_policy, start)
     newer = tmp_path / "start/checkpoints/step-000004"
     newer.rename(tmp_path / "newer")
     cfg = recipe(tmp_path, 3, kl=0.1)
     cfg = replace(cfg, checkpoint=CheckpointConfig(every=1, init_from=start.run.dir))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     crashed = under(cfg, tmp_path / "crashed")
-    pool.run(1, _train, crashed, 2)
+    pool.run(1, train_policy, crashed, 2)
     (tmp_path / "newer").rename(newer)
-    pool.run(1, _train, crashed)
+    pool.run(1, train_policy, crashed)
     assert weights(cfg) == weights(crashed)
     # Another recipe has another reference.
     other = replace(crashed, rl=replace(cfg.rl, reference=str(newer)), run=replace(crashed.run, steps=4))
-    pool.run(1, _train, other)
+    pool.run(1, train_policy, other)
     assert records(other)[-1]["rl"]["kl"] != pytest.approx(records(crashed)[2]["rl"]["kl"], rel=0.01)
 
 
 def test_a_run_may_go_on_without_its_reset_reference_and_with_the_reference_of_its_start(pool, tmp_path):
     cfg = recipe(tmp_path, 3, kl=0.1, reset_patience=1)
     cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-9), checkpoint=CheckpointConfig(every=1))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     state = json.loads((tmp_path / "run/checkpoints/step-000003/moefold.json").read_text())["states"]["data"]["rl"]
     assert state["num_resets"] > 0
     without = replace(cfg, rl=replace(cfg.rl, kl=0.0, reset_patience=0), run=replace(cfg.run, steps=4))
-    pool.run(1, _train, without)
-    pool.run(1, _train, replace(cfg, run=replace(cfg.run, steps=5)))
+    pool.run(1, train_policy, without)
+    pool.run(1, train_policy, replace(cfg, run=replace(cfg.run, steps=5)))
     assert ["kl" in record["rl"] for record in records(cfg)] == [True, True, True, False, True]
 
 
 def test_trained_weights_without_a_reference_are_refused(pool, tmp_path):
     start = under(recipe(tmp_path, 2), tmp_path / "start")
     start = replace(start, rl=RLConfig(), reward=RewardConfig(), data=DataConfig(kind="synthetic"))
-    pool.run(1, _train, start)
+    pool.run(1, train_policy, start)
     checkpoint = tmp_path / "start/checkpoints/step-000002"
     cfg = recipe(tmp_path, 3, kl=0.1)
     cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, resume=str(checkpoint)))
     with pytest.raises(Exception, match=f"{checkpoint}.* of a run without reinforcement learning.*init_from"):
-        pool.run(1, _train, cfg)
+        pool.run(1, train_policy, cfg)
     cfg = replace(cfg, rl=replace(cfg.rl, reference=str(checkpoint)))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     assert records(cfg)[0]["rl"]["kl"] == 0
 
 
@@ -601,10 +515,10 @@ def test_the_reference_is_reset_on_a_plateau_and_saved(pool, tmp_path):
     cfg = recipe(tmp_path, 6, kl=0.1, reset_patience=1)
     # Two held-out prompts: the reward stays the same in some steps.
     cfg = replace(cfg, train=replace(cfg.train, eval_every=1, lr=1e-3))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     crashed = under(cfg, tmp_path / "crashed")
-    pool.run(1, _train, crashed, 5)
-    pool.run(1, _train, crashed)
+    pool.run(1, train_policy, crashed, 5)
+    pool.run(1, train_policy, crashed)
     assert weights(cfg) == weights(crashed)
     entries = read_metadata(Path(cfg.run.dir) / "checkpoints" / "step-000006").state_dict_metadata
     assert any(name.startswith("reference.") for name in entries)

@@ -20,7 +20,7 @@ from moefold.validate.config import check_config
 from moefold.validate.exactness import replays_routing
 from tests.models import edit_model
 from tests.ops.c_kernels import needs_compiler
-from tests.train.test_rollout_loader import _train, recipe, records, under, weights
+from tests.train.policy_runs import recipe, records, train_policy, under, weights
 
 pytestmark = pytest.mark.parity
 
@@ -38,7 +38,7 @@ def test_exact_sampling_has_the_same_gradients_with_and_without_replay(pool, tmp
     cfg = replace(cfg, run=replace(cfg.run, dtype=dtype, kernels="c"), moe=replace(cfg.moe, aux_loss=0.01))
     runs = [replaying(cfg, tmp_path / replay, replay) for replay in ("on", "off")]
     for one in runs:
-        pool.run(1, _train, one)
+        pool.run(1, train_policy, one)
     assert records(runs[0])[0]["rl"]["mismatch_equal"] == 1
     assert weights(runs[0]) == weights(runs[1])
     assert weights(runs[0])
@@ -57,7 +57,7 @@ def _train_flipped(cfg: Config) -> int:
     before = RolloutReplay.fetch
     RolloutReplay.fetch = _flipped(before)  # type: ignore[method-assign]
     try:
-        return _train(cfg)
+        return train_policy(cfg)
     finally:
         RolloutReplay.fetch = before  # type: ignore[method-assign]
 
@@ -65,7 +65,7 @@ def _train_flipped(cfg: Config) -> int:
 def test_other_choices_are_noticed(pool, tmp_path):
     """In float64, replay changes nothing; with the choices of other experts the log-probabilities are far off."""
     cfg = replaying(recipe(tmp_path, 1), tmp_path / "right", "on")
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     assert records(cfg)[0]["rl"]["mismatch_max"] < 1e-12
     wrong = replaying(cfg, tmp_path / "wrong", "on")
     with pytest.raises(Exception, match=r"differ by 0\.\d+ nats a token, .* likely causes: kernels that compute"):
@@ -147,7 +147,7 @@ def _train_biased(cfg: Config) -> int:
 
     PagedDecoder.__enter__ = enter_biased  # type: ignore[method-assign]
     try:
-        return _train(cfg)
+        return train_policy(cfg)
     finally:
         PagedDecoder.__enter__ = enter  # type: ignore[method-assign]
 
@@ -159,14 +159,14 @@ def test_replay_lowers_the_mismatch_of_another_tp(pool, tmp_path):
         cfg,
         run=replace(cfg.run, dtype="bfloat16"),
         checkpoint=CheckpointConfig(every=0, at_end=False),
-        model=edit_model(cfg.model, {"num_layers": 4, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 2, "init_std": 0.4}),
+        model=edit_model(cfg.model, {"layers": 4, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 2, "init_std": 0.4}),
         train=replace(cfg.train, global_batch_size=32),
         rollout=replace(cfg.rollout, tp=1),
     )
     found = {}
     for replay in ("off", "on"):
         one = replaying(cfg, tmp_path / replay, replay, world_size=2, tp=2)
-        pool.run(2, _train, one)
+        pool.run(2, train_policy, one)
         found[replay] = records(one)[0]["rl"]
     assert found["on"]["mismatch_mean"] < found["off"]["mismatch_mean"] / 2
     assert found["on"]["reward"] == found["off"]["reward"]
@@ -212,7 +212,7 @@ def test_auto_replays_where_sampling_is_inexact(pool, tmp_path):
         (False, {"replay": "off"}, {}, False, ""),
         (False, {"staleness": 1}, {}, False, "rl.staleness=1 keep no expert choices"),
         (True, {"replay": "on"}, {}, True, ""),
-        (False, {}, {"layer_pattern": "D", "ffn.dense.intermediate_size": 16}, False, ""),
+        (False, {}, {"layers.ffn": "dense", "ffn.dense.intermediate_size": 16}, False, ""),
     ],
     ids=str,
 )

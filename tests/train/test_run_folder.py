@@ -1,4 +1,4 @@
-"""Which folder a start of a recipe writes into, for what the folder that it names holds."""
+"""The folder that a start of a recipe writes into, by the contents of the folder that it names."""
 
 import json
 import subprocess
@@ -9,46 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moefold.checkpoint.checkpoint_dir import step_path
-from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, counted, model_sizes, write_meta
-from moefold.checkpoint.manifest import digest_file, write_manifest
-from moefold.checkpoint.resume import sample_order
-from moefold.config.schema import Config, config_to_dict
-from moefold.config.upgrade import FORMAT
-from moefold.data.fingerprint import fingerprint
+from moefold.checkpoint.checkpoint_meta import META_FILE
 from moefold.host.folder_lock import FolderLock, is_in_use
-from moefold.recipe import load_config
 from moefold.train.run_folder import choose_run_folder
-
-WORDS = ("model.preset=tiny", "data.kind=synthetic", "run.device=cpu", "train.seq_len=32", "run.steps=10")
-
-
-def config(run_dir: Path, *words: str) -> Config:
-    return load_config(None, [*WORDS, f"run.dir={run_dir}", *words])
-
-
-def write_run(run_dir: Path, *words: str, steps: int, saved: int | None) -> None:
-    """Leave what a run of so many steps leaves, with a checkpoint of step `saved`."""
-    cfg = config(run_dir, *words)
-    run_dir.mkdir(exist_ok=True)
-    (run_dir / "config.json").write_text(json.dumps(config_to_dict(cfg)))
-    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
-    if saved is None:
-        return
-    path = step_path(Path(cfg.checkpoint.dir or run_dir / "checkpoints"), saved)
-    path.mkdir(parents=True)
-    order, model = sample_order(cfg), model_sizes(cfg.model)
-    write_meta(
-        path,
-        CheckpointMeta(
-            format=FORMAT,
-            states=counted(step=saved) | {"data": {"data_files": fingerprint(cfg.data)}},
-            order=order,
-            model=model,
-            parallel={},
-        ),
-    )
-    write_manifest(path, {META_FILE: digest_file(path / META_FILE)})
+from tests.train.written_runs import config, write_run
 
 
 @contextmanager
@@ -109,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_continued_or_left_alone(tmp_path, name):
+def test_a_run_is_continued_or_not_changed(tmp_path, name):
     before, steps, saved, words, expected, note = CASES[name]
     write_run(tmp_path / "run", *before, steps=steps, saved=saved)
     folder, said = chosen(tmp_path / "run", *words)
@@ -159,7 +123,7 @@ def test_a_numbered_run_is_found_again(tmp_path):
     (tmp_path / "run-3/mine.txt").touch()
     assert chosen(run_dir, "train.lr=0.2")[0] == "run-4"
     assert chosen(run_dir, "run.steps=20")[0] == "run"
-    # It is one of its own when it is named.
+    # It gets a folder of its own when it is named.
     assert chosen(tmp_path / "run-2", "train.lr=0.3")[0] == "run-2"
 
 
@@ -207,7 +171,7 @@ def test_another_run_does_not_wait_for_the_job_in_its_folder(tmp_path, steps, sa
         assert (folder, "a job is training it" in note) == ("run-2", True)
         # The same run does: a launcher may have started it again.
         assert chosen(run_dir)[0] == "run"
-        # Its own lock is no other job.
+        # Its own lock is not another job.
         with FolderLock(tmp_path / "run-2", "run.dir", 0.0):
             again = choose_run_folder(config(run_dir, "train.lr=0.1"), locked_folder=tmp_path / "run-2")
             assert again.cfg.run.dir == str(tmp_path / "run-2")

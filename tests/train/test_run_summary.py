@@ -24,7 +24,7 @@ def lines_of(cfg: Config, cache_dir: Path) -> dict[str, str]:
     return dict(line.split(maxsplit=1) for line in startup_lines(cfg, "cpu", data.train, data.validation))
 
 
-def test_the_log_begins_with_what_runs(tmp_path):
+def test_the_log_begins_with_the_run(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 32_050)
     mapping = [f"parallel.{word}" for word in ("world_size=8", "tp=2", "pp=2", "ep=4")]
     words = [*WORDS, "run.dir=runs/x", "data.kind=text", f"data.path={tmp_path}/a.txt", *mapping, "train.lr=1e-3"]
@@ -54,7 +54,7 @@ def test_the_log_begins_with_what_runs(tmp_path):
         ),
     ],
 )
-def test_the_log_says_what_will_be_saved(tmp_path, words, text):
+def test_the_log_names_the_planned_saves(tmp_path, words, text):
     lines = lines_of(load_config(None, [*WORDS, "data.kind=synthetic", *words]), tmp_path)
     assert lines["saves"] == text
     assert lines["data"] == "synthetic"
@@ -131,7 +131,7 @@ def test_the_log_ends_with_where_the_model_is(tmp_path, saved, words, status, st
     cfg = load_config(None, [*WORDS, f"run.dir={run_dir}", *words])
     lines = closing_lines(cfg, status, step)
     assert lines[0] == first.format(run=run_dir)
-    # python-docs: what is typed next is a prompt for its model.
+    # python-docs: the next input is a prompt for its model.
     more = [
         f"next: moefold generate '{run_dir}' 'The for statement'",
         "or train on: the same command with run.steps=40 train.lr=0.00015 (its learning rate has ended at 0: this one "

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,6 @@ from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.comm.groups import ParallelGroups
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.data import DataConfig
-from moefold.config.faults import FaultsConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.errors import RunError
@@ -30,55 +26,20 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.metrics.faults import read_faults
 from tests.slow import slow
-from tests.verify.recipes import tiny
+from tests.train.poisoned_runs import (
+    BATCH,
+    POISON,
+    POISONED_ROW,
+    SEQ_LEN,
+    farthest,
+    last_checkpoint,
+    poison,
+    recipe,
+    write_tokens,
+)
 from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
-
-SEQ_LEN, BATCH = 16, 4
-POISON = 31
-"""A token that makes all that is computed of its sample NaN."""
-POISONED_ROW = 3 * BATCH + 2
-"""Third sample of the fourth batch: with dp = 2, the second replica reads it."""
-
-
-def write_tokens(path: Path, *, lacks: tuple[int, ...] = (), poisoned: tuple[int, ...] = (POISONED_ROW,)) -> Path:
-    """Rows of tokens below POISON, whose first is always 0: a row may be taken out and no other one changes."""
-    rows = np.random.default_rng(7).integers(1, POISON, size=(16 * BATCH, SEQ_LEN), dtype=np.uint16)
-    rows[:, 0] = 0
-    rows[list(poisoned), 5] = POISON
-    np.save(path, np.append(np.delete(rows, lacks, axis=0).reshape(-1), np.uint16(0)))
-    return path
-
-
-def recipe(run_dir: Path, data: Path, steps: int, faults: dict[str, Any], **parallel: object) -> Config:
-    cfg = tiny(
-        model={"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"},
-        moe={"bias_update_rate": 0.05, "aux_kind": "last_global_batch"},
-        train={
-            "lr_schedule": "constant",
-            # Each replica has a sample, and a pipeline several micro-batches.
-            "micro_batch_size": 2 if parallel.get("world_size", 1) <= 2 and "pp" not in parallel else 1,
-            "global_batch_size": BATCH,
-            "seq_len": SEQ_LEN,
-        },
-        **parallel,
-    )
-    cfg = replace(
-        cfg,
-        run=RunConfig(dir=str(run_dir), seed=3, steps=steps, device="cpu", dtype="float64"),
-        data=DataConfig(kind="tokens", path=str(data), shuffle=False, validation_fraction=0.0),
-        checkpoint=CheckpointConfig(every=2),
-        faults=FaultsConfig(**faults),
-    )
-    check_config(cfg)
-    return cfg
-
-
-def poison(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    if isinstance(module, Embedding) and bool((inputs[0] == POISON).any()):
-        return output * math.nan
-    return output
 
 
 def train(cfg: Config, hook: Callable[..., Any] = poison) -> str:
@@ -92,19 +53,8 @@ def train(cfg: Config, hook: Callable[..., Any] = poison) -> str:
     return ""
 
 
-def last_checkpoint(run_dir: Path) -> Path:
-    return sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-
-
 def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def farthest(run_dir: Path, other: Path) -> float:
-    """Largest difference of a weight, a buffer or a moment."""
-    found = differing_tensors(last_checkpoint(run_dir), last_checkpoint(other))
-    assert all(difference.max_abs is not None for difference in found)
-    return max((difference.max_abs or 0.0 for difference in found), default=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +163,14 @@ class _PoisonedGradient(torch.autograd.Function):
 
 
 def poison_gradient(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    """Rank 1's gradient alone, at the embedding, in every step."""
+    """Change only rank 1's gradient, at the embedding, in every step."""
     if isinstance(module, Embedding) and torch.distributed.get_rank() == 1 and output.requires_grad:
         return _PoisonedGradient.apply(output)
     return output
 
 
 class _Once:
-    """Lets a hook do its harm to one forward pass alone."""
+    """Lets a hook do its harm to only one forward pass."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -231,7 +181,7 @@ class _Once:
         return poisoned if self.calls == 2 else output
 
 
-def test_a_gradient_alone_that_is_not_finite_is_met_where_it_is(fresh_pool, tmp_path):
+def test_a_gradient_that_is_not_finite_is_located(fresh_pool, tmp_path):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
     cfg = recipe(tmp_path / "run", data, 6, {"nonfinite": "skip", "max_skips": 2}, world_size=2, tp=2)
     cfg = replace(cfg, checkpoint=CheckpointConfig(every=0, at_end=False))

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from moefold.checkpoint.checkpoint_meta import read_meta
-from tests.train.site_jobs import Server, of_site, run_sites
+from tests.train.site_jobs import MEAN, Server, of_site, planned_bytes, recipe, run_sites, train, train_sites
 from tests.train.site_results import TOLERANCE, checkpoint, largest_error, records, tensors
-from tests.train.test_sites import MEAN, planned_bytes, recipe, train, train_sites
 
 pytestmark = pytest.mark.parity
 
 
-def test_moments_are_averaged_and_sites_count_alike_if_asked(pool, tmp_path):
+def test_moments_are_averaged_and_sites_count_equally_if_asked(pool, tmp_path):
     """Site 1 has half the batch, so that the mean by tokens is another one. Moments are those before the round."""
     before = recipe(tmp_path / "keep", 2, MEAN | {"first": 2}, every=1)
     after = recipe(tmp_path / "average", 2, MEAN | {"first": 2, "moments": "average", "weigh": "even"}, every=1)

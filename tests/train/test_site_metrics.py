@@ -11,8 +11,8 @@ from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from tests.models import edit_model
+from tests.train.site_jobs import STREAMING, recipe, train_sites
 from tests.train.site_results import TOLERANCE, checkpoint, records, tensors
-from tests.train.test_sites import STREAMING, recipe, train_sites
 from tests.verify.recipes import without_mapping
 
 

@@ -1,115 +1,50 @@
 """Training across sites on forked ranks: the oracle of sites, data parallelism, resumes, lost sites."""
 
 import json
-import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.inspect import differing_tensors
-from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.data import DataConfig
-from moefold.config.lora import LoraConfig
-from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
-from moefold.config.run import RunConfig
-from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
-from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic, wire_format
 from moefold.launch.meet_client import MeetConnection
 from moefold.launch.signed_lines import Message
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
 from moefold.train.callbacks.sites import describe_wait
-from moefold.train.signals import StopSignals
 from moefold.train.site_meeting import ROUNDS_SETTING, equal_settings
-from moefold.train.trainer import Trainer
-from moefold.validate.config import check_config
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.ranks.pool import WorkerError
 from tests.models import edit_model
 from tests.slow import slow
 from tests.train.oracle_sites import OracleSites
-from tests.train.site_jobs import Server, of_site, run_sites
-from tests.train.site_results import TOLERANCE, assert_equals_oracle, checkpoint, largest_error, records, tensors
-from tests.verify.recipes import tiny, without_mapping
+from tests.train.site_checks import check_equal, check_other_mapping, check_resume, check_return, check_tokens
+from tests.train.site_jobs import (
+    CODED,
+    DILOCO,
+    MEAN,
+    STREAMING,
+    Server,
+    adapted,
+    of_site,
+    planned_bytes,
+    recipe,
+    run_sites,
+    train,
+    train_and_fail,
+    train_sites,
+)
+from tests.train.site_results import TOLERANCE, checkpoint, largest_error, records, tensors
+from tests.verify.recipes import without_mapping
 
 pytestmark = pytest.mark.parity
 
-MEAN = {"count": 2, "every": 2}
-DILOCO = {"count": 2, "every": 2, "lr": 0.7, "momentum": 0.9}
 
-
-def recipe(run_dir: Path, steps: int, sites: dict[str, Any], *, every: int = 0, **parallel: Any) -> Config:
-    cfg = tiny(
-        model={"ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid", "tie_embeddings": True},
-        moe={"aux_loss": 0.0, "bias_update_rate": 0.01},
-        train={"lr_schedule": "constant", "global_batch_size": 4},
-        **parallel,
-    )
-    return replace(
-        cfg,
-        run=RunConfig(dir=str(run_dir), seed=3, steps=steps, device="cpu", dtype="float64"),
-        checkpoint=CheckpointConfig(every=every, at_end=True, keep=0),
-        sites=SitesConfig(**sites),
-    )
-
-
-def train(cfg: Config) -> int:
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    return Trainer(cfg, groups).run(StopSignals())
-
-
-def train_until(cfg: Config, last: int) -> int:
-    """Train as a job that gets SIGTERM before the end of step `last`."""
-    stop = StopSignals()
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    return Trainer(cfg, groups, callbacks=[Stopper(stop, last)]).run(stop)
-
-
-class Stopper(Callback):
-    def __init__(self, stop: StopSignals, last: int) -> None:
-        self._stop = stop
-        self._last = last
-
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        if step.number == self._last - 1:
-            self._stop.request(signal.SIGTERM)
-
-
-def train_sites(pool, cfg: Config, **sites: Any) -> list[str]:
-    """Train all sites of a recipe, and return the log of the meeting point."""
-    with Server().running() as server:
-        run_sites(pool, [of_site(cfg, n, server.port, **sites) for n in range(cfg.sites.count)], train)
-    return server.log
-
-
-def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
-    """The bytes that the planner counts for a round of a fragment, or of all fragments (-1).
-
-    The last round of sites that met in pairs is one of all sites, which send their weights.
-    """
-    in_pairs = cfg.sites.part.in_pairs and not is_last
-    code = recipe_format(cfg.run, cfg.sites)
-    if cfg.sites.part.in_pairs and is_last:
-        # The vector has the blocks of the code, and is sent as it is.
-        cfg = replace(cfg, sites=replace(cfg.sites, method="mean"))
-        code = wire_format("float32", difference_itemsize(cfg.run))
-    traffic = site_traffic(cfg)
-    chosen = traffic if fragment < 0 else [traffic[fragment]]
-    return (1 if in_pairs else cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)
-
-
-STREAMING = {"count": 2, "every": 4, "fragment_layers": 1, "overlap": 1, "keep_local": 0.5, "lr": 0.4, "momentum": 0.9}
 ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank, mean": (MEAN, {}),
     "tp ep zero 2, diloco": (DILOCO, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}),
@@ -140,43 +75,9 @@ def test_sites_equal_their_oracle(pool, tmp_path, case):
     check_equal(pool, cfg, OracleSites(without_mapping(cfg)))
 
 
-def check_equal(pool, cfg: Config, oracle: OracleSites) -> None:
-    """Train the sites of a recipe of 5 steps, and compare them with their oracle and with each other."""
-    in_pairs = cfg.sites.part.in_pairs
-    run_dir = Path(cfg.run.dir)
-    log = train_sites(pool, cfg)
-    count = cfg.sites.count
-    assert not [line for line in log if "round" in line and "after" not in line], log
-    expected = oracle.run(5)
-    for number in range(count):
-        folder = run_dir / f"site-{number}"
-        assert_equals_oracle(cfg, number, folder, expected, (2, 3, 5))
-        # Pairs end with the mean of all, and with momentum of their own.
-        prefix = "outer.weights." if in_pairs else "outer."
-        assert differing_tensors(checkpoint(folder, 5), checkpoint(run_dir / "site-0", 5), prefix) == []
-        rounds = [record["step"] for record in records(folder) if record["sites"]]
-        if not in_pairs or count % 2 == 0:
-            assert rounds == {0: [2, 4, 5], 1: [3, 5], 2: [4, 5]}[cfg.sites.overlap]
-        exchanged = [one["sites"] for one in records(folder) if one["sites"] and one["sites"]["members"] > 1]
-        assert [round_["sent_bytes"] for round_ in exchanged] == [
-            planned_bytes(cfg, round_["fragment"], is_last=round_["members"] == count) for round_ in exchanged
-        ]
-        assert records(folder)[-1]["sites"]["members"] == count
-
-
-def adapted(run_dir: Path, **parallel: Any) -> Config:
-    cfg = recipe(run_dir, 4, DILOCO | {"precision": "float32"}, every=1, **parallel)
-    return replace(
-        cfg,
-        model=edit_model(cfg.model, {"ffn.moe.router.expert_bias": False}),
-        moe=replace(cfg.moe, bias_update_rate=0.0),
-        lora=LoraConfig(rank=2, alpha=6.0),
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mapping", [{}, {"world_size": 2, "tp": 2, "ep": 2, "zero": 2}])
-def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
+def test_sites_exchange_only_adapters(pool, tmp_path, mapping):
     cfg = adapted(tmp_path, **mapping)
     train_sites(pool, cfg)
     expected = OracleSites(without_mapping(cfg)).run(4)
@@ -193,29 +94,6 @@ def test_sites_exchange_adapters_alone(pool, tmp_path, mapping):
 @pytest.mark.parametrize(("sites", "mapping"), [(MEAN, {}), *slow([(STREAMING, {"world_size": 2, "ep": 2})])])
 def test_a_site_counts_by_its_tokens_without_padding(pool, tmp_path, sites, mapping):
     check_tokens(pool, tmp_path, recipe(tmp_path, 4, sites, **mapping), OracleSites)
-
-
-def check_tokens(pool, tmp_path: Path, cfg: Config, oracle: Callable[[Config], OracleSites]) -> None:
-    """The texts differ in length, and so do the sums of the samples of each site."""
-    path = tmp_path / "rows.jsonl"
-    rows = [{"prompt": f"q{i:02d}", "response": "x" * (20 + 9 * (i % 5))} for i in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = replace(
-        cfg,
-        model=replace(cfg.model, vocab_size=256),
-        train=replace(cfg.train, seq_len=120),
-        data=DataConfig(kind="sft", path=str(path), validation_fraction=0.0),
-    )
-    train_sites(pool, cfg)
-    expected = oracle(without_mapping(cfg)).run(4)
-    tokens = []
-    data = open_samples(cfg).train
-    for number in range(cfg.sites.count):
-        assert_equals_oracle(cfg, number, tmp_path / f"site-{number}", expected, (4,))
-        read = data.batch_at([number + cfg.sites.count * i for i in range(4 * 4)])
-        tokens.append(int(read.is_token().sum()))
-        assert records(tmp_path / f"site-{number}")[-1]["tokens"] == tokens[-1]
-    assert len(set(tokens)) > 1, "the sites would have the same weights"
 
 
 def test_sites_compare_each_setting_of_a_table_by_its_path(tmp_path):
@@ -273,9 +151,6 @@ def test_linear_adamw_with_a_round_each_step_is_data_parallelism(pool, tmp_path)
     assert largest_error(sites, one) <= 1e-10
 
 
-CODED = STREAMING | {"precision": "int8", "residual": 0.9}
-
-
 @pytest.mark.parametrize(
     ("sites", "last", "mapping"),
     [
@@ -287,74 +162,9 @@ def test_sites_resume_bit_by_bit(pool, tmp_path, sites, last, mapping):
     check_resume(pool, tmp_path, recipe(tmp_path / "whole", 5, sites, **mapping), last)
 
 
-def check_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
-    """Stopped while a fragment is exchanged, or after it was applied, and resumed: the sites end with the same bits.
-
-    Ranks of a site that hold the same shard of a weight decode the same values, though their other weights differ.
-    """
-    whole = replace(whole, faults=replace(whole.faults, replica_check_every=1))
-    train_sites(pool, whole)
-    parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
-    with Server().running() as server:
-        jobs = [of_site(parts, n, server.port) for n in (0, 1)]
-        run_sites(pool, jobs, train_until, last)
-        state = read_meta(checkpoint(Path(jobs[0].run.dir), last)).state_of("sites")
-        # CODED has two fragments, one of them each second step.
-        assert state["rounds"] == last // 2
-        overlap = whole.sites.overlap
-        assert state.get("pending.due") == (last // 2 * 2 + overlap if last % 2 < overlap else None)
-        run_sites(pool, jobs, train)
-    for number in (0, 1):
-        sent = records(tmp_path / "whole" / f"site-{number}")[-1]["sites"]["sent_bytes"]
-        assert sent == planned_bytes(whole, -1, is_last=True)
-        paths = [checkpoint(tmp_path / run / f"site-{number}", 5) for run in ("whole", "parts")]
-        resumed = tensors(paths[1], "")
-        assert not [name for name, tensor in tensors(paths[0], "").items() if not torch.equal(tensor, resumed[name])]
-        folders = (tmp_path / run / f"site-{number}" for run in ("whole", "parts"))
-        whole_rounds, rounds = ({r["step"]: r["sites"] for r in records(path) if r["sites"]} for path in folders)
-        for step, metrics in rounds.items():
-            # What the checkpoint lacks of a round is left out.
-            for key in metrics.keys() & {"difference", "agreement", "router_distance"}:
-                assert metrics[key] == whole_rounds[step][key], (step, key)
-
-
 @pytest.mark.slow
 def test_sites_resume_under_another_mapping(pool, tmp_path):
     check_other_mapping(pool, tmp_path, recipe(tmp_path / "whole", 7, STREAMING))
-
-
-def check_other_mapping(pool, tmp_path: Path, whole: Config) -> None:
-    """Outer weights, momentum and a pending mean are logical tensors, cut as the weights of any mapping."""
-    train_sites(pool, whole)
-    parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
-    with Server().running() as server:
-        jobs = [of_site(parts, n, server.port) for n in (0, 1)]
-        run_sites(pool, jobs, train_until, 4)
-        mapping = ParallelConfig(world_size=4, pp=2, ep=2, zero=3)
-        run_sites(pool, [replace(job, parallel=mapping) for job in jobs], train)
-    for number in (0, 1):
-        one, other = (tensors(checkpoint(tmp_path / run / f"site-{number}", 7), "outer.") for run in ("whole", "parts"))
-        assert largest_error(other, one) <= TOLERANCE
-
-
-def train_and_fail(cfg: Config, at: int) -> str:
-    """Train; site 2 raises after step `at`, as a bug or a lost machine would end it."""
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    failing = [Failing(at)] if cfg.sites.number == 2 else []
-    try:
-        Trainer(cfg, groups, callbacks=failing).run(StopSignals())
-    except ArithmeticError:
-        return "lost"
-    return "done"
-
-
-class Failing(Callback):
-    def __init__(self, at: int) -> None:
-        self._at = at
-
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        if step.number == self._at:
-            raise ArithmeticError
 
 
 @pytest.mark.slow
@@ -456,39 +266,6 @@ def test_sites_with_other_numbers_of_rounds_are_refused(pool, tmp_path):
     assert f"{ROUNDS_SETTING}=[4, 0] must equal the value of site 0, [2, 0]" in answer.result()["refused"]
 
 
-def train_and_come_back(cfg: Config, go: Path, at: int) -> str:
-    """Train; site 2 fails after step `at`, and starts again once the others wait for that after step 6."""
-    if cfg.sites.number < 2:
-        groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-        Trainer(cfg, groups, callbacks=[Waiting(6, go, cfg.sites.number)]).run(StopSignals())
-        return "done"
-    assert train_and_fail(cfg, at) == "lost"
-    wait_for(go.with_name("site-0 waits"))
-    wait_for(go.with_name("site-1 waits"))
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    Trainer(cfg, groups).run(StopSignals())
-    return "back"
-
-
-def wait_for(file: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not file.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-class Waiting(Callback):
-    def __init__(self, at: int, go: Path, site: int) -> None:
-        self._at = at
-        self._go = go
-        self._site = site
-
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        if step.number == self._at:
-            self._go.with_name(f"site-{self._site} waits").touch()
-            wait_for(self._go)
-
-
 @pytest.mark.parametrize(
     ("sites", "mapping", "every"),
     [
@@ -506,39 +283,7 @@ def test_lost_site_comes_back_with_the_state_of_another(pool, tmp_path, sites, m
     check_return(pool, tmp_path, recipe(tmp_path, 10, sites | {"count": 3}, every=3, **mapping), every)
 
 
-def check_return(pool, tmp_path: Path, cfg: Config, every: int) -> None:
-    """The others take 2 steps between rounds; the lost site may take fewer."""
-    is_co2 = cfg.sites.overlap == 2
-    go = tmp_path / "go"
-    at = 3 if every == 2 else 1
-    with Server().running() as server:
-        jobs = [of_site(cfg, n, server.port) for n in range(3)]
-        if every == 1:
-            job = jobs[2]
-            jobs[2] = replace(
-                job,
-                run=replace(job.run, steps=5),
-                sites=replace(job.sites, every=1),
-                checkpoint=replace(job.checkpoint, every=1),
-            )
-        server.watch(lambda line: line.startswith("site 2 on ") and f"is here, at step {at}" in line, go)
-        ends = run_sites(pool, jobs, train_and_come_back, go, at)
-    assert [end[0] for end in ends] == ["done", "done", "back"]
-    rounds = [record["sites"] for record in records(tmp_path / "site-0") if record["sites"]]
-    assert [round_["members"] for round_ in rounds] == [3, 2, 2, 2, 3, *([3] if is_co2 else [])]
-    assert any("site 2 takes the state of site 0 after round 4" in line for line in server.log)
-    steps = [record["step"] for record in records(tmp_path / "site-2")]
-    taken = 4 * every + cfg.sites.overlap
-    last = jobs[2].run.steps
-    assert steps == [*range(1, at + 1), *range(taken + 1, last + 1)]
-    for number in (1, 2):
-        paths = [checkpoint(tmp_path / f"site-{n}", jobs[n].run.steps) for n in (0, number)]
-        assert differing_tensors(*paths, "model.") == []
-        assert differing_tensors(*paths, "outer.weights.") == differing_tensors(*paths, "outer.momentum.") == []
-    assert read_meta(checkpoint(tmp_path / "site-2", last)).state_of("sites")["rounds"] == (7 if is_co2 else 5)
-
-
-def test_the_log_says_for_what_a_site_waits():
+def test_the_log_names_the_reason_of_a_wait():
     assert describe_wait({"missing": [1]}, "host:1") == "waiting for site 1 at host:1"
     refused = {"missing": [1], "refused_sites": {"1": "run.seed=1 must equal the value of site 0, 0"}}
     assert describe_wait(refused, "host:1").endswith(

@@ -19,7 +19,7 @@ def guard(**faults: object) -> StepGuard:
 @pytest.mark.parametrize("name", list(CALM))
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("wish", ["stop", "skip", "rollback"])
-def test_what_is_not_finite_changes_nothing(name, value, wish):
+def test_numbers_that_are_not_finite_change_nothing(name, value, wish):
     verdict = guard(nonfinite=wish, spike="ignore").decide({**CALM, name: value})
     assert (verdict.action, verdict.reason, verdict.updates) == (wish, "nonfinite", False)
     assert f"the {name} is {value}" in verdict.description
@@ -54,7 +54,7 @@ def test_equal_losses_have_a_spread_of_a_hundredth_of_the_median():
         assert judge.decide({**CALM, "loss": value}).action == action
 
 
-def test_a_fall_is_no_spike_and_ordinary_noise_is_none():
+def test_a_fall_and_ordinary_noise_are_not_spikes():
     judge, draw = guard(spike_window=50), random.Random(0)
     falling = [5.0 * math.exp(-step / 100) + draw.gauss(0, 0.02) + 1.0 for step in range(500)]
     assert {
@@ -100,7 +100,7 @@ def test_rollbacks_are_bounded_over_the_whole_run():
     assert "faults.max_rollbacks" in verdict.description
 
 
-def test_a_restored_guard_decides_alike():
+def test_a_restored_guard_decides_the_same():
     draw = random.Random(1)
     first = guard(spike="skip", spike_factor=3.0)
     for _ in range(20):

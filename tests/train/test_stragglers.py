@@ -45,7 +45,7 @@ MAPPINGS = [
 
 
 @pytest.mark.parametrize("parallel", MAPPINGS)
-def test_the_slow_rank_alone_is_named(fresh_pool, tmp_path: Path, parallel):
+def test_only_the_slow_rank_is_named(fresh_pool, tmp_path: Path, parallel):
     cfg = tiny(faults={"straggler_factor": 1.5}, **parallel)
     cfg = replace(cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=20, device="cpu", dtype="float64"))
     fresh_pool.run(4, _train, cfg)

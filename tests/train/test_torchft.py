@@ -14,8 +14,8 @@ from moefold.verify.compare import oracle_batch, token_chunks
 from moefold.verify.distributed_run import open_samples
 from moefold.verify.oracle import Oracle
 from tests.models import edit_model
+from tests.train.site_jobs import recipe, train_sites
 from tests.train.site_results import TOLERANCE, checkpoint, largest_error, tensors
-from tests.train.test_sites import recipe, train_sites
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 
@@ -41,7 +41,7 @@ class AllReduce:
 
 
 class Manager:
-    """What torchft's DiLoCo needs of its manager, for replicas in one process whose rounds all succeed.
+    """The methods that torchft's DiLoCo needs of its manager, for replicas in one process whose rounds all succeed.
 
     Args:
         begun: the tensors of each mean, shared by all replicas.
@@ -81,7 +81,7 @@ class Manager:
 
 
 class InnerOptimizer(torch.optim.Optimizer):
-    """The steps of an oracle, to whose weights torchft adds its hooks."""
+    """The steps of an oracle; torchft adds its hooks to the weights."""
 
     def __init__(self, oracle: Oracle) -> None:
         super().__init__(list(oracle.weights.values()), {})
@@ -135,7 +135,7 @@ def test_streaming_rounds_equal_torchft(pool, tmp_path):
     cfg = recipe(tmp_path, LAST + OVERLAP, settings | {"lr": LR, "momentum": MOMENTUM}, every=LAST // 2)
     cfg = replace(
         cfg,
-        model=edit_model(cfg.model, {"layer_pattern": "D", "ffn.moe.router.expert_bias": False}),
+        model=edit_model(cfg.model, {"layers.ffn": "dense", "ffn.moe.router.expert_bias": False}),
         moe=replace(cfg.moe, bias_update_rate=0.0),
     )
     train_sites(pool, cfg)

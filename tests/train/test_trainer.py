@@ -1,11 +1,8 @@
 """The training run on forked ranks: resuming with other settings, evaluation, and the numbers it reports."""
 
-import json
 import os
 import signal
-from contextlib import redirect_stdout
 from dataclasses import replace
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,6 @@ from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.inspect import differing_tensors, stored_tensors
 from moefold.checkpoint.save_load import load_checkpoint
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.data.routing_trace import RoutingTrace
@@ -32,40 +27,10 @@ from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from tests.models import edit_model
 from tests.slow import slow
-from tests.verify.recipes import tiny
+from tests.train.tiny_runs import losses, printed_by_rank, recipe, records, train_rank
 from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
-
-
-def recipe(
-    run_dir: Path,
-    steps: int,
-    *,
-    dtype: Any = "float64",
-    every: int = 2,
-    train: dict[str, Any] | None = None,
-    **parallel: Any,
-) -> Config:
-    cfg = tiny(train={"lr_schedule": "constant", "micro_batch_size": 2} | (train or {}), **parallel)
-    return replace(
-        cfg,
-        run=RunConfig(dir=str(run_dir), seed=3, steps=steps, device="cpu", dtype=dtype),
-        checkpoint=CheckpointConfig(every=every, at_end=every > 0),
-    )
-
-
-def _train(cfg: Config) -> int:
-    groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
-    return Trainer(cfg, groups).run(StopSignals())
-
-
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [record["loss"] for record in records(run_dir)]
 
 
 def _loss_of_samples(cfg: Config, checkpoint: str, first_sample: int) -> float:
@@ -85,11 +50,11 @@ def _loss_of_samples(cfg: Config, checkpoint: str, first_sample: int) -> float:
 
 
 def test_a_resume_with_another_batch_goes_on_at_the_next_sample(pool, tmp_path):
-    pool.run(1, _train, recipe(tmp_path, 2))
+    pool.run(1, train_rank, recipe(tmp_path, 2))
     larger = recipe(tmp_path, 3, train={"global_batch_size": 8})
     saved = str(tmp_path / "checkpoints" / "step-000002")
     (expected,) = pool.run(1, _loss_of_samples, larger, saved, 2 * 4)
-    pool.run(2, _train, replace(larger, parallel=replace(larger.parallel, world_size=2)))
+    pool.run(2, train_rank, replace(larger, parallel=replace(larger.parallel, world_size=2)))
     last = records(tmp_path)[-1]
     assert last["loss"] == pytest.approx(expected, rel=1e-12)
     assert last["tokens"] == (2 * 4 + 8) * 16
@@ -97,19 +62,11 @@ def test_a_resume_with_another_batch_goes_on_at_the_next_sample(pool, tmp_path):
     assert elsewhere != pytest.approx(expected, rel=1e-3)
 
 
-def _train_loudly(cfg: Config) -> str:
-    """What the rank prints."""
-    printed = StringIO()
-    with redirect_stdout(printed):
-        _train(cfg)
-    return printed.getvalue()
-
-
 def test_a_resume_with_another_dp_is_noted_where_the_loss_depends_on_it(pool, tmp_path):
     def note(kind: str, world_size: int, steps: int) -> bool:
         cfg = recipe(tmp_path / kind, steps, world_size=world_size)
         cfg = replace(cfg, moe=replace(cfg.moe, aux_kind=kind))
-        return "depends on dp, which was 1 and is 2" in pool.run(world_size, _train_loudly, cfg)[0]
+        return "depends on dp, which was 1 and is 2" in pool.run(world_size, printed_by_rank, cfg)[0]
 
     assert [note("global_batch", *run) for run in ((1, 1), (1, 2), (2, 3))] == [False, False, True]
     assert [note("last_global_batch", *run) for run in ((1, 1), (2, 2))] == [False, False]
@@ -118,7 +75,7 @@ def test_a_resume_with_another_dp_is_noted_where_the_loss_depends_on_it(pool, tm
 def test_a_resume_with_another_batch_begins_its_trace_anew_and_says_so(pool, tmp_path):
     for steps, size, expected in ((2, 4, [1, 2]), (4, 4, [1, 2, 3, 4]), (6, 8, [5, 6])):
         cfg = recipe(tmp_path, steps, train={"global_batch_size": size})
-        (printed,) = pool.run(1, _train_loudly, replace(cfg, moe=replace(cfg.moe, trace_every=1)))
+        (printed,) = pool.run(1, printed_by_rank, replace(cfg, moe=replace(cfg.moe, trace_every=1)))
         assert ("removed 4 steps from routing/: of another batch" in printed) == (size == 8)
         trace = RoutingTrace(tmp_path, "run")
         assert trace.steps == expected
@@ -129,22 +86,22 @@ def test_a_resume_with_another_batch_begins_its_trace_anew_and_says_so(pool, tmp
     ("before", "after", "tolerance"), [("float32", "bfloat16", 0.02), *slow([("float64", "float32", 1e-5)])]
 )
 def test_a_resume_may_change_the_compute_type(pool, tmp_path, before, after, tolerance):
-    pool.run(1, _train, recipe(tmp_path / "changed", 2, dtype=before))
-    pool.run(2, _train, recipe(tmp_path / "changed", 4, dtype=after, world_size=2, ep=2))
-    pool.run(1, _train, recipe(tmp_path / "whole", 4, dtype=before))
+    pool.run(1, train_rank, recipe(tmp_path / "changed", 2, dtype=before))
+    pool.run(2, train_rank, recipe(tmp_path / "changed", 4, dtype=after, world_size=2, ep=2))
+    pool.run(1, train_rank, recipe(tmp_path / "whole", 4, dtype=before))
     assert losses(tmp_path / "changed") == pytest.approx(losses(tmp_path / "whole"), rel=tolerance)
     assert losses(tmp_path / "changed")[2:] != losses(tmp_path / "whole")[2:]
 
 
 def test_every_step_reports_its_own_peak_of_memory(pool, tmp_path):
-    pool.run(1, _train, recipe(tmp_path, 2))
+    pool.run(1, train_rank, recipe(tmp_path, 2))
     memory = [record["memory_gib"] for record in records(tmp_path)]
     # One process with torch in it has more than 100 MiB from the first step on.
     assert 0.1 < memory[0] <= memory[1]
 
 
 def test_evaluation_is_due_every_so_many_steps_and_after_the_last(pool, tmp_path):
-    pool.run(1, _train, recipe(tmp_path, 5, every=0, train={"eval_every": 2}))
+    pool.run(1, train_rank, recipe(tmp_path, 5, every=0, train={"eval_every": 2}))
     assert [record["step"] for record in records(tmp_path) if record["eval_loss"] is not None] == [2, 4, 5]
     assert not (tmp_path / "checkpoints").exists()
 
@@ -158,7 +115,7 @@ def test_evaluation_does_not_depend_on_batch_or_mapping(pool, tmp_path):
         # A rate so small that the step leaves the weights as they were.
         train = {"eval_every": 1, "eval_samples": 6, "micro_batch_size": 1, "global_batch_size": size, "lr": 1e-30}
         cfg = recipe(tmp_path / name, 1, every=0, train=train, **parallel)
-        pool.run(cfg.parallel.world_size, _train, cfg)
+        pool.run(cfg.parallel.world_size, train_rank, cfg)
         found.append(records(tmp_path / name)[0]["eval_loss"])
     assert found == pytest.approx([found[0]] * 3, rel=1e-9)
 
@@ -168,13 +125,13 @@ def test_an_evaluation_changes_no_step_after_it_under_pp(pool, tmp_path):
         recipe(tmp_path / name, 3, every=0, train={"eval_every": eval_every}, world_size=2, pp=2)
         for name, eval_every in (("with", 1), ("without", 0))
     ]
-    run_each(pool, 2, _train, *((cfg,) for cfg in cfgs))
+    run_each(pool, 2, train_rank, *((cfg,) for cfg in cfgs))
     found = [[(record["loss"], record["grad_norm"]) for record in records(Path(cfg.run.dir))] for cfg in cfgs]
     assert found[0] == found[1]
 
 
 def _train_and_stop(cfg: Config) -> int:
-    """Train with a signal that came to the first rank alone, before its first step ended."""
+    """Train with a signal that came only to the first rank, before its first step ended."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     trainer = Trainer(cfg, groups)
     stop = StopSignals()
@@ -216,7 +173,7 @@ def test_a_signal_within_an_evaluation_saves_and_stops_before_long(pool, tmp_pat
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
     assert [record["eval_loss"] for record in records(tmp_path / "run")] == [None, None]
     whole = replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "whole")))
-    run_each(pool, 2, _train, (cfg,), (whole,))
+    run_each(pool, 2, train_rank, (cfg,), (whole,))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
 
@@ -235,10 +192,10 @@ def test_an_evaluation_of_the_last_step_that_a_signal_cut_off_is_made_up_for(poo
     assert evaluations(tmp_path / "run") == [None]
     assert pool.run(2, _resume_and_stop, cfgs[0]) == [143, 143]
     assert evaluations(tmp_path / "run") == [None]
-    assert run_each(pool, 2, _train, (cfgs[0],), (cfgs[1],)) == [[0, 0], [0, 0]]
+    assert run_each(pool, 2, train_rank, (cfgs[0],), (cfgs[1],)) == [[0, 0], [0, 0]]
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole") != [None]
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert pool.run(2, _train, cfgs[0]) == [0, 0]
+    assert pool.run(2, train_rank, cfgs[0]) == [0, 0]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
@@ -259,8 +216,8 @@ def _resume_and_stop(cfg: Config) -> int:
 
 def test_a_dense_model_has_no_expert_load(pool, tmp_path):
     cfg = recipe(tmp_path, 1, every=0)
-    dense = replace(cfg, model=edit_model(cfg.model, {"layer_pattern": "D"}))
-    pool.run(1, _train, dense)
+    dense = replace(cfg, model=edit_model(cfg.model, {"layers.ffn": "dense"}))
+    pool.run(1, train_rank, dense)
     (record,) = records(tmp_path)
     assert (record["expert_load"], record["aux_loss"], record["dropped_fraction"]) == ([], 0.0, 0.0)
 
@@ -273,7 +230,7 @@ def test_a_resume_between_two_resets_of_the_moments_gives_the_same_bits(pool, tm
         recipe(tmp_path / name, steps, train=train, world_size=2, ep=2)
         for name, steps in (("whole", 7), ("parts", 4), ("parts", 7))
     )
-    run_each(pool, 2, _train, (whole,), (first,), (second,))
+    run_each(pool, 2, train_rank, (whole,), (first,), (second,))
     last = [tmp_path / name / "checkpoints" / "step-000007" for name in ("whole", "parts")]
     assert differing_tensors(*last) == []
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
@@ -281,7 +238,7 @@ def test_a_resume_between_two_resets_of_the_moments_gives_the_same_bits(pool, tm
 
 
 def test_a_reset_zeroes_the_moments_after_its_step_and_no_other(pool, tmp_path):
-    pool.run(2, _train, recipe(tmp_path, 4, every=1, train={"reset_moments_every": 2}, world_size=2, zero=3))
+    pool.run(2, train_rank, recipe(tmp_path, 4, every=1, train={"reset_moments_every": 2}, world_size=2, zero=3))
     saved = [tmp_path / "checkpoints" / f"step-{step:06d}" for step in (1, 2, 3, 4)]
     moments = {tensor.name for tensor in stored_tensors(saved[0]) if tensor.name.startswith("optimizer.")}
     assert differing_tensors(saved[1], saved[3], "optimizer.") == []
@@ -294,7 +251,7 @@ def test_the_checkpoint_with_the_lowest_held_out_loss_stays(pool, tmp_path):
     cfg = recipe(tmp_path, 10, dtype="float32", train={"eval_every": 2, "lr": 0.3})
     train = replace(cfg.train, lr_schedule="linear", warmup_steps=10)
     cfg = replace(cfg, train=train, checkpoint=replace(cfg.checkpoint, keep=1, keep_best=True))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_rank, cfg)
     evaluated = {r["step"]: r["eval_loss"] for r in records(tmp_path) if r["eval_loss"] is not None}
     best = min(evaluated, key=evaluated.__getitem__)
     assert best != 10

@@ -19,7 +19,7 @@ from moefold.inference.vllm_server import VllmError, VllmServer, generate_body, 
 from moefold.train.start import check_vllm
 from moefold.validate.config import check_config
 from tests.slow import slow
-from tests.train.test_rollout_loader import _train, recipe, records, under
+from tests.train.policy_runs import recipe, records, train_policy, under
 from tests.train.vllm_stand_in import StandIn, stand_in
 
 pytestmark = pytest.mark.parity
@@ -31,7 +31,7 @@ def served(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     cfg = recipe(folder, 1)
     cfg = replace(cfg, run=replace(cfg.run, seed=8), checkpoint=CheckpointConfig(every=1))
-    pool.run(1, _train, cfg)
+    pool.run(1, train_policy, cfg)
     export_folder(Path(cfg.run.dir), folder / "hf", World(), ExportOptions(), on_bytes=lambda _: None)
     return folder / "hf"
 
@@ -65,7 +65,7 @@ def test_the_server_samples_with_the_weights_of_each_step(pool, tmp_path, served
     """In float64 its log-probabilities equal the trainer's, also for rollouts after an optimizer step."""
     with stand_in(recipe(tmp_path, 2), served) as server:
         cfg = under(by_vllm(recipe(tmp_path, 2), server), tmp_path / "run", **mapping)
-        pool.run(mapping["world_size"], _train, cfg)
+        pool.run(mapping["world_size"], train_policy, cfg)
         assert server.calls.count("/collective_rpc") == 2
         assert server.calls.count("/inference/v1/generate") == 2 * cfg.train.global_batch_size
     found = records(cfg)
@@ -93,7 +93,7 @@ def test_another_law_than_in_training_ends_the_run_before_the_update(pool, tmp_p
         with pytest.raises(
             Exception, match=f"step {step}: the log-probabilities of sampler and training differ"
         ) as error:
-            pool.run(2, _train, cfg)
+            pool.run(2, train_policy, cfg)
         assert server.calls.count("/collective_rpc") == step
     text = str(error.value)
     for part in ("rl.mismatch_limit allows 1e-06", "stale weights", "another dtype", "RoPE, length, vocabulary"):
@@ -112,7 +112,7 @@ def test_a_higher_limit_trains_on(pool, tmp_path, served):
     with stand_in(recipe(tmp_path, 1), served) as server:
         server.shift = 1.0
         cfg = under(by_vllm(recipe(tmp_path, 1, mismatch_limit=2.0), server), tmp_path / "run")
-        pool.run(1, _train, cfg)
+        pool.run(1, train_policy, cfg)
     assert records(cfg)[0]["rl"]["mismatch_mean"] == pytest.approx(1)
 
 
@@ -121,7 +121,7 @@ def test_a_server_that_fails_ends_the_run_on_all_ranks(pool, tmp_path, served):
         server.answers["/inference/v1/generate"] = 503
         cfg = under(by_vllm(recipe(tmp_path, 1), server), tmp_path / "run", world_size=2)
         with pytest.raises(Exception, match="HTTP 503.*see the server's log"):
-            pool.run(2, _train, cfg)
+            pool.run(2, train_policy, cfg)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_written_ends_the_run(pool, tmp_path, served):
     with stand_in(recipe(tmp_path, 1), folder) as server:
         cfg = under(by_vllm(recipe(tmp_path, 1), server), tmp_path / "run", world_size=2)
         with pytest.raises(Exception, match="rollout_weights' cannot be written: File exists"):
-            pool.run(2, _train, cfg)
+            pool.run(2, train_policy, cfg)
 
 
 REQUEST = Request(prompt=(1, 2), max_tokens=3, eos_ids=frozenset({0}), prompt_number=5, sample_number=1)

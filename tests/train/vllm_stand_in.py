@@ -1,6 +1,6 @@
 """A server with the interface of vLLM 0.32.0 and 0.33.0 that rollouts use; it computes with moefold's own engine.
 
-It refuses what vLLM's own request schemas refuse: the names below are from `GenerateRequest` and `SamplingParams`.
+It refuses the same requests as vLLM's own schemas: the names below are from `GenerateRequest` and `SamplingParams`.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""CUDA graphs are refused where what they capture would change, communicate, or not be kept."""
+"""CUDA graphs are refused where their code would change, communicate, or not be kept."""
 
 import pytest
 

@@ -106,7 +106,7 @@ def test_each_obstacle_is_refused_by_name_and_accepted_under_auto(sections, reas
     ],
     ids=str,
 )
-def test_dispatch_without_duplicates_refuses_what_it_cannot_run(sections, message):
+def test_dispatch_without_duplicates_refuses_unsupported_settings(sections, message):
     check_config(_recipe("dedup_alltoall"))
     with pytest.raises(ConfigError) as caught:
         check_config(_recipe("dedup_alltoall", **sections))
@@ -136,7 +136,7 @@ def test_a_package_that_is_there_is_found_without_importing_it(tmp_path, monkeyp
     check_dispatch_package(cfg.model, cfg.parallel)
 
 
-def test_a_device_that_is_no_gpu_is_refused():
+def test_a_device_that_is_not_a_gpu_is_refused():
     cfg = _recipe()
     check_dispatch_device(cfg.model, cfg.parallel, "cuda")
     recipe = _recipe("auto")

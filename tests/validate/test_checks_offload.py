@@ -10,7 +10,7 @@ from moefold.validate.memory import check_offload_device
 
 @pytest.mark.parametrize("part", COMMON_PARTS)
 @pytest.mark.parametrize("again", [False, True])
-def test_every_part_may_stand_alone_and_be_made_again(part, again):
+def test_every_part_may_stand_by_itself_and_be_recomputed(part, again):
     words = ["model.layers=2 x (dense, moe)", "model.ffn.moe.shared.intermediate_size=8", f'train.offload=["{part}"]']
     check_config(load_config(None, words + [f'train.recompute=["{part}"]'] * again))
 

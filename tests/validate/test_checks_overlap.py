@@ -22,7 +22,7 @@ SEVERAL = {"global_batch_size": 8}
         ({"dispatcher": "deepep"}, SEVERAL, "deepep' cannot run"),
     ],
 )
-def test_what_cannot_be_hidden_is_refused(parallel, train, text):
+def test_an_overlap_that_cannot_be_hidden_is_refused(parallel, train, text):
     with pytest.raises(ConfigError) as refused:
         tiny(train=train, **SOUND | parallel)
     assert text in str(refused.value)
@@ -43,13 +43,13 @@ def test_products_of_few_bits_are_not_taken_in_parts():
         {"dispatcher": "allgather", "pp": 1},
     ],
 )
-def test_what_can_be_is_taken(parallel):
+def test_an_overlap_that_can_be_hidden_is_accepted(parallel):
     tiny(train={"global_batch_size": 16, "offload": ("layer",)}, **SOUND | parallel)
 
 
 def test_a_model_without_experts_has_nothing_to_hide():
     with pytest.raises(ConfigError, match=r"no layer of model.layers is 'moe'; name 'moe' in model.layers"):
-        tiny(model={"layer_pattern": "D"}, train=SEVERAL, **SOUND | {"ep": 1})
+        tiny(model={"layers.ffn": "dense"}, train=SEVERAL, **SOUND | {"ep": 1})
 
 
 def test_auto_does_not_take_a_dispatcher_that_waits():

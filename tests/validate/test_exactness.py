@@ -10,7 +10,7 @@ from moefold.ops.cpu import attention
 from moefold.recipe import load_config
 from moefold.validate.exactness import MAX_EXACT_HEAD_DIM, MAX_EXACT_SEQ_LEN, inexact_settings
 from tests.inference.example import KINDS
-from tests.model.test_against_transformers import SIZES
+from tests.model.transformers_families import SIZES
 from tests.models import config_of
 
 
@@ -59,7 +59,7 @@ INEXACT: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"parallel": {"world_size": 4, "etp": 4}}, "parallel.etp=4"),
     ({"parallel": {"world_size": 2, "tp": 2}, "rl": {"group_size": 4}, "rollout": {"tp": 1}}, "rollout.tp=1"),
     ({"parallel": {"world_size": 2, "cp": 2}}, "parallel.cp=2"),
-    ({"model": {**SIZES, "attention_pattern": "C", "attention_chunk_size": 96}}, "model.attention_chunk_size=96"),
+    ({"model": {**SIZES, "layers.attention": "chunk", "attention_chunk_size": 96}}, "model.attention_chunk_size=96"),
     ({"parallel": {"world_size": 2, "ep": 2, "dispatcher": "allgather"}}, "parallel.dispatcher='allgather'"),
     ({"parallel": {"world_size": 2, "ep": 2, "dispatcher": "dedup_alltoall"}}, "parallel.dispatcher='dedup_alltoall'"),
     ({"moe": {"dispatch_precision": "fp8-blockwise"}}, "moe.dispatch_precision='fp8-blockwise'"),
@@ -77,7 +77,7 @@ INEXACT: list[tuple[dict[str, dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("sections", "line"), INEXACT, ids=[line for _, line in INEXACT])
-def test_an_inexact_setting_is_named_alone(sections, line):
+def test_only_the_inexact_setting_is_named(sections, line):
     (found,) = inexact_settings(recipe(sections), "cpu")
     assert found.startswith(f"{line}: ")
 

@@ -1,4 +1,4 @@
-"""What a step needs at the least, and what is said where a machine has less."""
+"""The least memory that a step needs, and the message where a machine has less."""
 
 import re
 from dataclasses import replace
@@ -73,7 +73,7 @@ def lack(cfg: Config, size_gib: float, device_type: str = "cpu", each: Available
     ],
     ids=str,
 )
-def test_the_least_is_at_most_what_the_formulas_say(words, device_type):
+def test_the_least_is_at_most_the_value_of_the_formulas(words, device_type):
     cfg = recipe(*words, name="quickstart")
     whole = compute_rank_memory(cfg, kernels=KERNEL_PROFILES[device_type])
     for need, memory in zip(min_training_memory(cfg, device_type), whole, strict=True):
@@ -82,7 +82,7 @@ def test_the_least_is_at_most_what_the_formulas_say(words, device_type):
         assert sum(need[part] for part in ("weights", "gradients", "optimizer", "buffers")) == states
 
 
-def test_a_step_of_very_many_passes_counts_states_alone():
+def test_a_step_of_very_many_passes_counts_only_states():
     cfg = recipe("model.layers=1024", "parallel.pp=256", "parallel.world_size=256", "train.global_batch_size=65536")
     cfg = replace(cfg, train=replace(cfg.train, micro_batch_size=1))
     before_s = processor_s()
@@ -93,7 +93,7 @@ def test_a_step_of_very_many_passes_counts_states_alone():
 
 
 def test_snapshots_of_peers_are_in_the_memory_of_a_cpu():
-    """Of ZeRO 1: two times the state of the rank and of its peer. Of ZeRO 0, experts with one owner alone are sent."""
+    """ZeRO 1 sends two times the state of the rank and of its peer; ZeRO 0 only experts with one owner."""
     words = (
         "parallel.world_size=4",
         "parallel.pp=1",
@@ -145,7 +145,7 @@ def test_the_message_has_the_parts_the_ways_out_and_the_least():
     assert "at least 9 GPUs of this size" in lack(recipe(*BIG), 80, "cuda")
 
 
-def test_what_would_fit_is_tried_before_it_is_named():
+def test_a_setting_that_would_fit_is_tried_before_it_is_named():
     cfg = recipe("train.micro_batch_size=16", "train.seq_len=4096")
     one = replace(cfg, train=replace(cfg.train, micro_batch_size=1))
     again = replace(one, train=replace(one.train, recompute=("layer",)))
@@ -161,7 +161,7 @@ DEVICES = ("cpu", "cuda")
 RL = ("data.kind=task", "rl.group_size=4", "train.global_batch_size=16", "train.eval_every=0", "rollout.slots=16")
 
 
-def test_the_cache_of_rollouts_is_counted_up_to_what_a_round_needs():
+def test_the_cache_of_rollouts_is_counted_up_to_the_need_of_a_round():
     cfg = recipe(*RL, "rollout.max_tokens=64")
     full = cache_sizes(cfg, "cpu").kv_bytes(16 * 64)
     assert min_rollout_cache_bytes(cfg) == full
@@ -195,7 +195,7 @@ def test_draws_of_large_vocabularies_are_counted_where_tokens_are_drawn():
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(device_type):
+def test_a_cache_that_does_not_fit_is_refused_with_a_size_that_does(device_type):
     cfg = recipe(*RL, "rollout.max_tokens=100000", "rollout.cache_gib=50")
     cache = min_rollout_cache_bytes(cfg)
     step = min_training_memory(replace(cfg, rollout=replace(cfg.rollout, cache_gib=0.01)), device_type)[0].total()

@@ -4,7 +4,9 @@ from moefold.config.model import has_dense_layers, has_moe_layers
 from tests.models import model_of
 
 
-@pytest.mark.parametrize(("pattern", "moe", "dense"), [("M", True, False), ("D", False, True), ("DM3", True, True)])
-def test_kinds_of_layers_of_a_pattern(pattern, moe, dense):
-    model = model_of({"layer_pattern": pattern})
+@pytest.mark.parametrize(
+    ("words", "moe", "dense"), [("moe", True, False), ("dense", False, True), ("dense, 3 moe", True, True)]
+)
+def test_kinds_of_layers_of_words(words, moe, dense):
+    model = model_of({"layers.ffn": words})
     assert (has_moe_layers(model), has_dense_layers(model)) == (moe, dense)

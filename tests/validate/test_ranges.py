@@ -72,7 +72,7 @@ PROBES = {
     str: ("", "a", "a/b\nc", "x" * 129),
     tuple: ((), ("",), ("x" * 65,)),
 }
-"""Values of which each range refuses at least one, by their type; there is no value of each key here to keep up."""
+"""Values by their type; each range refuses at least one of them. So there is no list of keys here to keep up."""
 
 
 def _of_tables() -> list[tuple[str, Bound, Part | Table]]:
@@ -98,7 +98,7 @@ def _with(name: str, table: Part | Table | None, value: object) -> Config:
 
 
 @pytest.mark.parametrize(("name", "bound", "part"), RANGED, ids=IDS)
-def test_a_range_is_what_its_rule_says(name, bound, part):
+def test_a_range_equals_its_rule(name, bound, part):
     default = getattr(part, name.rpartition(".")[2]) if part else read_key(Config(), name)
     assert bound.is_legal(default)
     outside, inside = _values(bound.rule) or ([], [])

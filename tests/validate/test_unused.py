@@ -15,6 +15,7 @@ from moefold.errors import ConfigError
 from moefold.recipe import load_config
 from moefold.validate.unused import UNUSED_KEY_RULES, check_unused_keys, is_within
 from moefold.validate.unused_rule import _holds, why_unread
+from tests.validate.idle_keys import check_read
 
 RL = ["data.kind=task", "rl.group_size=4"]
 VLLM = [*RL, "rollout.engine=vllm"]
@@ -32,7 +33,7 @@ UNSAVED = ["checkpoint.every=0", "checkpoint.at_end=false"]
 CONDITIONS = read_conditions(tuple((path, owner) for path, mark in tables().items() for owner in owners_of(mark)))
 """Conditions of the keys of all kinds."""
 
-# One setting for each idle key, with what would give it an effect.
+# One setting for each idle key, with a setting that would give it an effect.
 SPARSE_MIXER = ["model.ffn.moe.router.softmax=sparsemixer"]
 LONGROPE = [
     "model.rope.scaling=longrope",
@@ -204,19 +205,6 @@ CASES = [
 ]
 
 
-def check_read(word: str, idle: list[str], active: list[str]) -> None:
-    """Check that a setting is refused after some words, with the way out, and accepted after others."""
-    with pytest.raises(ConfigError) as error:
-        load_config(None, [*idle, word])
-    key = word.split("=")[0]
-    assert str(error.value).startswith(f"{key}=")
-    assert " has no effect: " in str(error.value)
-    assert str(error.value).endswith(f"or leave {key.partition('.')[2]} out")
-    assert "leave it out" not in str(error.value)
-    assert "leave them out" not in str(error.value)
-    load_config(None, [*active, word])
-
-
 @pytest.mark.parametrize(("word", "idle", "active"), CASES, ids=[word for word, _, _ in CASES])
 def test_a_setting_without_effect_is_refused_and_one_with_effect_accepted(word, idle, active):
     check_read(word, idle, active)
@@ -258,7 +246,7 @@ def test_every_idle_key_has_a_case():
 
 
 def _with_values(wanted: dict[str, bool]) -> Config:
-    """Return a recipe in which each of some conditions is met or not."""
+    """Return a recipe that meets or breaks each of some conditions."""
     cfg = Config()
     for name in dict.fromkeys(condition.partition("=")[0].removesuffix("!") for condition in wanted):
         section, key = name.split(".", 1)
@@ -284,7 +272,7 @@ MARKED = [(name, number) for name, marks in CONDITIONS.items() for number in ran
 
 @pytest.mark.parametrize(("name", "number"), MARKED)
 def test_a_key_is_unread_unless_each_of_its_marks_holds(name, number):
-    """No row for a key: what `ReadIf` says is asked of the rule, with each mark in turn not met."""
+    """No row for a key: the rule is asked about each condition of `ReadIf`, with each mark not met once."""
     marks = CONDITIONS[name]
     assert why_unread(_with_values({mark.conditions.split()[0]: True for mark in marks}), marks) is None
     mark = marks[number]
@@ -329,7 +317,7 @@ def test_a_condition_on_a_section_is_one_on_its_other_keys():
         load_config(None, ["lora.alpha=8"])
 
 
-def test_the_message_says_why_and_what_to_do():
+def test_the_message_says_the_reason_and_the_way_out():
     with pytest.raises(ConfigError) as error:
         load_config(None, ["moe.drop_policy=position"])
     assert str(error.value) == (
@@ -350,7 +338,7 @@ def test_a_default_that_is_spelled_out_asks_for_nothing():
     load_config(None, ["moe.drop_policy=probs", "moe.drop_scope=full_sequence", "train.eval_samples=16"])
 
 
-def test_what_a_preset_brings_along_is_not_asked_for():
+def test_keys_of_a_preset_are_not_asked_for():
     assert load_config(None, ["model.preset=quickstart"]).model.ffn.dense.intermediate_size == 512
 
 

@@ -1,4 +1,4 @@
-"""Cases of the parity tests: recipes of the features, of which few run in `make test` and all in `make parity`."""
+"""Cases of the parity tests: recipes of the features; few run in `make test` and all in `make parity`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ BATCH_8 = {"global_batch_size": 8}
 BATCH_16 = {"global_batch_size": 16}
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "edp")
 PIPELINE_AXES = ({"tp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 2, "etp": 2}, {"cp": 2, "ep": 2})
-"""What the ranks of a pipeline stage share."""
+"""Options that the ranks of a pipeline stage share."""
 SPLIT_SCHEDULES = (("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2), ("dualpipev", 2))
 """Schedules that split the backward pass, with their virtual stages."""
 
@@ -34,7 +34,7 @@ class Case:
     steps: int = 2
 
     def config(self, folder: Path) -> Config:
-        """Return the recipe; its schedule file and what it offloads to disk lie in the folder.
+        """Return the recipe; its schedule file and its offloads to disk lie in the folder.
 
         In a case, `schedule_csv` holds the rank of each stage instead of a path.
         """

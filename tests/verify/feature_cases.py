@@ -24,7 +24,7 @@ MLA = {
     "attention.qk_rope_head_dim": 2,
     "attention.v_head_dim": 4,
 }
-DOCUMENT_MODELS = ({"mtp_layers": 2}, MLA, MLA | {"attention_pattern": "WF", "sliding_window": 5})
+DOCUMENT_MODELS = ({"mtp_layers": 2}, MLA, MLA | {"layers.attention": "window, full", "sliding_window": 5})
 DOCUMENT_MAPPINGS = (
     {"world_size": 2, "tp": 2},
     {"world_size": 2, "cp": 2},
@@ -59,7 +59,7 @@ GPT_OSS_MODEL = {
     "attention.qkv_bias": True,
     "attention.output_bias": True,
     "attention.sinks": True,
-    "attention_pattern": "WF",
+    "layers.attention": "window, full",
     "sliding_window": 5,
     "ffn.moe.bias": True,
     "ffn.moe.activation": "clamped_swiglu",
@@ -142,7 +142,7 @@ V2 = {
     "ffn.moe.router.top_groups": 2,
     "ffn.moe.router.scaling_factor": 2.0,
     "ffn.moe.shared.intermediate_size": 16,
-    "layer_pattern": "DM",
+    "layers.ffn": "dense, moe",
     "rope.scaling": "yarn",
     "rope.scaling.factor": 6.0,
     "rope.scaling.original_seq_len": 12,
@@ -158,7 +158,7 @@ V3 = {key: value for key, value in V2.items() if key != "ffn.moe.router.softmax"
     "attention.v_head_dim": 8,
     "ffn.moe.router": "sigmoid",
     "ffn.moe.router.expert_bias": True,
-    "layer_pattern": "M",
+    "layers.ffn": "moe",
 }
 OLMOE = {"attention.qk_norm": {}, "attention.qk_norm.over": "all_heads", "ffn.moe.router.softmax": "pre"}
 LATENT_AXES = (
@@ -184,17 +184,17 @@ def _with(model: Settings, mappings: tuple[Settings, ...], moe: Settings | None 
 
 TP4 = _with(OLMOE, ({"world_size": 4, "tp": 4, "ep": 2},))
 
-# What single families have: an output gate, norms of outputs, layers without RoPE, norms after it, multipliers.
+# Options of single families: an output gate, norms of outputs, layers without RoPE, norms after it, multipliers.
 
 GATED = {
     "attention.gate": {},
     "residual": "both",
-    "rope_pattern": "RN",
-    "attention_pattern": "WF",
+    "layers.position": "rope, nope",
+    "layers.attention": "window, full",
     "sliding_window": 5,
     "attention.qk_norm": {},
     "embedding_multiplier": 1.7,
-    "layer_pattern": "DM",
+    "layers.ffn": "dense, moe",
     "ffn.moe.shared.intermediate_size": 16,
     "ffn.moe.router": "sigmoid",
     "ffn.moe.router.expert_bias": True,
@@ -220,7 +220,7 @@ FAMILY_OPTIONS_WIDE = [
     *_with(GATED, ({"world_size": 4, "pp": 2, "cp": 2, "ep": 2, "zero": 3}, *LATENT_AXES[1:], *LATENT_FOLDED)),
     *_with(SCALED, ({"world_size": 4, "tp": 2, "cp": 2, "etp": 2}, *LATENT_AXES, *LATENT_FOLDED)),
     *_with(SCALED | {"tie_embeddings": True}, LATENT_FOLDED),
-    *_with(LATENT | {"rope_pattern": "RN", "residual": "both"}, LATENT_AXES),
+    *_with(LATENT | {"layers.position": "rope, nope", "residual": "both"}, LATENT_AXES),
 ]
 
 # Latent experts.
@@ -249,7 +249,7 @@ LATENT_EXPERTS_BIAS = LATENT_EXPERTS | {"ffn.moe.bias": True, "mtp_layers": 1}
 # Multi-token prediction.
 
 MTP_ONE = {"mtp_layers": 1}
-MTP_DENSE = {"mtp_layers": 2, "layer_pattern": "MD", "tie_embeddings": True}
+MTP_DENSE = {"mtp_layers": 2, "layers.ffn": "moe, dense", "tie_embeddings": True}
 MTP_LATENT = LATENT | {
     "attention.v_head_dim": 6,
     "mtp_layers": 2,
@@ -307,7 +307,7 @@ UNEVEN_VOCAB = [
     },
     {"model": {"vocab_size": 34, "tie_embeddings": True}, "world_size": 4, "tp": 4, "etp": 2, "overlap_tp": True},
     {
-        "model": {"vocab_size": 32, "attention.num_heads": 6, "attention.num_kv_heads": 3, "layer_pattern": "M"},
+        "model": {"vocab_size": 32, "attention.num_heads": 6, "attention.num_kv_heads": 3, "layers.ffn": "moe"},
         "train": {"seq_len": 24, "global_batch_size": 6},
         "world_size": 6,
         "tp": 3,
@@ -335,7 +335,7 @@ MOMENTS_RESET = [
 ]
 
 MUON = {"optimizer": "muon", "global_batch_size": 4}
-MUON_MODEL = SHARED | {"layer_pattern": "DM"}
+MUON_MODEL = SHARED | {"layers.ffn": "dense, moe"}
 MUON_MAPPED = [
     {"model": MUON_MODEL, "train": MUON, **mapping}
     for mapping in (
@@ -421,7 +421,7 @@ DEDUP = [
 # Communication of tensor parallelism overlapped with its products.
 
 DENSE = {
-    "layer_pattern": "DM",
+    "layers.ffn": "dense, moe",
     "ffn.moe.shared.intermediate_size": 16,
     "attention.qkv_bias": True,
     "attention.output_bias": True,
@@ -442,10 +442,10 @@ OVERLAP_TP = [
 
 # Recomputation under schedules that split the backward pass.
 
-RECOMPUTE_MODEL = SHARED | {"layer_pattern": "DM", "ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"}
+RECOMPUTE_MODEL = SHARED | {"layers.ffn": "dense, moe", "ffn.moe.router.expert_bias": True, "ffn.moe.router": "sigmoid"}
 RECOMPUTE_SPLIT = [
     {
-        "model": RECOMPUTE_MODEL | LATENT | {"num_layers": 4},
+        "model": RECOMPUTE_MODEL | LATENT | {"layers": 4},
         "train": TWO_SAMPLES | {"recompute": parts},
         "pp": 2,
         **mapping,
@@ -478,7 +478,7 @@ SCHEDULES = (
     ("csv", 2),
 )
 """Each with its virtual stages."""
-SAVING_MODELS = (SHARED, TIED, {"layer_pattern": "DM"}, LATENT | {"mtp_layers": 1})
+SAVING_MODELS = (SHARED, TIED, {"layers.ffn": "dense, moe"}, LATENT | {"mtp_layers": 1})
 RECOMPUTED = (("norms", "core_attention", "expert_activation"), ("moe", "norms"), ("layer",), ("core_attention", "moe"))
 OFFLOADED = (("layer",), ("moe", "core_attention"), ("norms", "expert_activation"))
 MEMORY_STRATEGIES: dict[str, Callable[[int], Settings]] = {
@@ -495,7 +495,7 @@ MEMORY_STRATEGIES: dict[str, Callable[[int], Settings]] = {
 def _memory_case(strategy: str, number: int, mapping: Settings) -> Case:
     model = SAVING_MODELS[number % 4]
     if "mtp_layers" not in model:
-        model = model | {"num_layers": mapping["pp"] * mapping["virtual_stages"]}
+        model = model | {"layers": mapping["pp"] * mapping["virtual_stages"]}
     if mapping["schedule"] == "csv":
         mapping = mapping | {"schedule_csv": tuple(range(mapping["pp"])) * 2}
     # The zero-bubble schedule runs in `make test` with the strategies that contain the others.

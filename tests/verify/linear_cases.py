@@ -3,14 +3,14 @@
 from tests.verify.cases import Case, Settings, cases, few
 
 HYBRID = {
-    "attention_pattern": "LF",
+    "layers.attention": "linear, full",
     "linear_attention.num_key_heads": 4,
     "linear_attention.num_value_heads": 8,
     "linear_attention.key_head_dim": 3,
     "linear_attention.value_head_dim": 5,
     "linear_attention.conv_kernel": 3,
 }
-"""Four layers of which two are linear, so that each of two pipeline stages has both kinds."""
+"""Four layers, two of them linear, so that each of two pipeline stages has both kinds."""
 QWEN3_NEXT = {
     "attention.gate": {},
     "norm.zero_centered": True,
@@ -53,23 +53,23 @@ def _hybrid(
 PACKED = [
     _hybrid(mapping, {"vocab_size": 8, **model}, TWO_SAMPLES | train, data=DOCUMENTS)
     for mapping, model, train in (
-        ({"world_size": 2, "cp": 2}, QWEN3_NEXT | {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
+        ({"world_size": 2, "cp": 2}, QWEN3_NEXT | {"mtp_layers": 1, "layers.attention": "full, linear"}, {}),
         ({"world_size": 2, "cp": 2}, {}, {}),
         ({"world_size": 1}, {}, {}),
         ({"world_size": 4, "cp": 4, "context": "ulysses"}, {}, {}),
-        ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
-        ({"world_size": 4, "pp": 2, "cp": 2}, {"attention_pattern": "L", "layer_pattern": "DM"}, {}),
+        ({"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {"mtp_layers": 1, "layers.attention": "full, linear"}, {}),
+        ({"world_size": 4, "pp": 2, "cp": 2}, {"layers.attention": "linear", "layers.ffn": "dense, moe"}, {}),
         ({"world_size": 2, "cp": 2, "zero": 3}, {}, {"recompute": ("layer",)}),
         ({"world_size": 2, "tp": 2}, {}, {"recompute": ("norms", "core_attention", "moe")}),
         ({"world_size": 2, "tp": 2}, QWEN3_NEXT, {}),
         ({"world_size": 4, "cp": 2, "pp": 2, "zero": 3}, QWEN3_NEXT | {"mtp_layers": 1}, {}),
-        ({"world_size": 2, "pp": 2}, {"attention_pattern": "FL", "num_layers": 3}, {}),
+        ({"world_size": 2, "pp": 2}, {"layers.attention": "full, linear", "layers": 3}, {}),
     )
 ]
 KDA = [
     _hybrid(
         mapping,
-        {"linear_attention": "kda", "attention_pattern": "L", "vocab_size": 8},
+        {"linear_attention": "kda", "layers.attention": "linear", "vocab_size": 8},
         TWO_SAMPLES | train,
         data=DOCUMENTS,
     )
@@ -107,19 +107,19 @@ KIND_AXES: tuple[tuple[str, Settings, Settings, Settings], ...] = (
     ("convolution", {"world_size": 4, "cp": 2, "pp": 2}, {}, {}),
     ("bounded", {"world_size": 2, "tp": 2}, {}, {}),
     ("bounded", {"world_size": 4, "tp": 2, "cp": 2}, {}, {}),
-    ("gla", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {"attention_pattern": "L"}, {}),
+    ("gla", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {"layers.attention": "linear"}, {}),
     ("gla", {"world_size": 4, "cp": 4, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
     ("gla", {"world_size": 4, "cp": 4, "context": "allgather"}, {}, {}),
     ("gla", {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
-    ("gla", {"world_size": 4, "tp": 4, "etp": 2}, {"attention_pattern": "L"}, {"optimizer": "muon"}),
-    ("gla", {"world_size": 2, "ep": 2, "zero": 2}, {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
-    ("convolution", {"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {"attention_pattern": "L"}, {}),
-    ("convolution", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {"attention_pattern": "L"}, {}),
+    ("gla", {"world_size": 4, "tp": 4, "etp": 2}, {"layers.attention": "linear"}, {"optimizer": "muon"}),
+    ("gla", {"world_size": 2, "ep": 2, "zero": 2}, {"mtp_layers": 1, "layers.attention": "full, linear"}, {}),
+    ("convolution", {"world_size": 4, "tp": 2, "cp": 2, "zero": 3}, {"layers.attention": "linear"}, {}),
+    ("convolution", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {"layers.attention": "linear"}, {}),
     ("convolution", {"world_size": 4, "cp": 4, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
     ("convolution", {"world_size": 4, "cp": 4, "context": "allgather"}, {}, {}),
     ("convolution", {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
     ("convolution", {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}, {}, {"optimizer": "muon"}),
-    ("convolution", {"world_size": 2, "zero": 3}, {"mtp_layers": 1, "attention_pattern": "FL"}, {}),
+    ("convolution", {"world_size": 2, "zero": 3}, {"mtp_layers": 1, "layers.attention": "full, linear"}, {}),
     ("bounded", {"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, {}, {}),
     ("bounded", {"world_size": 4, "tp": 2, "zero": 3}, {"attention.q_lora_rank": 0}, {"recompute": ("layer",)}),
     ("bounded", {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {"attention.gate.per": "dim"}, {}),

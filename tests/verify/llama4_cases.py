@@ -3,9 +3,9 @@
 from tests.verify.cases import Case, Settings, cases, few
 
 LLAMA4 = {
-    "attention_pattern": "CF",
+    "layers.attention": "chunk, full",
     "attention_chunk_size": 5,
-    "rope_pattern": "RN",
+    "layers.position": "rope, nope",
     "rope.interleaved": True,
     "attention.temperature.scale": 0.5,
     "attention.temperature.tokens": 3,
@@ -17,10 +17,10 @@ LLAMA4 = {
     "ffn.moe.router.normalize": False,
     "ffn.moe.probs_on_input": True,
     "ffn.moe.shared.intermediate_size": 16,
-    "layer_pattern": "MD",
+    "layers.ffn": "moe, dense",
     "vocab_size": 8,
 }
-"""Two layers, one of each kind, or as many as there are pipeline stages."""
+"""Two layers of different kinds, or as many as there are pipeline stages."""
 DOCUMENTS = {"document_end": 2}
 TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
 
@@ -36,9 +36,9 @@ PACKED = [
     for mapping, model, train in (
         ({"world_size": 2, "cp": 2, "ep": 2}, {}, {}),
         ({"world_size": 4, "tp": 2, "cp": 2, "ep": 2}, {}, {}),
-        ({"world_size": 2, "cp": 2, "context": "allgather"}, {"ffn.moe.top_k": 1, "attention_pattern": "C"}, {}),
+        ({"world_size": 2, "cp": 2, "context": "allgather"}, {"ffn.moe.top_k": 1, "layers.attention": "chunk"}, {}),
         ({"world_size": 2, "cp": 2, "context": "ulysses"}, {}, {"recompute": ("layer",)}),
-        ({"world_size": 4, "cp": 4, "ep": 4}, {"attention_pattern": "WC", "sliding_window": 3}, {}),
+        ({"world_size": 4, "cp": 4, "ep": 4}, {"layers.attention": "window, chunk", "sliding_window": 3}, {}),
         (
             {"world_size": 2, "tp": 2, "zero": 3},
             {"attention.qk_norm.in_nope": True},

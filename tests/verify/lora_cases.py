@@ -7,7 +7,7 @@ from tests.verify.recipes import LATENT
 from tests.verify.sparse_cases import SPARSE_LATENT
 
 LORA = {"rank": 2, "alpha": 3.0}
-MIXED = {"layer_pattern": "DM", "ffn.moe.shared.intermediate_size": 16}
+MIXED = {"layers.ffn": "dense, moe", "ffn.moe.shared.intermediate_size": 16}
 """A dense layer and an MoE layer with a shared expert."""
 GPT_OSS = {
     "attention.qkv_bias": True,
@@ -48,16 +48,17 @@ MAPPED = [
     lora({"world_size": 4, "etp": 2, "ep": 2}, {"ffn.moe.probs_on_input": True}),
     lora({"world_size": 2, "ep": 2}, {"mtp_layers": 1, "tie_embeddings": True, "ffn.moe.latent_size": 16}),
     lora({"world_size": 4, "pp": 2, "tp": 2, "schedule": "zero-bubble"}),
-    lora({"world_size": 2, "pp": 2, "schedule": "dualpipev", "virtual_stages": 2}, {"num_layers": 4}),
+    lora({"world_size": 2, "pp": 2, "schedule": "dualpipev", "virtual_stages": 2}, {"layers": 4}),
     lora({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}),
     lora({"world_size": 2, "tp": 2, "overlap_tp": True}),
-    lora({"world_size": 2, "pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"num_layers": 4}),
+    lora({"world_size": 2, "pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"layers": 4}),
     lora({"world_size": 2, "tp": 2}, LATENT | {"attention.indexer.top_k": 4, "attention.indexer.head_dim": 8}),
-    lora({"world_size": 2, "tp": 2, "ep": 2}, {"attention_pattern": "LF", "linear_attention": "gla"}),
+    lora({"world_size": 2, "tp": 2, "ep": 2}, {"layers.attention": "linear, full", "linear_attention": "gla"}),
     lora({"world_size": 2, "ep": 2, "dispatcher": "allgather"}, moe={"capacity_factor": 0.75}),
     lora({"world_size": 4, "tp": 2, "etp": 2, "zero": 3}, PHI, train={"recompute": ("layer",)}),
     lora(
-        {"world_size": 2, "tp": 2, "ep": 2}, SPARSE_LATENT | {"num_layers": 4, "index_pattern": "FS", "mtp_layers": 1}
+        {"world_size": 2, "tp": 2, "ep": 2},
+        SPARSE_LATENT | {"layers": 4, "layers.selection": "own, shared", "mtp_layers": 1},
     ),
 ]
 TARGETS = [

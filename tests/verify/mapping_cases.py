@@ -103,7 +103,7 @@ MODELS: dict[str, Settings] = {
         "ffn.moe.router.softmax": "pre",
     },
     "tied": {"tie_embeddings": True, "ffn.moe.shared.intermediate_size": 16},
-    "dense-and-moe": {"layer_pattern": "DM", "attention.rope_fraction": 0.5, "attention.qk_norm": {}},
+    "dense-and-moe": {"layers.ffn": "dense, moe", "attention.rope_fraction": 0.5, "attention.qk_norm": {}},
     "llama3-rope": {
         "rope.scaling": "llama3",
         "rope.scaling.factor": 4.0,
@@ -134,7 +134,7 @@ MODEL_MAPPINGS = [
     {"world_size": 4, "tp": 4, "etp": 4},
 ]
 MODEL_AXES = ({"tp": 2, "ep": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "etp": 2})
-"""Of two ranks: each model is fast under one of them."""
+"""Mappings of two ranks: each model is fast under one of them."""
 
 
 def _model_kinds() -> list[Case]:
@@ -167,7 +167,7 @@ FEW_DROPPING = [DROPPING[0]]
 # Pipeline schedules and layouts.
 
 TIED = {"tie_embeddings": True}
-MTP = {"mtp_layers": 1, "layer_pattern": "DM"}
+MTP = {"mtp_layers": 1, "layers.ffn": "dense, moe"}
 BIASED = {
     "ffn.moe.bias": True,
     "attention.qkv_bias": True,
@@ -177,7 +177,7 @@ BIASED = {
 LATENT_MTP = LATENT | {"attention.v_head_dim": 6, "mtp_layers": 2, "tie_embeddings": True}
 SCHEDULES = [
     {
-        "model": TIED | {"num_layers": 5},
+        "model": TIED | {"layers": 5},
         "train": BATCH_8,
         "world_size": 4,
         "pp": 2,
@@ -204,7 +204,7 @@ SPLIT_BACKWARD = [
         {
             "schedule": "zbv",
             "virtual_stages": 2,
-            "model": MTP | {"num_layers": 3},
+            "model": MTP | {"layers": 3},
             "world_size": 2,
             "pipeline_layout": "E|tt||tmL",
         },
@@ -252,7 +252,7 @@ SCHEDULE_FROM_FILE = [
     ),
 ]
 LAYOUTS = [
-    few({"model": TIED | {"num_layers": 3, "layer_pattern": "DMM"}, "world_size": 2, "pp": 2, **settings})
+    few({"model": TIED | {"layers": 3, "layers.ffn": "dense, 2 moe"}, "world_size": 2, "pp": 2, **settings})
     for settings in (
         {"pipeline_layout": "E|tttL", "schedule": "gpipe"},
         {"pipeline_layout": "Et||tt|L", "schedule": "interleaved", "virtual_stages": 2, "zero": 2},
@@ -261,7 +261,7 @@ LAYOUTS = [
 ]
 LAYOUTS_MIXED = [
     {
-        "model": TIED | {"num_layers": 5, "layer_pattern": "DM", "mtp_layers": 1},
+        "model": TIED | {"layers": 5, "layers.ffn": "dense, moe", "mtp_layers": 1},
         "train": BATCH_16,
         "schedule": schedule,
         "pipeline_layout": layout,

@@ -30,17 +30,17 @@ def compare(pool: WorkerPool, cfg: Config, num_steps: int = STEPS) -> list[Named
 def errors_of_broken_run(
     pool: WorkerPool, broken: Callable[..., DistributedRecord], cfg: Config, num_steps: int = 1, *args: int
 ) -> list[NamedError]:
-    """Run a function that breaks one rule on the ranks of a recipe; return what differs from the oracle."""
+    """Run a function that breaks one rule on the ranks of a recipe; return the differences from the oracle."""
     ranks = pool.run(cfg.parallel.world_size, broken, cfg, *args)
     return [found for found in compare_records(oracle_of(cfg, num_steps), ranks) if found.error > TOLERANCE]
 
 
 def oracle_of(cfg: Config, num_steps: int = STEPS) -> OracleRecord:
-    """Return the oracle's record, which recipes share that differ only in what the oracle does not depend on."""
+    """Return the oracle's record; recipes share it if they differ only in settings that it does not depend on."""
     if cfg.moe.drop_scope.kind == "sub_sequence":
         return _oracle_of_mapping(cfg, num_steps)
     if cfg.moe.aux_kind.kind == "global_batch":
-        # Of the mapping it depends only on dp.
+        # It depends on the mapping only by dp.
         return _oracle_of_mapping(replace(cfg, parallel=ParallelConfig(world_size=cfg.parallel.dp)), num_steps)
     return _oracle_of_mapping(without_mapping(cfg), num_steps)
 

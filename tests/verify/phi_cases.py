@@ -34,7 +34,7 @@ MAPPED = [
         ({"world_size": 1}, SHORT, {}, {"data": {"document_end": 2}}),
         (
             {"world_size": 2, "tp": 2},
-            {"tie_embeddings": True, "rope_pattern": "RN"},
+            {"tie_embeddings": True, "layers.position": "rope, nope"},
             {},
             {"moe": {"input_jitter": 0.1}},
         ),

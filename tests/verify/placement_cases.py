@@ -13,7 +13,7 @@ ZERO = {
     "ffn.moe.active_experts": 1.6,
     "mtp_layers": 1,
 }
-TEMPERATURE = {"rope_pattern": "RN", "attention.temperature.scale": 0.5, "attention.temperature.tokens": 4}
+TEMPERATURE = {"layers.position": "rope, nope", "attention.temperature.scale": 0.5, "attention.temperature.tokens": 4}
 V3 = {
     "ffn.moe.router": "sigmoid",
     "ffn.moe.router.expert_bias": True,

@@ -8,7 +8,7 @@ DOCUMENTS = {"document_end": 2}
 """Documents of about eight tokens, with a vocabulary of 8."""
 TWO_SAMPLES = {"micro_batch_size": 2, "global_batch_size": 8}
 BALANCED = {"attention_hosts": "balanced", "attention_tolerance": 0.0, "attention_block": 1}
-WINDOWS = {"attention_pattern": "WF", "sliding_window": 5}
+WINDOWS = {"layers.attention": "window, full", "sliding_window": 5}
 
 
 def _planned(
@@ -24,7 +24,7 @@ HOME = [
     ),
     _planned({"world_size": 2, "cp": 2}, MLA | WINDOWS, TWO_SAMPLES),
     _planned({"world_size": 4, "cp": 4, "ep": 4}, data={}),
-    _planned({"world_size": 4, "cp": 2, "pp": 2, "zero": 2}, HYBRID | {"num_layers": 4}),
+    _planned({"world_size": 4, "cp": 2, "pp": 2, "zero": 2}, HYBRID | {"layers": 4}),
 ]
 MOVED = [
     _planned({"world_size": 4, "cp": 2, "ep": 4, "zero": 2} | BALANCED, GPT_OSS_MODEL | WINDOWS, TWO_SAMPLES),

@@ -45,7 +45,7 @@ def tiny(
     sections = _with_parts({"parallel": parallel, "moe": {"aux_loss": 0.1, "z_loss": 0.01} | (moe or {})})
     stages = int(parallel.get("pp", 1)) * int(parallel.get("virtual_stages", 1))
     sizes = {
-        "num_layers": max(2, stages),
+        "layers": max(2, stages),
         "hidden_size": 16,
         "attention.num_heads": 4,
         "attention.num_kv_heads": 2,
@@ -77,7 +77,7 @@ def tiny(
 def _with_parts(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
     """Return sections with parts made of the short names of their settings, such as `llep_min_tokens`.
 
-    Cases are combined from dicts, of which one chooses a part and another one sets it up; a setting that the part lacks
+    Cases are combined from dicts: one chooses a part and another one sets it up; a setting that the part lacks
     is left out.
     """
     groups = part_keys()
@@ -91,11 +91,11 @@ def _with_parts(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, o
 
 
 def few_samples(most: int, mapping: dict[str, object]) -> int:
-    """A global batch of two micro-batches of one sample on each data-parallel rank, of four where stages overlap.
+    """Return a global batch of two micro-batches of one sample on each data-parallel rank, of four if stages overlap.
 
     Args:
-        most: it is no larger than this.
-        mapping: world_size and degrees, of which those left out are 1.
+        most: its upper bound.
+        mapping: world_size and degrees; those left out are 1.
     """
     world_size, tp, cp, pp = (int(str(mapping.get(name, 1))) for name in ("world_size", "tp", "cp", "pp"))
     return min(most, world_size // (tp * cp * pp) * (4 if pp > 1 else 2))

@@ -13,7 +13,7 @@ MEASURED = ("peak_memory_gib", "memory_by_part", "rank_times", "offload")
 
 
 def assert_equal_bits(ranks: Iterable[tuple[DistributedRecord, DistributedRecord]]) -> None:
-    """Assert that the two records of every rank are equal, apart from measurements."""
+    """Assert that the two records of every rank are equal, except for measurements."""
     for theirs, mine in ranks:
         for which in ("gradients", "weights"):
             assert set(getattr(mine, which)) == set(getattr(theirs, which))

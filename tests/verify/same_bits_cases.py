@@ -25,7 +25,7 @@ SWITCHES = tuple(f.name for f in fields(TrainConfig) if f.name.startswith(("reco
 
 
 def without_switch(cfg: Config) -> Config:
-    """Return the recipe without what must change no bit."""
+    """Return the recipe without the settings that must change no bit."""
     off = {name: getattr(TrainConfig(), name) for name in SWITCHES}
     return replace(cfg, parallel=replace(cfg.parallel, overlap_experts=False), train=replace(cfg.train, **off))
 
@@ -89,7 +89,7 @@ RECOMPUTE_ROUTING = [
 
 # Experts' communication overlapped with another micro-batch.
 
-OVERLAP_MODEL = SHARED | {"ffn.moe.router.expert_bias": True, "layer_pattern": "DM"}
+OVERLAP_MODEL = SHARED | {"ffn.moe.router.expert_bias": True, "layers.ffn": "dense, moe"}
 MTP = TIED | {"mtp_layers": 1}
 DROPS_AND_NOISE = {"capacity_factor": 1.0, "input_jitter": 0.1}
 SKEWED = LOAN | {"aux_loss": 0.0}
@@ -137,19 +137,19 @@ OVERLAP = [
     _overlap({"world_size": 8, **DUALPIPEV, "tp": 2, "cp": 2, "ep": 2, "etp": 2}, OVERLAP_MODEL | MTP),
     _overlap(
         {"world_size": 4, **INTERLEAVED, "virtual_stages": 3, "ep": 2, "pipeline_layout": "Et|tt|||tt|mL"},
-        MTP | {"num_layers": 5, "layer_pattern": "DM"},
+        MTP | {"layers": 5, "layers.ffn": "dense, moe"},
     ),
     _overlap(
         {"world_size": 4, **DUALPIPEV, "ep": 2, "pipeline_layout": "E|ttt|tt|mL"},
-        MTP | {"num_layers": 5, "layer_pattern": "MD"},
+        MTP | {"layers": 5, "layers.ffn": "moe, dense"},
     ),
     _overlap({"world_size": 4, "pp": 2, "ep": 2}, batch=4),
 ]
 
 # Offload of activations, to SSD unless a case says otherwise, and of optimizer state.
 
-OFFLOAD_MODEL = SHARED | {"layer_pattern": "DM", "ffn.moe.router.expert_bias": True}
-OFFLOAD_LATENT = LATENT_MTP | TIED | {"layer_pattern": "DM"}
+OFFLOAD_MODEL = SHARED | {"layers.ffn": "dense, moe", "ffn.moe.router.expert_bias": True}
+OFFLOAD_LATENT = LATENT_MTP | TIED | {"layers.ffn": "dense, moe"}
 
 
 def _offload(
@@ -239,7 +239,7 @@ OFFLOAD_OVERLAPPED = [
     _offload(
         parts,
         {"overlap_experts": True, **mapping},
-        OFFLOAD_MODEL | {"num_layers": 4},
+        OFFLOAD_MODEL | {"layers": 4},
         micro_batch_size=1,
         recompute=recomputed,
         offload_waits=waits,
@@ -264,7 +264,7 @@ OFFLOAD_ROUTING = [
 ]
 OPTIMIZER_OFFLOAD = [
     {
-        "model": OFFLOAD_MODEL | {"num_layers": 4},
+        "model": OFFLOAD_MODEL | {"layers": 4},
         "train": TWO_SAMPLES
         | {
             "optimizer": make_part("optimizer", optimizer, moment_dtype=dtype),

@@ -13,14 +13,14 @@ from tests.verify.cases import Case
 MOST_RANKS = 4
 """Tasks of more ranks take long: each has its own."""
 MOST_CALLS = 8
-"""Of the ranks of one task."""
+"""Results of the ranks of one task."""
 SECONDS_PER_CALL = 25.0
 """Until the ranks count as hung; less than pytest's limit for a test, with `MOST_CALLS`."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one test asks its ranks for."""
+    """The question of one test to its ranks."""
 
     world_size: int
     function: Callable[..., Any]
@@ -46,7 +46,7 @@ class SharedRanks:
         self._alone: set[str] = set()
 
     def results(self, name: str) -> list[Any]:
-        """Return what each rank returns for a test."""
+        """Return the answer of each rank for a test."""
         if name not in self._found and name not in self._alone:
             self._make_calls_like(name)
         if name not in self._found:

@@ -5,8 +5,8 @@ from tests.verify.recipes import LATENT
 
 LONGCAT = LATENT | {
     "attention.scale_latents": True,
-    "num_layers": 4,
-    "layer_pattern": "MD",
+    "layers": 4,
+    "layers.ffn": "moe, dense",
     "ffn.moe.shortcut": True,
     "ffn.moe.shared.intermediate_size": 16,
     "ffn.moe.zero_experts": 3,
@@ -45,8 +45,8 @@ MAPPED = [
         ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, {}, {}),
         ({"world_size": 2, "ep": 2, "overlap_experts": True}, {}, {"recompute": ("moe",)}),
         ({"world_size": 4, "pp": 2, "ep": 2, "schedule": "zero-bubble"}, {}, {}),
-        ({"world_size": 4, "pp": 2, "tp": 2, "schedule": "interleaved", "virtual_stages": 2}, {"num_layers": 8}, {}),
-        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ettttt|tL"}, {"num_layers": 6, "layer_pattern": "MDD"}, {}),
+        ({"world_size": 4, "pp": 2, "tp": 2, "schedule": "interleaved", "virtual_stages": 2}, {"layers": 8}, {}),
+        ({"world_size": 2, "pp": 2, "pipeline_layout": "Ettttt|tL"}, {"layers": 6, "layers.ffn": "moe, 2 dense"}, {}),
         ({"world_size": 2, "ep": 2}, {}, {"offload": ("moe",), "offload_min_kib": 0, "offload_waits": True}),
         ({"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4}, {}, {}),
     )

@@ -35,13 +35,13 @@ OPTIONS = [
     for mapping, model, train in (
         ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE_LATENT | {"mtp_layers": 1}, {}),
         ({"world_size": 1}, SPARSE | {"attention.sinks": True, "attention.gate": {}, "attention.qk_norm": {}}, {}),
-        ({"world_size": 2, "tp": 2}, SPARSE | {"attention_pattern": "WF", "sliding_window": 7}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE | {"layers.attention": "window, full", "sliding_window": 7}, {}),
         ({"world_size": 2, "cp": 2, **ALLGATHER}, SPARSE, {"recompute": ("layer",)}),
         ({"world_size": 4, "tp": 4}, SPARSE_LATENT | {"attention.q_lora_rank": 0}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE_LATENT | {"attention.gate": {}}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE_LATENT, {"recompute": ("norms", "moe")}),
-        ({"world_size": 2, "tp": 2}, SPARSE | {"rope_pattern": "RN"}, {"optimizer": "muon"}),
-        ({"world_size": 2, "pp": 2}, SPARSE | {"attention_pattern": "LF", "num_layers": 4}, {}),
+        ({"world_size": 2, "tp": 2}, SPARSE | {"layers.position": "rope, nope"}, {"optimizer": "muon"}),
+        ({"world_size": 2, "pp": 2}, SPARSE | {"layers.attention": "linear, full", "layers": 4}, {}),
     )
 ]
 WARMUP = [
@@ -58,30 +58,38 @@ WARMUP = [
         ({"world_size": 2, "ep": 2, "dispatcher": "leastloaded", "moe": {"llep_min_tokens": 1}}, SPARSE, {}),
         ({"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True}, SPARSE, {}),
         # Half of the stages have no indexer, and train nothing.
-        ({"world_size": 4, "pp": 4}, SPARSE | {"attention_pattern": "LF", "num_layers": 4}, {}),
-        ({"world_size": 2, "pp": 2}, SPARSE | {"attention_pattern": "F2L2", "num_layers": 4}, {"optimizer": "muon"}),
+        ({"world_size": 4, "pp": 4}, SPARSE | {"layers.attention": "linear, full", "layers": 4}, {}),
+        (
+            {"world_size": 2, "pp": 2},
+            SPARSE | {"layers.attention": "2 full, 2 linear", "layers": 4},
+            {"optimizer": "muon"},
+        ),
     )
 ]
-SHARED = {"num_layers": 4, "index_pattern": "F2S"}
+SHARED = {"layers": 4, "layers.selection": "2 own, shared"}
 """Layers 1 and 2 share a selection, the others have their own."""
 SHARING = [
     _sparse(mapping, {"vocab_size": 8, **model}, TWO_SAMPLES | train, data=DOCUMENTS)
     for mapping, model, train in (
         ({"world_size": 2, "cp": 2, **ALLGATHER}, SPARSE_LATENT | SHARED, {}),
         ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE_LATENT | SHARED, {}),
-        ({"world_size": 2, "pp": 2}, SPARSE | SHARED | {"index_pattern": "FS"}, {"recompute": ("layer",)}),
-        ({"world_size": 1}, SPARSE_LATENT | SHARED | {"index_pattern": "FS3", "mtp_layers": 1}, {}),
+        ({"world_size": 2, "pp": 2}, SPARSE | SHARED | {"layers.selection": "own, shared"}, {"recompute": ("layer",)}),
+        ({"world_size": 1}, SPARSE_LATENT | SHARED | {"layers.selection": "own, 3 shared", "mtp_layers": 1}, {}),
         ({"world_size": 2, "pp": 2, "pipeline_layout": "auto"}, SPARSE_LATENT | SHARED, {"recompute": ("moe",)}),
         ({"world_size": 2, "pp": 2, "pipeline_layout": "Et|tttL"}, SPARSE | SHARED, {}),
         (
             {"world_size": 2, "pp": 2, "virtual_stages": 2, "schedule": "interleaved"},
-            SPARSE_LATENT | {"num_layers": 8, "index_pattern": "FS"},
+            SPARSE_LATENT | {"layers": 8, "layers.selection": "own, shared"},
             {},
         ),
-        ({"world_size": 2, "pp": 2, "schedule": "zero-bubble"}, SPARSE_LATENT | SHARED | {"index_pattern": "FS"}, {}),
+        (
+            {"world_size": 2, "pp": 2, "schedule": "zero-bubble"},
+            SPARSE_LATENT | SHARED | {"layers.selection": "own, shared"},
+            {},
+        ),
         (
             {"world_size": 4, "pp": 2, "ep": 2, "overlap_experts": True},
-            SPARSE | SHARED | {"index_pattern": "FS"},
+            SPARSE | SHARED | {"layers.selection": "own, shared"},
             {"recompute": ("layer",)},
         ),
         ({"world_size": 4, "cp": 4, "zero": 3, **ALLGATHER}, SPARSE | SHARED, {"recompute": ("layer",)}),
@@ -90,16 +98,20 @@ SHARING = [
         ({"world_size": 2, "etp": 2, "zero": 2}, SPARSE | SHARED | {"attention.gate": {}}, {}),
         (
             {"world_size": 8, "tp": 2, "cp": 2, "pp": 2, "ep": 4, **ALLGATHER},
-            SPARSE_LATENT | SHARED | {"index_pattern": "FS"},
+            SPARSE_LATENT | SHARED | {"layers.selection": "own, shared"},
             {},
         ),
-        ({"world_size": 2, "tp": 2}, SPARSE | SHARED | {"attention_pattern": "FLF", "rope_pattern": "RN"}, {}),
-        ({"world_size": 2, "tp": 2}, SPARSE | SHARED | {"attention_pattern": "WFF", "sliding_window": 7}, {}),
+        (
+            {"world_size": 2, "tp": 2},
+            SPARSE | SHARED | {"layers.attention": "full, linear, full", "layers.position": "rope, nope"},
+            {},
+        ),
+        ({"world_size": 2, "tp": 2}, SPARSE | SHARED | {"layers.attention": "window, 2 full", "sliding_window": 7}, {}),
         ({"world_size": 2, "tp": 2}, SPARSE_LATENT | SHARED, {"indexer_stage": "warmup"}),
         ({"world_size": 4, "tp": 2, "cp": 2, **ALLGATHER}, SPARSE | SHARED, {"indexer_stage": "warmup"}),
         (
             {"world_size": 2, "pp": 2},
-            SPARSE | SHARED | {"index_pattern": "FS"},
+            SPARSE | SHARED | {"layers.selection": "own, shared"},
             {"indexer_stage": "warmup"},
         ),
     )

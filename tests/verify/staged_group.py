@@ -2,8 +2,8 @@
 
 NCCL refuses two ranks on one device. This back-end copies the tensors of a collective to the host, runs it with gloo
 and copies the results back. It is slow and exact: it shows that the code of several ranks works on CUDA tensors
-(devices, dtypes, strides, streams, kernels), not how fast it is. On the CPU it copies too, and computes what gloo
-computes.
+(devices, dtypes, strides, streams, kernels), not how fast it is. On the CPU it copies too, and gives the results of
+gloo.
 """
 
 from collections.abc import Sequence
@@ -157,7 +157,7 @@ class StagedGroup(ProcessGroup):
 
 
 class _Message:
-    """Handle of a point-to-point message; `wait` copies what arrived to its tensor."""
+    """Handle of a point-to-point message; `wait` copies the received bytes to its tensor."""
 
     def __init__(self, work: Any, host: Tensor, out: Tensor | None) -> None:
         self._work = work

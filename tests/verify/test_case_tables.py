@@ -1,5 +1,6 @@
 """Fast cases cover every feature, each pair of axes and each kind of setting of all cases."""
 
+import re
 from itertools import combinations
 
 from moefold.config.part import Part
@@ -7,8 +8,8 @@ from moefold.config.suggestions import default_of, sections, tables
 from moefold.config.upgrade import flat_settings
 from tests.verify import same_bits_cases
 from tests.verify.cases import AXES, Settings, axes_of
-from tests.verify.test_parity import ORACLE_CASES
-from tests.verify.test_routing import KINDS
+from tests.verify.oracle_cases import ORACLE_CASES
+from tests.verify.routing_cases import KINDS
 
 CASES = [*ORACLE_CASES, *same_bits_cases.CASES]
 FAST = [case for case in CASES if not case.is_slow]
@@ -34,14 +35,14 @@ def _kind_of(value: object) -> object:
 
 
 def _default(section: str, key: str) -> object:
-    """Return the default of a key, or of a setting of a table, with a part as its kind; None of a pattern."""
+    """Return the default of a key, or of a setting of a table, with a part as its kind."""
     if "." in key:
         return _kind_of(default_of(section, key))
     return _kind_of(getattr(sections()[section](), key, None))
 
 
 def _kinds(settings: Settings) -> set[tuple[str, object]]:
-    """Return the settings that choose one of several kinds and are no defaults: words, switches, tables, layers."""
+    """Return the settings that choose one of several kinds and are not defaults: words, switches, tables, layers."""
     of_sections = {"parallel": settings, **{name: settings.get(name, {}) for name in ("model", "moe", "train")}}
     found = set()
     for section, keys in of_sections.items():
@@ -50,9 +51,11 @@ def _kinds(settings: Settings) -> set[tuple[str, object]]:
         for name, value in flat_settings(given).items():
             key = name.partition(".")[2]
             is_kind = isinstance(value, str | bool) and key not in FREE_TEXTS
-            if is_kind and str(value) != str(_default(section, key)):
-                # A pattern of layers has letters for their kinds; digits repeat a letter.
-                found |= {(name, kind) for kind in (filter(str.isalpha, value) if "_pattern" in key else (value,))}
+            if key.startswith("layers."):
+                # Words of a column of the layers; numbers repeat a word.
+                found |= {(name, word) for word in re.findall("[a-z]+", str(value))}
+            elif is_kind and str(value) != str(_default(section, key)):
+                found.add((name, value))
     return found
 
 

@@ -1,8 +1,8 @@
-"""What users combine: schedule x zero x type x precision x optimizer x mapping, against one stage and one rank.
+"""Settings that users combine: schedule x zero x type x precision x optimizer x mapping, against one stage or rank.
 
 Two comparisons make the chain from any row of the table to one rank.
 
-A schedule, a zero level, offloading, recomputation and overlap change when something is computed, not what: under the
+A schedule, a zero level, offloading, recomputation and overlap change the time of a sum, not its value: under the
 same degrees tp, cp, ep and etp each micro-batch has the same gradient to the last bit, whatever the type, and gradients
 of micro-batches add up in the type of the master weights. So every row must equal the *plain run* of its class, one
 pipeline stage under zero 0, to the rounding of float32 sums. Had any of them added up micro-batches or ranks in
@@ -13,7 +13,7 @@ values than one rank does. How far apart two right answers may be is measured, n
 tensor, a distance from exact maths, which is the float64 oracle. Two runs whose roundings are independent and as large
 are sqrt(2) of it apart; `APART` times it is allowed. (Two one-rank runs that take the micro-batches in other orders
 are no measure: micro-batches add up in float32, and such runs agree to 1e-7.) Experts are dealt out in turn there, as
-a token that rounding sends to another expert is no rounding any more.
+a token that rounding sends to another expert is more than rounding.
 """
 
 from dataclasses import dataclass, replace
@@ -40,10 +40,10 @@ pytestmark = pytest.mark.parity
 STAGES = {"1 stage": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zbv": 2, "dualpipev": 2, "csv": 2}
 """Virtual stages of each schedule."""
 AXES = {"dp": {}, "ep": {"ep": 2}, "cp": {"cp": 2, "ep": 2}, "tp": {"tp": 2, "etp": 2}}
-"""What the two ranks of a stage share."""
+"""Options that the two ranks of a stage share."""
 PRECISIONS = ("dtype", "fp8-blockwise", "mxfp8", "nvfp4")
 DTYPES = ("bfloat16", "float32", "float64")
-MODEL = {"num_layers": 4, "layer_pattern": "DM", "ffn.moe.num_experts": 4}
+MODEL = {"layers": 4, "layers.ffn": "dense, moe", "ffn.moe.num_experts": 4}
 APART = 3.0
 """Distance of two right answers, in units of the distance of one of them from exact maths; 1.7 was seen."""
 FACTORS = {
@@ -83,7 +83,7 @@ FAST = [
 
 @dataclass(frozen=True)
 class Found:
-    """What a run on ranks says, its tensors put together."""
+    """The results of a run on ranks, its tensors put together."""
 
     loss: float
     eval_loss: float
@@ -96,7 +96,7 @@ Kind = tuple[str, str, str, str]
 
 
 def _kind(row: Row) -> Kind:
-    """What decides about the numbers of a run."""
+    """The settings that decide about the numbers of a run."""
     return row["axes"], row["precision"], row["dtype"], row["optimizer"]
 
 
@@ -136,7 +136,7 @@ def _run_all(recipes: list[Config]) -> list[DistributedRecord]:
 
 
 def _together(ranks: tuple[DistributedRecord, ...]) -> Found:
-    """Put together what the ranks of a run know."""
+    """Put together the results of the ranks of a run."""
     gradients = {name: tensor for rank in ranks for name, tensor in rank.gradients.items()}
     updates = {name: t.double() - rank.initial[name].double() for rank in ranks for name, t in rank.weights.items()}
     (step,) = ranks[0].steps
@@ -144,7 +144,7 @@ def _together(ranks: tuple[DistributedRecord, ...]) -> Found:
 
 
 def _run(pool, recipes: list[Config]) -> list[Found]:
-    """What each recipe gives; all have equally many ranks."""
+    """Return the results of each recipe; all have equally many ranks."""
     ranks = pool.run(recipes[0].parallel.world_size, _run_all, recipes, timeout_s=60.0 + 20.0 * len(recipes))
     return [_together(records) for records in zip(*ranks, strict=True)]
 
@@ -191,7 +191,7 @@ def _distance(mine: Tensor, theirs: Tensor) -> float:
 def _assert_equal(mine: Found, theirs: Found, dtype: str) -> None:
     """Equal to the rounding of sums in the type of the master weights.
 
-    An update divides by the size of each gradient (AdamW) or makes all singular values alike (Muon), both of which
+    An update divides by the size of each gradient (AdamW) or makes all singular values equal (Muon), both of which
     raise the rounding of the smallest ones; the bound on it is that much wider.
     """
     sums, updates = (1e-12, 1e-6) if dtype == "float64" else (2e-6, 1e-3)
@@ -271,7 +271,7 @@ def test_sums_in_bfloat16_are_noticed(fresh_pool, plain_run, tmp_path):
 
 
 def _run_without_an_end_of_first_parts(cfg: Config) -> list[DistributedRecord]:
-    """As if FSDP, without its hooks, learnt of a split backward pass from its second part alone."""
+    """Make FSDP, without its hooks, learn of a split backward pass only from its second part."""
     from moefold.parallel.wgrad_store import WeightGradStore
 
     whole = WeightGradStore.__init__
@@ -289,7 +289,7 @@ def test_two_first_parts_before_a_second_one_add_up_in_float32(fresh_pool, zero)
     """In pairs of micro-batches, where FSDP has no hooks; with three pipeline ranks two first parts are pending."""
     plain = _plain(("ep", "dtype", "bfloat16", "adamw"))
     train = replace(plain.train, global_batch_size=12)
-    plain = replace(plain, model=edit_model(plain.model, {"num_layers": 6}), train=train)
+    plain = replace(plain, model=edit_model(plain.model, {"layers": 6}), train=train)
     changes = {"world_size": 6, "pp": 3, "schedule": "dualpipev", "virtual_stages": 2, "overlap_experts": True}
     cfg = replace(plain, parallel=replace(plain.parallel, zero=zero, **changes))
     check_config(cfg)

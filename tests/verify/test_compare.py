@@ -1,10 +1,8 @@
 from dataclasses import fields, replace
 
-import numpy as np
 import pytest
 import torch
 
-from moefold.train.step_meter import StepResult
 from moefold.verify.compare import (
     NamedError,
     OracleRecord,
@@ -14,8 +12,8 @@ from moefold.verify.compare import (
     token_chunks,
     zero_gradients,
 )
-from moefold.verify.distributed_run import DistributedRecord
 from tests.verify.oracle import TOLERANCE
+from tests.verify.perfect_record import perfect
 from tests.verify.recipes import tiny
 
 
@@ -31,31 +29,6 @@ def oracle() -> OracleRecord:
             }
         ),
         2,
-    )
-
-
-def perfect(oracle: OracleRecord) -> DistributedRecord:
-    """The record of a rank that computed exactly what the oracle did."""
-    steps = tuple(
-        StepResult(
-            loss=step.loss,
-            aux_loss=step.aux_loss,
-            z_loss=step.z_loss,
-            mtp_loss=step.mtp_loss,
-            indexer_loss=step.indexer_loss,
-            grad_norm=step.grad_norm,
-            lr=0.0,
-            expert_load=(),
-            expert_counts=np.zeros((0, 0), dtype=np.int64),
-            dropped_fraction=0.0,
-            moe_layers=step.moe_layers,
-            flags=(),
-            peak_memory_gib=0.0,
-        )
-        for step in oracle.steps
-    )
-    return DistributedRecord(
-        dict(oracle.initial), dict(oracle.gradients), dict(oracle.weights), steps, oracle.eval_loss
     )
 
 
@@ -99,7 +72,7 @@ def test_a_wrong_copy_on_any_rank_counts(oracle):
 @pytest.fixture(scope="module")
 def without_rope() -> OracleRecord:
     """Without RoPE, the biases of keys change no probability."""
-    return run_oracle(tiny(model={"rope_pattern": "N", "attention.qkv_bias": True}), 2)
+    return run_oracle(tiny(model={"layers.position": "nope", "attention.qkv_bias": True}), 2)
 
 
 KEY_BIAS = "layers.0.attention.bk"
@@ -176,7 +149,7 @@ def test_a_number_that_is_exactly_zero_is_compared_by_its_deviation(oracle):
     ],
     ids=["shape", "not a number"],
 )
-def test_what_cannot_be_compared_is_infinitely_wrong(oracle, broken):
+def test_tensors_that_cannot_be_compared_are_infinitely_wrong(oracle, broken):
     record = perfect(oracle)
     record.weights["head.weight"] = broken(record.weights["head.weight"])
     worst = compare_records(oracle, [record])[0]

@@ -1,4 +1,4 @@
-"""Documents packed into one sample are as if each were alone, on one rank and under every axis."""
+"""Documents packed into one sample give the same as each by itself, on one rank and under every axis."""
 
 from unittest import mock
 
@@ -21,7 +21,7 @@ from moefold.validate.config import check_config
 from tests.verify.recipes import tiny
 
 LENGTHS = ((5, 1, 7, 3), (2, 14), (16,))
-MODEL = {"attention.qk_norm": {}, "layer_pattern": "DM"}
+MODEL = {"attention.qk_norm": {}, "layers.ffn": "dense, moe"}
 
 
 def _model(cfg: Config) -> Transformer:
@@ -35,7 +35,7 @@ def _gradients(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scaling", ["none", "yarn"])
-def test_packed_equals_each_document_alone(scaling):
+def test_packed_documents_equal_each_by_itself(scaling):
     sizes = {"rope.scaling.original_seq_len": 8, "rope.scaling.factor": 4.0} if scaling == "yarn" else {}
     stretch = {"rope.scaling": scaling} | sizes
     cfg = tiny(model=MODEL | stretch, moe={"aux_loss": 0.0, "z_loss": 0.0})
@@ -64,7 +64,7 @@ def test_packed_equals_each_document_alone(scaling):
 
 
 class Weighted(SampleSource):
-    """Samples of which few targets count, and in the first not one."""
+    """Samples with few counted targets, and none in the first."""
 
     seq_len = 16
     has_annotations = True
@@ -109,7 +109,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(pool, dp):
 
 
 def _loss_of_known_bounds(cfg: Config) -> float:
-    """This rank's loss of a step in which every stage must get the bounds of the micro-batch that it gets."""
+    """Return this rank's loss of a step that gives every stage the bounds of its micro-batch."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)

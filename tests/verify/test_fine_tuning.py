@@ -1,4 +1,4 @@
-"""Fine-tuning on packed conversations: as if each were alone, and the same mean under every mapping."""
+"""Fine-tuning on packed conversations: the same as for each by itself, and the same mean under every mapping."""
 
 import json
 import os
@@ -106,14 +106,14 @@ def test_padding_counts_in_no_loss_wherever_it_is_placed(pool, kind, mapping, tm
     ],
     ids=str,
 )
-def test_padded_samples_drop_alike_under_every_mapping(pool, scope, mapping, tmp_path: Path, monkeypatch):
+def test_padded_samples_drop_the_same_under_every_mapping(pool, scope, mapping, tmp_path: Path, monkeypatch):
     """Equal tokens with nothing before them that differs have equal probabilities but for rounding."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg = fine_tuning(tmp_path, **mapping)
     layers = mapping.get("pp", 2)
     cfg = replace(
         cfg,
-        model=edit_model(cfg.model, {"num_layers": layers}),
+        model=edit_model(cfg.model, {"layers": layers}),
         moe=replace(cfg.moe, capacity_factor=0.5, drop_scope=scope),
     )
     alone = cfg if scope == "sub_sequence" else without_mapping(cfg)
@@ -127,7 +127,7 @@ def _model(cfg: Config) -> Transformer:
     return model.train()
 
 
-def test_packed_conversations_equal_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_packed_conversations_equal_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg = fine_tuning(tmp_path)
     cfg = replace(cfg, moe=replace(cfg.moe, aux_loss=0.0, z_loss=0.0))

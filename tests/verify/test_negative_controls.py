@@ -47,7 +47,7 @@ def _run_with_norm_counted_twice(cfg: Config) -> DistributedRecord:
 
 
 def _run_with_local_routing_counts(cfg: Config) -> DistributedRecord:
-    """As if the balance loss knew the tokens of its own rank alone."""
+    """As if the balance loss knew only the tokens of its own rank."""
     from moefold.model.moe.dispatch import ShardedMicroBatch
 
     ShardedMicroBatch.sum = lambda self, x: x * self.size
@@ -55,7 +55,7 @@ def _run_with_local_routing_counts(cfg: Config) -> DistributedRecord:
 
 
 def _run_with_own_gradient_of_a_sum(cfg: Config) -> DistributedRecord:
-    """As if a sum over the heads of all ranks were used by this rank alone."""
+    """As if only this rank used a sum over the heads of all ranks."""
     from moefold.comm import collectives
 
     collectives._AllReduce.backward = staticmethod(lambda ctx, grad: (grad, None))
@@ -106,7 +106,7 @@ def test_norm_over_all_heads_without_the_gradient_of_its_sum_is_named(fresh_pool
     assert not any("step 1 loss" in name or "head." in name for name in names if not name.startswith("weights"))
 
 
-def test_embedding_gradients_of_one_stage_alone_are_named(fresh_pool):
+def test_embedding_gradients_of_only_one_stage_are_named(fresh_pool):
     names = {d.name for d in _worst(fresh_pool, _run_without_embedding_exchange, pp=2, model={"mtp_layers": 1})}
     assert {name for name in names if name.startswith("gradients")} == {"gradients embedding.weight"}
 
@@ -144,7 +144,7 @@ def _run_without_postponed_gradients(cfg: Config) -> DistributedRecord:
 
 
 def _run_with_stale_copy(cfg: Config) -> DistributedRecord:
-    """As if the embedding of the last stage stayed what it was at the start."""
+    """As if the embedding of the last stage never changed."""
     from moefold.parallel import pipeline
 
     pipeline.sync_tied_embedding = lambda stages: None
@@ -165,7 +165,7 @@ def test_a_stale_copy_of_the_embedding_is_noticed(fresh_pool):
 
 
 def _run_with_shards_for_matrices(cfg: Config) -> DistributedRecord:
-    """As if each rank made what it holds of a matrix orthogonal by itself."""
+    """As if each rank made its shard of a matrix orthogonal by itself."""
     from moefold.parts.optimizer.muon import redistribute
 
     def by_shards(self, source, work, sink):
@@ -203,6 +203,6 @@ def test_a_model_that_differs_a_little_is_noticed(fresh_pool):
     cfg = tiny(**gpt_oss(world_size=2, etp=2))
     ranks = fresh_pool.run(2, run_distributed, cfg, 1)
     assert compare_records(oracle_of(cfg, 1), ranks)[0].error < TOLERANCE
-    for change in ({"sliding_window": 6}, {"attention_pattern": "FW"}, {"ffn.moe.activation.limit": 0.31}):
+    for change in ({"sliding_window": 6}, {"layers.attention": "full, window"}, {"ffn.moe.activation.limit": 0.31}):
         other = replace(cfg, model=edit_model(cfg.model, change))
         assert compare_records(oracle_of(other, 1), ranks)[0].error > 1e-4, change

@@ -1,4 +1,4 @@
-"""The oracle refuses by name what it has no formula for: kinds, parameters, keys, losses, buffers, parts of samples."""
+"""The oracle refuses by name all that it has no formula for: kinds, parameters, keys, losses, buffers, samples."""
 
 import ast
 import inspect
@@ -50,8 +50,8 @@ from moefold.verify.read_record import ReadRecord
 from tests.objectives.losses import policy, preference
 from tests.train import oracle_sites
 from tests.train.oracle_sites import OracleSites
+from tests.verify.perfect_record import perfect
 from tests.verify.recipes import LATENT, tiny
-from tests.verify.test_compare import perfect
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 FORMULAS = (*Path(moefold.verify.oracle.__file__).parent.glob("oracle*.py"), Path(oracle_sites.__file__))
@@ -91,7 +91,7 @@ def test_each_key_of_a_formula_is_read_somewhere():
 
 @pytest.mark.parametrize("key", KINDS)
 def test_each_registered_name_has_a_case(key):
-    """A name without a case ends in the refusal, which is no formula: mypy reports it, and so does this test."""
+    """A name without a case ends in the refusal, which is not a formula: mypy reports it, and this test too."""
     attribute = key.split(".")[1]
     named = set()
     for node in (node for tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.Match)):
@@ -130,7 +130,7 @@ def _comparisons(tree: ast.Module) -> list[str]:
 
 
 def test_no_branch_of_the_oracle_has_a_default_over_names():
-    """A comparison with one name treats all others alike."""
+    """A comparison with one name treats all others the same."""
     planted = ast.parse("""def f(cfg):\n kind = cfg.moe.choice\n return kind == "topk" or {}.get(model.residual, 1)""")
     assert len(_comparisons(planted)) == 2
     assert [found for tree in SOURCES for found in _comparisons(tree)] == []
@@ -154,7 +154,7 @@ def _train(cfg: Config, legal: Config | None = None, **more: torch.Tensor) -> No
 
 def _small(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     sections["train"] = {"seq_len": 8, "global_batch_size": 1} | sections.get("train", {})
-    return tiny(model={"num_layers": 1} | (model or {}), **sections)
+    return tiny(model={"layers": 1} | (model or {}), **sections)
 
 
 def _with(cfg: Config, key: str, value: Any) -> Config:
@@ -166,7 +166,7 @@ SPARSE = {"attention.indexer.top_k": 3, "attention.indexer.num_heads": 2, "atten
 ACTIVE: dict[str, dict[str, Any]] = {
     "train.indexer_stage": {"model": SPARSE},
 }
-"""Settings under which a kind counts."""
+"""Settings that make a kind count."""
 
 
 @pytest.mark.parametrize("key", [key for key in KINDS if key.split(".")[0] in ("model", "moe", "train")])
@@ -213,7 +213,7 @@ def _extended(value: Any, name: str, default: Any, found: Any) -> Any:
     ("parallel", "changes_the_sum", False, True),
 ])  # fmt: skip
 def test_a_key_that_no_formula_reads_is_refused(section, name, default, value):
-    """A key of no class counts as one of the maths, in every section."""
+    """A key of no class counts as a key of the maths, in every section."""
     cfg = _small()
     _train(replace(cfg, **{section: _extended(getattr(cfg, section), name, default, default)}))
     with pytest.raises(NoFormulaError, match=f"no formula for {section}.{name}={value!r}"):
@@ -255,7 +255,7 @@ def test_a_setting_that_the_oracle_reads_around_a_formula_counts_by_itself():
 
 @pytest.mark.parametrize("key", ["attention", "linear_attention"])
 def test_an_attention_without_a_formula_is_refused(key):
-    cfg = _small(model={"attention_pattern": "L" if key == "linear_attention" else "F"})
+    cfg = _small(model={"layers.attention": "linear" if key == "linear_attention" else "full"})
     unknown = _without_formula(cfg.model.decoder_layers[0].attention)
     with pytest.raises(NoFormulaError, match=r"no formula for model\.attention=.*Unknown"):
         _train(_with(cfg, f"model.{key}", unknown), cfg)
@@ -268,7 +268,7 @@ def test_an_activation_without_a_formula_is_refused_by_its_name():
         _train(_with(cfg, "model.ffn.moe.activation", unknown), cfg)
 
 
-def test_sizes_of_an_idle_part_are_no_reason_to_refuse():
+def test_sizes_of_an_idle_part_are_not_a_reason_to_refuse():
     """A preset may describe a part that the recipe switches off."""
     _train(
         _small(model=LATENT | {"attention": "gqa", "ffn.moe.activation.limit": 3.0, "attention.temperature.tokens": 5})
@@ -421,7 +421,7 @@ def test_verify_exits_3_before_a_rank_starts(monkeypatch, capsys):
     (["rl.group_size=2", "data.kind=task"], "the rollouts and the loss of [rl]"),
     (["align.method=dpo", "data.kind=preference", "data.path=pairs.jsonl"], "[align], as --shrink replaces the data"),
 ])  # fmt: skip
-def test_verify_says_what_it_does_not_compare(monkeypatch, capsys, words, note):
+def test_verify_names_what_it_does_not_compare(monkeypatch, capsys, words, note):
     def stop(*args: object) -> None:
         raise ConfigError("the header is printed")
 
@@ -441,7 +441,7 @@ def test_the_learning_rate_equals_training(kind):
 
 
 def test_data_of_a_program_is_judged_as_well():
-    """Columns that the loss does not read are no reason to refuse."""
+    """Columns that the loss does not read are not a reason to refuse."""
     cfg = replace(_small(), data=replace(_small().data, kind="program"))
 
     class Columns(Tokens):

@@ -79,9 +79,9 @@ def _draw(draw: random.Random, world_size: int) -> Config:
         elif num_layers < num_stages:
             continue
         model = {
-            "num_layers": num_layers,
+            "layers": num_layers,
             "mtp_layers": further,
-            "layer_pattern": draw.choice(["M", "DM", "MD", "MMD"]),
+            "layers.ffn": draw.choice(["moe", "dense, moe", "moe, dense", "2 moe, dense"]),
         }
         if draw.random() < 0.5:
             model |= {"ffn.moe.shared.intermediate_size": 16}

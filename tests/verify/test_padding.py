@@ -7,44 +7,16 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import Config
-from moefold.data.dataset import ProgramData
-from moefold.data.sample import Sample
-from moefold.data.sampler import Sampler
 from moefold.verify.compare import OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed, run_on_groups
 from tests.slow import slow
 from tests.verify.oracle import STEPS, TOLERANCE
+from tests.verify.padded_samples import DATA
 from tests.verify.recipes import tiny, without_mapping
+from tests.verify.routing_cases import KINDS, MAPPINGS
 from tests.verify.sparse_cases import SPARSE, SPARSE_LATENT
-from tests.verify.test_routing import KINDS, MAPPINGS
 
 pytestmark = pytest.mark.parity
-
-S = 16
-
-
-class PaddedSamples(Sampler):
-    """Samples with prompts, which are routed, and padding, which is not.
-
-    Of every four, one has no padding and one has nothing else.
-    """
-
-    seq_len = S
-    has_annotations = True
-
-    def __len__(self) -> int:
-        return 64
-
-    def annotated_sample(self, index: int) -> Sample:
-        random = np.random.default_rng(index)
-        length = (S + 1, 0, 6, 13)[index % 4]
-        tokens = random.integers(32, size=S + 1)
-        documents = (np.arange(S + 1) >= min(4, length)).astype(np.int32) + (np.arange(S + 1) >= length)
-        weights = np.where(np.arange(1, S + 1) % 4 < 2, 0.0, random.uniform(size=S))
-        return Sample(tokens, documents, weights, is_padding=np.arange(S + 1) >= length)
-
-
-DATA = ProgramData(PaddedSamples(), PaddedSamples())
 
 
 def _recipe(mapping: dict[str, object], kind: str = "", **settings: object) -> Config:

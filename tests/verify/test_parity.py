@@ -16,45 +16,13 @@ from moefold.verify.distributed_run import create_groups, run_distributed
 from moefold.verify.shrink import shrink
 from tests.models import config_of
 from tests.slow import slow
-from tests.verify import (
-    feature_cases,
-    linear_cases,
-    llama4_cases,
-    lora_cases,
-    mapping_cases,
-    phi_cases,
-    placement_cases,
-    planned_cases,
-    shortcut_cases,
-    sparse_cases,
-    zero_expert_cases,
-)
-from tests.verify.cases import Case, cases
+from tests.verify.cases import Case
 from tests.verify.covering import few_else_slow
 from tests.verify.mapping_cases import DISPATCHERS, DROPPING, FEW_DROPPING
 from tests.verify.oracle import STEPS, TOLERANCE, assert_equals_oracle, oracle_of
+from tests.verify.oracle_cases import ORACLE_CASES
 from tests.verify.recipes import tiny, without_mapping
-from tests.verify.same_bits_cases import OVERLAP
 from tests.verify.shared_ranks import Call, SharedRanks, run_each, selected_cases
-
-OVERLAPPED = cases("expert overlap", OVERLAP[8:9], [*OVERLAP[:8], *OVERLAP[9:]])
-FAMILY_CASES = [
-    *linear_cases.CASES,
-    *llama4_cases.CASES,
-    *zero_expert_cases.CASES,
-    *shortcut_cases.CASES,
-    *phi_cases.CASES,
-]
-ORACLE_CASES = [
-    *mapping_cases.CASES,
-    *feature_cases.CASES,
-    *FAMILY_CASES,
-    *planned_cases.CASES,
-    *placement_cases.CASES,
-    *sparse_cases.CASES,
-    *lora_cases.CASES,
-    *OVERLAPPED,
-]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.parity
 
 
 def _run_with_local_counts(cfg: Config) -> DistributedRecord:
-    """As if a balance loss of each sample knew the tokens of its own rank alone."""
+    """As if a balance loss of each sample knew only the tokens of its own rank."""
     from moefold.model.moe.dispatch import ShardedMicroBatch
 
     ShardedMicroBatch.sum_over_data_parallel = lambda self, x: x

@@ -6,7 +6,6 @@ import pytest
 from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.groups import ParallelGroups
-from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
@@ -15,64 +14,9 @@ from moefold.verify.distributed_run import DistributedRecord, create_groups, run
 from tests.slow import slow
 from tests.verify.oracle import STEPS, TOLERANCE, oracle_of
 from tests.verify.recipes import tiny
+from tests.verify.routing_cases import KINDS, MAPPINGS
 
 pytestmark = pytest.mark.parity
-
-V3 = {
-    "ffn.moe.router": "sigmoid",
-    "ffn.moe.router.expert_bias": True,
-    "ffn.moe.router.scaling_factor": 2.5,
-    "ffn.moe.router.num_groups": 4,
-    "ffn.moe.router.top_groups": 2,
-}
-KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "deepseek-v3": (V3, {"aux_kind": "sequence", "bias_update_rate": 0.05}),
-    "deepseek-v2": (
-        {"ffn.moe.router.softmax": "pre", "ffn.moe.router.num_groups": 4, "ffn.moe.router.top_groups": 2},
-        {},
-    ),
-    "sigmoid": ({"ffn.moe.router": "sigmoid", "ffn.moe.router.normalize": False}, {"z_loss": 0.1}),
-    "sqrtsoftplus": ({"ffn.moe.router": "sqrtsoftplus"}, {}),
-    "softmax with bias": ({"ffn.moe.router.expert_bias": True}, {"bias_update_rate": 0.02, "aux_loss": 0.0}),
-    "global batch": ({}, {"aux_kind": "global_batch", "aux_loss": 0.5}),
-    "last global batch": ({}, {"aux_kind": "last_global_batch", "aux_loss": 0.5, "capacity_factor": 1.0}),
-    "sinkhorn": (
-        {"ffn.moe.router": "sigmoid"},
-        {"choice": make_part("choice", "sinkhorn", iterations=5), "aux_loss": 0.0},
-    ),
-    "quantile": ({"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True}, {"choice": "quantile"}),
-    "quantile of softmax": (
-        {"ffn.moe.router.expert_bias": True, "ffn.moe.router.softmax": "pre"},
-        {"choice": "quantile"},
-    ),
-    "sparsemixer without noise": (
-        {"ffn.moe.router.softmax": "sparsemixer", "ffn.moe.router.softmax.samples": False},
-        {},
-    ),
-    "jitter": ({}, {"input_jitter": 0.3}),
-    "round robin": ({}, {"choice": "round_robin"}),
-    "skewed": ({}, {"choice": make_part("choice", "skewed", share=0.7), "capacity_factor": 1.0}),
-    "drop at evaluation": ({"ffn.moe.router": "sigmoid"}, {"capacity_factor": 2.0, "eval_capacity_factor": 0.6}),
-    "drop positions": ({}, {"capacity_factor": 0.75, "drop_policy": "position", "eval_capacity_factor": 0.0}),
-    "drop on each rank": ({}, {"capacity_factor": 0.75, "drop_scope": "sub_sequence", "pad_to_capacity": True}),
-}
-MAPPINGS: list[dict[str, object]] = [
-    {"world_size": 2, "tp": 2, "ep": 2},
-    {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},
-    {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
-    {"ep": 8, "zero": 2},
-    {"tp": 2, "cp": 2, "ep": 8},
-    {"pp": 2, "ep": 2, "etp": 2, "zero": 3},
-    {"tp": 4, "cp": 2, "ep": 2, "etp": 4, "dispatcher": "allgather"},
-    {"cp": 4, "ep": 4, "context": "allgather", "zero": 0},
-    {"tp": 2, "etp": 2, "ep": 4, "dispatcher": "allgather"},
-    {"cp": 2, "pp": 2, "ep": 4, "context": "ulysses"},
-    {"tp": 4, "etp": 8},
-    {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "ep": 2, "tp": 2},
-    {"cp": 2, "tp": 2, "pp": 2, "ep": 2, "schedule": "gpipe"},
-    {"cp": 8, "ep": 2, "etp": 2, "zero": 3},
-    {"pp": 4, "tp": 2, "etp": 2},
-]
 
 
 def _recipe(kind: str, mapping: dict[str, object]) -> Config:
@@ -168,7 +112,7 @@ def test_recompute_of_whole_blocks_under_eight_ranks_changes_nothing(pool):
 def test_ten_bias_updates_equal_hand_written_ones(fresh_pool, mapping):
     """Two data-parallel ranks, two micro-batches each, recomputed: counts cover the global batch, once."""
     rate = 0.05
-    model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "num_layers": 2}
+    model = {"ffn.moe.router": "sigmoid", "ffn.moe.router.expert_bias": True, "layers": 2}
     cfg = tiny(
         model=model,
         moe={"bias_update_rate": rate, "aux_loss": 0.0},
@@ -240,7 +184,7 @@ def test_the_loss_of_the_last_global_batch_depends_on_no_axis_and_on_no_cut_into
         return [(step.aux_loss, step.grad_norm) for step in record.steps]
 
     one = steps(1)
-    # An even load costs its coefficient in each of the two layers; what follows looks back at what was routed.
+    # An even load costs its coefficient in each of the two layers; later steps look back at the routed tokens.
     assert one[0][0] == pytest.approx(2 * 0.5, rel=TOLERANCE)
     assert all(aux > 2 * 0.5 + 1e-3 for aux, _ in one[1:])
     for size, mapping in cuts:
@@ -260,7 +204,7 @@ def test_the_loss_of_each_sample_does_not_depend_on_the_cut_into_micro_batches(p
 
 
 def _run_with_counts_of_one_scope(cfg: Config) -> DistributedRecord:
-    """As if the global-batch loss knew the micro-batch of its own data-parallel rank alone."""
+    """As if the global-batch loss knew only the micro-batch of its own data-parallel rank."""
     from moefold.model.moe.dispatch import ShardedMicroBatch
 
     ShardedMicroBatch.sum_over_data_parallel = ShardedMicroBatch.sum

@@ -104,7 +104,7 @@ def test_an_order_that_folds_over_some_worlds_only_stays_legal():
 def test_kinds_of_layers_and_an_uneven_cut_stay():
     cfg = preset("quickstart", world_size=4, pp=4)
     model = edit_model(
-        cfg.model, {"num_layers": 6, "layer_pattern": "DM5", "tie_embeddings": True, "attention.qk_norm": {}}
+        cfg.model, {"layers": 6, "layers.ffn": "dense, 5 moe", "tie_embeddings": True, "attention.qk_norm": {}}
     )
     small = shrink(replace(cfg, model=model)).model
     assert small.num_layers == 5
@@ -112,7 +112,7 @@ def test_kinds_of_layers_and_an_uneven_cut_stay():
     assert (small.tie_embeddings, small.attention.qk_norm is not None) == (True, True)
     assert [
         layer.ffn.kind
-        for layer in shrink(replace(cfg, model=edit_model(model, {"layer_pattern": "M"}))).model.decoder_layers
+        for layer in shrink(replace(cfg, model=edit_model(model, {"layers.ffn": "moe"}))).model.decoder_layers
     ] == ["moe"] * 5
 
 
@@ -194,7 +194,7 @@ def test_several_further_tokens_become_two():
         (DataConfig(kind="text", path="texts"), -1),
     ],
 )
-def test_documents_stay_apart_where_they_were(data: DataConfig, document_end: int):
+def test_documents_stay_separate_where_they_were(data: DataConfig, document_end: int):
     small = shrink(replace(preset("quickstart", 8), data=data))
     assert small.data == DataConfig(kind="synthetic", document_end=document_end)
 
@@ -212,7 +212,7 @@ def test_attention_work_still_moves(pool: int, kept: int):
 
 @pytest.mark.parametrize(("width", "rank"), [("head", 1), ("dim", 2)])
 def test_the_rank_of_adapters_fits_the_gates_of_a_single_head(width, rank):
-    """Of plain multi-head attention one head is left, whose gates are a matrix [1, H]."""
+    """One head of plain multi-head attention is left, whose gates are a matrix [1, H]."""
     words = ["model.attention.num_kv_heads=8", "model.attention.gate={}", f"model.attention.gate.per={width}"]
     small = shrink(load_config(None, [*words, "lora.rank=8", "checkpoint.init_from=base"]))
     assert (small.model.attention.num_heads, small.lora.rank) == (1, rank)

@@ -50,7 +50,7 @@ def _run_with_ties_to_the_last_key(cfg: Config) -> DistributedRecord:
 
 
 def _run_with_the_target_of_own_heads(cfg: Config) -> DistributedRecord:
-    """As if the probabilities were summed over the heads of one rank alone."""
+    """As if the probabilities were summed over the heads of only one rank."""
     from moefold.parallel.tensor_parallel import SequenceParallelTokens
 
     scatter = SequenceParallelTokens.scatter
@@ -108,7 +108,7 @@ def _run_with_the_selection_of_another_layer(cfg: Config) -> DistributedRecord:
         (_run_with_the_target_of_own_heads, {"world_size": 2, "tp": 2}, "attention.indexer.wq"),
         (
             _run_with_the_selection_of_another_layer,
-            {"model": {"num_layers": 3, "index_pattern": "F2S"}},
+            {"model": {"layers": 3, "layers.selection": "2 own, shared"}},
             "2.attention.wk",
         ),
         pytest.param(

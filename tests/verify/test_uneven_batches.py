@@ -8,11 +8,11 @@ from moefold.verify.compare import OracleRecord, compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, run_distributed, run_on_groups
 from tests.slow import slow
 from tests.verify.oracle import STEPS, TOLERANCE
+from tests.verify.padded_samples import DATA
 from tests.verify.planned_cases import DOCUMENTS
 from tests.verify.recipes import LATENT, tiny, without_mapping
+from tests.verify.routing_cases import KINDS
 from tests.verify.sparse_cases import SPARSE
-from tests.verify.test_padding import DATA
-from tests.verify.test_routing import KINDS
 
 pytestmark = pytest.mark.parity
 

@@ -1,4 +1,4 @@
-"""Draws depend on their sample alone and follow the filtered distribution; parameters that mean nothing are refused."""
+"""Draws depend only on their sample and follow the filtered distribution; meaningless parameters are refused."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_the_likeliest_tokens_stay_with_their_weights(top_k, top_p, kept):
     [({}, {0, 1, 2, 3}), ({"min_p": 0.6}, {1, 3}), ({"min_p": 1.0}, {1}), ({"min_p": 0.6, "top_p": 0.55}, {1})],
 )
 def test_unlikely_tokens_are_left_out_before_the_nucleus(params, kept):
-    """Draws on a grid give each kept token its share of what is kept; top-p counts what min-p keeps."""
+    """Draws on a grid give each kept token its share of the kept mass; top-p counts the tokens that min-p keeps."""
     draws = [Draw(SamplingParams(**params), place / 100) for place in range(100)]
     found = choose_tokens(PROBS.log().repeat(100, 1), draws).tolist()
     assert set(found) == kept
@@ -93,7 +93,7 @@ def in_float64(logits_V: torch.Tensor, draw: Draw) -> int:
 
 
 @pytest.mark.parametrize("size", [5, 4000])
-def test_integer_weights_draw_what_sums_in_float64_draw(size):
+def test_integer_weights_draw_the_same_as_sums_in_float64(size):
     torch.manual_seed(1)
     logits = 4 * torch.randn(48, size)
     kinds = [
@@ -280,7 +280,7 @@ def test_logits_without_a_distribution_are_refused(wrong, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("at_once", [4, 64])
-def test_the_formula_of_memory_counts_what_draws_take(monkeypatch, temperature, at_once):
+def test_the_formula_of_memory_counts_the_memory_of_draws(monkeypatch, temperature, at_once):
     """Rows in one part, and in parts of `MAX_WEIGHTS`."""
     rows, vocab = 16, 5000
     monkeypatch.setattr(rollout_memory, "MAX_WEIGHTS", at_once * vocab)

@@ -1,4 +1,4 @@
-"""The engine computes what the whole text gives: tokens and log-probabilities, under every schedule and mapping."""
+"""The engine gives the results of the whole text: tokens and log-probabilities, under every schedule and mapping."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,22 +15,13 @@ from moefold.errors import ConfigError
 from moefold.inference.engine.draw import Draw, UniformStream, choose_tokens
 from moefold.inference.engine.engine import RolloutEngine, model_cache_sizes
 from moefold.inference.engine.requests import Completion, EngineSettings, Request
-from moefold.inference.sampling import SamplingParams
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
+from tests.inference.engine.sampled_requests import PROMPTS, REQUESTS, SAMPLED, name, own_requests
 from tests.inference.example import CPU, KINDS, SLOW_KINDS, opened, recipe_of_kind, write_checkpoint
-from tests.model.test_against_transformers import FAMILIES, SIZES
+from tests.model.transformers_families import FAMILIES, SIZES
 from tests.models import config_of
 from tests.slow import slow
-
-PROMPTS = [tuple(i * i % 61 for i in range(70)), (35,), (8, 9, 7)]
-"""The first one is longer than a page."""
-SAMPLED = SamplingParams(temperature=1.3, top_k=30, seed=4)
-REQUESTS = [
-    Request(prompt=prompt, prompt_number=i, sample_number=j, max_tokens=6 + j, eos_ids=frozenset({5}))
-    for i, prompt in enumerate(PROMPTS)
-    for j in range(3)
-]
 
 
 def without_cache(path: Path, mapping: dict[str, Any], requests: list[Request]) -> list[tuple[list[int], list[float]]]:
@@ -79,10 +70,6 @@ def test_the_engine_equals_the_whole_text(pool, mixtral, tmp_path, kind):
             assert completion.finish_reason == ("eos" if tokens[-1] == 5 else "length")
 
 
-def name(mapping: dict[str, Any]) -> str:
-    return "-".join(f"{key}{value}" for key, value in mapping.items()) or "one"
-
-
 MAPPINGS: list[dict[str, Any]] = [
     {"world_size": 2, "tp": 2, "etp": 2},
     {"world_size": 2, "ep": 2},
@@ -104,16 +91,6 @@ def marked(mappings: Sequence[dict[str, Any]], fast: Sequence[int]) -> list[Any]
         pytest.param(mapping, marks=[] if i in fast else pytest.mark.slow, id=name(mapping))
         for i, mapping in enumerate(mappings)
     ]
-
-
-def own_requests(groups: ParallelGroups) -> list[int]:
-    """Indices of the requests of this data-parallel rank: uneven shares, and none on the last of three or more."""
-    ranks = groups.attn.dp_cp.size
-    shares = [list(range(len(REQUESTS)))[i::ranks] for i in range(ranks)]
-    if ranks > 1:
-        shares[0] += shares.pop()
-        shares.append([])
-    return shares[groups.attn.dp_cp.rank]
 
 
 def run_on_mapping(path: Path, mapping: dict[str, Any]) -> dict[int, Completion]:
@@ -177,7 +154,7 @@ def training_config(mapping: dict[str, Any], run_dir: Path, family: str = "mixtr
     return config_of(
         {
             "run": {"dtype": "float64", "seed": 5, "dir": str(run_dir)},
-            "model": SIZES | FAMILIES[family][0] | {"num_layers": 4},
+            "model": SIZES | FAMILIES[family][0] | {"layers": 4},
             "parallel": mapping,
             "moe": {"capacity_factor": 0.5},
             "train": {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2},
@@ -215,7 +192,7 @@ def test_a_model_in_training_samples_as_its_checkpoint(pool, tmp_path, completio
 
 
 def check_schedules(path: Path, dtype: str, tolerance: float) -> int:
-    """Compare completions under random schedules with each request's completion alone; return the preemptions seen."""
+    """Compare completions under random schedules with each request by itself; return the preemptions seen."""
     model = opened(path, "generate", {"dtype": dtype}, 96, 1).model
     alone = RolloutEngine(model, EngineSettings(slots=1, cache_gib=0, share_prompts=False), SAMPLED)
     requests = [

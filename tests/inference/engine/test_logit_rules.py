@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, and changes of the logits: they act on their own sample, and on the draw alone."""
+"""Log-probabilities of prompts, and changes of the logits: they act on their own sample, and only on the draw."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def test_rules_change_their_own_sample_and_no_log_probability(model):
     assert [new.token for new in beside] == [new.token for new in alone]
     assert [new.log_prob for new in beside] == pytest.approx([new.log_prob for new in alone], abs=1e-12)
     assert banned not in [new.token for new in biased]
-    # The most likely token under the model's own distribution is the one that the bias kept from being drawn.
+    # The most likely token under the model's own distribution is the token that the bias kept from being drawn.
     assert biased[0].alternatives[0][0] == banned
     assert biased[0].log_prob == biased[0].alternatives[1][1]
 

@@ -94,7 +94,7 @@ def test_all_ranks_together_hold_the_experts_once(pool, tmp_path):
     for own_bytes, read_bytes, storages, count in pool.run(2, _expert_memory, tmp_path):
         assert count > 0
         assert 2 * own_bytes == read_bytes
-        # The parameters are views of what the layers read, in one piece of memory that both ranks map.
+        # The parameters are views of the tensors that the layers read, in one piece of memory that both ranks map.
         assert len(storages) == 1
 
 

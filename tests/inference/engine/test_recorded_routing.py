@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings
-from tests.inference.engine.test_engine import PROMPTS, REQUESTS, SAMPLED, name, own_requests
+from tests.inference.engine.sampled_requests import PROMPTS, REQUESTS, SAMPLED, name, own_requests
 from tests.inference.example import KINDS, SLOW_KINDS, opened, recipe_of_kind, write_checkpoint
 
 WIDE = {"dtype": "float64"}

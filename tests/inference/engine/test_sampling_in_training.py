@@ -17,7 +17,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.validate.config import check_config
-from tests.parallel.test_cast_copies import CountCasts
+from tests.parallel.count_casts import CountCasts
 from tests.verify.recipes import tiny
 
 REQUESTS = [Request(prompt=(i, 7, 5, 2), prompt_number=i, max_tokens=5) for i in range(3)]

@@ -121,7 +121,7 @@ def test_a_client_that_leaves_ends_its_samples(server, streams):
     assert [type(command).__name__ for command in commands] == ["_Add"] * 3 + ["_Cancel"] * 3
 
 
-def test_a_client_that_leaves_before_its_body_is_complete_is_no_error(server):
+def test_a_client_that_leaves_before_its_body_is_complete_is_not_an_error(server):
     async def check() -> None:
         call = Call(server, {"prompt": "a"}, sends_half=True)
         await call.leave()

@@ -1,4 +1,4 @@
-"""What clients of the OpenAI API send and expect, over an engine whose samples are written in advance."""
+"""Requests and answers of clients of the OpenAI API, over an engine whose samples are written in advance."""
 
 import json
 import re
@@ -131,7 +131,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_has_no_implementation_is_refused_by_name_in_words(plain, fields, param, message):
+def test_a_setting_without_implementation_is_refused_by_name_in_words(plain, fields, param, message):
     server, loop = plain
     status, text = send(server, CHAT, ASK | fields)
     assert status == 400, text
@@ -261,7 +261,7 @@ def test_tool_calls_are_streamed(template):
         assert [(call["index"], call["function"]["name"]) for call in found] == [(0, "add")]
 
 
-def test_text_that_is_no_call_stays_text(template):
+def test_text_that_is_not_a_call_stays_text(template):
     for text in ("<tool_call>nothing", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', "a <tool_cal"):
         server, _ = scripted(text, template=template)
         (choice,) = answered(server, CHAT, TOOLS)["choices"]
@@ -334,7 +334,7 @@ def test_a_forced_tool_is_called_by_a_grammar(template):
     ids=["object", "schema", "named tool", "any tool", "free tool"],
 )
 def test_an_answer_cut_inside_its_grammar_ends_by_its_length(template, wanted):
-    """Nothing is lost or made up: the text is what there was, a call that is not complete is none."""
+    """Nothing is lost or made up: the text is unchanged, and a call that is not complete stays text."""
     pytest.importorskip("llguidance", reason="llguidance comes with the extra `serve`")
     whole = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     if "tool_choice" in wanted:

@@ -108,7 +108,7 @@ def test_chats_and_completions_of_the_client(client):
         client.chat.completions.create(model="gpt", messages=MESSAGES)
 
 
-def test_a_bias_and_a_penalty_change_what_is_drawn(client):
+def test_a_bias_and_a_penalty_change_the_draw(client):
     def drawn(**fields: Any) -> Any:
         return client.completions.create(
             model="run", prompt="a b", max_tokens=12, temperature=0, logprobs=1, extra_body={"min_tokens": 12}, **fields
@@ -119,7 +119,7 @@ def test_a_bias_and_a_penalty_change_what_is_drawn(client):
     (number,) = first.encode() if len(first) == 1 else bytes.fromhex(first.removeprefix("bytes:\\x"))[:1]
     banned = drawn(logit_bias={str(number): -100})
     assert first not in banned.logprobs.tokens
-    # What is reported is the model's own distribution.
+    # The model's own distribution is reported.
     assert banned.logprobs.top_logprobs[0][first] == pytest.approx(plain.logprobs.token_logprobs[0], abs=1e-5)
     varied = drawn(frequency_penalty=2.0, presence_penalty=2.0)
     assert len(set(varied.logprobs.tokens)) >= len(set(plain.logprobs.tokens))

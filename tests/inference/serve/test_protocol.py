@@ -1,4 +1,4 @@
-"""Requests of the API: what is understood, and what is refused with its name."""
+"""Requests of the API: keys that are understood, and keys that are refused by name."""
 
 import json
 from typing import Any
@@ -66,7 +66,7 @@ def test_seeds_differ_where_none_is_given():
         ("chat", {"messages": []}, "messages", "at least 1"),
     ],
 )
-def test_what_is_refused(kind, fields, param, message):
+def test_refusals(kind, fields, param, message):
     with pytest.raises(ApiError, match=message) as error:
         parsed(kind, **fields)
     assert error.value.param == param

@@ -132,7 +132,7 @@ def check_alternatives(client: Client, body: dict[str, Any]) -> None:
 
 
 def check_chat_and_clients(client: Client) -> None:
-    """Clients at once get what each gets by itself; a chat streams the text that it returns whole."""
+    """Concurrent clients get the same as each by itself; a chat streams the text that it returns whole."""
     bodies = [{"prompt": f"text {i}", "max_tokens": 9, "seed": i, "n": 2} for i in range(3)]
     alone = [client.json("/v1/completions", body)["choices"] for body in bodies]
     with ThreadPoolExecutor(3) as threads:

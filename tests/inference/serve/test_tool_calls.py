@@ -91,7 +91,7 @@ def test_calls_are_read_from_pieces_of_any_size(name, size):
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_no_call_stays_text(name, size):
+def test_output_that_is_not_a_call_stays_text(name, size):
     template, text = FORMATS[name]
     cut = text[: len(text) // 4]
     for words in (cut, text.replace("add", "sub", 1)[: text.find("say") - 10], "{} [] <tool", "plain", "", '{"a": 1}'):

@@ -15,7 +15,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """What the layer must compute on one whole micro-batch."""
+    """Results that the layer must give on one whole micro-batch."""
 
     y: Tensor
     aux: Tensor
@@ -25,7 +25,7 @@ class Reference:
 
 
 def make_weights(model: ModelConfig, seed: int = 0, bias: dict[int, float] | None = None) -> Weights:
-    """Seeded float64 weights by parameter name. `bias` is what the router adds where feature 0 of a token is 1."""
+    """Draw float64 weights by parameter name. The router adds `bias` where feature 0 of a token is 1."""
     generator = torch.Generator().manual_seed(seed)
     experts, hidden, ffn = model.ffn.moe.num_experts, model.hidden_size, model.ffn.moe.intermediate_size
     shapes = {

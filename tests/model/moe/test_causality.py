@@ -12,7 +12,7 @@ from tests.models import model_of
 SIZES = {"hidden_size": 6, "ffn.moe.num_experts": 4, "ffn.moe.top_k": 2, "ffn.moe.intermediate_size": 8}
 S, B = 12, 2
 TRIES = 12
-"""Other last tokens, so that what may look ahead does."""
+"""Change the last tokens, so that a rule that may look ahead does."""
 
 DROPS = {"capacity_factor": 0.8}
 RULES: dict[str, tuple[dict[str, object], dict[str, object], bool, bool]] = {

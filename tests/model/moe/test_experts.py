@@ -1,4 +1,4 @@
-"""Each expert works on its rows alone; all implementations agree; every weight always gets a gradient."""
+"""Each expert works only on its rows; all implementations agree; every weight always gets a gradient."""
 
 import pytest
 import torch

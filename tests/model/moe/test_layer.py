@@ -125,7 +125,7 @@ def test_counters_sum_over_micro_batches_and_ignore_recompute(recompute):
     assert _counts(layer) == [0.0] * 8
 
 
-def test_evaluation_drops_the_same_and_neither_counts_nor_adds_losses():
+def test_evaluation_drops_the_same_and_adds_no_counts_and_no_losses():
     layer, x = _layer(MODEL, MoEConfig(capacity_factor=0.7, aux_loss=5.0, z_loss=5.0)), _tokens()
     trained = layer(x)
     layer.eval()
@@ -160,7 +160,7 @@ ROUTERS = {
 
 @pytest.mark.parametrize("kind", ROUTERS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recompute_changes_neither_values_nor_gradients_nor_counts(kind, reentrant):
+def test_recompute_changes_no_values_no_gradients_and_no_counts(kind, reentrant):
     model, moe = ROUTERS[kind]
     moe = replace(PLAIN, aux_loss=0.3, z_loss=0.2, **moe)
 

@@ -66,7 +66,7 @@ def test_attach_changes_the_gradient_and_nothing_else():
     torch.testing.assert_close(weight.grad, 6.0 * weight.detach(), rtol=1e-15, atol=0)
 
 
-def test_of_each_sample_by_itself_the_loss_is_the_mean_over_samples():
+def test_the_loss_of_each_sample_by_itself_is_averaged_over_samples():
     # Two samples of two positions, sequence-first: rows are (s0 b0), (s0 b1), (s1 b0), (s1 b1).
     scores = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3], [0.4, 0.6]], dtype=torch.float64)
     ids = torch.tensor([[0], [1], [0], [1]])

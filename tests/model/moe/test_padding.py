@@ -1,4 +1,4 @@
-"""Rows without weight: an MoE layer computes for padded samples what it computes for their tokens alone."""
+"""Rows without weight: an MoE layer gives the same for padded samples as for only their tokens."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_padding_changes_nothing(kind):
     moe = MoEConfig(**LOSSES | changes)
     alone, padded, weights = _inputs()
     expected, ys = _run(model, moe, alone, [None, None])
-    # A micro-batch of padding alone adds nothing.
+    # A micro-batch of only padding adds nothing.
     empty = torch.randn(S, B, model.hidden_size, dtype=torch.float64, requires_grad=True)
     actual, padded_ys = _run(model, moe, [*padded, empty], [*weights, torch.zeros(B, S, dtype=torch.float64)])
     for x, y, filled, padded_y, weight in zip(alone, ys, padded, padded_ys, weights, strict=False):

@@ -131,7 +131,7 @@ def test_the_bias_goes_up_for_fewer_and_down_for_more_than_the_mean():
     nothing = torch.zeros(3)
     router.update_bias(torch.tensor([7.0, 1.0, 4.0]), nothing)
     assert router.expert_bias.tolist() == [-0.25, 0.25, 0.0]
-    # An even load leaves it, also where the mean of the counts is no exact number.
+    # An even load leaves it, also where the mean of the counts cannot be represented exactly.
     router.update_bias(torch.full((3,), 1e15 / 3).floor(), nothing)
     assert router.expert_bias.tolist() == [-0.25, 0.25, 0.0]
     assert router.expert_bias.dtype == torch.float32
@@ -169,7 +169,7 @@ def test_quantile_routing_leaves_its_thresholds_for_evaluation():
     assert torch.equal(evaluated.ids_TK, routing.ids_TK)
 
 
-def test_sinkhorn_is_for_training_alone():
+def test_sinkhorn_is_only_for_training():
     router = _router(MODEL, MoEConfig(choice="sinkhorn"))
     x = torch.randn(64, 5, dtype=torch.float64)
     x[:, 0] += 3.0
@@ -179,7 +179,7 @@ def test_sinkhorn_is_for_training_alone():
     assert torch.equal(router(x, _places(64)).ids_TK, plain)
 
 
-def test_jitter_multiplies_what_the_router_reads_at_training_alone():
+def test_jitter_multiplies_the_input_of_the_router_only_in_training():
     router = _router(MODEL, MoEConfig(input_jitter=0.1))
     x = torch.randn(S, 5, dtype=torch.float64)
     first, again = router(x, _places()).logits_TE, router(x, _places()).logits_TE

@@ -50,7 +50,7 @@ def test_choices_are_kept_by_sample_and_position():
     assert (kept[[0, 2, 3, 5]] == 99).all()
 
 
-def test_settling_replaces_first_and_keeps_what_is_used():
+def test_settling_replaces_first_and_keeps_used_kernels():
     given, kept = _other_choices(), torch.zeros(N, S, 2, dtype=torch.int16)
     choices = ReplayedRouting(0, given, kept)
     used = choices.apply(torch.zeros(S * B, 2, dtype=torch.int64), torch.tensor([5, 2]))
@@ -130,7 +130,7 @@ def test_recomputing_after_other_micro_batches_finds_the_same_choices(use_reentr
     assert torch.equal(plain[1], _other_choices())
 
 
-def test_evaluation_neither_records_nor_replays():
+def test_evaluation_does_not_record_and_does_not_replay():
     layer, x = _layer(), _x(4)
     expected = layer.eval()(x)
     kept = torch.full((N, S, 2), 99, dtype=torch.uint8)

@@ -118,7 +118,7 @@ def _positions(step_positions: torch.Tensor) -> TokenPositions:
     return TokenPositions(group, len(step_positions), torch.tensor([3]))
 
 
-def test_samples_depend_on_step_and_token_alone():
+def test_samples_depend_only_on_step_and_token():
     x_TH = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     router = _router()
     whole = router(x_TH, _positions(torch.arange(64)))

@@ -1,4 +1,4 @@
-"""Experts keep what their policy says, up to their capacity."""
+"""Experts keep the tokens that their policy chooses, up to their capacity."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_same_as_sorting_lists(policy, capacity):
 
 @pytest.mark.parametrize(("dtype", "noise"), [(torch.float64, 1e-13), (torch.float32, 2e-7)])
 def test_rounding_does_not_choose_among_equals(dtype, noise):
-    """A tie is broken by key however its probabilities were rounded, and what is apart stays apart."""
+    """A tie is broken by key however its probabilities were rounded, and distinct values stay distinct."""
     torch.manual_seed(4)
     ids, probs, keys = _random_routing(60, 3, 5, levels=3)
     expected = keep_within_capacity(ids, probs.to(dtype), keys, 5, 7, PROBS)

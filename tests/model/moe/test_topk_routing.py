@@ -12,7 +12,7 @@ from moefold.parts.choice.sinkhorn.module import sinkhorn_offsets
 from moefold.parts.choice.skewed import Skewed
 
 
-def test_of_equal_values_the_lower_expert_wins():
+def test_the_lower_expert_of_equal_values_wins():
     values = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0, 3.0], [0.0, 1.0, 0.0, 1.0, 0.0]])
     assert topk_experts(values, 3).tolist() == [[1, 2, 3], [0, 1, 2], [1, 3, 0]]
     many = torch.randint(0, 3, (300, 64)).float()
@@ -26,7 +26,7 @@ def test_a_token_never_chooses_an_expert_twice():
     assert topk_experts(values, 4).tolist() == [[0, 1, 2, 3], [2, 0, 1, 3]]
 
 
-def test_choosing_leaves_the_values_alone():
+def test_choosing_does_not_change_the_values():
     values = torch.randn(3, 4)
     before = values.clone()
     topk_experts(values, 2)

@@ -1,4 +1,4 @@
-"""What an MoE layer keeps for its backward pass, with the weights on the results and inside the experts."""
+"""Tensors that an MoE layer keeps for its backward pass, with the weights on the results and inside the experts."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def test_the_results_of_the_experts_are_not_kept():
 @pytest.mark.parametrize("is_emulated", [False, True])
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_narrow_rows_with_wide_weights_on_every_kind_of_processor(monkeypatch, is_emulated, is_padded):
-    """How rows are padded follows from their type, and weights of another type go with them."""
+    """The type of rows decides their padding, and weights of another type are padded as the rows are."""
     monkeypatch.setattr(gemm, "_EMULATES_BFLOAT16", is_emulated)
     monkeypatch.setattr(gemm, "_USES_ONEDNN_FP32", is_padded)
     moe = MoEConfig(weight_in_expert=True)

@@ -66,13 +66,13 @@ def _assert_equal(found, q, k, v, grad):
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), found, (out, lse, *gradients), strict=True):
         assert a.dtype == (torch.float32 if name == "lse" else q.dtype)
         assert a.shape == e.shape
-        # Of the largest value, as in sums of a whole sequence parts cancel; all parts of one token's gradients do.
+        # Relative to the largest value, as parts of long sums cancel; all parts of one token's gradients do.
         error = (a.double() - e).abs() - ROUNDING[a.dtype] * e.abs()
         assert error.max() < 3e-6 * e.abs().max().clamp(min=1.0), (name, float(error.max()))
 
 
 def _passes_token_by_token(q, k, v, grad):
-    """The definition, in which nothing of later tokens occurs, not even times 0."""
+    """The definition, without any term of later tokens, not even times 0."""
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in leaves[1:])
     out, lse = [], []
@@ -120,7 +120,7 @@ def test_every_length_is_right(kernel, d):
 
 @in_each_type
 def test_memory_may_hold_anything(kernel, monkeypatch, dtype):
-    """Results and scratch memory begin as what is no number, and what is behind tensors is none either."""
+    """Results and scratch memory begin as NaN, and the memory after tensors too."""
     shape = (70, 2, 4, 2, 24)
     plain = _heads(*shape, dtype=dtype)
     expected = _passes(kernel, *plain)
@@ -189,7 +189,7 @@ def test_large_scores_do_not_overflow(kernel):
 
 @cache
 def _given_and_right(value: float, where: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Heads with a value in one place, and what is right for every kernel."""
+    """Heads with a value in one place, and the right result of every kernel."""
     given = dict(zip(("q", "k", "v", "grad"), _heads(150, 1, 2, 1, 24, dtype=dtype), strict=True))
     given[where] = given[where].clone()
     given[where][100, 0, 0, 5] = value
@@ -199,7 +199,7 @@ def _given_and_right(value: float, where: str, dtype: torch.dtype) -> tuple[list
 @in_each_type
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["q", "k", "v", "grad"])
-def test_what_is_not_a_number_arrives(kernel, value, where, dtype):
+def test_nan_arrives(kernel, value, where, dtype):
     """Wherever the definition has none, and in no query of an earlier panel."""
     given, right = _given_and_right(value, where, dtype)
     found = _passes(kernel, *given)
@@ -211,7 +211,7 @@ def test_what_is_not_a_number_arrives(kernel, value, where, dtype):
     assert lse[:96].isfinite().all()
 
 
-def test_what_is_not_a_number_stays_in_its_sample(kernel):
+def test_nan_stays_in_its_sample(kernel):
     q, k, v, grad = _heads(40, 3, 2, 1, 16)
     expected = _passes(kernel, q, k, v, grad)
     q = q.clone()
@@ -254,7 +254,7 @@ def test_the_core_computes_the_same_with_it(native, what, dtype):
 
 
 @in_each_type
-def test_what_it_keeps_is_what_torchs_kernel_keeps(native, dtype):
+def test_it_keeps_the_tensors_of_torchs_kernel(native, dtype):
     q, k, v, _ = _heads(40, 2, 4, 2, 16, dtype=dtype)
     kept = []
     for kernel in (native, None):
@@ -273,7 +273,7 @@ def test_what_it_keeps_is_what_torchs_kernel_keeps(native, dtype):
     assert kept[0] == kept[1]
 
 
-def test_what_it_does_not_know_it_says(native):
+def test_it_names_unsupported_cases(native):
     q, k, v, _ = _heads(6, 2, 4, 2, 16)
     assert native.supports(q, k, v)
     assert not native.supports(q.double(), k.double(), v.double())
@@ -318,7 +318,7 @@ def test_on_and_off_give_the_same_losses(pool, case):
 
 
 @pytest.mark.parity
-def test_what_runs_again_has_the_same_bits(pool):
+def test_recompute_gives_the_same_bits(pool):
     kept = steps_of(pool, recipe("float32", "c"))
     for part in ("core_attention", "layer"):
         again = steps_of(pool, recipe("float32", "c", train={"recompute": (part,)}))

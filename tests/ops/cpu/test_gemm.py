@@ -18,12 +18,12 @@ from tests.slow import slow
 pytestmark = needs_compiler
 
 PROCESSORS = VECTORS | {"avx512": ("-mno-avx512bf16", "-O2")}
-"""What the compiler is told beside the rest: also AVX-512 without products of pairs."""
+"""Further flags of the compiler: also AVX-512 without products of pairs."""
 SIZES = ((1, 1, 1), (14, 32, 16), (13, 31, 3), (1, 70, 129), (45, 1, 2), (129, 65, 1), (60, 33, 515), (30, 40, 1030))
 """Rows, columns and depth: fewer and more than panels have, odd depths, and beyond the steps of one sum."""
 LAYOUTS = (("rows", "rows"), ("rows", "transposed"), ("transposed", "transposed"), ("apart", "apart"))
 EPS = {torch.float32: 3e-6, torch.bfloat16: 2**-8}
-"""Of the largest value; bfloat16 is rounded once, to half of that."""
+"""Relative to the largest value; bfloat16 is rounded once, to half of that."""
 
 
 @pytest.fixture(scope="module", params=PROCESSORS)
@@ -72,7 +72,7 @@ def _assert_close(found: torch.Tensor, right: torch.Tensor, scale: torch.Tensor 
     ids=str,
 )
 def test_it_equals_the_definition(gemm, size, types, layouts):
-    """Over memory full of what is not a number, of which nothing but the result is written."""
+    """Over memory full of NaN; nothing but the result is written."""
     rows, columns, depth = size
     kinds = [torch.float32 if kind == "f" else torch.bfloat16 for kind in types]
     x, w = _matrix(rows, depth, layouts[0], kinds[0]), _matrix(columns, depth, layouts[1], kinds[1])
@@ -107,7 +107,7 @@ def test_a_sum_of_two_products_is_rounded_once(gemm):
 
 
 def test_weights_in_float32_have_their_values_in_bfloat16(gemm):
-    """Every exponent and sign, ties and both infinities are rounded as torch rounds them; rows of one number alone."""
+    """Every exponent and sign, ties and both infinities are rounded as torch rounds them; also rows of one number."""
     bits = torch.arange(-(2**31), 2**31, 999_983, dtype=torch.int64).to(torch.int32)
     odd = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, -0x00800000, 0x7FC00001, 0x3F80FFFF, 0])
     w = torch.cat((bits, odd.to(torch.int32))).view(torch.float32)
@@ -118,7 +118,7 @@ def test_weights_in_float32_have_their_values_in_bfloat16(gemm):
     assert torch.equal(found[~found.isnan()], right[~right.isnan()])
 
 
-def test_what_is_not_a_number_reaches_its_row_or_column_alone(gemm):
+def test_nan_reaches_only_its_row_or_column(gemm):
     x, w = torch.randn(40, 33), torch.randn(50, 33)
     for value in (float("nan"), float("inf")):
         for dtype in (torch.float32, torch.bfloat16):
@@ -151,7 +151,7 @@ def test_no_bit_depends_on_threads_or_on_other_rows(gemm, dtype):
 
 
 def _apart(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The same values in rows of a wider matrix of what is not a number."""
+    """The same values in rows of a wider matrix, which is NaN elsewhere."""
     whole = torch.full((len(x), width), float("nan"), dtype=x.dtype)
     whole[:, : x.shape[1]] = x
     return whole[:, : x.shape[1]]
@@ -159,7 +159,7 @@ def _apart(x: torch.Tensor, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_bit_depends_on_where_operands_lie(gemm, dtype):
-    """Near operands are read where they are, others are packed: rows or steps far apart, and more columns than few."""
+    """Near operands are read where they are, others are packed: distant rows, wide steps, and many columns."""
     x, w = torch.randn(75, 530).to(dtype), torch.randn(1100, 530).to(dtype)
     x_near = (x, x.t().contiguous().t(), _apart(x, 700))
     x_far = (_apart(x, 1200), _apart(x.t(), 900).t())
@@ -238,7 +238,7 @@ def test_operands_beyond_the_scratch_memory_are_cut(native, depth):
         assert error < 1e-5
 
 
-def test_what_it_does_not_know_is_multiplied_by_the_libraries(native):
+def test_the_libraries_multiply_unsupported_cases(native):
     x, w = torch.randn(5, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64)
     assert torch.equal(native.matmul(x, w), TORCH_GEMM.matmul(x, w))
     assert torch.equal(native.weight_gradient(x, x), TORCH_GEMM.weight_gradient(x, x))
@@ -251,7 +251,7 @@ def test_what_it_does_not_know_is_multiplied_by_the_libraries(native):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_columns_of_a_result_may_lie_apart(native, dtype):
+def test_columns_of_a_result_may_have_a_stride(native, dtype):
     """With operands of one type and of two."""
     for rows in (5, 80):
         x = torch.randn(rows, 6).to(dtype)
@@ -274,8 +274,8 @@ def test_sizes_that_do_not_agree_are_refused(native):
             native.matmul_out(out, torch.ones(x), torch.ones(w))
 
 
-def test_scratch_memory_is_no_tensor(native):
-    """What counts the memory of a layer does not find it."""
+def test_scratch_memory_is_not_a_tensor(native):
+    """The counter of the memory of a layer does not find it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Made(TorchDispatchMode):

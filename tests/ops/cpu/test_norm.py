@@ -83,7 +83,7 @@ def test_every_width_is_right(kernel, dtype):
 
 
 def test_long_sums_are_as_good_as_in_the_twin(native):
-    """The gradient of the weight over many rows, of which none cancels another, and squares of long rows."""
+    """The gradient of the weight over many rows, none of which cancels another, and squares of long rows."""
     for shape in ((200_000, 8), (3, 500_000)):
         grad, x, weight = (t.abs() for t in _given(*shape))
         right = _definition(grad, x, weight)
@@ -97,7 +97,7 @@ def test_long_sums_are_as_good_as_in_the_twin(native):
 
 @in_each_type
 def test_memory_may_hold_anything(kernel, monkeypatch, dtype):
-    """Results and scratch memory begin as what is no number, and what is behind rows is none either."""
+    """Results and scratch memory begin as NaN, and the memory after rows too."""
     given = _given(70, 3, 37, dtype=dtype)
     expected = _passes(kernel, *given)
 
@@ -156,7 +156,7 @@ def test_threads_change_no_bit(kernel, shape, dtype):
 @in_each_type
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", [0, 1, 2], ids=["grad", "x", "weight"])
-def test_what_is_not_a_number_arrives(kernel, value, where, dtype):
+def test_nan_arrives(kernel, value, where, dtype):
     """Wherever the twin has none, and nowhere else."""
     given = _given(70, 37, dtype=dtype)
     given[where].view(-1, 37)[-1, 5] = value
@@ -165,7 +165,7 @@ def test_what_is_not_a_number_arrives(kernel, value, where, dtype):
         assert torch.equal(a.isinf(), e.isinf())
 
 
-def test_what_it_does_not_know_is_plain(native):
+def test_unsupported_cases_run_in_torch(native):
     for dtype in (torch.float64, torch.float16):
         given = _given(5, 8, dtype=dtype)
         for a, e in zip(_passes(native, *given), _passes(TORCH_RMS_NORM, *given), strict=True):
@@ -177,7 +177,7 @@ def test_what_it_does_not_know_is_plain(native):
 
 
 @in_each_type
-def test_what_it_keeps_is_what_its_twin_keeps(native, dtype):
+def test_it_keeps_the_tensors_of_its_twin(native, dtype):
     kept = []
     for each in (native, None):
         sizes = []

@@ -92,7 +92,7 @@ def test_rows_may_share_a_prefix_of_pages(kernels):
 
 @in_each_type
 @pytest.mark.parametrize(("groups", "heads", "window"), [(2, 4, 0), (1, 40, 70)])
-def test_rows_of_any_lengths_that_share_pages_have_the_bits_of_each_alone(kernels, groups, heads, window, dtype):
+def test_rows_of_any_lengths_that_share_pages_have_the_bits_of_each_by_itself(kernels, groups, heads, window, dtype):
     _, paged = kernels
     num_rows, num_pages, d = 30, 20, 24
     generator = torch.Generator().manual_seed(heads)

@@ -46,7 +46,7 @@ def test_combine_equals_torch_in_float64(ops, tokens, top_k, width, is_weighted,
 
 
 @in_each_type
-def test_bits_of_a_token_do_not_depend_on_the_others_nor_on_threads(ops, dtype):
+def test_bits_of_a_token_do_not_depend_on_other_tokens_or_threads(ops, dtype):
     rows, permutation, weights = example(300, 3, 130, dtype)
     whole = ops.combine(rows, permutation, weights)
     before = torch.get_num_threads()

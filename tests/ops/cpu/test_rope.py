@@ -1,4 +1,4 @@
-"""Rotation of heads in C equals the definition; its plain twin stands in for what it does not know."""
+"""Rotation of heads in C equals the definition; its plain twin computes the cases that it does not know."""
 
 import pytest
 import torch
@@ -94,17 +94,17 @@ def test_threads_change_no_bit(kernel, dtype):
 
 
 @in_each_type
-def test_what_is_not_a_number_arrives(kernel, dtype):
+def test_nan_arrives(kernel, dtype):
     x, grad, cos, sin = _given(4, 2, 2, 24, 16, 1, dtype)
     x[1, 0, 1, 3] = float("nan")
     x[2, 1, 0, 20] = float("inf")
     y, _ = _passes(kernel, x, grad, cos, sin)
-    # A pair turns together; what is behind the pairs stays.
+    # A pair turns together; the values after the pairs stay.
     assert y.isnan().nonzero().tolist() == [[1, 0, 1, 3], [1, 0, 1, 11]]
     assert y.isinf().nonzero().tolist() == [[2, 1, 0, 20]]
 
 
-def test_what_it_does_not_know_is_plain(kernel):
+def test_unsupported_cases_run_in_torch(kernel):
     for dtype, is_interleaved in ((torch.float64, False), (torch.float32, True)):
         given = _given(5, 2, 2, 12, 8, 1, dtype)
         found, right = (_passes(each, *given, is_interleaved=is_interleaved) for each in (kernel, None))
@@ -116,7 +116,7 @@ def test_what_it_does_not_know_is_plain(kernel):
         assert [t.shape for t in _passes(kernel, *given)] == [shape, shape]
 
 
-def test_nothing_is_kept_of_what_it_turns(kernel):
+def test_rotated_tensors_are_not_kept(kernel):
     x, _, cos, sin = _given(5, 2, 2, 12, 8, 1, torch.float32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t), lambda t: t):

@@ -27,7 +27,7 @@ def test_softmax_and_its_gradient(kernel, shape):
     torch.testing.assert_close(x.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others(kernel):
+def test_a_row_has_the_same_bits_by_itself_and_among_others(kernel):
     x = torch.randn(2000, 37, generator=torch.Generator().manual_seed(2))
     together = kernel(x)
     assert all(torch.equal(kernel(x[i : i + 1])[0], together[i]) for i in range(0, 2000, 97))
@@ -49,7 +49,7 @@ def test_a_logit_of_minus_infinity_has_no_weight(kernel):
     torch.testing.assert_close(y, x.softmax(-1))
 
 
-def test_a_row_of_minus_infinity_alone_is_nan_as_in_torch(kernel):
+def test_a_row_of_only_minus_infinity_is_nan_as_in_torch(kernel):
     x = torch.zeros(3, 9)
     x[1] = float("-inf")
     assert torch.equal(kernel(x).isnan(), x.softmax(-1).isnan())

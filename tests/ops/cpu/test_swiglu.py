@@ -54,7 +54,7 @@ def _values(*shape: int, dtype: torch.dtype = torch.float32, count: int = 3) -> 
 def test_it_equals_the_definition(gate, shape, dtype, eps):
     grad, g, u = _values(*shape, dtype=dtype)
     right = SwiGLUActivation().backward(*(t.double() for t in (grad, g, u)))
-    # Memory full of what must not be read.
+    # Memory full of NaN, which must not be read.
     rooms = tuple(torch.full_like(g, float("nan")) for _ in range(2))
     found = [gate.forward(g, u, rooms[0].clone()), *gate.backward(grad.clone(), g, u, rooms)]
     for a, e in zip(found, (right[0], *right), strict=True):
@@ -74,7 +74,7 @@ def test_projections_may_be_narrower_than_the_gradient(gate):
 
 
 @needs_compiler
-def test_what_is_not_a_number_stays_none(gate):
+def test_nan_stays_nan(gate):
     g = torch.tensor([float("nan"), 1.0, float("inf"), -float("inf")])
     u = torch.tensor([1.0, float("nan"), 2.0, 2.0])
     for dtype in (torch.float32, torch.bfloat16):
@@ -99,7 +99,7 @@ def test_threads_change_no_bit(gate):
 
 
 @needs_compiler
-def test_what_it_does_not_know_is_plain(gate):
+def test_unsupported_cases_run_in_torch(gate):
     grad, g, u = _values(4, 6, dtype=torch.float64)
     for a, e in zip(gate.backward(grad.clone(), g, u), SwiGLUActivation().backward(grad.clone(), g, u), strict=True):
         assert torch.equal(a, e)
@@ -230,8 +230,8 @@ def test_where_no_folder_can_be_written_a_library_is_compiled_for_this_process(m
 
 
 @needs_compiler
-def test_a_compilation_that_takes_long_says_what_happens(monkeypatch, tmp_path, capfd):
-    """On a loaded machine it takes a minute, in which a job seems to hang."""
+def test_a_compilation_that_takes_long_prints_a_message(monkeypatch, tmp_path, capfd):
+    """On a loaded machine it takes a minute, while a job seems to hang."""
     monkeypatch.setattr(build, "cache_folders", lambda named: (tmp_path / "cache",))
     monkeypatch.setattr(build, "__file__", str(tmp_path / "c_library.py"))
     monkeypatch.setattr(build, "SILENCE_S", 0.0)
@@ -267,7 +267,7 @@ int three(void) {{ return 666; }}
 @needs_compiler
 @pytest.mark.parametrize("whose", ["another user's", "group's", "all's", "another user's file", "group's file", "link"])
 def test_a_library_that_a_neighbour_planted_is_not_loaded(monkeypatch, tmp_path, whose):
-    """The folder that is looked into first is not this user's alone, or the file in it is not; another is taken."""
+    """The first folder, or the file in it, does not belong to only this user; another folder is taken."""
     planted, own, trace = tmp_path / "planted", tmp_path / "own", tmp_path / "trace"
     monkeypatch.setattr(build, "cache_folders", lambda named: (planted, own))
     monkeypatch.setattr(build, "__file__", str(tmp_path / "c_library.py"))
@@ -301,7 +301,7 @@ def test_a_library_that_a_neighbour_planted_is_not_loaded(monkeypatch, tmp_path,
     build.load_library.cache_clear()
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_settings_are_refused():
     with pytest.raises(ConfigError, match=r"run.kernels='c' computes in float32.*'auto' or 'plain'"):
         check_config(Config(run=RunConfig(kernels="c", dtype="float64")))
     with pytest.raises(ConfigError, match=r"train.precision='mxfp8' has activations between its GEMMs"):

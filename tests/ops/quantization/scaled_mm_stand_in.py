@@ -1,7 +1,7 @@
-"""A stand-in for `torch.nn.functional.scaled_mm` with scales of blocks, written from public descriptions alone.
+"""A stand-in for `torch.nn.functional.scaled_mm` with scales of blocks, written only from public descriptions.
 
 Each scale lies where cuBLAS's documentation ("1D block scaling factors layout") has it, element by element; e2m1 and
-e8m0 have the values of the OCP microscaling formats. It checks what the documentation asks of its caller.
+e8m0 have the values of the OCP microscaling formats. It checks the documented duties of its caller.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def offset(row: int, column: int, columns: int) -> int:
-    """Where the scale of a row and a block lies: in which tile of 128 x 4, and where in it."""
+    """Return the place of the scale of a row and a block: its tile of 128 x 4, and the place in it."""
     tile = (row // 128) * (columns // 4) + column // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
 

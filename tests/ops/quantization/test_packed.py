@@ -26,7 +26,7 @@ def _rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [6, 128, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_arrives_is_what_a_product_would_round(dtype, width):
+def test_the_received_rows_are_rounded_as_a_product_would(dtype, width):
     x = _rows(13, width, dtype)
     found = unpack(pack(x), width, dtype)
     assert found.dtype == dtype
@@ -81,7 +81,7 @@ def test_no_rows_and_rows_of_zero_bytes():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_no_number_does_not_become_one(value):
+def test_nan_does_not_become_a_number(value):
     """Else a run that went wrong would train on."""
     x = torch.ones(2, 256)
     x[1, 130] = value

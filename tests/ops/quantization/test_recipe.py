@@ -1,4 +1,4 @@
-"""What rounding to few bits does to values, by hand-worked numbers and by the bounds of the formats."""
+"""Values after rounding to few bits, by hand-worked numbers and by the bounds of the formats."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_e4m3_keeps_three_bits():
 
 BOUNDS = {"fp8-blockwise": 1 / 16, "mxfp8": 1 / 16, "nvfp4": 1 / 6 + 1 / 16}
 """Largest error of a block relative to its largest value: half the widest step of the format; for e2m1 half of 2 in 6,
-and what a scale of 4 bits cuts off."""
+and the loss of a scale of 4 bits."""
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
@@ -39,7 +39,7 @@ def test_every_block_has_its_own_scale(name, rows):
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_a_part_of_a_tensor_is_rounded_as_in_the_whole(name):
-    """What makes a mapping compute what one rank does: whole blocks cut off change nothing."""
+    """A mapping computes the same as one rank because whole blocks that are cut off change nothing."""
     recipe = QUANT_FORMATS[name]
     x = torch.randn(48, 4 * recipe.block_size, dtype=torch.float64) * 10
     whole = fake_quantize(x, recipe, 16)
@@ -48,7 +48,7 @@ def test_a_part_of_a_tensor_is_rounded_as_in_the_whole(name):
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
-def test_zeros_stay_zeros_and_nothing_is_no_number(name):
+def test_zeros_stay_zeros_and_nothing_becomes_nan(name):
     recipe = QUANT_FORMATS[name]
     assert torch.equal(fake_quantize(torch.zeros(3, 40), recipe), torch.zeros(3, 40))
     assert fake_quantize(torch.zeros(0, 40), recipe).shape == (0, 40)

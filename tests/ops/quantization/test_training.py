@@ -16,7 +16,7 @@ from tests.slow import slow
 from tests.verify.recipes import tiny
 
 SIZES = {
-    "layer_pattern": "DM",
+    "layers.ffn": "dense, moe",
     "hidden_size": 256,
     "attention.num_heads": 4,
     "attention.num_kv_heads": 4,

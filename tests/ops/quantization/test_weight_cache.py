@@ -1,4 +1,4 @@
-"""Quantised weights are cached within a step, for weights alone, and for each view of them."""
+"""Quantised weights are cached within a step, only for weights, and for each view of them."""
 
 import pytest
 import torch

@@ -123,7 +123,7 @@ def test_all_candidates_equal_the_reference(saves_fc1, has_bias):
             _assert_close(actual, expected.double(), torch.float32)
 
 
-def test_matrices_of_different_strides_are_multiplied_apart():
+def test_matrices_of_different_strides_are_multiplied_separately():
     rows, weights, offsets = _inputs(FEW, torch.float32, False, False)
     transposed = ExpertWeights(weights.gate_EHF, weights.up_EHF.mT.contiguous().mT, weights.down_EFH)
     tuner = _All()

@@ -18,7 +18,7 @@ BLOCK = 128 if torch.cuda.is_available() else 16
 RECIPE = QuantFormat("fp8", E4M3_MAX, round_to_e4m3, BLOCK, BLOCK, float32_scale)
 SIMULATED = EmulatedLinear(RECIPE)
 ACCUMULATION = 5e-3 if torch.cuda.is_available() else 0.0
-"""What a partial sum of 128 terms may lose in the accumulators of Hopper's tensor cores, derived in docs/fp8.md."""
+"""Possible loss of a partial sum of 128 terms in the accumulators of Hopper's tensor cores, derived in docs/fp8.md."""
 TOLERANCE = {torch.float32: 1e-5 + ACCUMULATION, torch.bfloat16: 8e-3 + ACCUMULATION}
 """Relative to the largest value: another order of the sum; of 8 bits a unit in the last, as both sides round once."""
 
@@ -69,7 +69,7 @@ def test_experts(counts, dtype, gathers):
     second = _random(dtype, num_rows, depth), _random(dtype, len(counts), width, depth).mT
     kernels, expected = Fp8ExpertOps(BLOCK), EmulatedExpertOps(SIMULATED)
     for pair in (None, second):
-        # The plain twin rounds both products of a pair and then their sum, the kernel the sum alone.
+        # The plain twin rounds both products of a pair and then their sum, the kernel only the sum.
         summed = 1 if pair is None else 2
         _assert_close(
             kernels.grouped_gemm(x, w, offsets, pair), expected.grouped_gemm(x, w, offsets, pair), dtype, summed
@@ -178,7 +178,7 @@ def test_experts_quantise_each_operand_once_in_each_layout(delays_wgrad, monkeyp
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_finite_number_reaches_its_row_and_its_gradient(value):
+def test_infinity_and_nan_reach_their_row_and_its_gradient(value):
     kernels = Fp8Linear(Fp8ExpertOps(BLOCK))
     x = _random(torch.float32, 5, 2 * BLOCK)
     x[2, 3] = value

@@ -64,7 +64,7 @@ FAST = list(zip(SHAPES, CASES, strict=True))
 
 @pytest.mark.parametrize(("kind", "case"), [*FAST, *slow(pair for pair in product(SHAPES, CASES) if pair not in FAST)])
 def test_outputs_states_and_gradients_equal_the_reference(kind: str, case: str) -> None:
-    """Lengths, widths and chunks are no multiples of the kernel's blocks."""
+    """Lengths, widths and chunks are not multiples of the kernel's blocks."""
     inputs = _inputs(kind)
     options = {}
     if case == "given states":
@@ -94,7 +94,7 @@ ON_CPU = pytest.mark.skipif(DEVICE == "cuda", reason="CPU ranks need Triton's in
 def test_it_is_selected_for_models_with_a_recurrence() -> None:
     cpu = torch.device("cpu")
     for kind, kernel in (("gla", TritonLinearAttention), ("short_convolution", type(None))):
-        cfg = tiny(model={"attention_pattern": "LF", "linear_attention": kind})
+        cfg = tiny(model={"layers.attention": "linear, full", "linear_attention": kind})
         cfg = replace(cfg, run=replace(cfg.run, dtype="float32", kernels="triton"))
         assert isinstance(select_kernels(cfg, cpu).linear_attention, kernel)
     assert select_kernels(replace(cfg, run=replace(cfg.run, kernels="plain")), cpu).linear_attention is None
@@ -102,7 +102,7 @@ def test_it_is_selected_for_models_with_a_recurrence() -> None:
 
 @pytest.mark.parametrize("kind", ["gated_deltanet", *slow([("gla",)])])
 def test_gradients_of_a_model_equal_those_with_torch(kind: str) -> None:
-    cfg = tiny(model={"attention_pattern": "L", "linear_attention": kind, "layer_pattern": "D"})
+    cfg = tiny(model={"layers.attention": "linear", "linear_attention": kind, "layers.ffn": "dense"})
     cfg = replace(cfg, run=replace(cfg.run, dtype="float32"))
     gradients = []
     for kernel in (None, TritonLinearAttention()):
@@ -119,7 +119,7 @@ def test_gradients_of_a_model_equal_those_with_torch(kind: str) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=atol, msg=name)
 
 
-def test_what_it_does_not_support_is_left_to_torch() -> None:
+def test_unsupported_cases_are_left_to_torch() -> None:
     kernel = TritonLinearAttention()
     assert kernel.supports(_inputs("kda"))
     assert not kernel.supports([x.double() for x in _inputs("kda")])

@@ -97,7 +97,7 @@ def test_routing(sizes, num_tokens):
         for used, name in enumerate(("probabilities", "scores", "sums", "z"))
     ],
 )
-def test_gradient_of_one_output_alone(sizes, used):
+def test_gradient_of_only_one_output(sizes, used):
     """Gradients of the others are not made, and count as zero."""
     logits = torch.randn(13, _model(sizes).ffn.moe.num_experts, device=DEVICE, requires_grad=True)
     routed = fused_routing(_model(sizes))(logits, None)
@@ -114,7 +114,7 @@ def test_equal_values_go_to_the_lower_expert():
     assert torch.equal(routed.ids_TK.cpu(), torch.arange(3).expand(5, 3))
 
 
-def test_choices_are_experts_even_if_the_logits_are_no_numbers():
+def test_choices_are_experts_even_if_the_logits_are_nan():
     model = _model({"ffn.moe.top_k": 2})
     logits = torch.full((3, 8), float("nan"), device=DEVICE)
     ids = route_forward(logits, None, fused_routing(model)._options).ids_TK
@@ -132,5 +132,5 @@ def test_choices_are_experts_even_if_the_logits_are_no_numbers():
     ],
     ids=str,
 )
-def test_what_the_kernel_does_not_know_is_plain(model, moe, why):
+def test_cases_unknown_to_the_kernel_run_in_torch(model, moe, why):
     assert why in fused_router_unsupported_reason(_model(model), MoEConfig(**moe))

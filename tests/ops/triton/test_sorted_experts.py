@@ -1,4 +1,4 @@
-"""Experts that sort rows as they read them equal permuting, looping and adding up; so does a run with the kernels."""
+"""Experts that sort rows as they read them equal permuting, looping and adding up; a run with the kernels too."""
 
 from dataclasses import replace
 
@@ -149,7 +149,7 @@ def test_tokens_and_gradients_are_gathered_once_a_pass_and_masked_with_padding_o
 
 
 @pytest.mark.parametrize(("delays", "is_gathered"), [(False, True), (True, False)])
-def test_a_gather_that_the_weight_gradient_needs_is_no_cost_of_another_gemm(delays, is_gathered):
+def test_a_gather_that_the_weight_gradient_needs_is_not_a_cost_of_another_gemm(delays, is_gathered):
     needs_gather = {}
 
     class Watched(Autotuner):
@@ -254,7 +254,7 @@ MAPPINGS = [
 
 def _single(**mapping):
     train = {"seq_len": 8, "global_batch_size": 2}
-    cfg = tiny(model={"num_layers": 1}, moe={"weight_in_expert": False}, train=train, **mapping)
+    cfg = tiny(model={"layers": 1}, moe={"weight_in_expert": False}, train=train, **mapping)
     return replace(cfg, run=replace(cfg.run, dtype="float32"))
 
 

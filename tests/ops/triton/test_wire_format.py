@@ -10,7 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _rows(dtype, num_rows, width):
-    """Blocks of very different size, one of them of zeros."""
+    """Blocks of very different size, one full of zeros."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num_rows, width, generator=generator) * torch.logspace(-4, 4, width)
     x[:, :128] *= torch.arange(num_rows).unsqueeze(1) % 3
@@ -44,7 +44,7 @@ def test_strided_rows_and_rows_of_zero_bytes():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_no_finite_number_reaches_its_block(value):
+def test_infinity_and_nan_reach_their_block(value):
     x = _rows(torch.float32, 2, 256)
     x[1, 3] = value
     y = TritonPermuteOps().unpack(TritonPermuteOps().pack(x), 256, torch.float32)

@@ -1,4 +1,4 @@
-"""Ranks run the same kernels: by the record of rank 0, or by what all of them measured, which rank 0 records."""
+"""Ranks run the same kernels: by the record of rank 0, or by the measurements of all, which rank 0 records."""
 
 import json
 import os
@@ -32,7 +32,7 @@ class Case:
 
 
 def _choices(case: Case) -> tuple[list[str], list[str], int, list[str]]:
-    """What this rank runs before and after it settles, how often it measured, and what it logs."""
+    """Return the kernel of this rank before and after it settles, its number of measurements, and its log."""
     rank = dist.get_rank()
     os.environ["XDG_CACHE_HOME"] = str(case.cache / str(rank))
     timed.kernel_environment = lambda device: {"device": case.devices[rank]}
@@ -74,7 +74,7 @@ def test_the_slowest_rank_decides_and_the_next_run_measures_nothing(fresh_pool, 
     recorded = {"10": {"one": 2.0, "two": 3.0}, "7": {"one": 2.0, "two": 3.0}}
     assert json.loads(path.read_text())["ms"] == {"product: 64, True": recorded}
     assert not (tmp_path / "1").exists()
-    # Rank 1 has no record of its own: it uses what rank 0 has.
+    # Rank 1 has no record of its own: it uses the record of rank 0.
     changed = {"10": {"one": 2.0, "two": 1.0}, "7": recorded["7"]}
     path.write_text(json.dumps({"environment": {"device": "H100"}, "ms": {"product: 64, True": changed}}))
     first, second = _run(fresh_pool, tmp_path, (9.0, 9.0), (9.0, 9.0))
@@ -84,7 +84,7 @@ def test_the_slowest_rank_decides_and_the_next_run_measures_nothing(fresh_pool, 
     assert first[3][0] == second[3][0] == "kernels by 2 recorded times of H100"
 
 
-def test_what_raises_on_one_rank_is_chosen_on_none(fresh_pool, tmp_path):
+def test_a_kernel_that_raises_on_one_rank_is_chosen_on_none(fresh_pool, tmp_path):
     first, second = _run(fresh_pool, tmp_path, (2.0, 1.0), (2.0, None))
     assert first[1] == second[1] == ["one", "one"]
     assert "not used, as they raise: product by two" in first[3][1]
@@ -92,7 +92,7 @@ def test_what_raises_on_one_rank_is_chosen_on_none(fresh_pool, tmp_path):
     assert json.loads(path.read_text())["ms"] == {}
 
 
-def test_ranks_of_two_kinds_of_device_choose_alike_and_record_nothing(fresh_pool, tmp_path):
+def test_ranks_of_two_kinds_of_device_choose_the_same_and_record_nothing(fresh_pool, tmp_path):
     first, second = _run(fresh_pool, tmp_path, (2.0, 1.0), (2.0, 1.0), devices=("H100", "H200"))
     assert first[1] == second[1] == ["two", "two"]
     assert first[3][0] == "recorded kernel times are not used, as ranks differ in device"

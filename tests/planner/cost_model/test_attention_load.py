@@ -1,4 +1,4 @@
-"""Attention of documents in the price of a step: equal documents cost what they did, uneven ones the busiest rank's."""
+"""Attention of documents in the price of a step: no change for equal documents, the busiest rank for uneven ones."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def wlb(strategy=make_part("context", "ring")):  # noqa: B008 - immutable
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-oss-120b", "deepseek-v3"])
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
-def test_documents_as_long_as_samples_cost_what_samples_do(mapping, model):
+def test_documents_as_long_as_samples_cost_the_same_as_samples(mapping, model):
     loads = DocumentLoads(equal_documents(SEQ_LEN, SEQ_LEN), SEQ_LEN)
     mapping = mapping if model != "deepseek-v3" else replace(mapping, pp=1)
     plain = pricer(model=model)

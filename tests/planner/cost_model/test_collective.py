@@ -61,7 +61,7 @@ def test_an_exchange_over_nodes_sends_half_of_all_copies_away():
 def test_a_token_reaches_few_units():
     assert GroupLimitedRouting(8).expected_units(8) == pytest.approx(8 * (1 - (7 / 8) ** 8))
     assert GroupLimitedRouting(1).expected_units(64) == pytest.approx(1.0)
-    # Four of eight groups, two groups a node: one minus the chance that neither of a node's two is chosen.
+    # Four of eight groups, two groups a node: one minus the chance that no group of a node is chosen.
     assert DEEPSEEK.expected_units(4) == pytest.approx(4 * (1 - 15 / 70))
     assert DEEPSEEK.expected_units(64) < 8
 
@@ -80,7 +80,7 @@ def test_a_token_reaches_few_units():
         (GB200, 64, 675, 930),
     ],
 )
-def test_dispatch_takes_what_was_measured(device, ep, once, plain):
+def test_dispatch_takes_measured_times(device, ep, once, plain):
     assert all_to_all_s(device, RankGroup(ep, 1), PAYLOAD, routing=DEEPSEEK) * 1e6 == pytest.approx(once, rel=0.3)
     assert all_to_all_s(device, RankGroup(ep, 1), PAYLOAD) * 1e6 == pytest.approx(plain, rel=0.3)
 
@@ -103,14 +103,14 @@ def with_pods(tmp_path, base, gpus, divisor):
 
 
 @pytest.mark.parametrize("base", ["h100", "gb200"])
-def test_pods_with_fewer_uplinks_slow_down_what_leaves_them(tmp_path, base):
+def test_pods_with_fewer_uplinks_slow_down_messages_that_leave_them(tmp_path, base):
     plain, pods = load_device(base), with_pods(tmp_path, base, 576, 4)
     assert [link.level for link in pods.links] == ["nvlink", "rail", "spine"]
     uplinks = pods.links[-1].reached_bytes_per_s
     # Four pods: three quarters of all copies leave theirs.
     exchanged = all_to_all_s(pods, RankGroup(2304, 1), 1e10)
     assert exchanged == pytest.approx(0.75 * 1e10 / uplinks, rel=0.01)
-    # One replica a pod; and replicas of which a pod has many, whose rings leave it but once.
+    # One replica a pod; and many replicas a pod, whose rings leave it only once.
     assert all_gather_s(pods, RankGroup(4, 576), 1e10) == pytest.approx(0.75 * 1e10 / uplinks, rel=0.01)
     wide = all_gather_s(plain, RankGroup(2304, 1), 1e10)
     assert all_gather_s(pods, RankGroup(2304, 1), 1e10) == pytest.approx(wide, rel=0.01)

@@ -1,4 +1,4 @@
-"""Products, by hand and against what was measured."""
+"""Products, by hand and against measurements."""
 
 from dataclasses import replace
 
@@ -75,7 +75,7 @@ def test_weight_gradients_write_float32():
     assert thin >= 8 * 8 * 16384 * 6144 / 3.35e12
 
 
-def test_casting_costs_passes_below_sixteen_bits_alone():
+def test_casting_costs_passes_only_below_sixteen_bits():
     assert products().quantize_s(1e9) == 0.0
     assert products(precision="fp8").quantize_s(1e9) > 0.0
     with pytest.raises(ConfigError, match="h100 has matrix units for bf16, fp8, fp8-blockwise, not for mxfp8"):

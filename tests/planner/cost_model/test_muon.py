@@ -1,4 +1,4 @@
-"""Muon's time: its operations, what travels, and the bytes of moments."""
+"""Muon's time: its operations, its messages, and the bytes of moments."""
 
 from dataclasses import replace
 

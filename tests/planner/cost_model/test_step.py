@@ -1,4 +1,4 @@
-"""A step's time: hand-worked parts, what must be monotone, and what must add up."""
+"""A step's time: hand-worked parts, monotone parts, and sums."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_a_part_that_holds_others_swallows_them():
     assert seconds(replace(FOLDED, recompute=("layer",))) > moe
 
 
-def test_zero_costs_what_it_communicates():
+def test_zero_costs_its_communication():
     times = [seconds(replace(FOLDED, zero=zero)) for zero in (1, 2, 3)]
     assert times == sorted(times)
     assert times[0] <= seconds(replace(FOLDED, zero=0))
@@ -200,7 +200,7 @@ def test_context_parallelism_exchanges_the_states_of_linear_attention_whatever_t
     model = model_of(
         {
             "hidden_size": 512,
-            "attention_pattern": "L",
+            "layers.attention": "linear",
             "linear_attention": kind,
             "linear_attention.num_value_heads": 4,
             **heads,
@@ -383,7 +383,7 @@ def test_a_measured_exposure_of_the_device_takes_the_place_of_the_constant():
     ("seq_len", "cp", "natural", "forced"), [(16384, 1, 237, 295), (32768, 2, 277, 335), (65536, 4, 320, 368)]
 )
 def test_natural_routing_slows_a_step_as_published_pairs_say(seq_len, cp, natural, forced):
-    """published/README.md: TFLOP/s of Qwen3-235B on 256 H100; the mapping is the one of the rows of 64K."""
+    """published/README.md: TFLOP/s of Qwen3-235B on 256 H100; the mapping is the one in the rows of 64K."""
     mapping = ParallelMapping(
         tp=4, cp=cp, pp=8, vpp=4, dp=8 // cp, ep=8, edp=4, recompute=("norms", "moe"),
         dispatcher=find_part("dispatcher", "deepep")(),

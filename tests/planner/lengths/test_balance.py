@@ -142,7 +142,7 @@ def test_the_balance_of_the_strategies_has_the_known_shape(row):
 @pytest.mark.parametrize("name", ["wikipedia", "wlb", "prolong", "magi"])
 def test_balanced_hosts_are_within_a_tenth_of_the_mean(name):
     assert replace(loads_of(name), strategy=LAST).rounds(8, 4, 1).max_over_mean <= 1.1
-    # Of 1,024 ranks, a block of 128 rows at the end of the longest documents is a tenth of a rank's work.
+    # On 1,024 ranks, a block of 128 rows at the end of the longest documents is a tenth of a rank's work.
     fine = replace(LAST, block=64)
     assert replace(loads_of(name), strategy=fine).rounds(8, 128, 1).max_over_mean <= 1.1
 

@@ -25,8 +25,9 @@ from moefold.planner.model_spec import load_model_spec, model_spec_from_config
 from moefold.planner.search.constraints import MappingConstraints
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
+from moefold.train.memory_profile import sharded_state_bytes
 from moefold.validate.config import check_config
-from tests.cost.test_state_memory import random_config, sharded_state_bytes
+from tests.cost.random_mappings import random_config
 from tests.models import edit_model, model_of
 from tests.slow import slow
 
@@ -56,7 +57,7 @@ def recipe(preset: str, parallel: dict, batch: int, schedule: str, vpp: int) -> 
 
 
 def estimated(cfg: Config, mapping: ParallelMapping | None = None) -> tuple[Config, MemoryEstimate]:
-    """A recipe with its stages spelled out, and what the planner says of it."""
+    """Return a recipe with its stages spelled out, and the planner's memory for it."""
     shape, device = model_spec_from_config(cfg.model), load_device("h100")
     workload = TrainingWorkload(
         seq_len=cfg.train.seq_len,
@@ -79,7 +80,7 @@ def check_formula(cfg: Config) -> None:
 
 @pytest.mark.parametrize("case", BIG, ids=lambda case: f"{case[0]}-{case[3]}")
 @pytest.mark.parametrize("recompute", [(), ("norms", "expert_activation"), ("layer",)], ids="+".join)
-def test_a_recipe_needs_what_the_runtime_s_formula_says(case, recompute):
+def test_a_recipe_needs_the_memory_of_the_runtime_s_formula(case, recompute):
     cfg = recipe(*case)
     check_formula(replace(cfg, train=replace(cfg.train, recompute=recompute)))
 
@@ -120,15 +121,15 @@ PAIRED = [
 SAVED = [(), ("moe",), ("layer",), ("norms", "expert_activation"), ("shared_experts", "dense_mlp", "core_attention")]
 PAIRED_MODELS = {
     "moe": {},
-    "mtp": {"mtp_layers": 1, "layer_pattern": "DMM"},
-    "shared": {"ffn.moe.shared.intermediate_size": 256, "layer_pattern": "DM"},
-    "windows": {"layer_pattern": "DMMM", "attention_pattern": "WF", "sliding_window": 64},
+    "mtp": {"mtp_layers": 1, "layers.ffn": "dense, 2 moe"},
+    "shared": {"ffn.moe.shared.intermediate_size": 256, "layers.ffn": "dense, moe"},
+    "windows": {"layers.ffn": "dense, 3 moe", "layers.attention": "window, full", "sliding_window": 64},
 }
 
 
 def paired_recipes(schedule: str, pp: int, vpp: int, model: str):
     """Recipes with hidden exchanges: models, and parts that run again."""
-    sizes = model_of({"num_layers": 16, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, **PAIRED_MODELS[model]})
+    sizes = model_of({"layers": 16, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 2, **PAIRED_MODELS[model]})
     layout = "auto" if pp > 1 and (sizes.num_layers % (pp * vpp) or sizes.mtp_layers) else ""
     parallel = ParallelConfig(
         world_size=2 * pp, pp=pp, ep=2, schedule=schedule, virtual_stages=vpp, overlap_experts=True,
@@ -172,7 +173,7 @@ def is_alike(estimate: MemoryEstimate, real: StateBytes, cfg: Config) -> bool:
 
 
 @pytest.mark.parametrize(("size", "work"), [(1, 0), (16, 16)])
-def test_the_workspace_has_the_gradients_of_one_module_and_what_makes_or_reduces_them(size, work):
+def test_the_workspace_has_the_gradients_of_one_module_and_their_temporary_tensors(size, work):
     """Mixtral 8x22B, ep=8: one expert of 3 x 6144 x 16384 a layer, and two rows for each token."""
     shape, workload = load_model_spec("mixtral-8x22b"), TrainingWorkload(seq_len=4096, global_batch_size=256)
     memory = MemoryModel(shape, workload, load_device("h100"))
@@ -205,7 +206,7 @@ def test_uneven_experts_need_larger_buffers():
         ({"world_size": 8, "pp": 2, "ep": 4, "zero": 0}, {}),
         ({"world_size": 8, "tp": 2, "ep": 2, "etp": 2, "zero": 2}, {"mtp_layers": 1}),
         ({"world_size": 4, "ep": 4, "zero": 3}, {}),
-        ({}, {"num_layers": 2}),
+        ({}, {"layers": 2}),
     ],
     ids=str,
 )
@@ -243,14 +244,14 @@ AWAY = [
         {"optimizer": make_part("optimizer", "adamw", moment_dtype="bfloat16")},
         {},
     ),
-    ("deepseek-v3", {"world_size": 64, "pp": 4, "ep": 16}, {}, {"layer_pattern": "DDDM"}),
+    ("deepseek-v3", {"world_size": 64, "pp": 4, "ep": 16}, {}, {"layers.ffn": "3 dense, moe"}),
     ("mixtral-8x7b", {"world_size": 8, "pp": 8}, {"optimizer": "muon"}, {"tie_embeddings": True}),
 ]
 
 
 @pytest.mark.parametrize("case", AWAY, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
 def test_an_update_brings_moments_back(case):
-    """With few activations they are what counts."""
+    """With few activations they decide."""
     preset, parallel, train, model = case
     cfg = load_config(None, [f"model.preset={preset}"])
     batch = TrainConfig(seq_len=64, global_batch_size=64, offload_optimizer="host", **train)
@@ -267,7 +268,7 @@ def test_an_update_brings_moments_back(case):
     check_formula(cfg)
 
 
-def test_what_is_offloaded_is_not_there():
+def test_offloaded_tensors_are_not_counted():
     cfg = recipe(*BIG[0])
     _, plain = estimated(cfg)
     mapping = mapping_from_config(cfg.parallel, cfg.train)
@@ -293,7 +294,7 @@ def test_offloaded_bytes_leave_the_part_that_they_belong_to(offload):
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_the_memory_of_a_mapping_does_not_depend_on_those_before_it(device, dispatcher):
     """Sizes are found once for all mappings that share them, so a degree that was forgotten shows here."""
-    model = model_of({"num_layers": 2, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "vocab_size": 64})
+    model = model_of({"layers": 2, "ffn.moe.num_experts": 16, "ffn.moe.top_k": 4, "vocab_size": 64})
     cfg = Config(run=RunConfig(device="cuda"), model=model, train=TrainConfig(seq_len=64, global_batch_size=64))
     shape, workload = model_spec_from_config(model), TrainingWorkload(seq_len=64, global_batch_size=64, imbalance=3.0)
 

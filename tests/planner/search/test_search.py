@@ -5,24 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moefold.config.chosen import part_of_kind
-from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.config.schema import Config
-from moefold.cost.hardware import Device, load_device
-from moefold.planner.cost_model.step import CostModel
+from moefold.cost.hardware import load_device
 from moefold.planner.cost_model.workload import workload_from_config
-from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping, PipelineVariant
-from moefold.planner.memory.budget import OVERHEAD_GIB, MemoryModel
+from moefold.planner.mapping import OFFLOADED_OPTIMIZER
+from moefold.planner.memory.budget import OVERHEAD_GIB
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.planner import Planner, PlanRequest
-from moefold.planner.search.constraints import Fold, MappingConstraints, Restriction
-from moefold.planner.search.memory_filter import MemoryFilter
 from moefold.planner.search.search import MappingGroup, PlannedMapping, Search
-from moefold.planner.search.space import MappingSpace
-from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
 from tests.models import edit_model
 from tests.planner.recipes import RECIPES, on_ranks
+from tests.planner.search.exhaustive import check_folds, every_mapping, found_by, priced, searching
 from tests.slow import slow
 
 MUON = replace(RECIPES["plain"], train=replace(RECIPES["plain"].train, optimizer="muon"))
@@ -35,87 +28,9 @@ FEW_MAPPINGS = [
 ALL_MAPPINGS = [(name, {}) for name in NAMES[:3]]
 
 
-def found_by(search: Search, count: int) -> list[PlannedMapping]:
-    """Return the best plans that fit, each of another fold."""
-    return search.find([MappingGroup(count)])[0]
-
-
 def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = None) -> Search:
     """A search of a small recipe."""
     return searching(on_ranks(CASES[name], world_size), room_gib, fixed)
-
-
-def searching(
-    cfg: Config,
-    room_gib: float,
-    fixed: dict | None = None,
-    device: Device | None = None,
-    imbalance: float = 1.0,
-    offload: bool = True,
-) -> Search:
-    """A search on a device that has so much beside the overhead."""
-    space = MappingSpace(MappingConstraints(cfg), Restriction(fixed or {}, offload=offload))
-    device = replace(device or load_device("h100"), memory_gib=OVERHEAD_GIB + room_gib)
-    workload = workload_from_config(cfg.run, cfg.moe, cfg.train, "bf16", imbalance=imbalance)
-    shape = model_spec_from_config(cfg.model)
-    split = RecipeStageSplitter(cfg, shape)
-    memory = MemoryModel(shape, workload, device, cfg, split)
-    cost_model = CostModel(shape, device, workload, memory.activation_memory, split)
-    return Search(cost_model, MemoryFilter(space, memory))
-
-
-def every_mapping(search: Search, fixed: dict | None = None) -> dict[Fold, list[ParallelMapping]]:
-    found: dict[Fold, list[ParallelMapping]] = {}
-    world = search.space.constraints.base_config.parallel.world_size
-    for values in MappingSpace(search.space.constraints, Restriction(fixed or {}, offload=True)):
-        tp, cp, pp, ep, etp = (values[axis] for axis in ("tp", "cp", "pp", "ep", "etp"))
-        fold = Fold(tp, cp, world // (tp * cp * pp), pp, ep, etp, world // (ep * etp * pp))
-        if values.pop("moments") == "host":
-            values["offload"] = (*values["offload"], OFFLOADED_OPTIMIZER)
-        values["dispatcher"] = part_of_kind(search.space.constraints.base_config, DispatcherPart, values["dispatcher"])
-        found.setdefault(fold, []).append(ParallelMapping(**values, dp=fold.dp, edp=fold.edp))
-    return found
-
-
-def priced(search: Search, probe: ParallelMapping) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and bytes of a mapping with every saver, none left out."""
-    savers, pipeline = search.space.strategies, PipelineVariant(probe.schedule, probe.vpp)
-    passes = search.cost_model.pass_times(probe, (pipeline,), savers)
-    return search.cost_model.step_s(passes, probe, 0), search.memory_model.totals(probe, savers)
-
-
-def fastest_of_all(search: Search, fixed: dict | None = None) -> dict[Fold, float]:
-    """Seconds of the best mapping of each fold by pricing every mapping; inf where none fits.
-
-    All savers of a mapping are priced at once; that this is what each costs by itself is tested below.
-    """
-    found = {}
-    for fold, mappings in every_mapping(search, {**(fixed or {}), "recompute": (), "offload": ()}).items():
-        found[fold] = float("inf")
-        for m in mappings:
-            seconds, totals = priced(search, m)
-            fits = totals <= search.memory_model.device.memory_bytes
-            found[fold] = min(found[fold], seconds[fits].min(initial=float("inf")))
-    return found
-
-
-def check_folds(search: Search, fixed: dict | None = None) -> None:
-    """Compare the search with the ranking of everything: each fold, the first few, and who is faster."""
-    everything = fastest_of_all(search, fixed)
-    assert set(dict(search.space.folds)) == set(everything)
-    found = {plan.fold: plan for plan in search.plans_below(float("inf"))}
-    for fold, fastest in everything.items():
-        assert (fold in found) == (fastest < float("inf"))
-        if fold in found:
-            assert found[fold].memory.fits
-            assert found[fold].time.total_s == pytest.approx(fastest, rel=1e-12)
-    ranking = sorted(seconds for seconds in everything.values() if seconds < float("inf"))
-    for count in (1, 10):
-        found = [plan.time.total_s for plan in found_by(search, count)]
-        assert found == pytest.approx(ranking[:count], rel=1e-12)
-    for place in range(0, len(ranking), 5):
-        limit = ranking[place] * (1 - 1e-9)
-        assert len(search.plans_below(limit)) == sum(seconds < limit for seconds in ranking)
 
 
 @pytest.mark.parametrize("room_mib", [0.3, 100.0, *slow([(0.5,)])])
@@ -217,10 +132,10 @@ def test_one_large_micro_batch_without_accumulated_gradients_may_need_least():
     assert [plan.mapping.mbs for plan in found_by(search, 1)] == [2]
 
 
-def test_rows_of_dropped_tokens_that_one_rank_alone_keeps_are_no_lower_bound():
+def test_rows_of_dropped_tokens_that_only_one_rank_keeps_are_not_a_lower_bound():
     """Experts of several ranks give up the rows that a capacity below 1 drops; one rank keeps them."""
     plain = on_ranks(RECIPES["plain"], 2)
-    model = edit_model(plain.model, {"num_layers": 24, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 6})
+    model = edit_model(plain.model, {"layers": 24, "ffn.moe.num_experts": 8, "ffn.moe.top_k": 6})
     cfg = replace(plain, model=edit_model(model, {"ffn.moe.intermediate_size": 64}))
     cfg = replace(cfg, moe=replace(cfg.moe, capacity_factor=0.25), run=replace(cfg.run, device="cuda"))
     cfg = replace(cfg, train=replace(cfg.train, seq_len=2048))
@@ -259,7 +174,7 @@ def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():
 
 
 @pytest.mark.parametrize(("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)])
-def test_times_and_memory_of_all_savers_equal_each_alone(name, fixed):
+def test_times_and_memory_of_all_savers_equal_each_by_itself(name, fixed):
     search = searched(name, 2, 0.45 / 1024)
     for mappings in every_mapping(search, fixed).values():
         for m in mappings[::997]:
@@ -271,7 +186,7 @@ def test_times_and_memory_of_all_savers_equal_each_alone(name, fixed):
             assert totals == pytest.approx(search.memory_model.estimate(m).total, rel=1e-9), m
 
 
-def test_the_heaviest_moments_are_below_what_is_needed():
+def test_the_heaviest_moments_are_below_the_needed_memory():
     search = searched("plain", 4, 100.0)
     rng = np.random.default_rng(0)
     for mappings in every_mapping(search, {"recompute": (), "offload": (), "moments": "none", "zero": 1}).values():
@@ -299,7 +214,7 @@ def test_a_fixed_zero_is_searched():
     assert {plan.mapping.zero for plan in found_by(search, 1000)} == {0}
 
 
-def test_what_is_bound_by_memory_says_so():
+def test_parts_bound_by_memory_say_so():
     search = searched("plain", 4, 1.0)
     (plan,) = found_by(search, 1)
     assert "memory" not in plan.bottleneck

@@ -1,4 +1,4 @@
-"""The enumeration is exact: what brute force finds through the runtime's own `check_config`, no more and no less."""
+"""The enumeration is exact: it equals brute force through the runtime's own `check_config`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +34,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
 DISPATCHERS = ("local", "allgather", "alltoall", "leastloaded", "deepep", "symm_mem")
 UNCOUNTED = {"recompute": ("norms",), "offload": (), "moments": "none"}
 FREE = {"zero": 2, **UNCOUNTED}
-"""What the tuples of brute force have in common, as `test_recompute_and_zero_are_free_of_the_rest` allows."""
+"""Common settings of the tuples of brute force, as `test_recompute_and_zero_are_free_of_the_rest` allows."""
 
 
 def brute_force(cfg: Config, of: int = 1) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -70,7 +70,7 @@ def accepts(cfg: Config, *, fold_only: bool = False) -> bool:
     try:
         check_config(cfg)
     except ConfigError as error:
-        # A fold is refused alone, before any rule between keys; each of its messages speaks of a divisor or an order.
+        # A fold by itself is refused before any rule between keys; its messages speak of a divisor or an order.
         return fold_only and not ("must divide world_size" in str(error) or "different pp groups" in str(error))
     return True
 
@@ -80,7 +80,7 @@ def key(values: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def check_exact(cfg: Config, of: int = 1) -> None:
-    """Compare the enumeration with brute force, and with one of so many of its tuples only if `of` is more than 1."""
+    """Compare the enumeration with brute force, and with one of every `of` tuples if `of` is more than 1."""
     space = MappingSpace(MappingConstraints(cfg), Restriction(fixed=FREE))
     found = [key(values) for values in space]
     assert len(found) == len(set(found)) == space.count()
@@ -139,7 +139,7 @@ def test_the_sets_to_recompute_are_those_that_the_runtime_accepts(name):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap(overlap):
+def test_enumerated_offloads_are_those_that_the_runtime_accepts_with_and_without_overlap(overlap):
     legality = MappingConstraints(on_ranks(RECIPES["plain"], 2))
     space = MappingSpace(legality, Restriction({"overlap": overlap, "ep": 2, **UNCOUNTED}))
     values = next(iter(space))
@@ -156,7 +156,7 @@ def test_what_leaves_memory_is_what_the_runtime_accepts_with_and_without_overlap
 def test_no_stage_ends_between_a_shortcut_and_the_layer_after_it():
     model = edit_model(
         SMALL,
-        {"num_layers": 4, "layer_pattern": "MD", "ffn.moe.shortcut": True, "ffn.moe.shared.intermediate_size": 16},
+        {"layers": 4, "layers.ffn": "moe, dense", "ffn.moe.shortcut": True, "ffn.moe.shared.intermediate_size": 16},
     )
     constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
     one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
@@ -169,7 +169,12 @@ def test_no_stage_begins_between_layers_that_share_a_selection():
     head_dim = SMALL.softmax_attention.head_dim
     model = edit_model(
         SMALL,
-        {"num_layers": 4, "attention.indexer.top_k": 4, "attention.indexer.head_dim": head_dim, "index_pattern": "FS"},
+        {
+            "layers": 4,
+            "attention.indexer.top_k": 4,
+            "attention.indexer.head_dim": head_dim,
+            "layers.selection": "own, shared",
+        },
     )
     constraints = MappingConstraints(on_ranks(replace(RECIPES["plain"], model=model), 4))
     one = dict.fromkeys(("tp", "cp", "ep", "etp"), 1)
@@ -182,7 +187,7 @@ def test_no_stage_begins_between_layers_that_share_a_selection():
     } <= {0, 2, 4}
 
 
-def test_no_rule_reads_what_it_does_not_say():
+def test_every_rule_states_the_keys_that_it_reads():
     """A rule that came to read another axis would be asked too seldom."""
     said: dict[Any, set[str]] = {ALL_AXES_RULE: {"tp", "cp", "pp", "ep", "etp", "vpp"}}
     for rule, reads in chain.from_iterable(rules.items() for rules in MAPPING_RULES.values()):

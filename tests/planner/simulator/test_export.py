@@ -72,7 +72,7 @@ def test_the_picture_has_a_lane_for_each_rank_and_a_bar_for_each_pass(tmp_path, 
     assert any(text and re.match(r"step .* s, bubble .*% of the work", text) for text in texts)
 
 
-def test_the_legend_names_what_is_there(tmp_path):
+def test_the_legend_names_the_shown_parts(tmp_path):
     path = tmp_path / "step.svg"
     found = {}
     for schedule, stages in (("1f1b", 1), ("zero-bubble", 1)):
@@ -109,7 +109,7 @@ def test_exposed_communication_lies_where_nothing_is_computed():
         compute = timeline.spans(rank, COMPUTE)
         exposed = timeline.exposed(rank)
         assert 0 < timeline.exposed_s(rank) < sum(end - start for start, end in busy)
-        # What is left of the collectives is hidden by compute, and compute hides nothing of the exposed ones.
+        # The rest of the collectives is hidden by compute, and compute hides nothing of the exposed ones.
         assert subtract_spans(subtract_spans(busy, exposed), compute) == []
         assert subtract_spans(exposed, compute) == exposed
 

@@ -62,7 +62,7 @@ def test_bubbles_equal_the_papers(pp, rounds, f, i, w):
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize("pp", [2, 4, 8])
-def test_the_priced_bubble_of_zero_bubble_is_the_one_that_is_played(pp, chunks):
+def test_the_priced_bubble_of_zero_bubble_equals_the_simulated_one(pp, chunks):
     for count in range(1, 2 * pp + 1):
         total_s = play("zero-bubble", pp, chunks, count, stage(2, 2, 2)).total_s
         priced = bubble_s(
@@ -133,7 +133,7 @@ def random_case(seed: int, overlap: bool):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_random_machines_do_what_a_naive_simulation_does(seed, overlap):
+def test_random_machines_equal_a_naive_simulation(seed, overlap):
     draw, rows, num_stages, name = random_case(seed, overlap)
     stages = random_stages(draw, num_stages, 4)
     timeline = simulate(rows, stages, overlap=overlap)

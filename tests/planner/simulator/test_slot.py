@@ -1,4 +1,4 @@
-"""What ranks do together on paper is what the runtime has them do together."""
+"""Ranks act together on paper exactly where they act together in the runtime."""
 
 import pytest
 

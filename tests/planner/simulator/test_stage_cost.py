@@ -1,4 +1,4 @@
-"""What the simulator plays is what the cost model prices."""
+"""The simulator plays the times that the cost model prices."""
 
 from dataclasses import replace
 
@@ -61,14 +61,14 @@ def test_stages_take_as_long_as_they_are_priced(pricer, schedule, vpp, recompute
 
 @pytest.mark.parametrize(("schedule", "vpp"), CLOSED_FORMS)
 def test_a_simulated_step_takes_as_long_as_the_closed_form_says(schedule, vpp):
-    """Of equal ranks, for which closed forms are: without a loss that makes one rank busier."""
+    """For equal ranks, which the closed forms are for: without a loss that makes one rank busier."""
     pricer = priced_model("model.vocab_size=256")
     mapping = folded(schedule=schedule, vpp=vpp)
     assert simulate_mapping(pricer, mapping).total_s == pytest.approx(pricer.step_time(mapping).total_s, rel=0.03)
 
 
 def _shown_exchange_s(timeline: Timeline) -> float:
-    """Of the experts' exchange alone: overlap also gathers all parameters before the first pass, beside nothing."""
+    """Sum only the experts' exchange: overlap also gathers all parameters before the first pass, unhidden."""
     exchange = [(e.start_s, e.end_s) for e in timeline.events_of(0, COMMUNICATION) if e.part == "ep_comm"]
     compute = merge_spans((e.start_s, e.end_s) for e in timeline.events_of(0, COMPUTE))
     return sum(end - start for start, end in subtract_spans(merge_spans(exchange), compute))

@@ -1,9 +1,9 @@
 """A stand-in for deep_ep: its documented contract in plain tensors over gloo, for tests where DeepEP cannot run.
 
-It knows nothing of the adaptor. What it hands out follows `deep_ep.Buffer` as documented: one row for each token and
+It knows nothing of the adaptor. Its results follow `deep_ep.Buffer` as documented: one row for each token and
 rank, sources in rank order; expert numbers local to the rank, -1 (and weight 0) for the experts of other ranks; a
 combine that sums the rows of a token over the ranks; a handle that repeats the way of an earlier dispatch. It checks
-what the contract asks of its caller, so that a wrong call fails here too.
+the duties of its caller in the contract, so that a wrong call fails here too.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Handle:
 
 
 class StandInBuffer:
-    """`deep_ep.Buffer`, of which only the normal (high-throughput) kernels are documented for training."""
+    """`deep_ep.Buffer`; only its normal (high-throughput) kernels are documented for training."""
 
     def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
         self.group, self.sizes = group, (num_nvl_bytes, num_rdma_bytes)

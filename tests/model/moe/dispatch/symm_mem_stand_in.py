@@ -1,12 +1,12 @@
 """A stand-in for torch's all-to-alls on symmetric memory: their contract in plain tensors over gloo.
 
-It knows nothing of the dispatcher. What it writes follows the description of `all_to_all_vdev_2d` in torch: the source
+It knows nothing of the dispatcher. Its writes follow the description of `all_to_all_vdev_2d` in torch: the source
 is rank-major, the destination expert-major, and the offsets of the received segments are written beside their sizes.
 Everything else in a destination is NaN, so that a row that was not received is noticed when it is read.
 
 On GPUs, peers write the sizes and offsets of their segments before the barrier of an exchange, and read rows after it.
 So a peer may still read the rows of one exchange, and write the sizes of the next one, while this rank is between both:
-neither buffer may serve two exchanges in succession.
+no buffer may serve two exchanges in succession.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rows that travel in 8 bits: what arrives, what comes back, and how many bytes go over the wire."""
+"""Rows sent in 8 bits: the values that arrive, the values that come back, and the bytes on the wire."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ DISPATCHERS = ("alltoall", "allgather", "leastloaded")
 
 
 def _journey(groups: ParallelGroups, name: str, dtype: torch.dtype, *, packs: bool, slots: int | None = None) -> Any:
-    """What experts are sent, and the gradients of tokens and weights for some gradient of the results."""
+    """Return the rows of the experts, and the gradients of tokens and weights for some gradient of the results."""
     generator = torch.Generator().manual_seed(groups.rank)
     x = torch.randn(T, H, generator=generator).to(dtype).requires_grad_()
     probs = torch.rand(T, K, generator=generator).requires_grad_()

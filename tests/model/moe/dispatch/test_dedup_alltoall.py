@@ -1,4 +1,4 @@
-"""The all-to-all without duplicates equals the all-to-all, in results, gradients and what overlaps, and sends less."""
+"""The all-to-all without duplicates equals the all-to-all in results, gradients and overlap, and sends less."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.parts.dispatcher.dedup_alltoall.module import DedupAllToAllDispatcher, DedupMetadata
 from moefold.topology.layout import fold
 from tests.model.moe.dispatch.building import make_dispatcher
-from tests.model.moe.dispatch.test_deepep import CASES, LAYOUTS, E, H, K, T, _assignment, _layer
+from tests.model.moe.dispatch.dispatched_layer import CASES, LAYOUTS, E, H, K, T, draw_routing, run_layer
 from tests.slow import slow
 
 
@@ -24,7 +24,7 @@ def _both(sizes: dict[str, Any], case: str, weighs_early: bool, packs: bool) -> 
     width = 256 if packs else H
     names = ("dedup_alltoall", "alltoall")
     dispatchers = [make_dispatcher(name, groups.moe, E, fp8_dispatch=packs) for name in names]
-    return tuple(_layer(dispatcher, case, groups, weighs_early, width) for dispatcher in dispatchers)
+    return tuple(run_layer(dispatcher, case, groups, weighs_early, width) for dispatcher in dispatchers)
 
 
 def _assert_equal(results: list[tuple[dict[str, Tensor], ...]]) -> None:
@@ -51,7 +51,7 @@ def _sent(case: str) -> tuple[int, int]:
     """Rows that this rank sends, and pairs of a token and a rank with any of its experts."""
     groups = _groups(LAYOUTS[0])
     dispatcher = make_dispatcher("dedup_alltoall", groups.moe, E)
-    routing_map = _assignment(case, groups.rank, torch.Generator().manual_seed(groups.rank))
+    routing_map = draw_routing(case, groups.rank, torch.Generator().manual_seed(groups.rank))
     rows, metadata = dispatcher.dispatch_preprocess(torch.randn(T, H, dtype=torch.float64), routing_map)
     kept = torch.ones(T, K, dtype=torch.bool) if routing_map.kept_TK is None else routing_map.kept_TK
     ranks = routing_map.ids_TK // (E // 2)
@@ -79,8 +79,8 @@ class _ForgetsAPartialSum(DedupAllToAllDispatcher):
 
 def _forgetful() -> tuple[bool, bool]:
     groups = _groups(LAYOUTS[0])
-    found = _layer(_ForgetsAPartialSum(groups.moe.ep, E), "spread", groups)
-    expected = _layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)
+    found = run_layer(_ForgetsAPartialSum(groups.moe.ep, E), "spread", groups)
+    expected = run_layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)
     return torch.allclose(found["rows"], expected["rows"]), torch.allclose(found["y"], expected["y"])
 
 

@@ -12,64 +12,14 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
-from moefold.model.moe.dispatch import RoutingMap
-from moefold.ops.expert_ops import ExpertOptions, ExpertWeights
 from moefold.parallel.expert_parallel import select_dispatcher
 from moefold.parts.dispatcher.deepep.module import DeepEPDispatcher, open_buffer
 from moefold.topology.layout import fold
 from moefold.verify.distributed_run import create_groups
 from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.dispatch.deepep_stand_in import StandInBuffer
-from tests.model.moe.reference_experts import reference_experts
+from tests.model.moe.dispatch.dispatched_layer import CASES, LAYOUTS, E, H, T, draw_routing, run_layer
 from tests.verify.recipes import tiny
-
-E, K, H, F, T = 8, 3, 6, 4, 7
-LAYOUTS = [
-    {"world_size": 2, "ep": 2},
-    {"world_size": 4, "tp": 2, "cp": 2, "ep": 4},
-    {"world_size": 4, "ep": 2},
-    {"world_size": 4, "ep": 2, "moe_order": "pp-ep-edp-etp"},
-]
-CASES = ("spread", "dropped", "all dropped on one rank", "one expert each", "empty rank")
-
-
-def _assignment(case: str, rank: int, generator: torch.Generator) -> RoutingMap:
-    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
-    kept = None
-    match case:
-        case "dropped":
-            kept = torch.rand(T, K, generator=generator) < 0.5
-        case "all dropped on one rank":
-            kept = torch.full((T, K), rank != 1)
-        case "one expert each":
-            ids = torch.tensor([5, 1, 4]).expand(T, K).contiguous()
-        case "empty rank":
-            ids = torch.tensor([0, 1, 2]).expand(T, K).contiguous()
-    probs = torch.rand(T, K, dtype=torch.float64, generator=generator).requires_grad_()
-    return RoutingMap(ids, probs, kept)
-
-
-def _layer(
-    dispatcher: Any, case: str, groups: ParallelGroups, weighs_early: bool = False, hidden_size: int = H
-) -> dict[str, Tensor]:
-    """Dispatch, apply experts and combine on this rank's tokens; the result and every gradient."""
-    generator = torch.Generator().manual_seed(100 + groups.rank)
-    assignment = _assignment(case, groups.rank, generator)
-    x = torch.randn(T, hidden_size, dtype=torch.float64, generator=generator).requires_grad_()
-    grad = torch.randn(T, hidden_size, dtype=torch.float64, generator=generator)
-    weights = torch.randn(3, E, hidden_size, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    size = E // groups.moe.ep.size
-    mine = weights[:, groups.moe.ep.rank * size :][:, :size].clone().requires_grad_()
-    rows, plan = dispatcher.dispatch(x, assignment)
-    counts, weights_R = plan.tokens_per_expert, None
-    if weighs_early:
-        weights_R, plan = dispatcher.dispatch_probs(plan)
-    y = reference_experts(rows, ExpertWeights(mine[0], mine[1], mine[2].mT), ExpertOptions(counts), weights_R)
-    home = dispatcher.combine(y, plan)
-    inputs = (x, assignment.probs_TK, mine)
-    x_grad, probs_grad, weights_grad = torch.autograd.grad(home, inputs, grad)
-    results = {"y": home.detach(), "x": x_grad, "probs": probs_grad, "weights": weights_grad}
-    return results | {"rows": torch.tensor(plan.tokens_per_expert)}
 
 
 def _both(
@@ -79,8 +29,8 @@ def _both(
     buffer = StandInBuffer(groups.moe.ep.handle)
     width = 256 if packs else H
     deepep = DeepEPDispatcher(buffer, E, fp8_dispatch=packs)
-    mine = _layer(deepep, case, groups, weighs_early, width)
-    theirs = _layer(make_dispatcher("alltoall", groups.moe, E, fp8_dispatch=packs), case, groups, hidden_size=width)
+    mine = run_layer(deepep, case, groups, weighs_early, width)
+    theirs = run_layer(make_dispatcher("alltoall", groups.moe, E, fp8_dispatch=packs), case, groups, hidden_size=width)
     mine, theirs = ({key: value.numpy() for key, value in part.items()} for part in (mine, theirs))
     return mine, theirs, buffer.calls
 
@@ -135,8 +85,8 @@ class _ForgetfulBuffer(StandInBuffer):
 
 def _forgetful() -> tuple[bool, bool]:
     groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
-    mine = _layer(DeepEPDispatcher(_ForgetfulBuffer(groups.moe.ep.handle), E), "spread", groups)
-    theirs = _layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)
+    mine = run_layer(DeepEPDispatcher(_ForgetfulBuffer(groups.moe.ep.handle), E), "spread", groups)
+    theirs = run_layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)
     return torch.allclose(mine["y"], theirs["y"]), torch.allclose(mine["probs"], theirs["probs"])
 
 
@@ -149,7 +99,7 @@ def _in_bfloat16() -> tuple[torch.dtype, torch.dtype, float]:
     groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
     generator = torch.Generator().manual_seed(groups.rank)
     x = torch.randn(T, H, generator=generator).bfloat16().requires_grad_()
-    assignment = _assignment("spread", groups.rank, generator)
+    assignment = draw_routing("spread", groups.rank, generator)
     dispatcher = DeepEPDispatcher(StandInBuffer(groups.moe.ep.handle), E)
     rows, plan = dispatcher.dispatch(x, assignment)
     y = dispatcher.combine(rows, plan)

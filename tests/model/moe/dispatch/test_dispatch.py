@@ -30,7 +30,7 @@ DISPATCHERS = ("alltoall", "allgather")
 
 @dataclass(frozen=True)
 class Case:
-    """A layer, and what the router adds to the logits of some experts."""
+    """A layer, and the numbers that the router adds to the logits of some experts."""
 
     model: ModelConfig = MODEL
     moe: MoEConfig = LOSSES
@@ -177,7 +177,7 @@ def _reference(case: Case, layout: Layout) -> dict[str, Tensor]:
 
 
 def _assembled(ranks: Sequence[dict[str, Any]], layout: Layout, reference: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the ranks made together, in the shape of the reference."""
+    """Join the results of all ranks in the shape of the reference."""
     whole = {key: torch.zeros_like(value) for key, value in reference.items()}
     for rank, parts in enumerate(ranks):
         slices = _slices(layout, rank)
@@ -224,7 +224,7 @@ def test_a_wrong_factor_is_noticed(pool, name, phase, noticed):
         _assert_equal(ranks, layout, _reference(CASES["plain"], layout), "broken")
 
 
-def test_the_cases_are_what_they_say():
+def test_the_cases_drop_and_choose_as_their_names_say():
     layout = fold(world_size=4, tp=2, cp=2, ep=4)
     dropped = {name: int(_reference(case, layout)["dropped"]) for name, case in CASES.items()}
     assert {name for name, count in dropped.items() if count} == {
@@ -265,7 +265,7 @@ def _travel(groups: ParallelGroups, name: str, kind: str) -> tuple[bool, bool]:
 
 
 def _travel_ids(owner: Tensor, index: Tensor, kind: str) -> Tensor:
-    """Two experts for each token, from its owner and index alone."""
+    """Choose two experts for each token, only from its owner and index."""
     if kind == "crowd":
         return torch.tensor([6, 1]).expand(len(owner), 2)
     first = (3 * owner + index) % MODEL.ffn.moe.num_experts
@@ -300,7 +300,7 @@ def test_local_needs_all_experts_on_each_rank(pool):
 
 
 def _under_way_together(sizes: dict[str, Any], name: str) -> bool:
-    """Two micro-batches whose phases interleave come home as they would alone."""
+    """Two micro-batches with interleaved phases give the same as one after the other."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     dispatcher = make_dispatcher(name, groups.moe, MODEL.ffn.moe.num_experts)
     generator = torch.Generator().manual_seed(groups.rank)

@@ -24,7 +24,7 @@ def exchanged_bytes(cfg: Config) -> int:
     begin = async_collectives.begin_all_to_all
 
     def recorded(x: Tensor, *args: object) -> object:
-        # Of one number a row are the probabilities and the counts.
+        # Probabilities and counts are one number a row.
         sizes.extend([x.nbytes] if x.dim() == 2 and x.shape[1] > 1 else [])
         return begin(x, *args)
 
@@ -38,7 +38,7 @@ def exchanged_bytes(cfg: Config) -> int:
 
 @pytest.mark.parity
 def test_exchanged_bytes_fall_by_the_ratio(pool):
-    cfg = tiny({"num_layers": 1}, world_size=2, ep=2)
+    cfg = tiny({"layers": 1}, world_size=2, ep=2)
     latent = replace(cfg, model=edit_model(cfg.model, {"ffn.moe.latent_size": 4}))
     wide = pool.run(2, exchanged_bytes, cfg)
     narrow = pool.run(2, exchanged_bytes, latent)

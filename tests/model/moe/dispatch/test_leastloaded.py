@@ -1,4 +1,4 @@
-"""Least-loaded dispatch computes what one rank would, whatever the load, on ranks of nearly equal load."""
+"""Least-loaded dispatch gives the results of one rank, whatever the load, on ranks of nearly equal load."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,7 +118,7 @@ def _apply(dispatcher: Dispatcher[Any], experts: Experts, x: Tensor, assignment:
 
 
 def _run_case(case: Case, name: str, groups: ParallelGroups) -> dict[str, Any]:
-    """One layer forth and back; everything that can be compared, and what was moved."""
+    """Run one layer forward and backward; return all that can be compared, and the moved rows."""
     rule = RebalanceRule(RULE.threshold, RULE.capacity, case.min_tokens)
     dispatcher = make_dispatcher(name, groups.moe, E, rule)
     experts = _experts(groups.layout, groups.rank)
@@ -139,7 +139,7 @@ def _run_cases(sizes: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def _reference(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
-    """What each rank must find: all tokens on one rank that holds all experts."""
+    """Return the results that each rank must give: all tokens on one rank that holds all experts."""
     experts = Experts(E, H, F).double()
     for name, weight in _weights().items():
         setattr(experts, name, nn.Parameter(weight))
@@ -166,7 +166,7 @@ def _assert_equal(ranks: Sequence[dict[str, Any]], layout: Layout, reference: li
 
 @pytest.fixture(scope="module")
 def run_cases(pool):
-    """What each rank finds in all cases under a layout; each layout is run once."""
+    """Return the results of each rank in all cases under a layout; each layout is run once."""
     found = {}
 
     def run(sizes: dict[str, Any]) -> Any:
@@ -351,7 +351,7 @@ def test_evaluation_needs_no_backward(pool):
 
 
 def _bfloat16_gradient() -> float:
-    """Rank 0 lends its expert to the three others: it has a gradient of 256 for it, and they one of 1 each."""
+    """Rank 0 lends its expert to the three others: it has a gradient of 256 for it, and each of them of 1."""
     groups = ParallelGroups.create(fold(world_size=4, ep=4), torch.device("cpu"))
     shares_PE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]).numpy()
     weight = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)

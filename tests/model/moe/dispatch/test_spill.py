@@ -1,4 +1,4 @@
-"""Who computes what: every copy once, within the limit where it can be, in whole chunks, and nothing without need."""
+"""Who computes which copy: each copy once, within the limit if possible, in whole chunks, no move without need."""
 
 import itertools
 import random

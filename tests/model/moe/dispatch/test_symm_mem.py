@@ -12,8 +12,8 @@ from moefold.model.moe.dispatch import RoutingMap
 from moefold.parts.dispatcher.symm_mem.module import SymmMemDispatcher
 from moefold.topology.layout import fold
 from tests.model.moe.dispatch.building import make_dispatcher
+from tests.model.moe.dispatch.dispatched_layer import CASES, LAYOUTS, E, H, K, T, draw_routing, run_layer
 from tests.model.moe.dispatch.symm_mem_stand_in import StandInOps
-from tests.model.moe.dispatch.test_deepep import CASES, LAYOUTS, E, H, K, T, _assignment, _layer
 from tests.slow import slow
 
 ROW_BYTES = 8 * H
@@ -35,11 +35,11 @@ def _both(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     groups = _groups(sizes)
     mine, ops = _dispatcher(groups, T * K * groups.moe.ep.size)
-    # Twice: buffers are used again, with what was there before.
+    # Twice: buffers are used again, with the values of the first time in them.
     for _ in range(2):
         ops.calls.clear()
-        found = _layer(mine, case, groups, weighs_early)
-    expected = _layer(make_dispatcher("alltoall", groups.moe, E), case, groups)
+        found = run_layer(mine, case, groups, weighs_early)
+    expected = run_layer(make_dispatcher("alltoall", groups.moe, E), case, groups)
     return found, expected, ops.calls
 
 
@@ -59,7 +59,7 @@ def _receive_loads(case: str, capacity: int) -> tuple[float, float | None, list[
     groups = _groups({"world_size": 2, "ep": 2})
     dispatcher, _ = _dispatcher(groups, capacity)
     generator = torch.Generator().manual_seed(groups.rank)
-    routing = _assignment(case, groups.rank, generator)
+    routing = draw_routing(case, groups.rank, generator)
     x = torch.randn(T, H, dtype=torch.float64, generator=generator)
     rows, metadata = dispatcher.dispatch(x, routing)
     dispatcher.combine(rows, metadata)
@@ -97,8 +97,8 @@ class _StaleOps(StandInOps):
 def _stale() -> bool:
     groups = _groups({"world_size": 2, "ep": 2})
     exchange = RowExchange(_StaleOps(groups.moe.ep.handle), E, T * K, 2 * T * K, ROW_BYTES)
-    mine = _layer(SymmMemDispatcher(groups.moe.ep, exchange, E), "spread", groups)
-    return torch.allclose(mine["y"], _layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)["y"])
+    mine = run_layer(SymmMemDispatcher(groups.moe.ep, exchange, E), "spread", groups)
+    return torch.allclose(mine["y"], run_layer(make_dispatcher("alltoall", groups.moe, E), "spread", groups)["y"])
 
 
 @pytest.mark.parity

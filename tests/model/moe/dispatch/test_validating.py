@@ -1,4 +1,4 @@
-"""`faults.check_dispatch`: nothing changes while ranks agree, and one message names what they disagree on."""
+"""`faults.check_dispatch`: nothing changes while ranks agree, and one message names the disagreement."""
 
 import re
 from typing import Any
@@ -65,7 +65,7 @@ def _both(sizes: dict[str, Any]) -> dict[str, tuple[tuple[Any, ...], tuple[Any, 
     ],
     ids=str,
 )
-def test_ranks_that_agree_get_what_the_dispatcher_gives(pool, sizes):
+def test_ranks_that_agree_get_the_result_of_the_dispatcher(pool, sizes):
     ranks = pool.run(sizes["world_size"], _both, sizes)
     for found in ranks:
         for plain, checked in found.values():
@@ -76,7 +76,7 @@ def test_ranks_that_agree_get_what_the_dispatcher_gives(pool, sizes):
 
 
 def _message(sizes: dict[str, Any], name: str, fault: str) -> str:
-    """What a rank is told when rank 1 does something else than the others; empty if nothing."""
+    """Return the message on a rank when rank 1 does something else than the others; empty if there is none."""
     groups = ParallelGroups.create(fold(**sizes), torch.device("cpu"))
     is_odd = groups.rank == 1
     groups.recorder.begin_step(8 if is_odd and fault == "step" else 7, "forward")

@@ -40,7 +40,7 @@ class Gated(AttentionPart):
 
     @property
     def rotary_dim(self) -> int:
-        """Dims of a head to which RoPE is applied."""
+        """Dims of a head that RoPE is applied to."""
         return self.head_dim
 
     def tp_unit(self, hidden: int) -> tuple[str, int]:
@@ -101,7 +101,7 @@ class GatedAttention(SelfAttention):
         self.wo = nn.Parameter(torch.empty(hidden, width))
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return what attends when the model generates, in the place of `core_attention`."""
+        """Return the attention of generation, in the place of `core_attention`."""
         return {"core_attention": JointCache(current_pass, size, self.window)}
 
     def forward(self, x: Tensor, rope: Rope | NoRope, documents: PackedDocuments | None = None) -> Tensor:
@@ -141,7 +141,7 @@ class JointCache(PagedCache):
 
 
 class _SigmoidGate(torch.autograd.Function):
-    """values * sigmoid(gate), with a gradient that needs the sigmoid alone of what was computed on the way."""
+    """values * sigmoid(gate), with a gradient that needs only the sigmoid of all intermediate results."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, gate: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class MomentumSgd(OptimizerPart):
         return MomentumSgdOptimizer(self, parameters, run)
 
     def formula(self) -> Callable[..., Tensor]:
-        """Return what one step subtracts from a weight at learning rate 1."""
+        """Return the step that is subtracted from a weight at learning rate 1."""
 
         def update(spec: ParamSpec, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
             state["momentum"] = self.momentum * state.get("momentum", 0) + gradient + self.weight_decay * weight

@@ -1,0 +1,141 @@
+"""Memory that a step of small models really takes, and its comparison with the formulas."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moefold.config.data import DataConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
+from moefold.cost.activation_memory import ActivationMemory
+from moefold.cost.peak_memory import RankMemory, compute_rank_memory
+from moefold.cost.saved_tensors import CPU_KERNELS, KernelProfile
+from moefold.ops import gemm
+from moefold.ops.cpu.gemm import CGemm
+from moefold.train.memory_profile import MeasuredMemory, measure_rank
+from moefold.validate.config import check_config
+from moefold.verify.ranks.pool import WorkerPool
+from tests.models import model_of
+
+MODEL = {
+    "layers": 2,
+    "layers.ffn": "dense, moe",
+    "hidden_size": 64,
+    "attention.num_heads": 4,
+    "attention.num_kv_heads": 2,
+    "attention.head_dim": 16,
+    "ffn.dense.intermediate_size": 160,
+    "ffn.moe.intermediate_size": 96,
+    "ffn.moe.num_experts": 4,
+    "ffn.moe.top_k": 2,
+    "vocab_size": 256,
+    "ffn.moe.shared.intermediate_size": 80,
+}
+LATENT = {
+    "attention": "mla",
+    "attention.q_lora_rank": 24,
+    "attention.kv_lora_rank": 20,
+    "attention.qk_nope_head_dim": 12,
+    "attention.qk_rope_head_dim": 4,
+    "attention.v_head_dim": 16,
+}
+WITHIN = 0.1
+
+
+def memory_config(
+    dtype: str = "float32",
+    model: dict[str, object] | None = None,
+    train: dict[str, object] | None = None,
+    moe: dict[str, object] | None = None,
+    **parallel: object,
+) -> Config:
+    cfg = Config(
+        run=RunConfig(dtype=dtype, device="cpu"),
+        model=model_of(MODEL | (model or {})),
+        parallel=ParallelConfig(**parallel),
+        # Even experts: the formulas assume the same number of rows for each.
+        moe=MoEConfig(**{"choice": "round_robin"} | (moe or {})),
+        train=TrainConfig(**{"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 4} | (train or {})),
+        data=DataConfig(kind="synthetic"),
+    )
+    check_config(cfg)
+    return cfg
+
+
+def measured(cfg: Config) -> MeasuredMemory:
+    """The memory of this rank, with products and combines as the formulas count them, whatever this processor has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm, "_EMULATES_BFLOAT16", True)
+        patch.setattr(gemm, "_USES_ONEDNN_FP32", False)
+        patch.setattr(CGemm, "is_fast", lambda gemm, dtype: False)
+        patch.delattr("moefold.ops.cpu.permute.CPermuteOps.combine")
+        threads = torch.get_num_threads()
+        # Kernels of linear attention and of gemms hold scratch memory for each thread; the formulas count one thread.
+        torch.set_num_threads(1)
+        try:
+            return measure_rank(cfg)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def measure_one_rank(cfg: Config) -> MeasuredMemory:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        return measured(cfg)
+    finally:
+        dist.destroy_process_group()
+
+
+def formulas_of(cfg: Config, kernels: KernelProfile = CPU_KERNELS) -> tuple[RankMemory, ...]:
+    """The formulas without the gradient of the head, which is measured as workspace of the backward pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ActivationMemory, "head_gradient_sum", 0)
+        return compute_rank_memory(cfg, kernels=kernels)
+
+
+def assert_memory_close(cfg: Config, ranks: list[MeasuredMemory], kernels: KernelProfile = CPU_KERNELS) -> None:
+    formulas = formulas_of(cfg, kernels)
+    for rank in ranks:
+        formula = formulas[rank.pp_rank].activations
+        assert formula.total == pytest.approx(rank.activations, rel=WITHIN), (rank, formula)
+
+
+MEASUREMENTS = 10
+
+
+def measure_ranks(pool: WorkerPool, cfg: Config, formula_cfg: Config | None = None) -> list[MeasuredMemory]:
+    """Return the memory of all ranks, the smallest of several measurements where the first exceeds its formula.
+
+    Threads of gloo release the buffers of a finished collective late at times, when they wait for Python's lock.
+    """
+    size = cfg.parallel.world_size
+    formulas = formulas_of(formula_cfg or cfg)
+    ranks = pool.run(size, measured, cfg)
+    for _ in range(MEASUREMENTS - 1):
+        if all((1 - WITHIN) * rank.activations <= formulas[rank.pp_rank].activations.total for rank in ranks):
+            break
+        again = pool.run(size, measured, cfg)
+        ranks = [min(pair, key=lambda rank: rank.activations) for pair in zip(ranks, again, strict=True)]
+    return ranks
+
+
+def lacking_values(cfg: Config, rank: MeasuredMemory) -> int:
+    """Return the values of embedding and head that the last tp rank has less than the first, as the formula counts."""
+    tp = cfg.parallel.tp
+    rows = tp * cfg.vocab_rows - cfg.model.vocab_size if rank.rank % tp == tp - 1 else 0
+    return 2 * cfg.model.hidden_size * rows
+
+
+def assert_states(cfg: Config, ranks: list[MeasuredMemory]) -> None:
+    """Compare weights, gradients and moments after a step, and the weights gathered in it, to the byte."""
+    formulas = compute_rank_memory(cfg, kernels=CPU_KERNELS)
+    for rank in ranks:
+        states = formulas[rank.pp_rank].states
+        lacking = lacking_values(cfg, rank) * torch.float32.itemsize
+        found = rank.after["weights"], rank.after["gradients"], rank.after["optimizer"]
+        expected = states.weights - lacking, states.gradients - lacking, states.optimizer - 2 * lacking
+        assert found == expected, rank
