@@ -21,6 +21,8 @@ VECTORS = {"native": (), "avx2": ("-mno-avx512f", "-O2"), "sse2": ("-march=x86-6
 
 `native` is what runs get. The others are optimised less: that takes two thirds of the time.
 """
+WIDEST_AND_NARROWEST = ["native", "sse2", pytest.param("avx2", marks=pytest.mark.slow)]
+"""Names of the vectors, of which those between the two are slow: a compiler runs for each."""
 HALF_STEPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Of a value at most, by which its rounding to the type is off."""
 in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)

@@ -99,7 +99,7 @@ CASES = {
         {"optimizer": make_part("optimizer", "adamw", weight_decay=0.1)},
     ),
 }
-FAST = ("accumulated, tied embeddings, prediction of more tokens", "parts recomputed", "muon")
+FAST = ("accumulated, tied embeddings, prediction of more tokens", "parts recomputed")
 
 
 def _recipe(name: str, run_dir, **run) -> Config:

@@ -137,10 +137,8 @@ def _tensors_in_cycles(cfg: Config) -> list[str]:
         ({}, {"recompute": ("layer",)}),
         ({"ep": 2, "overlap_experts": True}, {}),
         ({"zero": 3}, {}),
-        ({"tp": 2}, {}),
-        ({"cp": 2}, {}),
         ({"pp": 2}, {}),
-        *slow([({}, {"recompute": ("norms", "moe")}), ({"ep": 2}, {})]),
+        *slow([({}, {"recompute": ("norms", "moe")}), *(({axis: 2}, {}) for axis in ("tp", "cp", "ep"))]),
     ],
     ids=str,
 )
