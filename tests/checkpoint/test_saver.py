@@ -45,6 +45,7 @@ def test_what_is_written_beside_training_is_what_is_written_at_once(pool, tmp_pa
     assert [record["save_s"] > 0 for record in records(tmp_path / "beside")] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_was_written_beside_training(pool, tmp_path):
     pool.run(1, _train, recipe(tmp_path / "whole", 4, every=0))
     pool.run(4, _train, _beside_training(recipe(tmp_path / "parts", 2, every=2, **MAPPING)))

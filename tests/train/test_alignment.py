@@ -99,9 +99,7 @@ def test_filter_of_the_best_is_fine_tuning_on_the_filtered_file_by_bits(folder: 
 FIRST_LOSS = {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}
 
 
-@pytest.mark.parametrize(
-    "method", [name if name != "ipo" else pytest.param(name, marks=pytest.mark.slow) for name in FIRST_LOSS]
-)
+@pytest.mark.parametrize("method", ["dpo", "kto", *slow([("ipo",)])])
 def test_the_first_step_compares_the_initial_weights_with_themselves(folder: Path, method):
     file = "labelled" if method == "kto" else "pairs"
     settings = ("run.steps=2", f"align.method={method}", "train.eval_every=2", "data.validation_fraction=0.2")
