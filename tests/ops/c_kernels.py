@@ -30,7 +30,8 @@ in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
 
 def recipe(dtype: str, kernels: str, **words: Any) -> Config:
     """Return a tiny recipe, computed in a type by some kernels; `words` are passed to `tiny`."""
-    cfg = tiny(**words)
+    train = {"global_batch_size": 2} if words.get("world_size", 1) == 1 else {}
+    cfg = tiny(**words | {"train": train | words.get("train", {})})
     return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
 
 
