@@ -47,9 +47,9 @@ NEWER: dict[str, dict[str, object]] = {
     "two shards of sequences": {"world_size": 2, "cp": 2, "ep": 2, "zero": 3},
 }
 NEWER_PAIRS = [
-    pytest.param("DualPipeV of two ranks", "zero bubble of two ranks"),
     *slow(
         [
+            ("DualPipeV of two ranks", "zero bubble of two ranks"),
             ("DualPipeV", "zero bubble"),
             ("zero bubble", "V"),
             ("V", "DualPipeV"),

@@ -100,11 +100,12 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
             [4, 2],
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             {"ffn.moe.router.softmax": "sparsemixer", "ffn.moe.router.softmax.jitter": 0.6},
             {"input_jitter": 0.3},
             {"world_size": 2, "pp": 2},
             [4, 2],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -123,6 +123,7 @@ def test_a_resumed_run_keeps_its_reference(folder: Path):
         _train(folder, "copy", "pairs", "run.steps=4", *settings)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_another_folder_has_the_reference_there(folder: Path):
     whole = _train(folder, "whole", "pairs", "align.method=dpo", "run.steps=3")
     _train(folder, "start", "pairs", "align.method=dpo", "run.steps=1")

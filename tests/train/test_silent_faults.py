@@ -351,8 +351,8 @@ def test_replicas_that_have_diverged_are_never_saved(fresh_pool, tmp_path, check
 @pytest.mark.parametrize(("before", "last"), [(1, "at the check of step 2: "), *slow([(0, "no check came before")])])
 def test_the_last_check_is_known_after_a_resume_and_none_is_made_up(fresh_pool, tmp_path, before, last):
     data = write_tokens(tmp_path / "data.npy", poisoned=())
-    cfg = recipe(tmp_path / "run", data, 2, {"replica_check_every": before}, world_size=4, zero=0, ep=2)
-    assert fresh_pool.run(4, train, cfg) == [""] * 4
+    cfg = recipe(tmp_path / "run", data, 2, {"replica_check_every": before}, world_size=2, zero=0, ep=2)
+    assert fresh_pool.run(2, train, cfg) == [""] * 2
     cfg = recipe(tmp_path / "run", data, 8, {"replica_check_every": 3}, world_size=4, zero=0, ep=2)
     message = fresh_pool.run(4, _train_with_a_flip, cfg)[0]
     assert "step 3: replicas have diverged: " in message
