@@ -50,6 +50,8 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where files go to one core each, the long ones go first: those that run commands, then those with many ranks.
 
+    Files of `launch/`, whose jobs wait for a limit, lie among these: ranks of another file have the core meanwhile.
+
     Raises:
         pytest.UsageError: the name of a test has an address: pytest-xdist finds other tests in each process.
     """
@@ -59,7 +61,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     commands = Counter(item.path for item in items if item.get_closest_marker("e2e"))
     ranks = Counter(item.path for item in items if item.get_closest_marker("parity"))
-    items.sort(key=lambda item: (item.path not in commands, -ranks[item.path]))
+    files = sorted({item.path: None for item in items}, key=lambda path: (path not in commands, -ranks[path]))
+    waiting = [path for path in files if path.parent.name == "launch"]
+    computing = [path for path in files if path not in waiting]
+    between = sum(path in commands or path in ranks for path in computing) / (len(waiting) + 1)
+    place = dict(zip(computing, range(len(computing)), strict=True))
+    place |= {path: between * number - 0.5 for number, path in enumerate(waiting, 1)}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture(scope="session")

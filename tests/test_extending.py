@@ -22,6 +22,7 @@ from moefold.verify.distributed_run import create_groups, gather_full_tensors
 from moefold.verify.oracle_objectives import objective_of
 from moefold.verify.ranks.pool import WorkerPool
 from tests.docs.extending_page import PAGE, blocks, register
+from tests.slow import slow
 from tests.verify.recipes import tiny
 
 
@@ -69,7 +70,7 @@ def _expected_terms(cfg: Config) -> dict[str, float]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", [{"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("mapping", [{"pp": 2}, {"cp": 2}, *slow([({"tp": 2},)])], ids=str)
 def test_example_of_a_loss_equals_torch_and_one_rank(pool: WorkerPool, mapping: dict[str, int]) -> None:
     """Compare the loss terms of two steps, and the weights after them."""
     one = tiny()

@@ -98,7 +98,7 @@ def test_bytes_of_sparseloco_equal_the_boxes_of_its_ranks(model):
     check_bytes(model, SPARSE)
 
 
-@pytest.mark.parametrize("seed", [1, 5, 9, *slow((seed,) for seed in range(13, 24, 4))])
+@pytest.mark.parametrize("seed", [1, 5, *slow((seed,) for seed in range(9, 24, 4))])
 def test_every_byte_of_a_site_that_owns_experts(seed):
     """Moments and residual are of the site's own experts, and outer weights of all."""
     check_every_byte(seed, random_config(seed, SPES(merge_experts=0.0)))

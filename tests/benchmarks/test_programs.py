@@ -8,6 +8,7 @@ import pytest
 from benchmarks import dispatch_phases, least_loaded, plot_report, rank_times, scaling
 from tests.e2e.command import environment
 from tests.e2e.forked import run_program
+from tests.slow import slow
 
 BELOW_A_FILE = f"{__file__}/x"
 """Path that not even root can create."""
@@ -37,7 +38,7 @@ def test_invalid_options_are_refused(capsys, name, words, message):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [True, *slow([(False,)])])
 def test_least_loaded(capfd, as_json):
     words = ["--ranks", "2", "--tokens", "128", "--skew", "0.9", "--steps", "1"]
     assert least_loaded.main([*words, *(["--json"] if as_json else [])]) == 0

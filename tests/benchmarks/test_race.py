@@ -31,8 +31,8 @@ LATENT = [
 @pytest.mark.parametrize(
     ("part", "routing", "dtype"),
     [
-        # In `make test` each two of them together.
-        pytest.param(part, routing, dtype, marks=pytest.mark.slow if (i + j + k) % 2 else ())
+        # In `make test` each of them once.
+        pytest.param(part, routing, dtype, marks=() if i == j == k else pytest.mark.slow)
         for i, part in enumerate(("layer", "stack"))
         for j, routing in enumerate(("natural", "balanced"))
         for k, dtype in enumerate(("float32", "bfloat16"))
@@ -54,7 +54,7 @@ def test_layers_of_mixtral(group_of_one, part, routing, dtype):
     assert [name.split()[0] for name in names[3:]] == installed
 
 
-@pytest.mark.parametrize("part", ["layer", "stack"])
+@pytest.mark.parametrize("part", ["layer", pytest.param("stack", marks=pytest.mark.slow)])
 def test_layers_of_deepseek(group_of_one, part):
     cfg = load_config(None, [*(word for word in SIZES if "num_kv_heads" not in word), *LATENT])
     found = race_steps(cfg, part, "balanced", torch.device("cpu"), 1)

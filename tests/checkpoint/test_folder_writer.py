@@ -311,7 +311,7 @@ def _kill_two_jobs(tmp_path: Path, kills: int, *, locks: bool) -> dict[str, int]
     return {"newest": newest, "refused": len(lines), "in saves": in_saves}
 
 
-@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("locks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kills_of_two_jobs_lose_and_mix_nothing(tmp_path, locks):
     found = _kill_two_jobs(tmp_path, 10, locks=locks)
     assert found["refused"] or not locks

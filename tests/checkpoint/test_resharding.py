@@ -46,9 +46,9 @@ NEWER: dict[str, dict[str, object]] = {
     "two shards of sequences": {"world_size": 2, "cp": 2, "ep": 2, "zero": 3},
 }
 NEWER_PAIRS = [
-    pytest.param("DualPipeV of two ranks", "zero bubble of two ranks"),
     *slow(
         [
+            ("DualPipeV of two ranks", "zero bubble of two ranks"),
             ("DualPipeV", "zero bubble"),
             ("zero bubble", "V"),
             ("V", "DualPipeV"),
@@ -207,17 +207,15 @@ def test_a_loss_that_looks_back_may_begin_at_a_resume(pool, tmp_path):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ("two replicas", "one rank"),
-        *slow(
-            [
-                ("replicated data", "one rank"),
-                ("tensor and pipeline", "context, experts, zero 3"),
-                ("uneven experts", "one rank"),
-                ("replicated data", "interleaved"),
-            ]
-        ),
-    ],
+    slow(
+        [
+            ("two replicas", "one rank"),
+            ("replicated data", "one rank"),
+            ("tensor and pipeline", "context, experts, zero 3"),
+            ("uneven experts", "one rank"),
+            ("replicated data", "interleaved"),
+        ]
+    ),
 )
 def test_muon_resumes_under_another_mapping(pool, tmp_path, before, after):
     first, second = (_recipe(name, tmp_path) for name in (before, after))

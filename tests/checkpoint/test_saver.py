@@ -45,6 +45,7 @@ def test_a_save_during_training_equals_a_save_at_once(pool, tmp_path):
     assert [record["save_s"] > 0 for record in records(tmp_path / "beside")] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_save_during_training(pool, tmp_path):
     pool.run(1, train_rank, recipe(tmp_path / "whole", 4, every=0))
     pool.run(4, train_rank, _beside_training(recipe(tmp_path / "parts", 2, every=2, **MAPPING)))

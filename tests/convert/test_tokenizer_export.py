@@ -144,6 +144,7 @@ def test_a_start_with_another_tokenizer_is_noted_and_exported(place, capsys):
     assert "set data.tokenizer='words/tokenizer.json'" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_start_with_bytes_is_noted_and_exported(place, capsys):
     make_import(Path("hf"))
     train(*sizes_of("hf"))

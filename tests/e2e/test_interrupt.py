@@ -81,6 +81,7 @@ def test_closed_output_pipe_saves_and_reports_it(tmp_path, words):
     assert checkpoints(run_dir) == [f"step-{steps:06d}"]
 
 
+@pytest.mark.slow
 def test_kill_and_resume_under_another_mapping_equals_the_uninterrupted_run(one_rank, tmp_path):
     run_dir, words = tmp_path / "run", ("checkpoint.every=5", "checkpoint.keep=2")
     folded = ("parallel.world_size=4", "parallel.tp=2", "parallel.pp=2", "parallel.ep=2")

@@ -73,6 +73,7 @@ def test_a_new_start_has_nothing_of_an_old_one_which_stays(tmp_path):
     assert _routing(run_dir) == before
 
 
+@pytest.mark.slow
 def test_replay_of_other_weights_under_another_mapping(tmp_path, whole):
     words = (*TRACED, "run.steps=3", "train.lr=3e-2", f"moe.replay={whole}")
     train(tmp_path / "one", *words)

@@ -25,7 +25,7 @@ from tests.launch.blocked import block
 RANKS = 3
 LIMIT_S = 3.0
 ODD_STEP = 4
-KERNEL_S = 15
+KERNEL_S = 9
 """So long a rank hangs inside the kernel: the child that does it holds the launcher's pipe open."""
 
 

@@ -21,6 +21,8 @@ VECTORS = {"native": (), "avx2": ("-mno-avx512f", "-O2"), "sse2": ("-march=x86-6
 
 Runs get `native`. The others are optimised less: that takes two thirds of the time.
 """
+WIDEST_AND_NARROWEST = ["native", "sse2", pytest.param("avx2", marks=pytest.mark.slow)]
+"""Names of the vectors, of which those between the two are slow: a compiler runs for each."""
 HALF_STEPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Largest relative error of a value by its rounding to the type."""
 in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
@@ -28,7 +30,8 @@ in_each_type = pytest.mark.parametrize("dtype", HALF_STEPS, ids=str)
 
 def recipe(dtype: str, kernels: str, **words: Any) -> Config:
     """Return a tiny recipe, computed in a type by some kernels; `words` are passed to `tiny`."""
-    cfg = tiny(**words)
+    train = {"global_batch_size": 2} if words.get("world_size", 1) == 1 else {}
+    cfg = tiny(**words | {"train": train | words.get("train", {})})
     return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
 
 

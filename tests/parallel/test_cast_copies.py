@@ -69,7 +69,7 @@ CASES = {
     "plain": ({}, {}),
     "accumulated, tied embeddings, prediction of more tokens": (
         {"mtp_layers": 1, "tie_embeddings": True},
-        {"micro_batch_size": 2, "global_batch_size": 8},
+        {"micro_batch_size": 2},
     ),
     "layers recomputed": ({}, {"recompute": ("layer",)}),
     "parts recomputed": ({}, {"recompute": ("norms", "moe")}),
@@ -84,12 +84,12 @@ CASES = {
         {"optimizer": make_part("optimizer", "adamw", weight_decay=0.1)},
     ),
 }
-FAST = ("accumulated, tied embeddings, prediction of more tokens", "parts recomputed", "muon")
+FAST = ("accumulated, tied embeddings, prediction of more tokens", "parts recomputed")
 
 
 def _recipe(name: str, run_dir, **run) -> Config:
     model, train = CASES[name]
-    cfg = tiny(model=model, train=train)
+    cfg = tiny(model=model, train={"global_batch_size": 2 * train.get("micro_batch_size", 1)} | train)
     run = {"dtype": "bfloat16", "kernels": "plain", "dir": str(run_dir)} | run
     return replace(cfg, run=replace(cfg.run, **run), checkpoint=CheckpointConfig(every=1))
 

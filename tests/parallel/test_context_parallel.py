@@ -30,6 +30,7 @@ from tests.model.attention_reference import (
 )
 from tests.ops.reference_cudnn import reference_cudnn
 from tests.ops.reference_flash import reference_flash
+from tests.slow import slow
 from tests.verify.shared_ranks import run_each
 
 KINDS = ["ring", "allgather", "ulysses", "planned"]
@@ -173,7 +174,7 @@ def _assert_small(errors: dict[tuple[str, Limits], list[float]], tolerance: floa
     assert {which: max(found) for which, found in errors.items() if max(found) >= tolerance} == {}
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [4, *slow([(1,), (2,)])])
 def test_equals_the_whole_sequence_and_documents_do_not_see_each_other(pool, cp):
     limits = (NO_LIMITS, Limits(documents=True))
     _assert_small(_largest_errors(pool, KINDS, {"world_size": cp, "cp": cp}, limits=limits), 1e-10)
@@ -216,7 +217,9 @@ def test_blocks_through_the_operators_of_cudnn(pool):
     _assert_small(errors, 1e-10)
 
 
-@pytest.mark.parametrize("limits", [Limits(window=20, sinks=True, seq_len=1040), Limits(True, 3, False, 1040)], ids=str)
+@pytest.mark.parametrize(
+    "limits", [Limits(window=20, sinks=True, seq_len=1040), *slow([(Limits(True, 3, False, 1040),)])], ids=str
+)
 def test_a_long_sequence_goes_tile_by_tile(pool, limits):
     cases = [((2, 1, 4), 2)]
     assert BlockedWindow.is_worthwhile(limits.window, limits.seq_len // 4)
@@ -234,7 +237,7 @@ def test_members_need_not_be_neighbours(pool):
     _assert_small(_largest_errors(pool, KINDS, sizes), 1e-10)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), *slow([(torch.float32, 1e-5)])], ids=str)
 def test_narrow_types(pool, dtype, tolerance):
     _assert_small(_largest_errors(pool, KINDS, {"world_size": 4, "cp": 4}, dtype=dtype), tolerance)
 

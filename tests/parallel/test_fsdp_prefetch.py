@@ -100,7 +100,7 @@ MAPPINGS = {
     "zero 3, recomputed": ({"world_size": 2, "zero": 3}, {"train": {"recompute": ("layer",)}}),
     "zero 3, recomputed pipeline": ({"world_size": 4, "pp": 2, "zero": 3}, {"train": {"recompute": ("layer",)}}),
 }
-FAST = ("zero 1", "zero 3, experts", "zero 3, recomputed pipeline")
+FAST = ("zero 1", "zero 3, recomputed pipeline")
 
 
 def _recipe(name: str) -> Config:

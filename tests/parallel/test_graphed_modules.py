@@ -66,7 +66,9 @@ def _assert_replayed_equals_eager(pool, cfg: Config, graphs: str, captures: list
         (LATENT | {"mtp_layers": 1}, {"recompute": ("moe",)}, {}, [3]),
         pytest.param({"attention.qk_norm": {}}, {"micro_batch_size": 2}, {}, [2], marks=pytest.mark.slow),
         pytest.param({}, {}, {"world_size": 2, "zero": 0}, [2, 2], marks=pytest.mark.slow),
-        ({"attention.qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2]),
+        pytest.param(
+            {"attention.qkv_bias": True}, {}, {"world_size": 2, "zero": 2, "ep": 2}, [2, 2], marks=pytest.mark.slow
+        ),
         # One layer on each rank; the first has two micro-batches between their passes.
         (HYBRID, {}, {"world_size": 2, "pp": 2}, [2, 1]),
         pytest.param(
@@ -98,11 +100,12 @@ def test_training_with_replayed_attention_equals_eager_training(pool, model, tra
             [4, 2],
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             {"ffn.moe.router.softmax": "sparsemixer", "ffn.moe.router.softmax.jitter": 0.6},
             {"input_jitter": 0.3},
             {"world_size": 2, "pp": 2},
             [4, 2],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -102,7 +102,7 @@ def test_every_mapping_writes_the_same_bytes(pool, single, tmp_path, mapping):
 @pytest.mark.parity
 @pytest.mark.parametrize("model", ["many experts", *slow([("further tokens",), ("dense-and-moe",)])])
 def test_every_model_writes_the_same_bytes(pool, single, tmp_path, model):
-    pool.run(4, _train, _recipe(tmp_path, model, world_size=4, pp=2, tp=2, ep=2), STEPS)
+    pool.run(2, _train, _recipe(tmp_path, model, world_size=2, tp=2, ep=2), STEPS)
     assert _files(tmp_path) == _files(single(model))
     assert next(iter(RoutingTrace(tmp_path, "").step(1))).dtype == (np.int16 if model == "many experts" else np.uint8)
 
@@ -173,8 +173,8 @@ def test_placed_tokens_are_traced_and_replayed_by_sample_and_position(pool, sing
 
 @pytest.mark.parity
 def test_replayed_choices_equal_the_trace(pool, scrambled, tmp_path):
-    cfg = _recipe(tmp_path, replay=str(scrambled / TRACE_FOLDER), world_size=4, tp=2, pp=2, ep=2)
-    pool.run(4, _train, replace(cfg, run=replace(cfg.run, seed=77)), STEPS)
+    cfg = _recipe(tmp_path, replay=str(scrambled / TRACE_FOLDER), world_size=2, pp=2)
+    pool.run(2, _train, replace(cfg, run=replace(cfg.run, seed=77)), STEPS)
     assert _files(tmp_path) == _files(scrambled)
 
 

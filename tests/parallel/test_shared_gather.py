@@ -60,7 +60,6 @@ FAST = (
     ("zero 3", "bfloat16"),
     ("experts by rows", "bfloat16"),
     ("overlapped stages", "bfloat16"),
-    ("micro-batches", "float32"),
 )
 
 

@@ -102,7 +102,7 @@ CASES = {
     "one rank": CacheCase({"world_size": 1}, SHARED),
     "overlap": CacheCase({"ep": 2, "zero": 1, "overlap_experts": True}, SHARED),
 }
-FAST = ("zero 2, recomputation", "zero 3", "overlap")
+FAST = ("zero 2, recomputation", "overlap")
 
 
 def _records(runs: list[tuple[DistributedRecord, int]], others: list[tuple[DistributedRecord, int]]):

@@ -63,12 +63,12 @@ def test_the_package_is_installed_and_no_part_of_the_wheel():
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("forks", "by_file", "mapping"),
-    [
-        (True, False, FOUR),
-        *slow(
-            [(True, True, FOUR), (True, False, EIGHT), (True, True, EIGHT), (False, False, EIGHT), (False, True, EIGHT)]
-        ),
-    ],
+    slow(
+        [
+            *((True, by_file, mapping) for mapping in (FOUR, EIGHT) for by_file in (False, True)),
+            *((False, by_file, EIGHT) for by_file in (False, True)),
+        ]
+    ),
     ids=[
         *("forked-entry point-4", "forked-file-4", "forked-entry point-8", "forked-file-8"),
         *("spawned-entry point-8", "spawned-file-8"),
@@ -164,6 +164,7 @@ def test_all_parts_that_a_run_lacks_are_named_at_once(tmp_path):
         assert "--part FILE.py:CLASS" in moefold(*command).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_run_goes_on_under_another_mapping(tmp_path):
     run, again = tmp_path / "run", tmp_path / "again"

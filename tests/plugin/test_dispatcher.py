@@ -18,6 +18,7 @@ GATHERING = words("parallel.dispatcher")
 TWO = ("parallel.world_size=2", "parallel.ep=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_it_equals_the_built_in_one(pool: WorkerPool) -> None:
     mine = pool.run(2, run_distributed, recipe(*TWO, *GATHERING), 2)

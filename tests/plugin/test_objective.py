@@ -46,6 +46,7 @@ def _run(cfg, steps):
 
 
 @pytest.mark.parity
+@pytest.mark.slow
 def test_it_equals_the_oracle_under_a_mapping(pool):
     train = {"global_batch_size": 4, "micro_batch_size": 1, "seq_len": S}
     cfg = tiny(model={"vocab_size": VOCAB}, train=train, world_size=4, tp=2, pp=2, ep=2)

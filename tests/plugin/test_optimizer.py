@@ -44,7 +44,7 @@ def _largest_error(cfg: Config, records: list[DistributedRecord]) -> float:
 
 
 @pytest.mark.parametrize(
-    "mapping", [{"zero": 3}, {"zero": 2, "tp": 2}, *slow([({"zero": 0},), ({"zero": 1, "ep": 2},)])], ids=str
+    "mapping", [{"zero": 2, "tp": 2}, *slow([({"zero": 0},), ({"zero": 1, "ep": 2},), ({"zero": 3},)])], ids=str
 )
 def test_it_equals_its_formula_under_each_mapping(pool: WorkerPool, mapping: dict[str, int]) -> None:
     cfg = _recipe(world_size=2, **mapping)
@@ -85,7 +85,7 @@ def test_a_step_equals_torch(pool: WorkerPool) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("zero", [0, 3, *slow([(1,), (2,)])])
+@pytest.mark.parametrize("zero", [3, *slow([(0,), (1,), (2,)])])
 def test_a_checkpoint_comes_through_another_mapping(pool: WorkerPool, tmp_path: Path, zero: int) -> None:
     first = _recipe(world_size=2, ep=2, zero=zero)
     second = _recipe(world_size=2, tp=2, zero=3 - zero)

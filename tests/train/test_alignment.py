@@ -99,7 +99,7 @@ def test_filter_of_the_best_is_fine_tuning_on_the_filtered_file_by_bits(folder: 
 FIRST_LOSS = {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}
 
 
-@pytest.mark.parametrize("method", FIRST_LOSS)
+@pytest.mark.parametrize("method", ["dpo", "kto", *slow([("ipo",)])])
 def test_the_first_step_compares_the_initial_weights_with_themselves(folder: Path, method):
     file = "labelled" if method == "kto" else "pairs"
     settings = ("run.steps=2", f"align.method={method}", "train.eval_every=2", "data.validation_fraction=0.2")
@@ -123,6 +123,7 @@ def test_a_resumed_run_keeps_its_reference(folder: Path):
         _train(folder, "copy", "pairs", "run.steps=4", *settings)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_another_folder_has_the_reference_there(folder: Path):
     whole = _train(folder, "whole", "pairs", "align.method=dpo", "run.steps=3")
     _train(folder, "start", "pairs", "align.method=dpo", "run.steps=1")

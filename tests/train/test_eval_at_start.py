@@ -21,7 +21,7 @@ def _train(run_dir: Path, steps: int) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_initial_weights_are_evaluated_once_and_every_reader_takes_the_line(tmp_path: Path):
+def test_the_initial_weights_are_evaluated_once_and_every_reader_takes_the_line(tmp_path: Path, capfd):
     """A resumed run keeps the line, and evaluation changes no step."""
     first = _train(tmp_path / "run", 1)
     assert list(first[0]) == ["step", "eval_loss"]
@@ -31,6 +31,7 @@ def test_the_initial_weights_are_evaluated_once_and_every_reader_takes_the_line(
     lines = _train(tmp_path / "run", 2)
     assert lines[:2] == first
     assert [line["step"] for line in lines] == [0, 1, 2]
+    assert "train.eval_at_start: the run has begun" not in capfd.readouterr().out
     cfg = recipe(tmp_path / "other", 2, every=0)
     moefold.train_in_process(cfg)
     other = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
@@ -50,9 +51,6 @@ def test_a_run_that_began_without_it_says_that_nothing_is_evaluated(tmp_path: Pa
     moefold.train_in_process(recipe(tmp_path / "run", 1, every=1))
     assert [line["step"] for line in _train(tmp_path / "run", 2)] == [1, 2]
     assert "train.eval_at_start: the run has begun without it" in capfd.readouterr().out
-    _train(tmp_path / "other", 1)
-    _train(tmp_path / "other", 2)
-    assert "train.eval_at_start: the run has begun" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("words", [("train.eval_every=0",), ("rl.group_size=4", "train.eval_every=1")])

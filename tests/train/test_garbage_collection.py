@@ -50,45 +50,38 @@ def _fail(frozen: int) -> None:
         raise RunError("a rank is lost")
 
 
-@pytest.fixture
-def _nothing_frozen():
-    """Objects that tests/conftest.py froze are not frozen during a test."""
+def _restored_after_an_error(was_enabled: bool) -> tuple[bool, int]:
     gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("_nothing_frozen")
-@pytest.mark.parametrize("was_enabled", [True, False])
-def test_earlier_settings_are_restored_after_an_error(was_enabled):
-    frozen = gc.get_freeze_count()
     if not was_enabled:
         gc.disable()
-    try:
-        with pytest.raises(RunError):
-            _fail(frozen)
-        assert gc.isenabled() == was_enabled
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.enable()
+    with pytest.raises(RunError):
+        _fail(gc.get_freeze_count())
+    return gc.isenabled(), gc.get_freeze_count()
 
 
-@pytest.mark.usefixtures("_nothing_frozen")
-def test_objects_that_the_caller_froze_stay_frozen():
+# In ranks: this process has all tests, a million objects, to search.
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_earlier_settings_are_restored_after_an_error(fresh_pool, was_enabled):
+    assert fresh_pool.run(1, _restored_after_an_error, was_enabled) == [(was_enabled, 0)]
+
+
+def _collect_among_frozen_objects() -> None:
     kept = _Node()
     gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with collect_at_fixed_steps() as collect:
-            found = _cycle()
-            collect(STEPS_BETWEEN_COLLECTIONS)
-            assert found() is None
-        # The caller's objects may be freed meanwhile, but none is unfrozen.
-        assert 0 < gc.get_freeze_count() <= frozen
-        assert not any(one is kept for one in gc.get_objects())
-    finally:
-        gc.unfreeze()
+    frozen = gc.get_freeze_count()
+    with collect_at_fixed_steps() as collect:
+        found = _cycle()
+        collect(STEPS_BETWEEN_COLLECTIONS)
+        assert found() is None
+    # The caller's objects may be freed meanwhile, but none is unfrozen.
+    assert 0 < gc.get_freeze_count() <= frozen
+    assert not any(one is kept for one in gc.get_objects())
+    gc.unfreeze()
     assert any(one is kept for one in gc.get_objects())
+
+
+def test_objects_that_the_caller_froze_stay_frozen(fresh_pool):
+    fresh_pool.run(1, _collect_among_frozen_objects)
 
 
 class _Watch(Callback):
@@ -137,10 +130,8 @@ def _tensors_in_cycles(cfg: Config) -> list[str]:
         ({}, {"recompute": ("layer",)}),
         ({"ep": 2, "overlap_experts": True}, {}),
         ({"zero": 3}, {}),
-        ({"tp": 2}, {}),
-        ({"cp": 2}, {}),
         ({"pp": 2}, {}),
-        *slow([({}, {"recompute": ("norms", "moe")}), ({"ep": 2}, {})]),
+        *slow([({}, {"recompute": ("norms", "moe")}), *(({axis: 2}, {}) for axis in ("tp", "cp", "ep"))]),
     ],
     ids=str,
 )

@@ -40,7 +40,7 @@ MAPPINGS = {
     "overlap": {"world_size": 2, "ep": 2, "overlap_experts": True},
     "1f1b, overlap": {"world_size": 4, "ep": 2, "pp": 2, "overlap_experts": True, "zero": 2},
 }
-FAST = ("one rank", "tp", "zbv")
+FAST = ("one rank", "zbv")
 TRAINS = {
     "offload": {"offload": ("layer",), "offload_min_kib": 0, "offload_waits": True},
     "recompute": {"recompute": ("norms", "moe")},
@@ -113,6 +113,7 @@ def test_the_formula_of_offload_has_the_bytes_left_in_memory(pool):
     assert left.activations.total < 0.4 * whole.activations.total
 
 
+@pytest.mark.slow
 def test_two_micro_batches_at_a_time_are_in_memory(pool):
     """The ledger sees the activations of two micro-batches of a pair, without the gradients that go backward."""
     mapping = MAPPINGS["overlap"]

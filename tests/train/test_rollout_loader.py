@@ -67,10 +67,10 @@ def test_rewards_rise(pool, tmp_path):
     "mapping",
     [
         {"world_size": 2, "tp": 2, "ep": 2},
-        {"world_size": 2, "pp": 2},
         *slow(
             (mapping,)
             for mapping in (
+                {"world_size": 2, "pp": 2},
                 {"world_size": 4, "tp": 2, "ep": 2, "zero": 3},
                 {"world_size": 2, "ep": 2},
                 {"world_size": 2, "cp": 2},

@@ -39,7 +39,7 @@ def _train(cfg: Config) -> None:
 
 MAPPINGS = [
     pytest.param({"world_size": 4, "tp": 2, "ep": 2, "train": {"global_batch_size": 2}}, id="tensor and experts"),
-    pytest.param({"world_size": 4, "pp": 2, "zero": 0}, id="pipeline"),
+    pytest.param({"world_size": 4, "pp": 2, "zero": 0}, id="pipeline", marks=pytest.mark.slow),
     pytest.param({"world_size": 4, "cp": 2, "ep": 4, "zero": 3}, id="context, zero 3", marks=pytest.mark.slow),
 ]
 

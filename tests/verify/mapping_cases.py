@@ -307,7 +307,7 @@ CASES = [
         ],
     ),
     *cases("schedule", [], [*SCHEDULES_OF_TWO_RANKS, *SCHEDULES]),
-    *cases("split backward", SPLIT_BACKWARD, _split_backward_mixed()),
+    *cases("split backward", SPLIT_BACKWARD[1:], [SPLIT_BACKWARD[0], *_split_backward_mixed()]),
     *cases("schedule from a file", SCHEDULE_FROM_FILE[:1], SCHEDULE_FROM_FILE[1:]),
     *cases("pipeline layout", LAYOUTS[:2], [*LAYOUTS[2:], *LAYOUTS_MIXED]),
 ]

@@ -68,9 +68,9 @@ def _rows_per_expert(cfg: Config) -> set[int]:
     ("scope", "mapping", "dispatcher"),
     [
         ("sub_sequence", {"cp": 2, "tp": 2, "ep": 4}, "alltoall"),
-        ("full_sequence", {"ep": 4}, "allgather"),
         *slow(
             [
+                ("full_sequence", {"ep": 4}, "allgather"),
                 ("sub_sequence", {"cp": 2, "tp": 2, "ep": 4}, "allgather"),
                 ("full_sequence", {"ep": 4}, "alltoall"),
                 *(("full_sequence", {"etp": 4}, dispatcher) for dispatcher in DISPATCHERS),

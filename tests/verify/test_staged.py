@@ -16,11 +16,9 @@ from tests.verify.recipes import tiny
 from tests.verify.staged_group import init_staged_group
 
 STEPS = 2
-FAST = [
-    {"world_size": 2, "cp": 2, "ep": 2, "zero": 3},
-    {"world_size": 4, "tp": 2, "pp": 2, "etp": 2},
-]
+FAST = [{"world_size": 2, "cp": 2, "ep": 2, "zero": 3}]
 WIDE = [
+    {"world_size": 4, "tp": 2, "pp": 2, "etp": 2},
     {"world_size": 2, "tp": 2, "ep": 2},
     {"world_size": 2, "ep": 2, "dispatcher": "allgather"},
     {"world_size": 2, "ep": 2, "dispatcher": "dedup_alltoall"},

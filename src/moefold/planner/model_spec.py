@@ -129,6 +129,7 @@ def plannable_model_names() -> tuple[str, ...]:
     return (*preset_names(), *sorted(trainable))
 
 
+@lru_cache(maxsize=512)
 def find_model_name(name: str) -> str | None:
     """Return the model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
     plain = _normalise_name(_PARENTHESES.sub("", name))

@@ -14,6 +14,7 @@ from tests.ops.c_kernels import (
     CPU,
     HALF_STEPS,
     VECTORS,
+    WIDEST_AND_NARROWEST,
     assert_same_losses,
     in_each_type,
     needs_compiler,
@@ -28,7 +29,7 @@ ROUNDING = HALF_STEPS | {torch.float32: 0.0}
 """Rounding to each type; 0 for float32, whose rounding is within the error of its sums."""
 
 
-@pytest.fixture(scope="module", params=VECTORS)
+@pytest.fixture(scope="module", params=WIDEST_AND_NARROWEST)
 def kernel(request, built_with):
     from moefold.ops.cpu.attention import CAttention
 

@@ -6,12 +6,12 @@ import torch
 from moefold.model.attention import AttentionMaskSpec
 from moefold.ops.block_attention import FlashMask, MathBlockAttention, fold_in_sinks
 from moefold.ops.documents import DocumentBounds, PackedDocuments, Segments
-from tests.ops.c_kernels import HALF_STEPS, VECTORS, in_each_type, needs_compiler
+from tests.ops.c_kernels import HALF_STEPS, VECTORS, WIDEST_AND_NARROWEST, in_each_type, needs_compiler
 
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module", params=VECTORS)
+@pytest.fixture(scope="module", params=WIDEST_AND_NARROWEST)
 def kernel(request, built_with):
     from moefold.ops.cpu.attention import CAttention
 

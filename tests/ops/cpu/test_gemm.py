@@ -12,7 +12,7 @@ from moefold.ops.cpu.build import CompilerError
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.parallel.kernels.select import select_kernels
 from moefold.verify.distributed_run import run_distributed
-from tests.ops.c_kernels import CPU, VECTORS, assert_same_losses, needs_compiler, recipe
+from tests.ops.c_kernels import CPU, VECTORS, WIDEST_AND_NARROWEST, assert_same_losses, needs_compiler, recipe
 from tests.slow import slow
 
 pytestmark = needs_compiler
@@ -26,7 +26,7 @@ EPS = {torch.float32: 3e-6, torch.bfloat16: 2**-8}
 """Relative to the largest value; bfloat16 is rounded once, to half of that."""
 
 
-@pytest.fixture(scope="module", params=PROCESSORS)
+@pytest.fixture(scope="module", params=[*WIDEST_AND_NARROWEST, pytest.param("avx512", marks=pytest.mark.slow)])
 def gemm(request, built_with):
     from moefold.ops.cpu.gemm import CGemm
 

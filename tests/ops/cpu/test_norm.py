@@ -8,14 +8,23 @@ from moefold.model.norm import RMSNorm
 from moefold.model.transformer import build_model
 from moefold.ops.norm import TORCH_RMS_NORM, cpu_rms_norm
 from moefold.parallel.kernels.select import apply_kernels, select_kernels
-from tests.ops.c_kernels import CPU, HALF_STEPS, VECTORS, assert_same_losses, in_each_type, needs_compiler, recipe
+from tests.ops.c_kernels import (
+    CPU,
+    HALF_STEPS,
+    VECTORS,
+    WIDEST_AND_NARROWEST,
+    assert_same_losses,
+    in_each_type,
+    needs_compiler,
+    recipe,
+)
 
 pytestmark = needs_compiler
 
 EPS = 1e-3
 
 
-@pytest.fixture(scope="module", params=VECTORS)
+@pytest.fixture(scope="module", params=WIDEST_AND_NARROWEST)
 def kernel(request, built_with):
     from moefold.ops.cpu.norm import CNorm
 

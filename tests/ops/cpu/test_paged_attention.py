@@ -7,12 +7,12 @@ from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.ops.block_attention import FlashMask
 from moefold.ops.cpu.build import CompilerError
 from moefold.ops.paged_attention import new_pages, write_pages
-from tests.ops.c_kernels import VECTORS, in_each_type, needs_compiler
+from tests.ops.c_kernels import VECTORS, WIDEST_AND_NARROWEST, in_each_type, needs_compiler
 
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module", params=VECTORS)
+@pytest.fixture(scope="module", params=WIDEST_AND_NARROWEST)
 def kernels(request, built_with):
     from moefold.ops.cpu.attention import CAttention
     from moefold.ops.cpu.paged_attention import CPagedAttention

@@ -17,6 +17,7 @@ from moefold.ops.triton import fp8_gemm, fp8_linear
 from moefold.ops.triton.fp8_gemm import Fp8ExpertOps, Fp8Linear
 from moefold.ops.triton.fp8_linear import ScaledMMFp8Linear
 from moefold.parallel.kernels import low_precision
+from tests.slow import slow
 
 CPU = torch.device("cpu")
 FORMAT = QUANT_FORMATS["fp8-blockwise"]
@@ -91,7 +92,7 @@ def test_the_three_products_equal_the_emulation():
 
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    [((19, 128, 128), torch.bfloat16), ((128, 130, 128), torch.bfloat16), ((128, 128, 128), torch.float32)],
+    [((19, 128, 128), torch.bfloat16), ((128, 128, 128), torch.float32), *slow([((128, 130, 128), torch.bfloat16)])],
     ids=str,
 )
 def test_other_sizes_and_types_use_our_kernels(sizes, dtype):
@@ -118,7 +119,7 @@ def test_weights_are_quantised_once_a_step(monkeypatch):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("fastest", ["cuBLAS", "triton"])
+@pytest.mark.parametrize("fastest", ["triton", *slow([("cuBLAS",)])])
 def test_the_faster_one_of_cublas_and_our_kernels_computes_a_product(fastest):
     stand_in = StandIn()
     measured = []
@@ -142,7 +143,7 @@ def test_the_faster_one_of_cublas_and_our_kernels_computes_a_product(fastest):
     assert len(measured) == 4
 
 
-@pytest.mark.parametrize(("error", "is_used"), [(0.0, True), (0.05, False), (torch.nan, False)])
+@pytest.mark.parametrize(("error", "is_used"), [(0.0, True), (torch.nan, False), *slow([(0.05, False)])])
 def test_hopper_uses_it_if_it_agrees_with_the_emulation(error, is_used, monkeypatch):
     """The self-test of a run, on a CPU that says that it is a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -33,12 +33,12 @@ def searched(name: str, world_size: int, room_gib: float, fixed: dict | None = N
     return searching(on_ranks(CASES[name], world_size), room_gib, fixed)
 
 
-@pytest.mark.parametrize("room_mib", [0.3, 100.0, *slow([(0.5,)])])
+@pytest.mark.parametrize("room_mib", [0.3, *slow([(0.5,), (100.0,)])])
 def test_the_best_of_each_fold_is_the_best_of_all_its_mappings(room_mib):
     check_folds(searched("plain", 2, room_mib / 1024))
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, *slow([(0.1,)])])
+@pytest.mark.parametrize("share", [0.02, *slow([(0.1,), (0.3,)])])
 def test_a_slower_dispatcher_that_keeps_less_is_found(share):
     """With a capacity below 1 an all-gather keeps fewer results than tokens have copies, which an exchange returns."""
     plain, fixed = RECIPES["plain"], {"overlap": False, "zero": 1}
@@ -173,7 +173,7 @@ def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():
         assert Planner(request).least_gpus() == slow
 
 
-@pytest.mark.parametrize(("name", "fixed"), [*FEW_MAPPINGS, *slow(ALL_MAPPINGS)])
+@pytest.mark.parametrize(("name", "fixed"), [FEW_MAPPINGS[1], *slow([FEW_MAPPINGS[0], *ALL_MAPPINGS])])
 def test_times_and_memory_of_all_savers_equal_each_by_itself(name, fixed):
     search = searched(name, 2, 0.45 / 1024)
     for mappings in every_mapping(search, fixed).values():
