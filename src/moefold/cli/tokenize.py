@@ -1,4 +1,4 @@
-"""`moefold tokenize`: convert text, JSON lines, JSON arrays or parquet to memory-mapped token files."""
+"""`moefold tokenize`: convert text, JSON lines, JSON arrays or parquet to token files."""
 
 import argparse
 import os

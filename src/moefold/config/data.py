@@ -13,7 +13,7 @@ class DataConfig:
     kind: Literal[
         "python-docs", "text", "tokens", "synthetic", "huggingface", "sft", "preference", "program", "task", "prompts"
     ] = "python-docs"
-    """python-docs: documentation texts of this Python. text: files or folders. tokens: memory-mapped ids. synthetic:
+    """python-docs: documentation texts of this Python. text: files or folders. tokens: files of ids. synthetic:
     generated. huggingface: any source of the package `datasets`. sft: conversations for supervised fine-tuning
     ([data.md](data.md)). preference: pairs of completions, or completions with a label
     ([alignment.md](alignment.md)). program: samples that a Python program passes to `train_model`

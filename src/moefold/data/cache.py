@@ -1,4 +1,4 @@
-"""Cache of tokenised text: each entry is written once, atomically, then memory-mapped by every rank.
+"""Cache of tokenised text: each entry is written once, atomically, then read by every rank.
 
 An entry is `<key>.npy`; the key hashes the sources (paths, sizes, times), the tokenizer and the format, so a changed
 file or tokenizer gives another entry. A writer holds a lock and writes to a temporary file, which is renamed after an

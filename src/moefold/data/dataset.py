@@ -119,8 +119,7 @@ def open_dataset(
 ) -> Dataset:
     """Open the data of a recipe; every process that passes the same arguments gets the same samples.
 
-    Text is tokenised on the first call and memory-mapped from the cache afterwards: call `prepare` before starting
-    ranks.
+    Text is tokenised on the first call and read from the cache afterwards: call `prepare` before starting ranks.
 
     Args:
         seq_len: train.seq_len, S; a sample has S + 1 tokens.
