@@ -2,13 +2,14 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 
 import numpy as np
 import pytest
 
-from tests.e2e.command import TWO, moefold, run
+from tests.e2e.command import TWO, here, moefold
 
 pytestmark = pytest.mark.e2e
 
@@ -56,14 +57,19 @@ def test_a_prompt_is_continued_the_same_on_one_rank_and_on_two(one_rank):
     assert alone.stderr == ""
 
 
-def test_several_prompts_are_objects_and_the_text_of_one_equals_the_stream(one_rank):
+def test_several_prompts_are_objects_and_the_text_of_one_equals_the_stream(one_rank, capsys, monkeypatch):
     words = [str(one_rank), "--temperature", "0", "--max-tokens", "5", "--device", "cpu", "--tokenizer", "bytes"]
     done = moefold("generate", *words, "abc", "zé", "--json")
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["prompt"] for record in records] == ["abc", "zé"]
-    command = ["sh", "-c", 'printf "zé\\n" | "$0" -m moefold generate "$@"', sys.executable, *words, "--no-echo"]
-    assert run(command).stdout.rstrip("\n") == records[1]["text"].rstrip("\n")
+    reading, writing = os.pipe()
+    os.write(writing, "zé\n".encode())
+    os.close(writing)
+    with open(reading) as piped:
+        monkeypatch.setattr(sys, "stdin", piped)
+        streamed = here(capsys, "generate", *words, "--no-echo")
+    assert streamed.stdout.rstrip("\n") == records[1]["text"].rstrip("\n")
 
 
 def test_a_damaged_checkpoint_is_one_message_on_two_ranks(one_rank, tmp_path):

@@ -92,7 +92,8 @@ def single(pool, tmp_path_factory):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, [MAPPINGS[3]]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
 def test_every_mapping_writes_the_same_bytes(pool, single, tmp_path, mapping):
     pool.run(mapping["world_size"], _train, _recipe(tmp_path, **mapping), STEPS)
     assert sorted(_files(tmp_path)) == ["step-000001.npy", "step-000002.npy", "trace.json"]

@@ -62,7 +62,8 @@ def test_a_skewed_router(pool, mapping):
     _assert_moves_and_equals_oracle(pool, _skewed(**mapping))
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", *slow([("gpipe",)])])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "gpipe"])
 def test_pipelines_with_several_micro_batches_under_way(pool, schedule):
     virtual_stages = 2 if schedule == "interleaved" else 1
     cfg = _skewed(
@@ -86,6 +87,7 @@ def test_the_shrunk_recipe_still_moves(pool):
     _assert_moves_and_equals_oracle(pool, small)
 
 
+@pytest.mark.slow
 def test_a_learned_router_that_is_never_even(pool):
     moe = {"llep_threshold": 1.0, "llep_capacity": 1.0, "llep_min_tokens": 1}
     _assert_moves_and_equals_oracle(pool, tiny(moe=moe, dispatcher="leastloaded", world_size=2, cp=2, ep=2))

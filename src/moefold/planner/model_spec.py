@@ -132,9 +132,8 @@ def plannable_model_names() -> tuple[str, ...]:
 @lru_cache(maxsize=512)
 def find_model_name(name: str) -> str | None:
     """Return the model that a spelling means ("Qwen3_30B_a3B (tokendrop)" is qwen3-30b-a3b), or None."""
-    plain = _normalise_name(_PARENTHESES.sub("", name))
-    names = {_normalise_name(known): known for known in (*preset_names(), *FOREIGN_MODELS)}
-    return names.get(plain) or SYNONYMS.get(plain)
+    names = SYNONYMS | {_normalise_name(known): known for known in (*preset_names(), *FOREIGN_MODELS)}
+    return names.get(_normalise_name(_PARENTHESES.sub("", name)))
 
 
 def _normalise_name(name: str) -> str:
