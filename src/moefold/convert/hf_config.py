@@ -101,8 +101,8 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
     name = hf_config.get("model_type")
     if name is None and isinstance(hf_config.get("run"), dict):
         raise ConfigError(
-            f"{str(folder)!r} is a run of moefold, not a Hugging Face folder; name its recipe, or a folder that `moefold "
-            "export` wrote"
+            f"{str(folder)!r} is a run of moefold, not a Hugging Face folder; name its recipe, or a folder that "
+            "`moefold export` wrote"
         )
     if isinstance(name, str) and name in UNSUPPORTED_FAMILIES:
         raise ConfigError(
