@@ -72,6 +72,7 @@ def test_list_describes_each_recipe(capsys):
         (["olmoe-1b-7b-8xh100"], "did you mean 'pretrain/olmoe-1b-7b-8xh100'?"),
         (["qwen3"], "these match: finetune/qwen3-30b-a3b-dpo, "),
         (["xxxxxxx", "folder"], "`moefold init --list` shows the recipes"),
+        (["--list", "sft"], "--list lists all recipes, so 'sft' has no effect; leave it out"),
         (["sft", "a", "b"], "one argument too many"),
         (["sft", f"{__file__}/none"], f"DIR='{__file__}/none' cannot be written"),
     ],

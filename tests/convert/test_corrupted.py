@@ -232,6 +232,7 @@ WRONG_KEYS: list[tuple[str, dict[str, object], str]] = [
     ("mixtral", {"rms_norm_eps": 10**400}, f"rms_norm_eps={10**400}, which should be a number"),
     ("mixtral", {"num_attention_heads": 0}, "model.attention.num_heads=0 must be at least 1"),
     ("mixtral", {"model_type": ["mixtral"]}, "is of model_type ['mixtral'], which moefold does not know"),
+    ("mixtral", {"model_type": None, "run": {"dir": "runs/x"}}, "is a run of moefold, not a Hugging Face folder; name"),
     ("mixtral", {"model_type": None}, "is of model_type None, which moefold does not know"),
     ("qwen3_moe", {"layer_types": [["a"]]}, "layer_types=[['a']], which moefold does not compute"),
     ("qwen3_moe", {"num_hidden_layers": 0}, "num_hidden_layers=0, which should be 1 to 10000"),

@@ -69,7 +69,7 @@ def _values(rule: str) -> tuple[list[float], list[float]] | None:
 PROBES = {
     int: (-2, -1, 0, 1, 2, 1025),
     float: (-2.0, -0.1, 0.0, 0.5, 1.0, 1.5, 2.0, float("inf")),
-    str: ("", "a", "a/b\nc", "x" * 129),
+    str: ("", "a", "~", "a/b\nc", "x" * 129),
     tuple: ((), ("",), ("x" * 65,)),
 }
 """Values by their type; each range refuses at least one of them. So there is no list of keys here to keep up."""

@@ -33,6 +33,8 @@ def run(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     shipped = shipped_files()
     if arguments.list:
+        if arguments.words:
+            raise ConfigError(f"--list lists all recipes, so {arguments.words[0]!r} has no effect; leave it out")
         print_escaped("\n".join(_list_recipes({name: _first_sentence(files[0]) for name, files in shipped.items()})))
         return 0
     if len(arguments.words) > 2:

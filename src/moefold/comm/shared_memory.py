@@ -282,7 +282,7 @@ class SharedExchange:
             tensors: of the same shapes on all members; rows are cut as `torch.chunk` cuts them, so that the last
                 members may have fewer, or none.
             dtype: of the sums; tensors of another type are converted.
-            numbers: identify the tensors among those of the caller; other numbers on another member are an error.
+            numbers: numbers of the tensors in the list of the caller; other numbers on another member are an error.
         """
         size = self.group.size
         shards = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]

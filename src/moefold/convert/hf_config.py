@@ -99,6 +99,11 @@ def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
         ConfigError: the family is unknown, or the weights are quantised in an unknown format.
     """
     name = hf_config.get("model_type")
+    if name is None and isinstance(hf_config.get("run"), dict):
+        raise ConfigError(
+            f"{str(folder)!r} is a run of moefold, not a Hugging Face folder; name its recipe, or a folder that "
+            "`moefold export` wrote"
+        )
     if isinstance(name, str) and name in UNSUPPORTED_FAMILIES:
         raise ConfigError(
             f"{str(folder)!r} is of model_type {name!r}, which needs parts that moefold does not have: "
