@@ -39,9 +39,9 @@ CODED = STREAMING | {"precision": "int8", "residual": 0.9}
 class Server:
     """A meeting point in a thread of this process; `log` has its lines."""
 
-    def __init__(self, secret: bytes = b"", most: int | None = None) -> None:
+    def __init__(self, secret: bytes = b"", max_connections: int | None = None) -> None:
         self.log: list[str] = []
-        self._most = most
+        self._max_connections = max_connections
         self._secret = secret
         self._is_up = threading.Event()
         self._watched: tuple[Callable[[str], bool], Path] | None = None
@@ -60,7 +60,7 @@ class Server:
         self._stopped = asyncio.Event()
         listener = listen("127.0.0.1", port)
         self.port = listener.getsockname()[1]
-        async with MeetServer(listener, self._secret, self._log, self._most):
+        async with MeetServer(listener, self._secret, self._log, self._max_connections):
             self._is_up.set()
             await self._stopped.wait()
 

@@ -32,7 +32,7 @@ class MeetServer:
 
     Args:
         listener: socket that is bound to the address.
-        most: maximum number of connections; None: as many as the descriptors allow.
+        max_connections: maximum number of connections; None: as many as the descriptors allow.
     """
 
     def __init__(

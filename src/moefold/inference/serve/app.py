@@ -360,7 +360,7 @@ class _EventStream:
 
     Args:
         events: ended with the response, even if the client disconnects.
-        held: closed with the response, even if no event was read.
+        stack: closed with the response, even if no event was read.
     """
 
     def __init__(self, events: AsyncGenerator[str, None], stack: ExitStack) -> None:
