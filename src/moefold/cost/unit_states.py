@@ -151,7 +151,7 @@ class UnitMemory:
         for weight in own:
             shards = weight.dp_shards(mapping.degrees[is_expert])
             if self._trained_names not in weight.name:
-                # Beside adapters alone, frozen weights are in the compute type unless they are read in the master type.
+                # With adapters alone, frozen weights are in the compute type unless they are read in the master type.
                 is_narrow = self.cfg.trains_adapters_only and not weight.is_full_precision
                 weights += shards.padded_numel * (self._compute_bytes if is_narrow else self._master_bytes)
                 continue

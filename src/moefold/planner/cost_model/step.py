@@ -19,7 +19,7 @@ from moefold.config.part import Part
 from moefold.cost.array_math import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.memory_columns import ModelChunk, columns_of
+from moefold.cost.memory_columns import ModelChunk
 from moefold.cost.recompute_parts import recompute_parts
 from moefold.planner.cost_model.attention_load import AttentionPeers, attention_peers
 from moefold.planner.cost_model.bubble import bubble_s
@@ -148,9 +148,7 @@ class CostModel:
         self.workload = workload
         cfg = minimal_config(model_spec, workload)
         self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
-        self.activation_memory = activation_memory or ActivationMemoryTable(
-            model_spec, workload, cfg, columns_of(model_spec.kinds)
-        )
+        self.activation_memory = activation_memory or ActivationMemoryTable(model_spec, workload, cfg)
         self.layer_costs = LayerCostModel(model_spec, device, workload)
         self.data_parallel = DataParallelCostModel(
             model_spec, device, workload, self.layer_costs.gemm, self.rank_contents

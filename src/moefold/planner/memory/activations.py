@@ -25,7 +25,7 @@ from moefold.cost.activation_columns import (
 from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memoised import memoised
-from moefold.cost.memory_columns import ByteTable, MemoryColumns
+from moefold.cost.memory_columns import ByteTable, columns_of
 from moefold.cost.recompute_parts import NETWORK_PARTS
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, PARTS, BytesByPart
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -79,7 +79,6 @@ class ActivationMemoryTable:
         model_spec: the model.
         workload: the batch and the routing, whose imbalance scales the dispatch buffers.
         cfg: the recipe; its mapping does not count.
-        columns: columns of the model.
         on_cpu: whether the CPU kernels run.
     """
 
@@ -88,13 +87,12 @@ class ActivationMemoryTable:
         model_spec: ModelSpec,
         workload: TrainingWorkload,
         cfg: Config,
-        columns: MemoryColumns,
         *,
         on_cpu: bool = False,
     ) -> None:
         self.model_spec = model_spec
         self.workload = workload
-        self.columns = columns
+        self.columns = columns_of(model_spec.kinds)
         moe = replace(cfg.moe, capacity_factor=workload.capacity_factor)
         self.cfg = replace(cfg, moe=moe, train=replace(cfg.train, seq_len=workload.seq_len))
         self.kernel_profile = MEGATRON_KERNELS if workload.is_megatron else CPU_KERNELS if on_cpu else CUDA_KERNELS

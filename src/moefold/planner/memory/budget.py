@@ -14,7 +14,6 @@ from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
 from moefold.cost.hardware import GIB, Device
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.memory_columns import columns_of
 from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, StepSnapshots
 from moefold.cost.saved_tensors import PARTS
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -87,10 +86,8 @@ class MemoryModel:
         self.workload = workload
         self.device = device
         self.split = split or RecipeStageSplitter(cfg, model_spec, as_megatron=workload.is_megatron)
-        self.columns = columns_of(model_spec.kinds)
-        self.activation_memory = ActivationMemoryTable(
-            model_spec, workload, cfg, self.columns, on_cpu=device.name == "cpu"
-        )
+        self.activation_memory = ActivationMemoryTable(model_spec, workload, cfg, on_cpu=device.name == "cpu")
+        self.columns = self.activation_memory.columns
         self.state_memory = StateMemoryTable(model_spec, workload, cfg, self.activation_memory.kernel_profile)
         self._overhead_bytes = 0.0 if device.name == "cpu" else OVERHEAD_GIB * GIB
 
