@@ -47,7 +47,7 @@ def model_of_family(family: str) -> ModelConfig:
         sizes |= {"ffn.moe.shared.intermediate_size": 12, "ffn.moe.shared.gate": True}
     for entry in fields:
         sizes |= entry.values if isinstance(entry, Constants) else {}
-        sizes |= {entry.key: 32} if isinstance(entry, Renamed) and entry.least == 1 and entry.key != "layers" else {}
+        sizes |= {entry.key: 32} if isinstance(entry, Renamed) and entry.minimum == 1 and entry.key != "layers" else {}
     if any(isinstance(entry, SharedExperts) for entry in fields):
         sizes["ffn.moe.shared.intermediate_size"] = 1024
     if any(isinstance(entry, HunyuanSharedExpert) for entry in fields):

@@ -122,7 +122,7 @@ def test_tokens_equal_the_texts_under_every_mapping(
     pool.run(cfg.parallel.world_size, _train, cfg)
     first, last = records(tmp_path / "run")
     assert last["tokens"] == last["tokens_consumed"] == expected
-    # Rates and FLOPs have the same tokens, only those of this step.
+    # Rates and FLOPs have the same tokens, only of this step.
     in_step = last["tokens"] - first["tokens"]
     assert last["tokens_per_s"] * last["step_time_s"] == pytest.approx(in_step, rel=1e-12)
     flops = in_step * train_flops_per_token(cfg.model, S).total
