@@ -233,7 +233,7 @@ PIECE_BYTES = 4 << 20
 """Bytes that a rank publishes between two barriers: few barriers, and pieces that a cache holds."""
 
 
-class _Call(NamedTuple):
+class _ExchangeCall(NamedTuple):
     """Call of a collective, which must be equal on all members."""
 
     operation: str
@@ -289,7 +289,7 @@ class SharedExchange:
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """Concatenate equal-shaped tensors of the members along dim 0 into `out`; `x` may be a part of `out`."""
         parts = gathered_parts(out, x, self.group.size, self.group.rank)
-        self._gather([parts], _Call.of("gather", x.dtype, [x]))
+        self._gather([parts], _ExchangeCall.of("gather", x.dtype, [x]))
 
     def sum_scatter(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Sum tensors over the members, in their order; return this rank's rows of each sum.
@@ -302,14 +302,14 @@ class SharedExchange:
         size = self.group.size
         parts = [_parts(x, -(-len(x) // size) * x[:1].numel(), size) for x in tensors]
         totals = _room_for([of_members[self.group.rank] for of_members in parts], dtype)
-        self._sum(parts, totals, _Call.of("sum of rows", dtype, tensors))
+        self._sum(parts, totals, _ExchangeCall.of("sum of rows", dtype, tensors))
         return [total.view(-1, *x.shape[1:]) for total, x in zip(totals, tensors, strict=True)]
 
     def sum(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return the sums of tensors over the members, added in their order: the same bits on all members."""
         totals = _room_for(tensors, dtype)
         sums = [self._even_parts(total) for total in totals]
-        call = _Call.of("sum", dtype, tensors)
+        call = _ExchangeCall.of("sum", dtype, tensors)
         self._sum([self._even_parts(x) for x in tensors], [of_members[self.group.rank] for of_members in sums], call)
         self._gather(sums, call)
         return [total.view_as(x) for total, x in zip(totals, tensors, strict=True)]
@@ -317,7 +317,7 @@ class SharedExchange:
     def _even_parts(self, x: Tensor) -> Sequence[Tensor]:
         return _parts(x, -(-x.numel() // self.group.size), self.group.size)
 
-    def _gather(self, tensors: Sequence[Sequence[Tensor]], call: _Call) -> None:
+    def _gather(self, tensors: Sequence[Sequence[Tensor]], call: _ExchangeCall) -> None:
         """Fill the other members' parts of tensors.
 
         Args:
@@ -335,7 +335,7 @@ class SharedExchange:
                 if member != self.group.rank:
                     foreach_copy_(of_members[member], published[member])
 
-    def _sum(self, tensors: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], call: _Call) -> None:
+    def _sum(self, tensors: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], call: _ExchangeCall) -> None:
         """Sum this rank's parts of tensors over the members.
 
         Args:
@@ -363,7 +363,7 @@ class SharedExchange:
             for total, of_total in zip(sums, zip(*terms, strict=True), strict=True):
                 sum_in_order(of_total, total)
 
-    def _meet(self, call: _Call) -> None:
+    def _meet(self, call: _ExchangeCall) -> None:
         """Wait until all members have published a piece of this call.
 
         Raises:
