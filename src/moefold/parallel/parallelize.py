@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +13,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.torch_compat import allocate
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
-from moefold.config.moe import MoEConfig
-from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.train import TrainConfig
 from moefold.cost.stages import plan_stages
 from moefold.cost.unit_memory import dispatch_sizes
 from moefold.model.init import init_weights
@@ -134,7 +130,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     selection = select_dispatcher(cfg, groups)
     if not for_training:
         assert not cfg.lora.rank, "weights of inference have the adapters merged"
-        cfg = replace(cfg, **_inference_sections(cfg.run, cfg.train, cfg.moe))
+        cfg = cfg.for_inference()
     kernels = select_kernels(cfg, groups.device)
     sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, layout.cp * layout.tp, stages[0].dtype.itemsize)
     dispatcher = build_dispatcher(selection.part, groups.moe, sizes)
@@ -182,19 +178,6 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         weight_cache=kernels.weight_cache,
         autotuner=kernels.autotuner,
     )
-
-
-def _inference_sections(run: RunConfig, train: TrainConfig, moe: MoEConfig) -> dict[str, Any]:
-    """Return the sections of a recipe that differ in inference.
-
-    Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its shapes
-    change too often to be compiled.
-    """
-    return {
-        "run": replace(run, compile="none"),
-        "train": replace(train, precision="dtype"),
-        "moe": replace(moe, dispatch_precision="dtype"),
-    }
 
 
 def record_phases(stage: Transformer, recorder: FlightRecorder) -> None:
