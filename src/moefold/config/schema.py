@@ -6,7 +6,7 @@ is refused at once.
 
 import json
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +76,19 @@ class Config:
     def vocab_rows(self) -> int:
         """Rows of the vocabulary on a rank, V/tp rounded up."""
         return self.parallel.vocab_rows(self.model.vocab_size)
+
+    def for_inference(self) -> "Config":
+        """Return the recipe without low-precision GEMMs and compilation.
+
+        Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its
+        shapes change too often to be compiled.
+        """
+        return replace(
+            self,
+            run=replace(self.run, compile="none"),
+            train=replace(self.train, precision="dtype"),
+            moe=replace(self.moe, dispatch_precision="dtype"),
+        )
 
     def loss_chunk_tokens(self, device_type: str) -> int:
         """Return the number of tokens whose logits are in memory at a time; 0: all tokens of a micro-batch."""

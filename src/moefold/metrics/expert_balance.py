@@ -16,6 +16,7 @@ import numpy as np
 
 from moefold.bounded_read import open_regular, parse_json
 from moefold.config.moe import TRACE_FOLDER
+from moefold.data.routing_trace import MANIFEST, RoutingTrace
 from moefold.errors import ConfigError
 from moefold.metrics.reader import METRICS_FILE, finite_number, read_steps
 
@@ -339,8 +340,6 @@ def _max_over_mean(counts: Array) -> Array:
 
 def _count_trace(run_dir: Path) -> ExpertCounts | None:
     """Return the expert counts of a run's routing trace; None without a trace."""
-    from moefold.data.routing_trace import MANIFEST, RoutingTrace
-
     if not (run_dir / TRACE_FOLDER / MANIFEST).is_file():
         return None
     trace = RoutingTrace(run_dir, "run")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +128,9 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             for stage in plan.stages_of_rank(groups.pp.rank)
         ]
     selection = select_dispatcher(cfg, groups)
-    cfg = cfg if for_training else _for_inference(cfg)
+    if not for_training:
+        assert not cfg.lora.rank, "weights of inference have the adapters merged"
+        cfg = cfg.for_inference()
     kernels = select_kernels(cfg, groups.device)
     sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, layout.cp * layout.tp, stages[0].dtype.itemsize)
     dispatcher = build_dispatcher(selection.part, groups.moe, sizes)
@@ -177,18 +178,6 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         weight_cache=kernels.weight_cache,
         autotuner=kernels.autotuner,
     )
-
-
-def _for_inference(cfg: Config) -> Config:
-    """Return the recipe with the kernels of inference.
-
-    Inference computes in the type of the weights, even if they were trained with low-precision GEMMs, and its shapes
-    change too often to be compiled.
-    """
-    assert not cfg.lora.rank, "weights of inference have the adapters merged"
-    run = replace(cfg.run, compile="none")
-    train = replace(cfg.train, precision="dtype")
-    return replace(cfg, run=run, train=train, moe=replace(cfg.moe, dispatch_precision="dtype"))
 
 
 def record_phases(stage: Transformer, recorder: FlightRecorder) -> None:

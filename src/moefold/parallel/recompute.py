@@ -10,7 +10,6 @@ from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import BackwardOverlap
 from moefold.config.schema import Config
 from moefold.config.train import AUTO
-from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
 from moefold.model.attention import SelfAttention
 from moefold.model.mlp import SwiGLU
@@ -37,6 +36,7 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
         return cfg, ""
     # The memory formula; the other values of train.recompute need none.
     from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
+    from moefold.cost.saved_tensors import KERNEL_PROFILES
 
     budget_bytes = round(cfg.train.memory_budget_gib * GIB)
     if not budget_bytes:

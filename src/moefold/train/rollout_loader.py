@@ -142,7 +142,7 @@ class RolloutLoader(DataLoader):
             self.sampling.replay,
             self._trainer,
         )
-        self._queue = RoundQueue(cfg.run, cfg.train, cfg.rl, self._open_source(self.train_sampler))
+        self.queue = RoundQueue(cfg.run, cfg.train, cfg.rl, self._open_source(self.train_sampler))
 
     def _open_source(self, prompts: PromptSampler) -> RolloutSource:
         """Return the source of the rounds: this rank, or the ranks of rollout.ranks."""
@@ -171,16 +171,16 @@ class RolloutLoader(DataLoader):
         """
         if path is not None:
             state = None if self._position.restarts_data else self._loaded
-            self.message += self._queue.restore(path, state, self._step, self._prompts.train.prompt)
+            self.message += self.queue.restore(path, state, self._step, self._prompts.train.prompt)
         self.kl_reference.load_tensors(path, is_of_rl=self._loaded is not None)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of the reference model after a reset, and on the first rank the rows of the rollouts."""
-        return self.kl_reference.tensors() | (self._queue.tensors() if self._groups.rank == 0 else {})
+        return self.kl_reference.tensors() | (self.queue.tensors() if self._groups.rank == 0 else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files, the state of the reference model, and the headers of the rollouts."""
-        headers = self._queue.headers()
+        headers = self.queue.headers()
         table = {TABLE_KEY: headers} if headers else {}
         return super().state_dict() | {"rl": self.kl_reference.state_dict() | table}
 
@@ -196,7 +196,7 @@ class RolloutLoader(DataLoader):
         """
         begins_round = not self._pending
         if begins_round:
-            one, waited_s = self._queue.next_round(self._step, first, skipped_ranges)
+            one, waited_s = self.queue.next_round(self._step, first, skipped_ranges)
             self._samples = one.prompts
             self.events += [FailedRewardEvent(failed) for failed in one.failures]
             self._pending = self._steps.build(one, self._step, waited_s)
@@ -218,14 +218,6 @@ class RolloutLoader(DataLoader):
     def is_round_complete(self) -> bool:
         """Return whether all sampled rollouts were trained on. A run is saved and stopped only then."""
         return not self._pending
-
-    def receive_ordered(self) -> None:
-        """Wait for the ordered rounds, which a checkpoint must have; collective."""
-        self._queue.receive_ordered()
-
-    def finish(self) -> None:
-        """End the ranks that only sample, after the last step."""
-        self._queue.finish()
 
     def evaluate_reward(self) -> float | None:
         """Return the mean reward of greedy completions of held-out prompts; None without rewards. Collective.

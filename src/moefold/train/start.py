@@ -30,6 +30,7 @@ from moefold.config.train import TrainConfig
 from moefold.cost.kv_cache import cache_sizes
 from moefold.data.dataset import NEEDS_PROGRAM, prepare
 from moefold.data.fingerprint import fingerprint
+from moefold.data.routing_trace import RoutingTrace, trace_shape
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
@@ -146,7 +147,6 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
     if not moe.replay:
         return
     # Lazy import: rejecting a wrong key must not need numpy.
-    from moefold.data.routing_trace import RoutingTrace, trace_shape
 
     trace = RoutingTrace(Path(moe.replay), "moe.replay")
     if trace.folder.resolve() == (Path(run.dir) / TRACE_FOLDER).resolve():
@@ -167,7 +167,6 @@ def check_replay_content(run: RunConfig, moe: MoEConfig) -> None:
     """
     if not moe.replay:
         return
-    from moefold.data.routing_trace import RoutingTrace
 
     RoutingTrace(Path(moe.replay), "moe.replay").check_content(run.steps)
 

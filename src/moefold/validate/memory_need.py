@@ -18,6 +18,7 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
+from moefold.cost.rollout_memory import drawn_bytes, gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.stages import plan_stages
@@ -100,8 +101,6 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
 
 def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
     """Return the minimum memory of a rank of each pipeline stage while rollouts are sampled, without other models."""
-    from moefold.cost.rollout_memory import drawn_bytes, gathered_weight_bytes
-
     memory = StateMemory(cfg, KERNEL_PROFILES[device_type])
     cache = min_rollout_cache_bytes(cfg)
     p = cfg.parallel
@@ -141,7 +140,6 @@ def sampling_rank_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ..
     """Return the minimum memory of a rank of rollout.ranks for each pipeline stage of sampling; empty without them."""
     if not cfg.rollout.ranks:
         return ()
-    from moefold.cost.rollout_memory import drawn_bytes, rollout_weight_bytes
 
     view = WeightSharding.from_config(rollout_config(cfg), for_training=False).layout.attention
     sizes: dict[int, int] = {}
@@ -162,7 +160,6 @@ def further_weights(cfg: Config) -> tuple[BytesByPart, ...]:
     by_stage = [BytesByPart() for _ in range(cfg.parallel.pp)]
     if not cfg.is_rl:
         return tuple(by_stage)
-    from moefold.cost.rollout_memory import reference_weight_bytes, rollout_weight_bytes
 
     if cfg.rl.kl:
         # The reference model has the weights of training, under its mapping, and no gradients.

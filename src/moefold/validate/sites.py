@@ -14,6 +14,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.remote_path import is_remote
+from moefold.topology.fragments import recipe_fragments, shortest_gap
 from moefold.validate.unused_rule import UnusedKeyRule
 
 
@@ -48,7 +49,6 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
     """Check quorum, first round and timeout."""
     if not sites.is_active:
         return
-    from moefold.topology.fragments import recipe_fragments, shortest_gap
 
     if sites.quorum > sites.count:
         yield f"sites.quorum={sites.quorum} must be at most sites.count={sites.count}; 0 is more than half of them"
@@ -102,8 +102,6 @@ def validate_codes_and_moments(model: ModelConfig, sites: SitesConfig) -> Iterat
             "choose overlap=0, or moments='keep'"
         )
     if sites.moments == "reset":
-        from moefold.topology.fragments import recipe_fragments
-
         if recipe_fragments(model, sites) == 1:
             return
         yield (

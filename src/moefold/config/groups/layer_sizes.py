@@ -29,7 +29,6 @@ class KernelProfile:
     weight gradient is delayed."""
     caches_quantized_weights: bool = False
     """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `unit_memory.caches_quantized_weights`."""
-
     narrow_values: bool = False
     """Attention takes values with fewer dims than the keys, if no blocks of context parallelism, documents or windows
     limit it; else they are padded."""
@@ -41,12 +40,10 @@ class ModelSizes(Protocol):
     @property
     def hidden_size(self) -> int:
         """Width of the residual stream, H."""
-        ...
 
     @property
     def has_windows(self) -> bool:
         """Return whether any layer limits the context of a query."""
-        ...
 
 
 class SampleSizes(Protocol):
@@ -55,17 +52,14 @@ class SampleSizes(Protocol):
     @property
     def seq_len(self) -> int:
         """Tokens of a sample, S."""
-        ...
 
     @property
     def micro_batch_size(self) -> int:
         """Samples of a micro-batch, B."""
-        ...
 
     @property
     def quantizes_gemms(self) -> bool:
         """Return whether GEMMs are computed in low precision."""
-        ...
 
 
 class DispatcherSizes(Protocol):
@@ -74,7 +68,6 @@ class DispatcherSizes(Protocol):
     @property
     def moves_experts(self) -> bool:
         """Return whether weights of experts are sent between ranks."""
-        ...
 
 
 class ExpertSizes(Protocol):
@@ -83,22 +76,18 @@ class ExpertSizes(Protocol):
     @property
     def dispatcher(self) -> DispatcherSizes:
         """Dispatcher of the recipe."""
-        ...
 
     @property
     def expert_tokens(self) -> int:
         """Routed tokens that the experts of this rank process, R, on the busiest rank."""
-        ...
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's hidden state."""
-        ...
 
     @property
     def applies_probs(self) -> bool:
         """Return whether the experts apply the routing probabilities."""
-        ...
 
     def saved(self) -> Counter[str]:
         """Return all bytes saved for backward."""

@@ -20,7 +20,7 @@ class RolloutRounds(Callback):
 
     def on_start(self, context: TrainingContext) -> None:
         """Let each save wait for the ordered rounds."""
-        context.before_save.append(rollout_loader(context).receive_ordered)
+        context.before_save.append(rollout_loader(context).queue.receive_ordered)
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Set the metrics of the rollouts, and leave out signals within a round, whose last steps would be lost."""
@@ -31,7 +31,7 @@ class RolloutRounds(Callback):
 
     def on_end(self, context: TrainingContext, status: int) -> None:
         """End the ranks that only sample."""
-        rollout_loader(context).finish()
+        rollout_loader(context).queue.finish()
 
 
 class RewardEvaluation(Callback):
