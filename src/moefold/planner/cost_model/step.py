@@ -52,7 +52,7 @@ HIDDEN_P2P_FRACTION = 0.8
 
 TUNED_HOST_FRACTION = 0.6838
 """Host time of a launch in runs that the vendor of the GPUs tuned (`TrainingWorkload.has_tuned_host`) over other runs.
-Fitted on third parties' Qwen3-30B on 8 B200 and Qwen3-235B on 256 H800, beside the vendor's runs of both models."""
+Fitted on third parties' Qwen3-30B on 8 B200 and Qwen3-235B on 256 H800, and on the vendor's runs of both models."""
 
 CHUNK_S = 0.0001112
 """Host work of the schedule for each pass of a micro-batch through a chunk, which the device waits for: sends and
