@@ -163,20 +163,26 @@ def _decoding(experts: tuple[str, ...]) -> dict[str, Part]:
     unshared = "moefold, prompts not shared"
     vllm = Contestant("vLLM", "vllm", package="vllm")
     static = tuple(Contestant(f"transformers generate, {kind}", f"generate {kind}") for kind in experts)
+    decode = []
+    for scenario, goal in goals.items():
+        words = f"decoding, {names.get(scenario, f'{scenario} samples')}"
+        decode.append(Row(words, OURS, (vllm.name,), goal, scenario))
+        decode.append(Row(words, OURS, tuple(x.name for x in static), None, scenario))
+    # `generate` would keep 256 samples in step to the longest one: many minutes a turn.
     continuous = Contestant("transformers continuous batching", "generate continuously", scenarios=("lengths",))
-
-    def part(title: str, scenarios: tuple[str, ...], *more: Contestant) -> Part:
-        rows = []
-        for scenario in scenarios:
-            words = f"decoding, {names.get(scenario, f'{scenario} samples')}"
-            rows.append(Row(words, OURS, (vllm.name,), goals.get(scenario), scenario))
-            rows.append(Row(words, OURS, (*(x.name for x in static), continuous.name), None, scenario))
-            if scenario == "shared":
-                rows.append(Row(words, OURS, (unshared,), None, scenario))
-        return Part(title, (ours("generate"), vllm, *static, *more), tuple(rows), scenarios, same="tokens")
-
-    others = continuous, ours("generate unshared", unshared, scenarios=("shared",))
-    return {"decode": part("decoding", tuple(goals)), "rollouts": part("rollouts", ("lengths", "shared"), *others)}
+    rollouts = [
+        Row(f"decoding, {names[scenario]}", OURS, (other,), None, scenario)
+        for scenario, other in (
+            *(("lengths", vllm.name), ("lengths", continuous.name)),
+            *(("shared", vllm.name), ("shared", unshared)),
+        )
+    ]
+    others = vllm, continuous, ours("generate unshared", unshared, scenarios=("shared",))
+    mine = ours("generate")
+    return {
+        "decode": Part("decoding", (mine, vllm, *static), tuple(decode), tuple(goals), same="tokens"),
+        "rollouts": Part("rollouts", (mine, *others), tuple(rollouts), ("lengths", "shared"), same="tokens"),
+    }
 
 
 class AbsentError(Exception):
