@@ -240,6 +240,23 @@ def test_a_recipe_of_torchtitan_routes_naturally_and_recomputes(note, is_recipe)
     assert case.workload.reduce_bytes == 4.0
 
 
+@pytest.mark.parametrize(
+    ("source", "note", "is_tuned"),
+    [
+        ("github:NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md [26.06 NeMo Container]", "", True),
+        ("github:yanring/Megatron-MoE-ModelZoo best_practice/qwen3/readme.md", "", True),
+        ("github:yanring/Megatron-MoE-ModelZoo best_practice/qwen3/readme.md", "authors say not well tuned", False),
+        ("github:NVIDIA-NeMo/Megatron-Bridge examples/model_verification_cards gpt-oss-120b", "not tuned", False),
+        ("github:yanring/Megatron-MoE-ModelZoo issue 7 (2025-08-18)", "", False),
+        ("github:InternLM/xtuner docs/en/benchmark/megatron_moe_benchmark.md", "", False),
+    ],
+)
+def test_hosts_of_the_vendor_are_tuned_unless_a_note_says_otherwise(source, note, is_tuned):
+    row = GOOD | {"source": source, "note": note}
+    case = parse_case(PublishedRow({column: row.get(column, "") for column in COLUMNS}))
+    assert case.workload.has_tuned_host == is_tuned
+
+
 @pytest.mark.parametrize("note", ["step 2.0 s", "2.0 s a step; median"])
 def test_a_printed_step_decides_which_operations_the_tflops_of_a_row_count(tmp_path, note):
     row = GOOD | {"metric": "tflops_per_gpu", "value": "300", "note": note}

@@ -11,7 +11,7 @@ from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s
 from moefold.planner.cost_model.data_parallel import EXPOSED_ZERO3_FRACTION
 from moefold.planner.cost_model.layer import SCAN_SHARE, LayerCostModel, attention_core_s
-from moefold.planner.cost_model.step import EXPOSED_OFFLOAD_FRACTION, TIME_PARTS, CostModel
+from moefold.planner.cost_model.step import EXPOSED_OFFLOAD_FRACTION, TIME_PARTS, TUNED_HOST_FRACTION, CostModel
 from moefold.planner.cost_model.workload import EXPERT_SPREAD, TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import load_model_spec, model_spec_from_config
@@ -318,6 +318,19 @@ def test_the_host_delays_short_layers_and_hides_behind_long_ones():
         shares.append((layers[0].forward_s + layers[0].backward_s) / (layers[1].forward_s + layers[1].backward_s))
     assert shares[0] > 2
     assert 1 <= shares[1] < 1.02
+
+
+def test_a_tuned_host_is_a_host_whose_launches_are_shorter():
+    device = load_device("h100")
+    faster = replace(device, host_launch_s=TUNED_HOST_FRACTION * device.host_launch_s)
+    model = load_model_spec("qwen3-30b-a3b")
+    mapping = ParallelMapping(dp=8, ep=8)
+    tuned, same, other = (
+        CostModel(model, gpu, replace(WORK, seq_len=256, has_tuned_host=is_tuned)).layer_time(0, mapping)
+        for gpu, is_tuned in ((device, True), (faster, False), (device, False))
+    )
+    assert (tuned.forward_s, tuned.backward_s) == (same.forward_s, same.backward_s)
+    assert tuned.part_s("launch") < 0.9 * other.part_s("launch")
 
 
 def test_a_layer_never_takes_less_than_its_host_or_its_device():

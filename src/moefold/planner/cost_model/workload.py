@@ -83,6 +83,9 @@ class TrainingWorkload:
     cuda_graphs: CudaGraphs = "none"
     """Scope of the CUDA graphs, which cost no launches: nothing, all but the experts and their all-to-all, or the whole
     step."""
+    has_tuned_host: bool = False
+    """True if the hosts are tuned as in published runs of the GPUs' vendor: their launches are faster than the device's
+    `host_launch_s`, which is the time of other runs."""
     fused_experts: bool = False
     """True if grouped GEMMs of mxfp8 fuse quantisation, SwiGLU and permutation (CuTe DSL kernels of 2026 on Blackwell),
     instead of separate memory-bound passes. Other activations and precisions have no such kernels."""
