@@ -172,7 +172,8 @@ def legal_lines(recipe: Recipe) -> Iterator[str]:
     p = replace(recipe.cfg.parallel, world_size=PLANNED_GPUS, mapping="given")
     for fold, view in MappingSpace(MappingConstraints(replace(recipe.cfg, parallel=p))).folds:
         sizes = {size: len(pipelines) for size, pipelines in view.pipelines_by_mbs}
-        yield f"{fold} micro-batches and pipelines {sizes}"
+        degrees = " ".join(f"{axis}={degree}" for axis, degree in fold._asdict().items())
+        yield f"{degrees} micro-batches and pipelines {sizes}"
 
 
 def price_lines(recipe: Recipe) -> Iterator[str]:
