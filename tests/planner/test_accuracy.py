@@ -9,6 +9,7 @@ from moefold.errors import ConfigError
 from moefold.planner.accuracy import (
     COLUMNS,
     KINDS,
+    PAPER,
     STATED_ERROR,
     PublishedRow,
     mean_abs_error_pct,
@@ -146,6 +147,24 @@ def test_help_and_page_say_what_the_paper_measured_with_the_methods_of_the_searc
         assert " | ".join(f"{value:.1f} %" for value in values) in page
     first, second, third = (p.row["value"] for p in rows)
     assert f"measured {first}, {second} and {third} % MFU" in EPILOG.replace("\n", " ")
+
+
+def test_the_page_has_the_gain_of_folding_over_the_methods_of_the_paper(moe):
+    page = (DOCS / "folding.md").read_text()
+    cases: dict[tuple[str, ...], dict[str, tuple[float, float]]] = {}
+    for p in moe.predictions:
+        if p.row["source"].startswith(PAPER) and p.row["metric"] == "mfu_pct" and p.measured != "OOM":
+            case = (p.row["model"].lower(), p.row["n_gpus"], f"{int(p.row['gbs']):,}", p.row["seq_len"])
+            cases.setdefault(case, {})[p.row["method"]] = (p.measured, p.predicted)
+    compared = {case: methods for case, methods in cases.items() if "FSDP+EP" in methods}
+    assert len(compared) == 4
+    for (model, gpus, batch, _), methods in compared.items():
+        row = f"| {model}, {gpus}, {batch} |"
+        for name in ("TP+EP+DP", "FSDP+EP"):
+            pairs = zip(methods["MCore w/ Folding"], methods.get(name, ()), strict=False)
+            cells = [f"{100 * (folded / other - 1):+.1f} %" for folded, other in pairs] or ["out of memory"] * 2
+            row += f" {' | '.join(cells)} |"
+        assert row in page
 
 
 def test_rows_that_say_too_little_are_counted_by_reason(moe):
