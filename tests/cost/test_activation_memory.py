@@ -1,4 +1,4 @@
-"""Activations by formula against a ledger of real runs: within 10 % for every schedule and choice of recompute."""
+"""Activations by formula against the tracker of real runs: within 10 % for every schedule and choice of recompute."""
 
 from dataclasses import replace
 
@@ -16,10 +16,10 @@ from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, activation_memory
+from moefold.cost.auto_layout_memory import max_in_flight
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
-from moefold.cost.stage_memory import max_in_flight
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import CausalAttention, _BlockAttention
 from moefold.model.head import CPU_CHUNK_TOKENS
