@@ -152,7 +152,7 @@ def _run(pool, recipes: list[Config]) -> list[Found]:
 @pytest.fixture(scope="module")
 def selected_rows(request) -> dict[str, Row]:
     """The rows of the table that this run has selected, by the names of their tests."""
-    return selected_params(request, "test_a_row_of_the_thin_table", "row")
+    return selected_params(request, "test_covering_combinations_equal_the_plain_run", "row")
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_the_fast_rows_have_every_level_and_fast_cases_every_schedule():
 
 
 @pytest.mark.parametrize("row", few_else_slow(THIN, FAST), ids=lambda row: "-".join(row.values()))
-def test_a_row_of_the_thin_table(request, ranks_of_rows, plain_run, row):
+def test_covering_combinations_equal_the_plain_run(request, ranks_of_rows, plain_run, row):
     mine = _together(tuple(record for (record,) in ranks_of_rows.results(request.node.name)))
     _assert_equal(mine, plain_run(_kind(row)), row["dtype"])
 
@@ -303,7 +303,7 @@ def test_two_first_parts_before_a_second_one_add_up_in_float32(fresh_pool, zero)
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", FACTORS["zero"])
 @pytest.mark.parametrize("schedule", FACTORS["schedule"])
-def test_the_whole_table(pool, plain_run, tmp_path, schedule, zero):
+def test_every_combination_equals_the_plain_run(pool, plain_run, tmp_path, schedule, zero):
     rows = [row for row in ROWS if (row["schedule"], row["zero"]) == (schedule, zero)]
     for row, mine in zip(rows, _run(pool, [_recipe(row, tmp_path) for row in rows]), strict=True):
         try:
