@@ -32,7 +32,7 @@ def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ],
     ids=["whole", "one by one", "uneven"],
 )
-def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
+def test_attention_in_pieces_over_pages_equals_one_pass(ends, window, chunk_size, has_sinks):
     q, k, v = tokens(0)
     sinks = torch.linspace(-1, 2, A, dtype=torch.float64) if has_sinks else None
     expected = CausalAttention(window, chunk_size)(q, k, v, None, sinks)

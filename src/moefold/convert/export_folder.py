@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a Hugging Face folder, tensor by tensor, by any number of processes."""
+"""Export of a checkpoint as a Hugging Face folder, by any number of processes: `moefold export` and `moefold push`."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ from moefold.convert.safetensors_file import (
 )
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer, write_turn_end
-from moefold.convert.weights import (
+from moefold.convert.weight_sources import (
     MTP_REASON,
     AdaptedSource,
     CheckpointWeights,

@@ -18,7 +18,7 @@ from moefold.config.schema import Config
 from moefold.cost.adapter_spec import adapted_layer_weights
 from moefold.cost.block_sizes import BlockSizes
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart
-from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.cost.state_bytes import compute_dtype_bytes
 from moefold.topology.selection_groups import shares_selections
 
 LOSS_TILE_TOKENS = 512

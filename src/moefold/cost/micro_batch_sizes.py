@@ -1,4 +1,4 @@
-"""Sizes of one micro-batch on one rank, with the sections of its recipe."""
+"""Base of the memory formulas: `LayerSizes` with the model and [train] of the recipe."""
 
 from abc import ABC
 from dataclasses import dataclass

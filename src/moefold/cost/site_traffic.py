@@ -22,7 +22,7 @@ from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.cost.unit_memory import trained_names
+from moefold.cost.state_bytes import trained_names
 from moefold.topology.fragments import fragment_of, recipe_fragments
 
 BLOCK = 256

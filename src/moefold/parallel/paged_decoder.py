@@ -16,7 +16,7 @@ from moefold.comm.torch_compat import has_forward_hooks
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.cost.kv_cache import PAGE_POSITIONS, CacheKind, page_positions
-from moefold.cost.unit_memory import dispatch_sizes
+from moefold.cost.state_bytes import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.fused_block import FusedBlock, FusedLayers, fused_unsupported_reason, supports_fused

@@ -101,7 +101,7 @@ class Trainer:
             evaluations = (RewardEvaluation(cfg.train.eval_every, cfg.rl.reset_patience),)
             rollouts = (RolloutLogging(cfg.metrics.rollouts_every),)
         if chosen_in(cfg.align, AlignmentPart).has_reference:
-            from moefold.train.callbacks.reference import ReferencePass
+            from moefold.train.callbacks.preference_reference import ReferencePass
 
             reference = (ReferencePass(cfg.checkpoint),)
         if measures_kernels:

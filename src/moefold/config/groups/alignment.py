@@ -93,7 +93,7 @@ class AlignmentPart(Part):
         """Return the conversations of the training data with their weights, `data.sft.ScaledMembers`.
 
         Args:
-            rewards: the rewards of all conversations, `data.rewards.Rewards`.
+            rewards: the rewards of all conversations, `data.scored_conversations.Rewards`.
             members: numbers of the conversations to select from.
         """
         raise AssertionError("selects_rows")

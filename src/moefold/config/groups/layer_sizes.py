@@ -28,7 +28,7 @@ class KernelProfile:
     """Besides the saved tensors of the loss, only the logits of a tile of tokens are in memory, unless its GEMM's
     weight gradient is delayed."""
     caches_quantized_weights: bool = False
-    """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `unit_memory.caches_quantized_weights`."""
+    """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `state_bytes.caches_quantized_weights`."""
     narrow_values: bool = False
     """Attention takes values with fewer dims than the keys, if no blocks of context parallelism, documents or windows
     limit it; else they are padded."""

@@ -17,7 +17,7 @@ from moefold.cost.array_math import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.unit_memory import ITEM_BYTES
+from moefold.cost.state_bytes import ITEM_BYTES
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
