@@ -72,7 +72,7 @@ class AlignmentPart(Part):
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
     selects_rows: ClassVar[bool] = False
-    """Whether it chooses or weighs conversations (`select`)."""
+    """Whether the method chooses or weighs conversations (`select`)."""
 
     @property
     def preference(self) -> "PreferencePart | None":
@@ -179,7 +179,7 @@ class PreferencePart(AlignmentPart):
 
     @property
     def preference(self) -> "PreferencePart":
-        """The part itself."""
+        """The part with the pair loss: this part."""
         return self
 
     def pair_loss(self, scores: PairScores) -> "Tensor":
