@@ -150,8 +150,8 @@ def return_large_blocks() -> None:
     """Make glibc's malloc mmap each block of 1 MiB or more, unmap it when freed, and trim its heap.
 
     By default glibc raises this threshold to the largest freed block, up to 32 MiB. The buffers of a conversion then
-    fragment the heap, which grew by a tenth of the model (docs/log.md#2026-11-20-memory-of-conversions). Affects the whole
-    process; other C libraries are left unchanged.
+    fragment the heap, which grew by a tenth of the model (docs/log.md#2026-11-20-memory-of-conversions). Affects the
+    whole process; other C libraries are left unchanged.
     """
     mallopt = _mallopt()
     if mallopt is not None:

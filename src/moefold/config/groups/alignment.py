@@ -139,7 +139,7 @@ class RewardPromptPart(RewardPart):
     template: str = "{prompt} <reward>{reward:.2f}</reward>"
     """Text that replaces the last message before the answer."""
     want: Annotated[float, Bound("must be a finite number", math.isfinite)] = 1.0
-    """Reward that prompts ask for after training: generate --chat, serve, rollout and lm_eval write it into the prompt
+    """Reward that prompts ask for after training: generate --chat, serve, rollout and lm-eval write it into the prompt
     by the template; their option --want takes another one."""
 
     @property
