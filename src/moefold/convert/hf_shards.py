@@ -174,7 +174,7 @@ def assign_shards(
     shard_bytes: int,
     separates_mtp: bool,
 ) -> dict[str, TensorSpecs]:
-    """Assign tensors to files and order them.
+    """Assign each tensor to a file and order the tensors.
 
     Args:
         dtypes: dtype names of the tensors.

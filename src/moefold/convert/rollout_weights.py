@@ -70,7 +70,7 @@ class RolloutWeightWriter:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the current weights; call it between two training steps.
+        """Write the current weights, between two training steps.
 
         Raises:
             ConfigError: on all ranks, rank 0 cannot write.

@@ -102,7 +102,7 @@ class FragmentTraffic:
     rank_coded: int
     """Elements that the rank with the most elements sends as a code."""
     rank_owned: int
-    """The part of them in experts that sites own, which are separate messages."""
+    """Coded elements of that rank in experts that sites own, which are separate messages."""
     rank_plain: int
     """Elements that this rank sends uncoded."""
 

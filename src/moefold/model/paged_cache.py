@@ -253,7 +253,7 @@ class PagedLatents(PagedCache):
 
 @dataclass(frozen=True)
 class PageKernels:
-    """Kernels that read pages without gathering them; None: no kernel does."""
+    """Kernels that read the pages where they lie, without a gather; None: no such kernel."""
 
     rows: PagedAttentionKernel | None = None
     """Kernel with a page table for each row, for pages of `PAGE_POSITIONS` positions."""

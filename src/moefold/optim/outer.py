@@ -88,7 +88,7 @@ class OuterOptimizer(OuterWeights):
 
     @property
     def carried(self) -> int:
-        """A number of 64 bits that a joining site takes over from another site."""
+        """The method's own number in the state that a joining site takes over from another site, 64 bits; 0: none."""
         return 0
 
     @carried.setter

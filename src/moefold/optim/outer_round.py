@@ -35,7 +35,7 @@ class PendingRound:
     step: int
     """Step after which the differences were taken."""
     due: int
-    """Step after which it is applied."""
+    """Step after which the round is applied."""
     fragments: tuple[int, ...]
     delta: Tensor
     """Vector that this site sent."""

@@ -55,7 +55,7 @@ class FamilyBest:
     plan: PlannedMapping
     nearest: Nearest
     is_tie: bool
-    """True if its step is within the error of the fastest family's."""
+    """True if the step of the family is within the error of the fastest family's."""
     fastest: PlannedMapping
     """The family's fastest mapping: the plan itself, or a mapping farther from any measurement."""
 

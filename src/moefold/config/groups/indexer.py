@@ -22,9 +22,10 @@ MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Maximum elements of the copied keys of a block of queries, by device type, as in ops/sparse_attention.py."""
 WARMUP_SCORE_COPIES = 4.9, 4.3
 """Temporary tensors of the scores of a block of queries in the warm-up of indexers, in float32 and in bfloat16, as
-measured (docs/log.md)."""
+measured."""
 SELECTION_COPIES = 2.25
-"""Measured ratio of a block's temporary numbers to the numbers of its copied keys and values (docs/log.md)."""
+"""Measured ratio of a block's temporary numbers to the numbers of its copied keys and values
+(docs/log.md#2026-11-26-sparse-attention)."""
 IndexerFormula = Callable[[Mapping[str, "Tensor"], "Tensor", "Tensor", Callable[["Tensor"], "Tensor"]], "Tensor"]
 """Scores of keys, [B, S queries, S keys], given the weights by name, the inputs of the keys [B, S, H] and of the
 queries [B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""
@@ -48,7 +49,7 @@ class IndexerPart(Part):
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few heads, and fewer selected keys than a window has, so that the selection has an effect."""
+        """Return the indexer with few heads, and fewer selected keys than a window has: the selection has an effect."""
         return replace(
             self, top_k=min(self.top_k, to.span - 1), num_heads=min(self.num_heads, 3), head_dim=to.head_dim + 2
         )

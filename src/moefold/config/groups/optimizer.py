@@ -24,9 +24,9 @@ class StateSpec(NamedTuple):
     dtype: str = ""
     """float32 or bfloat16; empty: the type of the master weights."""
     is_count: bool = False
-    """Whether it is the count of steps, a single number on each rank; its name is `step`."""
+    """Whether the state is the count of steps, a single number on each rank with the name `step`."""
     is_kept: bool = False
-    """Whether it is not a moment: it is not reset, and stays on the device. The optimizer has it in `kept_states`."""
+    """Whether the state is no moment: no reset, no move off the device. The optimizer has it in `kept_states`."""
 
 
 class MatrixWork(NamedTuple):

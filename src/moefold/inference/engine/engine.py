@@ -235,7 +235,7 @@ class OpenGeneration:
         self._scheduler.finish(number)
 
     def pop(self, number: int, finish_reason: FinishReason) -> Completion:
-        """Return a complete sample and forget it."""
+        """Return a complete sample and remove it from the engine."""
         sample = self._open.pop(number)
         return Completion(
             tokens=tuple(sample.tokens),

@@ -45,7 +45,7 @@ class RewardEvaluation(Callback):
         self._reset_patience = reset_patience
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Evaluate if it is due and no signal stops the run; collective."""
+        """Evaluate if an evaluation is due and no signal stops the run; collective."""
         assert step.rl is not None
         step.rl["eval_reward"] = None
         if not (is_due(self._every, step.number) or (self._every > 0 and step.is_last)) or step.signals:

@@ -62,7 +62,7 @@ class ShortConvolutionPart(AttentionPart):
         return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.parallel.tp))
 
     def transient(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the temporary bytes of the convolution, which is recomputed in the backward pass (docs/log.md)."""
+        """Return the temporary bytes of the convolution, which is recomputed in the backward pass."""
         width = sizes.model.hidden_size // sizes.parallel.tp
         factor = 3.0 if sizes.item_bytes < sizes.high_precision_bytes else 2.0
         numbers = round(sizes.gathered_tokens * factor * width)
