@@ -124,13 +124,8 @@ class SiteRounds(Callback):
         is_last = step.number == self._run.steps
         outer = _outer_of(context)
         fragments = fragments_due(self._run, self._model, self._sites, step.number)
-        due = (
-            self._flight.taken.due
-            if self._flight is not None
-            else outer.pending.due
-            if outer.pending is not None
-            else 0
-        )
+        taken = outer.pending if self._flight is None else self._flight.taken
+        due = 0 if taken is None else taken.due
         if due and (step.number >= due or is_last):
             context.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(context)
