@@ -177,7 +177,10 @@ def train_on_rank(
         run_dir = Path(folder.cfg.run.dir)
         list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
         if regroups:
-            status = training.train_generations(folder.cfg, regroup)
+            from moefold.train.elastic import GenerationLoop
+
+            loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, training.locks.release)
+            status = loop.run(stop)
             newest = None if regroup.is_spare or regroup.rank else list_newest()
             return TrainOutcome(status, run_dir, reporting.last, newest)
         status = training.train(folder.cfg, (), (), SaveHistory())
@@ -233,12 +236,6 @@ class _RankTraining:
             else:
                 self.locks.release()
             return trainer.run(self.stop)
-
-    def train_generations(self, cfg: Config, regroup: Regroup) -> int:
-        """Train as `train` does, and again on the ranks that are left after a loss; return the exit status."""
-        from moefold.train.elastic import GenerationLoop
-
-        return GenerationLoop(cfg, regroup, self.watchdog, self.device, self.train, self.locks.release).run(self.stop)
 
 
 def _newest_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
