@@ -219,6 +219,8 @@ class Trainer:
                 context.status = SIGNAL_STATUS + step.signals[0]
         for callback in self._each_callback():
             callback.on_end(context, context.status)
+        for finish in context.at_end:
+            finish()
 
     def _each_callback(self, *, is_after_step: bool = False) -> Iterator[Callback]:
         """Yield the callbacks in order. The flight recorder's phase names the user's callbacks.

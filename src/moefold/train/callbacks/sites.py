@@ -44,7 +44,7 @@ class _Differences:
     step: int
     due: int
     fragments: tuple[int, ...]
-    own: Tensor
+    delta: Tensor
     is_finite: bool
     """Whether the weights of all ranks of the site were finite."""
     tokens: int
@@ -313,13 +313,13 @@ class SiteRounds(Callback):
         """Take the differences of fragments after a step; collective."""
         began_s = time.perf_counter()
         reshard_parameters(context.training.model.stages)
-        own = _outer_of(context).difference(fragments)
+        delta = _outer_of(context).difference(fragments)
         return _Differences(
             step=step,
             due=step + overlap,
             fragments=fragments,
-            own=own,
-            is_finite=all(current_world().all_gather_object(bool(torch.isfinite(own).all()))),
+            delta=delta,
+            is_finite=all(current_world().all_gather_object(bool(torch.isfinite(delta).all()))),
             tokens=context.position.tokens,
             began_s=began_s,
         )
@@ -343,7 +343,7 @@ class SiteRounds(Callback):
     def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
         outer = _outer_of(context)
-        sent = outer.send(taken.fragments, taken.own, is_last=taken.step == self._run.steps)
+        sent = outer.send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
         exchange: Future[Exchanged] | None = None
         if len(round_.members) > 1:
             assert self._meeting is not None
@@ -380,7 +380,7 @@ class SiteRounds(Callback):
                     self._meeting.links.drop()
                 if taken.is_finite and taken.is_overlapped:
                     reshard_parameters(context.training.model.stages)
-                    outer.cancel(taken.fragments, taken.own)
+                    outer.cancel(taken.fragments, taken.delta)
                 why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
                 self._skip(context, taken.step, str(why))
                 return
@@ -390,9 +390,9 @@ class SiteRounds(Callback):
             outer.tokens[fragment] = taken.tokens
         if outer.residual and flight.sent.num_coded:
             # The other sites read no values of weights that are not finite, and no residual is kept for the next round.
-            decoded = exchanged.decoded[: len(taken.own)] if taken.is_finite else taken.own
-            outer.keep_residual(taken.fragments, taken.own, decoded)
-        round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.own, exchanged.mean)
+            decoded = exchanged.decoded[: len(taken.delta)] if taken.is_finite else taken.delta
+            outer.keep_residual(taken.fragments, taken.delta, decoded)
+        round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.delta, exchanged.mean)
         outer.pending = outer.receive(round_, flight.sent, exchanged, flight.round.members)
         self._record |= {
             "members": len(flight.round.members),
