@@ -261,9 +261,7 @@ def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlR
             fault = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{place} is not JSON ({fault}); fix or remove the line") from None
     if not isinstance(fields, dict):
-        texts = [fields] if element else []
-        if isinstance(fields, list):
-            texts = fields
+        texts = fields if isinstance(fields, list) else [fields] * bool(element)
         is_texts = texts != [] and all(isinstance(text, str) for text in texts)
         # The output needs another name: a shell first empties the file that it writes.
         command = f"jq -c '.[] | {{text: .}}' {quote(path.name)} > {quote(path.stem + '-rows.jsonl')}"

@@ -1,6 +1,6 @@
 """Norms of a round of the sites, a mean that is not applied yet, and arithmetic of the outer step."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,10 +21,6 @@ class OuterNorms:
     """Sum for the outer weights before the step."""
     averaged: float = 0.0
     """Sum for the sent values that the sites average; `mean` and `product` leave out all other values."""
-
-    def to_tensor(self) -> Tensor:
-        """Return the sums, float64 [5]."""
-        return torch.tensor(astuple(self), dtype=torch.float64)
 
 
 @dataclass(frozen=True)

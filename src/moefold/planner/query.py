@@ -276,11 +276,6 @@ def _chosen_sizes(
 ) -> tuple[int, int, int, dict[str, int]]:
     """Return the GPUs, the tokens of a sample and the samples of a step, and by option the sizes that nobody gave.
 
-    Args:
-        parallel, train: sections of the recipe, or of a bare model.
-        options: the options, with the sizes that they give.
-        is_recipe: the sections are of a recipe.
-
     Raises:
         ConfigError: a size is missing, out of bounds, or set twice.
     """

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -431,7 +431,7 @@ class SiteRounds(Callback):
             self._record |= metrics
             if self._sites.moments == "reset":
                 context.training.reset_moments()
-            difference, mean, product, weights, averaged = _sum_of_ranks(context, norms.to_tensor().tolist())
+            difference, mean, product, weights, averaged = _sum_of_ranks(context, list(astuple(norms)))
             if knows_own:
                 self._record |= {
                     "difference": (difference / weights) ** 0.5 if weights else 0.0,
