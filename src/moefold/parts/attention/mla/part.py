@@ -200,8 +200,7 @@ class MlaPart(SoftmaxAttentionPart):
         p = sizes.parallel
         context = chosen_in(p, ContextPart)
         attends_in_blocks = context.plan.shares_work or (p.cp > 1 and not context.shards_heads)
-        has_windows = sizes.has_windows
-        takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
+        takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not sizes.has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:
             return 2 * self.head_dim + self.v_head_dim
         width = max(self.head_dim, self.v_head_dim)

@@ -63,7 +63,6 @@ class MoePart(RoutedPart):
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of router, experts and shared expert; see base class."""
-        p = sizes.parallel
         experts = ExpertMemory(sizes, self)
         if "moe" in sizes.recompute:
             return sizes.norm_with_output(saves_output=True) + experts.permute_indices()
@@ -72,7 +71,7 @@ class MoePart(RoutedPart):
         saved = sizes.norm_with_output(saves_output=True)
         if has_shared and "shared_experts" not in sizes.recompute:
             saved["shared experts"] += sizes.swiglu(self.shared_width)
-            saved["shared experts"] += sizes.gathered_bytes(sizes.hidden_size) if p.tp > 1 else 0
+            saved["shared experts"] += sizes.gathered_bytes(sizes.hidden_size) if sizes.parallel.tp > 1 else 0
         if self.latent_size:
             # The input of the projection back.
             saved["shared experts"] += sizes.tokens * self.latent_size * sizes.item_bytes
