@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
-from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.part import make_part
 from moefold.config.schema import Config
@@ -26,7 +25,7 @@ from moefold.model.head import CPU_CHUNK_TOKENS
 from moefold.model.loss import ChunkOptions, chunked_token_losses
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
-from moefold.ops import gemm, sparse_attention
+from moefold.ops import gemm
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
@@ -99,7 +98,6 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
 
 
 def test_sizes_of_the_loss_and_of_chunks_equal_the_runtime():
-    assert MAX_BLOCK_ELEMENTS == sparse_attention.MAX_BLOCK_ELEMENTS
     assert LINEAR_CHUNK_SIZE == CHUNK_SIZE
     assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS
     assert LOSS_TILE_TOKENS == CPU_CHUNK_TOKENS

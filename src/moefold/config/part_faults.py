@@ -87,7 +87,9 @@ def _guarded(part: Any, name: str, function: Any, method: Any) -> Callable[..., 
 
 def _class_of(part: Any, args: tuple[Any, ...]) -> Any:
     """Return the class of the object whose method is called: the method may be of a base class of it."""
-    owner = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else part
+    if not args:
+        return part
+    owner = args[0] if isinstance(args[0], type) else type(args[0])
     return owner if issubclass(owner, part) else part
 
 

@@ -170,7 +170,9 @@ def _trained_weights(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -
 
 
 def _shards(parallel: ParallelConfig, weight: ParamSpec) -> DataParallelShards:
-    degree = (parallel.edp if weight.is_expert else parallel.dp * parallel.cp) if parallel.zero else 1
+    degree = 1
+    if parallel.zero:
+        degree = parallel.edp if weight.is_expert else parallel.dp * parallel.cp
     return weight.shard(parallel.tp, parallel.ep, parallel.etp).dp_shards(degree)
 
 

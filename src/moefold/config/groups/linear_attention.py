@@ -122,7 +122,7 @@ class LinearAttentionPart(AttentionPart):
         """Return the bytes of the projections, and of the inputs of the low ranks; see base class."""
         tp = sizes.parallel.tp
         inputs = 3 if self.low_ranks else 2
-        width = inputs * sizes.model.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
+        width = inputs * sizes.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
         return Counter(attention=sizes.gathered_bytes(width + 2 * self.low_ranks))
 
     def transient(self, sizes: "LayerSizes") -> Counter[str]:

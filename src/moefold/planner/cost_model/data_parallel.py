@@ -122,11 +122,9 @@ def model_weights_by_count(model_spec: ModelSpec) -> list[tuple[int, ParamSpec]]
 def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> tuple[float, float, float]:
     """Return the elements of a matrix on each rank, and the elements that all ranks send to its owner and get back."""
     local = weight.shard(mapping.tp, mapping.ep, mapping.etp)
-    degree = (
-        1
-        if mapping.zero == 0 or mapping.world_size == 1
-        else (mapping.edp if weight.is_expert else mapping.dp * mapping.cp)
-    )
+    degree = 1
+    if mapping.zero and mapping.world_size > 1:
+        degree = mapping.edp if weight.is_expert else mapping.dp * mapping.cp
     is_whole = local.shape[-2:] == weight.shape[-2:] and (
         degree == 1 or (weight.is_expert and local.dp_shards(degree).total_rows == local.shape[0])
     )

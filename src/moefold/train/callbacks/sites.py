@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -124,13 +124,8 @@ class SiteRounds(Callback):
         is_last = step.number == self._run.steps
         outer = _outer_of(context)
         fragments = fragments_due(self._run, self._model, self._sites, step.number)
-        due = (
-            self._flight.taken.due
-            if self._flight is not None
-            else outer.pending.due
-            if outer.pending is not None
-            else 0
-        )
+        taken = outer.pending if self._flight is None else self._flight.taken
+        due = 0 if taken is None else taken.due
         if due and (step.number >= due or is_last):
             context.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(context)
@@ -436,7 +431,7 @@ class SiteRounds(Callback):
             self._record |= metrics
             if self._sites.moments == "reset":
                 context.training.reset_moments()
-            difference, mean, product, weights, averaged = _sum_of_ranks(context, norms.to_tensor().tolist())
+            difference, mean, product, weights, averaged = _sum_of_ranks(context, list(astuple(norms)))
             if knows_own:
                 self._record |= {
                     "difference": (difference / weights) ** 0.5 if weights else 0.0,
