@@ -183,7 +183,9 @@ def _decoding(experts: tuple[str, ...]) -> dict[str, Part]:
         decode.append(Row(words, OURS, (vllm.name,), goal, scenario))
         decode.append(Row(words, OURS, tuple(x.name for x in static), None, scenario))
     # `generate` would keep 256 samples in step to the longest one: many minutes a turn.
-    continuous = Contestant("transformers continuous batching", "generate continuously", package="psutil", scenarios=("lengths",))
+    continuous = Contestant(
+        "transformers continuous batching", "generate continuously", package="psutil", scenarios=("lengths",)
+    )
     rollouts = [
         Row(f"decoding, {names[scenario]}", OURS, (other,), None, scenario)
         for scenario, other in (
