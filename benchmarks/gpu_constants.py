@@ -1,6 +1,7 @@
 """Stages of benchmarks/gpu_half_hour.py for the constants that decide between families of mappings; one or two GPUs.
 
-A row is named as in `DECIDING_CONSTANTS`, with the key of the device file. A layer's forward and backward pass hides
+A row is named as in `DECIDING_CONSTANTS`, with the key of the device file, except the speed of host copies during an
+all-gather, which no price reads. A layer's forward and backward pass hides
 other work; it is repeated until it takes twice as long as that work.
 """
 
@@ -68,7 +69,7 @@ def _shared_rank(stage: Stage, rank_env: RankEnv, device_type: str) -> int:
         copy = _host_copy_fraction(stage, steps.x.repeat(OFFLOADED_STATES, 1, 1), shard, full, world)
     if rank_env.rank == 0:
         _add(stage, "exposed_zero3_fraction", **zero3)
-        _add(stage, "host_copy_fraction", **copy)
+        stage.add("copy to the host during an all-gather", **copy)
     return 0
 
 

@@ -131,18 +131,17 @@ unmeasured on its device. The layer is one of qwen3-30b-a3b with 16,384 tokens, 
 * Exposed: by which part of their own time copies or collectives make layers longer that take twice as long. Copies are
   four tensors like the layer's input, to the host and back; collectives are two all-gathers of the layer's weights and
   one reduction of its gradients.
-* Copy during an all-gather: its speed over its speed alone. Within a machine the all-gather passes NVLink, not the
-  network card.
 
 Plans use a measured number once the device file has it, in seconds or as a fraction, under its key and with its
-`[sources]` ([planner.md](planner.md)).
+`[sources]` ([planner.md](planner.md)). The stage `shared` also records the speed of a copy to the host during an
+all-gather over its speed alone, among the other measurements. No price reads it, so it has no key: within a machine the
+all-gather passes NVLink, not the network card.
 """
 CONSTANT_STAGES = {
     "host_launch_s": ("constants", "{:.0f} us"),
     "sync_s": ("constants", "{:.0f} us"),
     "exposed_offload_fraction": ("constants", "{:.2f}"),
     "exposed_zero3_fraction": ("shared", "{:.2f}"),
-    "host_copy_fraction": ("shared", "{:.0f}"),
 }
 """Stage and format of each constant that decides between families, by its key in a device file."""
 
@@ -318,8 +317,6 @@ def _constant_lines(measured: MeasuredRows) -> Iterator[str]:
         "sync_s": 1e6 * device.sync_s,
         "exposed_offload_fraction": EXPOSED_OFFLOAD_FRACTION,
         "exposed_zero3_fraction": EXPOSED_ZERO3_FRACTION,
-        # No price models a slower copy.
-        "host_copy_fraction": 1.0,
     }
     for key, (stage, text) in CONSTANT_STAGES.items():
         name = DECIDING_CONSTANTS[key]

@@ -140,14 +140,15 @@ def _fastest_s(recipe: PlannedRecipe, fixed: Sequence[str]) -> float | None:
     words = list(recipe.command)
     index = words.index("--recipe")
     del words[index : index + 2]
-    # The last of several --fix counts: it repeats the values that the recipe fixes.
-    index = words.index("--fix") + 1 if "--fix" in words else len(words)
-    before = takewhile(lambda word: not word.startswith("--"), words[index:])
+    words += [] if "--fix" in words else ["--fix"]
+    index = words.index("--fix") + 1
+    own = list(takewhile(lambda word: not word.startswith("--"), words[index:]))
+    # An axis with two values is refused.
     axes = {word.split("=")[0] for word in fixed}
-    fixed = [*(word for word in before if word.split("=")[0] not in axes), *fixed]
+    words[index : index + len(own)] = [*(word for word in own if word.split("=")[0] not in axes), *fixed]
     output = StringIO()
     with chdir(ROOT), redirect_stdout(output), redirect_stderr(StringIO()):
-        if run_moefold([*words, "--top", "1", "--json", "--fix", *fixed]):
+        if run_moefold([*words, "--top", "1", "--json"]):
             return None
     return float(json.loads(output.getvalue())["mappings"][0]["step_time_s"])
 

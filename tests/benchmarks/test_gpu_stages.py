@@ -49,7 +49,9 @@ def test_the_stages_of_constants_measure_every_deciding_constant(tmp_path):
         assert gpu_stages.main([name, "--rows", str(path), "--device", "cpu", "--tiny"]) == 0
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert all(math.isfinite(row["value"]) for row in rows)
-        found += [(row["key"], row["name"], name) for row in rows]
+        found += [(row.get("key"), row["name"], name) for row in rows]
+    # No price reads it.
+    found.remove((None, "copy to the host during an all-gather", "shared"))
     stages = {key: stage for key, (stage, _) in CONSTANT_STAGES.items()}
     assert sorted(found) == sorted((key, name, stages[key]) for key, name in DECIDING_CONSTANTS.items())
 

@@ -14,6 +14,8 @@ from benchmarks.planned_recipes import (
     page_with_table,
     plan_again,
     planned_recipes,
+    read_head,
+    reasons,
     without_reasons,
 )
 from moefold.cli.main import main
@@ -112,6 +114,15 @@ def test_the_head_has_a_reason_for_each_axis(recipe):
 @pytest.mark.parametrize("recipe", PLANNED, ids=by_path)
 def test_planning_again_gives_the_same_recipe(recipe):
     assert plan_again(recipe) == without_reasons((ROOT / recipe.path).read_text())
+
+
+@pytest.mark.slow
+def test_the_reasons_also_change_an_axis_that_the_command_fixes():
+    path = Path("recipes/pretrain/mixtral-8x7b-256xh100.toml")
+    assert "--fix tp=2" in (text := (ROOT / path).read_text())
+    line = reasons(read_head(path))
+    assert "tp: 1 " in line
+    assert line in text
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_a_constant_is_measured_where_the_file_says_by_what(tmp_path):
     )
     device = load_device(str(path))
     assert device.exposed_offload_fraction == 0
-    assert device.unmeasured == ("host_launch_s", "exposed_zero3_fraction", "host_copy_fraction")
+    assert device.unmeasured == ("host_launch_s", "exposed_zero3_fraction")
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,16 @@ def test_a_constant_is_measured_where_the_file_says_by_what(tmp_path):
         ),
         ('base = "h100"\n[wide_flops]\nfloat32 = 0', "wide_flops.float32=0 must be a number above 0"),
         ('base = "h100"\nexposed_zero3_fraction = 1.5', "exposed_zero3_fraction=1.5 must be a part, from 0 to 1"),
-        ('base = "h100"\nhost_copy_fraction = 0', "host_copy_fraction=0 must be above 0 and at most 1"),
-        ('base = "h100"\nhost_copy_fraction = 0.5', r"has no source; say what measured it as \[sources\] host_copy"),
-        ('base = "h100"\n[sources]\nhost_copy_fraction = "x"', "sources.host_copy_fraction has no number; give host_"),
+        (
+            'base = "h100"\nexposed_zero3_fraction = 0.5',
+            r"has no source; say what measured it as \[sources\] exposed_z",
+        ),
+        (
+            'base = "h100"\n[sources]\nexposed_zero3_fraction = "x"',
+            "sources.exposed_zero3_fraction has no number; give",
+        ),
+        ('base = "h100"\nhost_copy_fraction = 0.5', "unknown key 'host_copy_fraction'"),
+        ('base = "h100"\n[sources]\nhost_copy_fraction = "x"', "sources must be a table of texts, of host_launch_s"),
         ('base = "h100"\n[sources]\nhbm_fraction = "x"', "sources must be a table of texts, of host_launch_s, sync_s,"),
         ('base = "h100"\n[sources]\nsync_s = " "', "sources must be a table of texts, of host_launch_s, sync_s,"),
         ('base = "h100"\n[sources]\nsync_s = 3', "sources.sync_s=3 must be text"),

@@ -196,7 +196,7 @@ def test_the_command_shows_the_families_and_writes_the_chosen_one(capsys, monkey
 def test_a_plan_says_which_deciding_constants_are_unmeasured_on_the_device(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     head = 'base = "h100"\nname = "mine"\nexposed_zero3_fraction = 0.1\nexposed_offload_fraction = 0.1\n'
-    head += "host_copy_fraction = 0.5\n[sources]\n"
+    head += "[sources]\n"
     mark = "constants: unmeasured on mine:"
     for measured, missing in ((list(DECIDING_CONSTANTS)[1:], ["host_launch_s"]), (list(DECIDING_CONSTANTS), [])):
         path = tmp_path / f"{len(measured)}.toml"

@@ -35,7 +35,6 @@ DECIDING_CONSTANTS = {
     "sync_s": "wait of a dropless layer",
     "exposed_zero3_fraction": "exposed collectives of ZeRO-3",
     "exposed_offload_fraction": "exposed copies of offload",
-    "host_copy_fraction": "copy to the host during an all-gather",
 }
 """Keys of a device that decide which family of mappings wins, with a description of each."""
 SOURCES = Bound(
@@ -136,8 +135,6 @@ class Device:
     """Part of the collectives of ZeRO-3 that compute does not hide; None: `EXPOSED_ZERO3_FRACTION`."""
     exposed_offload_fraction: Part | None = None
     """Part of the copies of an offloaded layer that compute does not hide; None: `EXPOSED_OFFLOAD_FRACTION`."""
-    host_copy_fraction: Share | None = None
-    """Speed of a copy to the host during an all-gather over its speed without one; None: unknown. No price reads it."""
     sources: Annotated[dict[str, str], within(SOURCES)] = field(default_factory=dict)
     """Source of each measured key of `DECIDING_CONSTANTS` on this device; the other keys are unmeasured."""
     site_link: SiteLink | None = None

@@ -276,10 +276,10 @@ FOLDED = "folding"
 """The method without a restriction."""
 
 COUPLED = "coupled"
-"""Without folding, as arXiv:2504.14960 describes its baselines."""
+"""Without folding, as arXiv:2504.14960 describes its methods."""
 
 COUPLED_WITH_CP = "coupled+cp"
-"""The largest space without folding, with the baselines that arXiv:2504.14960 measured with context parallelism: their
+"""The largest space without folding, with the mappings that arXiv:2504.14960 measured with context parallelism: their
 EP4 lies on DP2 x CP4, which `coupled` cannot express."""
 
 METHODS = {
@@ -296,7 +296,7 @@ METHODS = {
     ),
     "tp+ep+dp": MappingMethod("pp = 1, ep divides dp, etp = tp, zero = 1", lambda d: _is_coupled(d) and d.pp == 1, 1),
 }
-"""Mapping methods by their name in `moefold plan --method`, as the paper describes its baselines (sec. 4.1)."""
+"""Restrictions of the search by their name in `moefold plan --method`, after the methods of the paper (sec. 4.1)."""
 
 
 @dataclass(frozen=True)
