@@ -29,7 +29,7 @@ from moefold.config.upgrade import FORMAT
 from moefold.convert.families import FAMILIES, Family
 from moefold.convert.safetensors_file import DTYPES, FileWriter, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping
-from moefold.convert.weights import family_mapping, parameter_shapes
+from moefold.convert.weight_sources import family_mapping, parameter_shapes
 
 LARGEST_FACTOR = 1.3
 FIXED_BYTES = 500e6

@@ -19,7 +19,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.part_registry import find_part
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
-from moefold.cost.unit_memory import dispatch_sizes
+from moefold.cost.state_bytes import dispatch_sizes
 from moefold.model.moe.token_group import TokenColumns
 from moefold.parallel import expert_parallel
 from moefold.parallel.kernels import low_precision

@@ -62,7 +62,7 @@ def test_lines_are_read_up_to_a_limit():
         list(bounded_lines(io.BytesIO(b"a\nbcde"), 3))
 
 
-def test_content_is_compared(tmp_path: Path):
+def test_files_with_the_same_content(tmp_path: Path):
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_bytes(b"x" * 2**21)
     other.write_bytes(b"x" * 2**21)

@@ -36,7 +36,7 @@ def test_dp_and_edp_follow_and_the_rest_stays():
     ],
     ids=str,
 )
-def test_the_numbers_that_fit(parallel, fitting):
+def test_world_sizes_that_fit_a_mapping(parallel, fitting):
     assert fitting_world_sizes(recipe(**parallel)) == fitting
 
 

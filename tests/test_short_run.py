@@ -34,7 +34,7 @@ def _counts(train: TrainConfig) -> dict[str, int]:
     return dict(zip(STEP_COUNT_KEYS, (train.warmup_steps, decay), strict=True))
 
 
-def test_the_decay_shrinks_too(tmp_path):
+def test_a_short_run_shortens_decay_and_warmup(tmp_path):
     recipe = tmp_path / "recipe.toml"
     text = '[run]\nsteps = 100\n[train]\nwarmup_steps = 20\nlr_schedule = { kind = "wsd", decay_steps = 50 }\n'
     recipe.write_text(text)

@@ -235,7 +235,7 @@ def seed_lines(recipe: Recipe) -> Iterator[str]:
 def tensor_lines(recipe: Recipe) -> Iterator[str]:
     """Yield the tensors of each Hugging Face family, of the small model, with where each parameter goes."""
     from moefold.convert.hf_config import families_for
-    from moefold.convert.weights import family_mapping
+    from moefold.convert.weight_sources import family_mapping
 
     model = exportable(recipe, recipe.small.model)
     for family in families_for(model):

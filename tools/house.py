@@ -37,7 +37,7 @@ LAYER_LETTERS = frozenset("DMFWCLSRN") | {"DL", "ML", "DS", "MS"}
 """Letters of layer, attention, index and RoPE patterns, and of kinds of layers."""
 OTHER_LETTERS = {
     "cost/peak_candidates.py": "FW",
-    "cost/stage_memory.py": "FW",
+    "cost/auto_layout_memory.py": "FW",
     "launch/job_file.py": "M",
     "parallel/pipeline_schedule.py": "FW",
     "planner/simulator/export.py": "FW",

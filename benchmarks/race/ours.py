@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,36 +31,38 @@ def reward(prompts, completions, completion_ids, **columns):
 """
 
 
-def train(dtype: str, turns: Turns, seat: Seat) -> None:
-    """Train the model, on several ranks by data parallelism."""
+def train(dtype: str, turns: Turns, seat: Seat, **mapping: int) -> None:
+    """Train the model, on several ranks by data parallelism unless a mapping says otherwise."""
     from moefold.parallel.batch import Batch
     from moefold.parallel.parallelize import parallelize
     from moefold.train.train_step import TrainingStep
 
-    per_rank = seat.sizes.samples // seat.ranks
-    cfg = _step_recipe(seat.sizes, dtype, seat.ranks)
+    dp = seat.ranks // mapping.get("tp", 1)
+    per_rank = seat.sizes.samples // dp
+    cfg = _step_recipe(seat.sizes, dtype, {"world_size": seat.ranks, **mapping}, per_rank)
     with init_distributed(_rank_env(seat), "cpu") as device:
         torch.set_num_threads(1)
         step = TrainingStep(parallelize(cfg, ParallelGroups.create(check_config(cfg), device)), cfg)
-        mine = torch.load(seat.folder / "tokens.pt").chunk(seat.ranks)[seat.rank]
+        dp_rank = seat.rank * dp // seat.ranks
+        mine = torch.load(seat.folder / "tokens.pt").chunk(dp)[dp_rank]
         tokens = mine[:, :-1].contiguous()
         labels = mine[:, 1:].contiguous()
         # A weight for each token, whose sum over all ranks is 1.
         weights = torch.full(tokens.shape, 1 / (seat.sizes.samples * seat.sizes.seq_len))
-        ids = torch.arange(per_rank) + seat.rank * per_rank
+        ids = torch.arange(per_rank) + dp_rank * per_rank
         batch = Batch(tokens, {"labels": labels, "weights": weights, "sample_ids": ids})
         turns.take(lambda _: {"loss": step.run(batch, 1).loss})
 
 
-def _step_recipe(sizes: Sizes, dtype: str, ranks: int) -> Config:
+def _step_recipe(sizes: Sizes, dtype: str, mapping: Mapping[str, int], micro_batch_size: int) -> Config:
     return config_from_dict(
         {
             "run": {"dtype": dtype, "device": "cpu"},
             "model": {"preset": sizes.preset, "init_std": INIT_STD},
-            "parallel": {"world_size": ranks},
+            "parallel": dict(mapping),
             "train": {
                 "seq_len": sizes.seq_len,
-                "micro_batch_size": sizes.samples // ranks,
+                "micro_batch_size": micro_batch_size,
                 "global_batch_size": sizes.samples,
             },
             "data": {"kind": "synthetic"},
@@ -154,28 +156,31 @@ def _grpo_recipe(seat: Seat) -> Config:
     )
 
 
-def convert(turns: Turns, seat: Seat) -> None:
-    """Import a folder to a checkpoint, and export a checkpoint to a folder."""
-    from moefold.convert.export_folder import ExportOptions, export_folder
-    from moefold.convert.import_folder import ImportOptions, import_folder
+def import_weights(turns: Turns, seat: Seat) -> None:
+    """Import a folder to a checkpoint."""
+    checkpoint = seat.scratch / "checkpoint"
+    turns.take(lambda _: _import(seat, checkpoint), lambda _: shutil.rmtree(checkpoint))
 
-    world = current_world()
+
+def export_weights(turns: Turns, seat: Seat) -> None:
+    """Export a checkpoint of the imported folder to a folder."""
+    from moefold.convert.export_folder import ExportOptions, export_folder
+
     checkpoint = seat.scratch / "checkpoint"
     out = seat.scratch / "exported"
+    _import(seat, checkpoint)
 
-    def run(scenario: str) -> None:
-        if scenario == "import":
-            options = ImportOptions(needs_tokenizer=False)
-            import_folder(seat.folder / "large", checkpoint, world, options, on_bytes=_ignore)
-        else:
-            export_folder(checkpoint, out, world, ExportOptions(), on_bytes=_ignore)
+    def run(_: str) -> None:
+        export_folder(checkpoint, out, current_world(), ExportOptions(), on_bytes=_ignore)
 
-    def clean(scenario: str) -> None:
-        if scenario == "export":
-            shutil.rmtree(out)
-            shutil.rmtree(checkpoint)
+    turns.take(run, lambda _: shutil.rmtree(out))
 
-    turns.take(run, clean)
+
+def _import(seat: Seat, checkpoint: Path) -> None:
+    from moefold.convert.import_folder import ImportOptions, import_folder
+
+    options = ImportOptions(needs_tokenizer=False)
+    import_folder(seat.folder / "large", checkpoint, current_world(), options, on_bytes=_ignore)
 
 
 def _ignore(count: int) -> None:
@@ -189,7 +194,7 @@ def write_inputs(turns: Turns, seat: Seat) -> None:
     folder = seat.folder
     sizes = seat.sizes
     generator = torch.Generator().manual_seed(SEED)
-    cfg = _step_recipe(sizes, "float32", 1)
+    cfg = _step_recipe(sizes, "float32", {"world_size": 1}, sizes.samples)
     shape = sizes.samples, sizes.seq_len + 1
     torch.save(torch.randint(cfg.model.vocab_size, shape, generator=generator), folder / "tokens.pt")
     (folder / "prompts.json").write_text(json.dumps(_scenarios(sizes, generator)))
@@ -248,6 +253,8 @@ def _write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None
             weight[:, 0] = 0.0
     if never_ends:
         model.config.output_router_logits = False
+    # The recipe of the training rivals has no cache, which generation would take over.
+    model.generation_config.use_cache = True
     # Mixtral's default ends texts at token 2.
     for config in (model.config, model.generation_config):
         config.bos_token_id = None
@@ -258,10 +265,13 @@ def _write_model(folder: Path, cfg: Config, *, never_ends: bool = False) -> None
 KINDS: dict[str, Callable[[Turns, Seat], None]] = {
     "train float32": partial(train, "float32"),
     "train bfloat16": partial(train, "bfloat16"),
+    "train float32 ep2": partial(train, "float32", ep=2),
+    "train float32 tp2": partial(train, "float32", tp=2),
     "generate": partial(generate, True),
     "generate unshared": partial(generate, False),
     "grpo": train_grpo,
-    "convert": convert,
+    "import": import_weights,
+    "export": export_weights,
     "inputs": write_inputs,
 }
 

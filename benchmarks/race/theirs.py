@@ -3,6 +3,7 @@
 It also runs in an environment without moefold: each contestant imports its package when it is built.
 """
 
+import hashlib
 import os
 import statistics
 import subprocess
@@ -84,7 +85,6 @@ def generate(experts: str, turns: Turns, seat: Seat) -> None:
     """Generate with transformers' `generate`, all samples at once, to the length of the longest one."""
     model = _pretrained(seat.folder / "model", experts).eval()
     model.config.output_router_logits = False
-    model.config.use_cache = True
 
     @torch.no_grad()
     def run(scenario: str) -> dict[str, Any]:
@@ -240,8 +240,14 @@ def _byte_tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
 
 
-def copy_safetensors(turns: Turns, seat: Seat) -> None:
-    """Read the files of a folder into memory and write them, only with safetensors."""
+def copy_safetensors(num_digests: int, turns: Turns, seat: Seat) -> None:
+    """Read the files of a folder into memory and write them, only with safetensors.
+
+    Args:
+        num_digests: SHA-256 digests of all weights: with 2, one of the bytes read and one of the bytes written.
+        turns: the turns of this process.
+        seat: its place in the race.
+    """
     from safetensors.torch import load_file, save_file
 
     out = seat.scratch / "model.safetensors"
@@ -251,6 +257,10 @@ def copy_safetensors(turns: Turns, seat: Seat) -> None:
         for path in sorted((seat.folder / "large").glob("*.safetensors")):
             # Mapped files would be read by `save_file` while it writes.
             tensors |= {name: tensor.clone() for name, tensor in load_file(path).items()}
+        for _ in range(num_digests):
+            digest = hashlib.sha256()
+            for tensor in tensors.values():
+                digest.update(tensor.flatten().numpy())
         save_file(tensors, out)
 
     turns.take(run, lambda _: out.unlink())
@@ -279,7 +289,8 @@ KINDS: dict[str, Callable[[Turns, Seat], None]] = {
     "vllm": serve_vllm,
     "trl grouped_mm": partial(train_trl, "grouped_mm"),
     "trl eager": partial(train_trl, "eager"),
-    "safetensors": copy_safetensors,
+    "safetensors": partial(copy_safetensors, 0),
+    "safetensors with hashes": partial(copy_safetensors, 2),
     "import torch": partial(import_module, "torch"),
     "import trainer": partial(import_module, "moefold.train.trainer"),
 }

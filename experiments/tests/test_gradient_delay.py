@@ -9,7 +9,7 @@ from torch import nn
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.cost.state_memory import StateMemory
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.errors import ConfigError
 from moefold.optim.states import named_moments, reset_moments
 from moefold.parts.optimizer.adamw.part import AdamW
@@ -100,7 +100,7 @@ def test_every_byte_of_its_states(optimizer, offload):
     train = replace(train, offload_dir="/nowhere" if offload == "ssd" else "")
     cfg = Config(train=train, parallel=ParallelConfig(world_size=4, tp=2, ep=2, zero=3))
     check_config(cfg)
-    states = StateMemory(cfg)
+    states = RankStateMemory(cfg)
     away = states.offloaded_moments[0].offloaded
     assert (away > 0) == (offload == "ssd")
     assert states.max_by_pp_rank[0].optimizer - away == sharded_state_bytes(cfg, 0).optimizer

@@ -343,12 +343,17 @@ def read_recipe(path: Path) -> Tree:
 def _overwrite_advice(path: Path, error: str) -> str:
     """Return the way out where a key has two values: it is set twice, or it is a kind and a table."""
     number = re.search(r"at line (\d+)", error)
-    lines = read_text(path, MAX_RECIPE_BYTES).splitlines()
-    # Without a number, it is at the end of the document.
-    line = lines[int(number[1]) - 1 if number else -1].strip()
-    if line.startswith("["):
-        return '; the kind of a table stands in the table: kind = "mla"'
-    return f": {line.partition('=')[0].strip()} is set twice; remove one"
+    # Without a number, the error is at the end of the document. A line may be the last of a value of several lines.
+    lines = read_text(path, MAX_RECIPE_BYTES).splitlines()[: int(number[1]) if number else None]
+    keys: list[str] = []
+    for line in lines:
+        if line.lstrip().startswith("[") and "=" not in line:
+            keys = []
+        elif match := re.match(r"\s*([\w.-]+)\s*=", line):
+            keys.append(match[1])
+    if keys and keys[-1] in keys[:-1]:
+        return f": {keys[-1]} is set twice; remove one"
+    return '; the kind of a table stands in the table: kind = "mla"'
 
 
 def _nearest_recipe(path: Path) -> str:

@@ -468,5 +468,7 @@ def _reason(error: BaseException) -> str:
     """Return the reason of a failure in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     line = " ".join((text or "").split())[:_MAX_REASON_CHARS].strip()
+    if line and isinstance(error, OSError):
+        return line
     name = type(error).__name__
-    return line if line and isinstance(error, OSError) else f"{name}: {line}" if line else name
+    return f"{name}: {line}" if line else name

@@ -12,7 +12,10 @@ from tests.architecture.rules import ROOT, SOURCE, name_of, python_files, tree_o
 MAX_COLUMNS = 120
 MAX_PACKED_ASSIGNMENTS = 60
 # A docstring that begins so is a clause without a main verb, or needs a noun from elsewhere.
-NO_FIRST_WORDS = re.compile(r"^(What|Whether|Of|As|Where|Who|Which|Why|How|So|Beside|Behind|Those|These|Theirs|Else)\b")
+NO_FIRST_WORDS = re.compile(
+    r"^(What|Whether|Of|As|Where|Who|Which|Why|How|So|Beside|Behind|Those|These|Theirs|Else|"
+    r"Return (whether )?(it|its|them|they))\b"
+)
 # A function does something: its first line begins with a verb.
 NO_FIRST_WORDS_OF_FUNCTIONS = re.compile(
     r"^(The|A|An|All|Every|Each|One|My|This|That|It|Its|For|In|Inside|Nothing|None|No|Seconds|Bytes|Tokens|Ranks)\b"
@@ -58,6 +61,18 @@ def words_to_avoid(path: Path, root: Path = ROOT) -> list[str]:
         if token.type in (tokenize.COMMENT, tokenize.STRING) or tokenize.tok_name[token.type] == "FSTRING_MIDDLE":
             for number, line in enumerate(token.string.split("\n"), token.start[0]):
                 found += [f"{name_of(path, root)}:{number}: {match.group()}" for match in WORDS.finditer(line)]
+    return found
+
+
+def stray_lazy_comments(path: Path, root: Path = ROOT) -> list[str]:
+    """Return the comments about a lazy import that no import follows, at once or as the first line of a block."""
+    lines = path.read_text().splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        if re.match(r"\s*#.*\blazy import", line, re.IGNORECASE):
+            code = [after for after in lines[number:] if not after.lstrip().startswith("#")][:2]
+            if not any(re.match(r"\s*(import|from) ", after) for after in code):
+                found.append(f"{name_of(path, root)}:{number}: {line.strip()}")
     return found
 
 

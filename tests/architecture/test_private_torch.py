@@ -29,7 +29,7 @@ def test_checked_versions_are_those_allowed() -> None:
     assert required == f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
 
 
-def test_uses_are_found(tmp_path: Path) -> None:
+def test_private_names_of_torch_are_found(tmp_path: Path) -> None:
     """Find one use of each kind, but no private names of the package itself."""
     path = tmp_path / "example.py"
     path.write_text(

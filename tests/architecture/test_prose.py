@@ -12,6 +12,10 @@ def test_no_word_of_the_list_is_used():
     assert [found for path in CODE for found in prose.words_to_avoid(path)] == []
 
 
+def test_an_import_follows_each_comment_about_a_lazy_import():
+    assert [found for path in CODE for found in prose.stray_lazy_comments(path)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(rules.ROOT).as_posix())
 def test_pages_are_plain(page):
     assert prose.words_of_page(page) == []
@@ -32,6 +36,7 @@ def test_one_binding_a_line():
         ('class C:\n    """The state of a rank."""', False),
         ('class C:\n    @property\n    def p(self):\n        """The rank."""', False),
         ('class C:\n    """Whether it is so."""', True),
+        ('class C:\n    @property\n    def p(self):\n        """Return whether it is so."""', True),
     ],
 )
 def test_headless_docstrings_are_found(tmp_path, text, is_found):
@@ -53,6 +58,21 @@ def test_words_are_found_in_prose_only(tmp_path, text, is_found):
     path = tmp_path / "snippet.py"
     path.write_text(text)
     assert bool(prose.words_to_avoid(path, tmp_path)) == is_found
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("import a\n", False),
+        ("# in two lines\nif a:\n    from a import b\n", False),
+        ("\na.b()\nimport c\n", True),
+        ("", True),
+    ],
+)
+def test_comments_without_their_lazy_import_are_found(tmp_path, code, is_found):
+    path = tmp_path / "snippet.py"
+    path.write_text(f"# Lazy import: a takes a second.\n{code}")
+    assert bool(prose.stray_lazy_comments(path, tmp_path)) == is_found
 
 
 def test_long_lines_of_pages_are_found(tmp_path):

@@ -53,7 +53,7 @@ def test_the_bytes_of_collectives_and_messages(pool):
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_the_report(tmp_path, capfd):
+def test_the_documents_benchmark_reports_every_method(tmp_path, capfd):
     report_file = tmp_path / "report.json"
     words = ["--cp", "2", "--dp", "1", "--seq-len", "256", "--micro-batches", "1", "--steps", "1"]
     assert main([*words, "--json", str(report_file)]) == 0

@@ -39,7 +39,7 @@ def test_invalid_options_are_refused(capsys, name, words, message):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("as_json", [True, *slow([(False,)])])
-def test_least_loaded(capfd, as_json):
+def test_the_least_loaded_program_reports_both_dispatchers(capfd, as_json):
     words = ["--ranks", "2", "--tokens", "128", "--skew", "0.9", "--steps", "1"]
     assert least_loaded.main([*words, *(["--json"] if as_json else [])]) == 0
     out = capfd.readouterr().out
@@ -94,7 +94,7 @@ def test_ranks_of_a_small_recipe(tmp_path):
 
 
 @pytest.mark.e2e
-def test_scaling(capfd, tmp_path):
+def test_the_scaling_program_reports_tokens_and_experts(capfd, tmp_path):
     report, picture = tmp_path / "report.json", tmp_path / "bars.png"
     words = ["--tokens", "256", "512", "--experts", "8", "16", "--steps", "1", "--threads", "1", "--clock", "cpu"]
     assert scaling.main([*words, "--json", str(report), "--picture", str(picture)]) == 0

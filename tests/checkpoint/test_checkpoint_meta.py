@@ -9,7 +9,7 @@ from moefold.errors import ConfigError
 from tests.checkpoint.empty_checkpoints import meta, write
 
 
-def test_meta_comes_back(tmp_path):
+def test_meta_is_read_as_written(tmp_path):
     assert read_meta(write(tmp_path, 7)) == meta(7)
 
 

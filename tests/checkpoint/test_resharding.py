@@ -207,15 +207,17 @@ def test_a_loss_that_looks_back_may_begin_at_a_resume(pool, tmp_path):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    slow(
-        [
-            ("two replicas", "one rank"),
-            ("replicated data", "one rank"),
-            ("tensor and pipeline", "context, experts, zero 3"),
-            ("uneven experts", "one rank"),
-            ("replicated data", "interleaved"),
-        ]
-    ),
+    [
+        ("two replicas", "one rank"),
+        *slow(
+            [
+                ("replicated data", "one rank"),
+                ("tensor and pipeline", "context, experts, zero 3"),
+                ("uneven experts", "one rank"),
+                ("replicated data", "interleaved"),
+            ]
+        ),
+    ],
 )
 def test_muon_resumes_under_another_mapping(pool, tmp_path, before, after):
     first, second = (_recipe(name, tmp_path) for name in (before, after))

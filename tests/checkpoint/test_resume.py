@@ -52,7 +52,7 @@ def test_auto_passes_over_a_checkpoint_whose_files_were_changed(tmp_path, conten
     assert "has other content than was written" in fault or "its manifest.json cannot be read: No such file" in fault
 
 
-def test_never_and_a_named_one(tmp_path):
+def test_resume_never_or_from_a_named_checkpoint(tmp_path):
     first = write(tmp_path / "here", 5)
     other = tmp_path / "there"
     assert find_resume(recipe(other, resume="never")) is None

@@ -30,7 +30,7 @@ def test_invalid_arguments_are_refused(capsys, words, message):
 
 
 @pytest.mark.e2e
-def test_the_small_shape(capfd, tmp_path):
+def test_a_bench_of_the_small_shape_reports_its_times(capfd, tmp_path):
     words = ["--tokens", "256", "--steps", "1", "--threads", "1", "--clock", "cpu", "--routing", "balanced"]
     report = tmp_path / "report.json"
     assert main(["bench", *words, "--json", str(report)]) == 0

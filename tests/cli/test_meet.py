@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 
-def test_it_serves_until_ctrl_c():
+def test_the_meeting_point_serves_until_ctrl_c():
     command = [sys.executable, "-m", "moefold", "meet", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -176,13 +176,13 @@ def test_a_wide_recipe_is_priced_as_it_is(capsys, tmp_path):
     assert answer(capsys, words=[*words[:3], str(file), *words[4:]])["precision"] == "float64"
 
 
-def test_fixed_axes_hold(capsys):
+def test_fixed_axes_are_in_every_mapping(capsys):
     mappings = answer(capsys, "--fix", "tp=2,ep=2", "mbs=1")["mappings"]
     assert mappings
     assert {(m["tp"], m["ep"], m["mbs"]) for m in mappings} == {(2, 2, 1)}
 
 
-def test_a_method_is_a_part(capsys):
+def test_a_method_limits_the_mappings(capsys):
     mappings = answer(capsys, "--method", "fsdp+ep")["mappings"]
     assert {(m["pp"], m["zero"]) for m in mappings} == {(1, 3)}
     assert all(m["etp"] == m["tp"] for m in mappings)

@@ -90,5 +90,5 @@ def _agrees_with_torch(dtype: torch.dtype) -> None:
         _agrees_with_torch,
     ],
 )
-def test_messages(pool, run, dtype):
+def test_collectives_by_messages_equal_torch(pool, run, dtype):
     pool.run(3, run, dtype)

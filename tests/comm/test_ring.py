@@ -38,5 +38,5 @@ def _sums() -> None:
 
 
 @pytest.mark.parametrize("run", [_blocks, _sums])
-def test_round_the_ring(pool, run):
+def test_ring_collectives_equal_torch(pool, run):
     pool.run(4, run)

@@ -147,6 +147,9 @@ def test_unknown_names_come_with_the_nearest_known_one(word, message):
         ('"train.lr" = 1e-3', 'unknown section "train.lr": in quotes it is one name; write [train], and below it lr'),
         ("[train]\nlr = 1e-3\nlr = 2e-3", "Cannot overwrite a value (at end of document): lr is set twice; remove one"),
         ("[train]\nlr = 1e-3\nlr = 2e-3\n", "(at line 3, column 10): lr is set twice; remove one"),
+        ('[data]\npath = ["a"]\npath = [\n  "b",\n]\n', ": path is set twice; remove one"),
+        ('[model]\nattention = "mla"\nattention.q = 3\n', '; the kind of a table stands in the table: kind = "mla"'),
+        ('[model]\nattention.q = 3\nattention = "mla"\n', '; the kind of a table stands in the table: kind = "mla"'),
         (
             '[train.optimizer]\nkind = "muon"\ngroups = "router"',
             "train.optimizer.groups='router' must be a list; write train.optimizer.groups='[\"router\"]'",

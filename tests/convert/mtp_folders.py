@@ -11,7 +11,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.weights import HfSource, load_shards
+from moefold.convert.weight_sources import HfSource, load_shards
 from moefold.model.transformer import build_model
 from tests.convert.hf_folders import loaded_in_silence
 from tests.convert.hf_models import logits_of, tokens_of

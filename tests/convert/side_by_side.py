@@ -22,7 +22,7 @@ from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import load_initial_weights
-from moefold.convert.weights import HfSource
+from moefold.convert.weight_sources import HfSource
 from moefold.data.dataset import open_dataset
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize

@@ -412,6 +412,9 @@ def test_float16_that_would_lose_a_value_is_refused(tmp_path, capsys):
     assert "tensor model.norm.weight has values that float16 cannot hold" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    spoil_stored(tmp_path / "ckpt", load_file(folder / WEIGHTS)["model.norm.weight"], torch.inf)
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "other"), "--dtype", "float16"]) == 2
+    assert "tensor model.norm.weight has NaN or infinite values (1 of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("out", "message"), [("/", "exists"), (".", "exists"), ("gone/..", "is not a name of a new")])

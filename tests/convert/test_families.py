@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moefold.config.edit import edit
-from moefold.convert.weights import load_hf_weights
+from moefold.convert.weight_sources import load_hf_weights
 from moefold.model.transformer import build_model
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.random_sizes import FAMILIES, NEWER_FAMILIES, random_sizes

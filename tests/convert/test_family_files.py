@@ -19,7 +19,7 @@ from moefold.convert.families import FAMILIES, UNSUPPORTED_FAMILIES
 from moefold.convert.hf_config import inspect_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.key_reader import Json
-from moefold.convert.weights import HfSource, load_hf_weights
+from moefold.convert.weight_sources import HfSource, load_hf_weights
 from moefold.errors import ConfigError
 from moefold.model.transformer import build_model
 from tests.convert.hf_folders import add_tokenizer, loaded_in_silence

@@ -18,7 +18,7 @@ from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.hf_shards import MANIFEST_FILE
 from moefold.convert.mtp import tensor_names
-from moefold.convert.weights import load_hf_weights
+from moefold.convert.weight_sources import load_hf_weights
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from tests.convert.hf_folders import add_tokenizer, assert_same_folder, import_and_export, split_weights

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moefold.convert.weights import copy_permuted
+from moefold.convert.weight_sources import copy_permuted
 
 CASES = {
     "same": ((2, 90, 70), (0, 1, 2)),
@@ -16,7 +16,7 @@ CASES = {
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "dims"), CASES.values(), ids=CASES)
-def test_every_value_arrives(shape, dims, dtype, inner):
+def test_a_permuted_copy_equals_the_source(shape, dims, dtype, inner):
     source = torch.randn(shape).permute(dims)
     whole = torch.zeros([size + 2 for size in source.shape], dtype=dtype)
     target = (

@@ -15,7 +15,7 @@ from moefold.cli.main import main
 from moefold.convert import quantized_tensors
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.quantized_tensors import E2M1_VALUES, quantize_fp8, quantize_mxfp4
-from moefold.convert.weights import HfSource
+from moefold.convert.weight_sources import HfSource
 from moefold.errors import ConfigError
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.regions import full_region

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from moefold.convert.safetensors_file import bytes_of, read_header
-from moefold.convert.weights import TensorHashes
+from moefold.convert.weight_sources import TensorHashes
 
 VALUES = {"fused": torch.randn(6, 4), "number": torch.tensor(3.0), "part": torch.randn(4, 2).bfloat16()}
 

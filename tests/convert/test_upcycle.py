@@ -23,7 +23,7 @@ from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import UpcycledSource, load_initial_weights
 from moefold.convert.preflight import export_message, preserves_outputs, upcycle_unsupported_reason
-from moefold.convert.weights import HfSource, load_shards
+from moefold.convert.weight_sources import HfSource, load_shards
 from moefold.inference.source import find_source
 from moefold.model.transformer import build_model
 from moefold.parallel.parallelize import parallelize

@@ -13,7 +13,7 @@ from moefold.convert import weights
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.safetensors_file import read_header
 from moefold.convert.tensor_mapping import SliceMapping
-from moefold.convert.weights import HfSource
+from moefold.convert.weight_sources import HfSource
 from tests.convert.hf_folders import add_tokenizer, assert_same_folder
 from tests.convert.hf_models import make_model, save_model
 

@@ -8,7 +8,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
-from moefold.cost.state_memory import StateMemory
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.errors import ConfigError
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import sharded_state_bytes
@@ -85,11 +85,11 @@ def check_every_byte(seed: int, cfg: Config) -> None:
         and (cfg.model.vocab_size % p.tp == 0 or layout.attention.coordinate(rank, "tp") == 0)
     ]
     rank = random.Random(seed).choice(firsts)
-    found = StateMemory(cfg).max_by_pp_rank[layout.attention.coordinate(rank, "pp")]
+    found = RankStateMemory(cfg).max_by_pp_rank[layout.attention.coordinate(rank, "pp")]
     real = sharded_state_bytes(cfg, rank)
     assert (found.weights, found.optimizer, found.buffers) == (real.weights, real.optimizer, real.buffers), cfg
     if p.zero < 3:
         assert found.gathered == real.gathered, cfg
     other = random.Random(seed).randrange(p.world_size)
-    most = StateMemory(cfg).max_by_pp_rank[layout.attention.coordinate(other, "pp")]
+    most = RankStateMemory(cfg).max_by_pp_rank[layout.attention.coordinate(other, "pp")]
     assert sharded_state_bytes(cfg, other).optimizer <= most.optimizer, cfg

@@ -1,4 +1,4 @@
-"""Activations by formula against a ledger of real runs: within 10 % for every schedule and choice of recompute."""
+"""Activations by formula against the tracker of real runs: within 10 % for every schedule and choice of recompute."""
 
 from dataclasses import replace
 
@@ -11,22 +11,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import run_to_end
-from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
 from moefold.config.groups.linear_attention import LINEAR_CHUNK_SIZE
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, activation_memory
+from moefold.cost.auto_layout_memory import max_in_flight
 from moefold.cost.auto_recompute import GIB, choose_recompute
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
-from moefold.cost.stage_memory import max_in_flight
 from moefold.metrics.memory_tracker import MemoryTracker
 from moefold.model.attention import CausalAttention, _BlockAttention
 from moefold.model.head import CPU_CHUNK_TOKENS
 from moefold.model.loss import ChunkOptions, chunked_token_losses
 from moefold.model.moe.dispatch.base import RoutingMap
 from moefold.model.moe.experts import Experts
-from moefold.ops import gemm, sparse_attention
+from moefold.ops import gemm
 from moefold.ops.block_attention import MathBlockAttention
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.cross_entropy import MAX_COPIED_LOGITS
@@ -99,7 +98,6 @@ def test_a_chunked_loss_sums_the_gradient_of_the_head_in_high_precision(monkeypa
 
 
 def test_sizes_of_the_loss_and_of_chunks_equal_the_runtime():
-    assert MAX_BLOCK_ELEMENTS == sparse_attention.MAX_BLOCK_ELEMENTS
     assert LINEAR_CHUNK_SIZE == CHUNK_SIZE
     assert LOSS_COPIED_LOGITS == MAX_COPIED_LOGITS
     assert LOSS_TILE_TOKENS == CPU_CHUNK_TOKENS
@@ -276,7 +274,7 @@ def _small_pipeline(schedule: str, chunks: int, parts: tuple[str, ...], **parall
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [*SCHEDULES[1:4], SCHEDULES[5], *slow([SCHEDULES[0], SCHEDULES[4], SCHEDULES[6]])]
 )
-def test_every_schedule(pool, schedule, chunks):
+def test_the_formula_is_close_to_measured_memory_of_every_schedule(pool, schedule, chunks):
     cfg = _small_pipeline(schedule, chunks, (), world_size=2)
     ranks = measure_ranks(pool, cfg)
     assert_memory_close(cfg, ranks)
@@ -371,7 +369,7 @@ def test_pairs_with_parts_made_again(pool, schedule, chunks, parts):
         "mtp", "moe-only",
     ],
 )  # fmt: skip
-def test_pairs_on_every_axis(pool, settings, parts):
+def test_the_formula_is_close_to_measured_memory_of_overlapped_passes(pool, settings, parts):
     settings = {"world_size": 2, "ep": 2} | settings
     model = {"layers": 4} | settings.pop("model", {})
     train = {"global_batch_size": 32, "recompute": parts}

@@ -1,4 +1,4 @@
-"""Adapters and their saved tensors, by formula against a ledger of real steps."""
+"""Adapters and their saved tensors, by formula against the memory tracker of real steps."""
 
 from dataclasses import replace
 

@@ -7,7 +7,7 @@ from moefold.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", device_names())
-def test_every_device_is_whole(name):
+def test_every_shipped_device_has_all_rates_and_links(name):
     device = load_device(name)
     assert device.name == name
     assert set(device.gemm_fraction) >= {"bf16"}

@@ -5,7 +5,7 @@ import torch
 
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
-from moefold.convert.weights import parameter_shapes
+from moefold.convert.weight_sources import parameter_shapes
 from moefold.cost.layer_spec import model_weights
 from moefold.model.transformer import build_model
 from moefold.recipe import load_config

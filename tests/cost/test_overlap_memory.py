@@ -51,7 +51,7 @@ def _both(forward: Intervals, backward: Intervals, sent: int = 0) -> tuple[int, 
         ([(9, 9)], [(20, 15), (12, 11), (30, 0)], (9, 30)),
     ],
 )
-def test_hand_worked_turns(forward, backward, expected):
+def test_overlapped_passes_by_hand(forward, backward, expected):
     assert _both(_way(*forward), _way(*backward), sent=4) == expected
 
 

@@ -7,11 +7,12 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
+from moefold.cost.auto_layout_memory import max_in_flight, unit_bytes
 from moefold.cost.auto_recompute import with_recompute
 from moefold.cost.flops import count_parameters, train_flops_per_token
 from moefold.cost.peak_memory import compute_rank_memory
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.cost.split_units import split_units
-from moefold.cost.stage_memory import max_in_flight, unit_bytes
 from moefold.cost.stages import (
     MAX_SLOWDOWN_PCT,
     balanced_stages,
@@ -20,7 +21,6 @@ from moefold.cost.stages import (
     stage_cost,
     unit_costs,
 )
-from moefold.cost.state_memory import StateMemory
 from moefold.topology.pipeline_layout import StageParts, format_layout, validate_layout
 from tests.models import model_of
 
@@ -64,7 +64,7 @@ def test_the_parameters_of_a_stage_are_those_that_its_ranks_hold(model):
     parallel = ParallelConfig(world_size=8, tp=4, pp=2, ep=2, zero=0)
     cfg = Config(model=model_of(sizes), parallel=parallel)
     stages = plan_stages(cfg).stages
-    held = [states.weights // 4 for states in StateMemory(cfg).max_by_pp_rank]
+    held = [states.weights // 4 for states in RankStateMemory(cfg).max_by_pp_rank]
     assert [stage_cost(cfg, stage.parts).num_parameters for stage in stages] == held
     one = replace(cfg, parallel=ParallelConfig())
     (whole,) = plan_stages(one).stages

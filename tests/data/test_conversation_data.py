@@ -9,7 +9,7 @@ def read(fields: dict):
     return parse_conversation(JsonlRecord("f.jsonl:7", fields, 0))
 
 
-def test_both_forms():
+def test_conversations_are_read_from_messages_or_prompt_and_response():
     turns = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
     assert read({"messages": list(turns)}).messages == turns
     assert read({"prompt": "hi", "response": "ho"}).messages == turns

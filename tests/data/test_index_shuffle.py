@@ -10,7 +10,7 @@ keys = st.integers(0, 2**64 - 1)
 
 @settings(max_examples=60)
 @given(length=st.integers(1, 700), key=keys)
-def test_is_a_bijection(length: int, key: int):
+def test_a_shuffle_has_each_index_once(length: int, key: int):
     permutation = IndexShuffle(length, key)
     assert sorted(permutation(i) for i in range(length)) == list(range(length))
 

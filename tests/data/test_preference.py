@@ -211,7 +211,7 @@ def test_simpo_has_no_reference(files: Path):
     assert set(_open(files, ROWS, method="simpo").train.annotated_sample(0).sample_columns) == {"pair_ids"}
 
 
-def test_cut_lengths():
+def test_pairs_are_cut_to_the_sequence_length():
     lengths = np.array([[4, 5], [2, 20], [20, 2], [20, 20], [30, 1]])
     assert cut_lengths(lengths, 11).tolist() == [[4, 5], [2, 9], [9, 2], [5, 5], [10, 1]]
 

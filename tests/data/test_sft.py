@@ -5,7 +5,7 @@ import pytest
 from moefold.data.sft import pack_best_fit
 
 
-def test_by_hand():
+def test_best_fit_packing_by_hand():
     # 6 opens a bin, 5 another, which the other 5 fills; 4 fills the first, and 3 and 1 share a third.
     assert pack_best_fit([1, 5, 6, 4, 3, 5], 10) == [[0, 4], [1, 5], [2, 3]]
     assert pack_best_fit([], 10) == []

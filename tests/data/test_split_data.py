@@ -12,7 +12,7 @@ def members(runs: IndexRanges) -> list[int]:
 
 @settings(max_examples=200)
 @given(num_samples=st.integers(1, 3000), fraction=st.floats(0.001, 0.95))
-def test_parts_never_touch(num_samples: int, fraction: float):
+def test_training_and_validation_share_no_sample(num_samples: int, fraction: float):
     try:
         training, validation = split_samples(num_samples, fraction)
     except ConfigError:

@@ -25,7 +25,7 @@ def test_same_seed_same_tokens_and_other_seed_other_tokens():
     assert not np.array_equal(make().sample(5), make(seed=1).sample(5))
 
 
-def test_values_never_change():
+def test_synthetic_tokens_by_hand():
     assert make(vocab_size=100, seq_len=11).sample(0).tolist() == [18, 31, 44, 57, 70, 83, 96, 9, 22, 35, 48, 61]
 
 

@@ -1,24 +1,36 @@
 """Every link of the documentation inside the repository leads to a file and to a heading that exist."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 import moefold
 from tests.docs.markdown_page import PAGES, ROOT, anchors, links, name_of, prose
 
+CITATION = re.compile(r"(?<![\w./-])(docs/[\w/-]+\.md(?:#[\w-]+)?)")
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
 def test_links_lead_to_a_file_and_a_heading(page):
-    broken = []
-    for link in links(page):
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        if target.is_dir() and (target / "README.md").is_file():
-            target /= "README.md"
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    assert broken == []
+    assert [link for link in links(page) if is_broken(link, page)] == []
+
+
+def test_citations_in_the_code_lead_to_a_page_and_a_heading():
+    files = [path for folder in ("src", "experiments/src") for path in sorted((ROOT / folder).rglob("*.py"))]
+    cited = {(name_of(path), link) for path in files for link in CITATION.findall(path.read_text())}
+    assert len(cited) >= 40
+    broken = {(name, link) for name, link in cited if link == "docs/log.md" or is_broken(link, ROOT / "README.md")}
+    assert broken == set(), "cite an entry of the log by its heading: docs/log.md#2026-11-26-sites"
+
+
+def is_broken(link: str, page: Path) -> bool:
+    """Return whether the file or the heading of a link of a page does not exist."""
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if target.is_dir() and (target / "README.md").is_file():
+        target /= "README.md"
+    return not target.exists() or (bool(anchor) and anchor not in anchors(target))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -76,3 +88,4 @@ def test_broken_links_are_found(tmp_path):
     )
     assert list(links(page)) == ["#a-b--c-d", "#no", "p.png", "L", "c.md", "d.png"]
     assert anchors(page) == {"a-b--c-d", "e.f"}
+    assert [link for link in links(page) if is_broken(link, page)] == ["#no", "p.png", "L", "c.md", "d.png"]

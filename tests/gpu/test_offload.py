@@ -79,7 +79,7 @@ def _run(**train: object):
 @pytest.mark.parametrize(("parts", "again"), [(("layer",), ()), (("layer",), ("norms", "core_attention")),
                                               (("moe", "core_attention"), ()), (("layer",), ("layer",))])  # fmt: skip
 @pytest.mark.parametrize("waits", [True, False])
-def test_the_same_bits(tmp_path, place, parts, again, waits):
+def test_offload_changes_no_bit(tmp_path, place, parts, again, waits):
     where = {"offload_to": place} | ({"offload_dir": str(tmp_path)} if place == "ssd" else {})
     losses, gradients, _, _ = _run(recompute=again)
     found = _run(offload=parts, recompute=again, offload_waits=waits, **where)

@@ -26,7 +26,7 @@ def test_a_process_of_its_own_has_no_place():
     assert read_rank_env({"HOME": "/root"}) is None
 
 
-def test_torchrun():
+def test_the_environment_of_torchrun_is_read():
     assert read_rank_env(TORCHRUN) == RankEnv(5, 1, 8, "10.0.0.1", 29500, local_world_size=4)
 
 

@@ -81,7 +81,7 @@ def generated_prompt(want: str, chat: bool = True) -> str:
 @pytest.mark.parametrize(
     ("want", "text"), [("", "hello [0.9]"), ("0.25", "hello [0.2]"), ("none", "hello")], ids=["stored", "given", "none"]
 )
-def test_generation_asks_for_it(want, text):
+def test_the_prompt_of_generation_asks_for_the_reward(want, text):
     assert generated_prompt(want) == text
 
 

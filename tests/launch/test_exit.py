@@ -55,7 +55,7 @@ def test_memory_errors_of_a_gpu_say_nothing_of_the_host():
     assert oom_message(error).startswith("out of memory: 20.00 GiB were requested at once; choose a smaller")
 
 
-def test_other_errors_are_not():
+def test_only_errors_of_memory_have_an_oom_reason():
     for error in (RuntimeError("shape"), ValueError("x"), OSError(errno.ENOSPC, "full"), KeyError("memory")):
         assert oom_reason(error) == ""
     assert oom_reason(OSError(errno.ENOMEM, "Cannot allocate memory"))

@@ -57,7 +57,7 @@ def test_folders_of_the_dead_go_and_folders_of_the_living_and_of_others_stay(tmp
         living.join()
 
 
-def test_a_claim_twice_is_one(tmp_path):
+def test_a_folder_claimed_twice_has_one_lock_file(tmp_path):
     claim_folder(tmp_path)
     claim_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]

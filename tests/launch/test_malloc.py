@@ -110,7 +110,7 @@ def test_glibc_settings_of_the_user_are_preserved():
     assert _found(STEPS, "yes", MALLOC_MMAP_THRESHOLD_="4096") < 40
 
 
-def test_who_keeps_freed_blocks():
+def test_malloc_keeps_freed_blocks_on_a_cpu_unless_the_user_set_it():
     assert keeps_freed_blocks("cpu", {"GLIBC_TUNABLES": "glibc.rtld.nns=2"})
     assert not keeps_freed_blocks("cuda", {})
     assert not keeps_freed_blocks("cpu", {"MALLOC_TRIM_THRESHOLD_": "131072"})

@@ -147,7 +147,7 @@ def test_full_store_is_an_error(server, monkeypatch):
         MeetStore(connection(server), 5.0).set("key", b"0123456789")
 
 
-def test_addresses():
+def test_an_address_of_a_meeting_point_is_host_and_port():
     assert parse_address("10.0.0.1:29600", "sites.meet") == ("10.0.0.1", 29600)
     assert parse_address("[fe80::1]:80", "sites.meet") == ("fe80::1", 80)
     for text in ("", "host", "host:", ":80", "host:port", f"host:{MAX_STEPS}", "host:0"):

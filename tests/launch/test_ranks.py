@@ -21,7 +21,7 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 @pytest.mark.parametrize(
     ("wish", "num_gpus", "device"), [("auto", 0, "cpu"), ("auto", 4, "cuda"), ("cpu", 4, "cpu"), ("cuda", 4, "cuda")]
 )
-def test_device(monkeypatch, wish, num_gpus, device):
+def test_device_of_the_ranks_by_setting_and_gpus(monkeypatch, wish, num_gpus, device):
     show_gpus(monkeypatch, num_gpus)
     assert choose_device(wish, 4, None) == device
 

@@ -127,7 +127,7 @@ def test_spans_cover_everything_once():
             assert max(b - a for a, b in cut) - min(b - a for a, b in cut) <= 1
 
 
-def test_shares_of_spans(tmp_path):
+def test_expert_shares_are_means_over_spans_of_steps(tmp_path):
     write_counts(tmp_path, [1, 2, 3, 4])
     shares = read_balance(tmp_path).shares(2)
     assert shares.shape == (2, 2, E)

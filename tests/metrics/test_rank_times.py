@@ -18,7 +18,7 @@ def times(*own: float) -> np.ndarray:
     return np.array([[one, one / 10, 1.0 - one] for one in own])
 
 
-def test_numbers_over_the_ranks():
+def test_rank_times_have_min_median_max_and_slowest_rank():
     found = rank_time_metrics(times(0.2, 0.5, 0.3, 0.4))
     assert found is not None
     assert (found["own_min_s"], found["own_median_s"], found["own_max_s"]) == pytest.approx((0.2, 0.35, 0.5))

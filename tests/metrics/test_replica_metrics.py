@@ -21,7 +21,7 @@ def test_replicas_with_padding_are_compared_by_sample():
     assert (found.grad_cosine, found.expert_grad_cosine_min) == (1, 1)
 
 
-def test_values_by_hand():
+def test_dispersions_and_angles_by_hand():
     # Gradients (3, 4), (4, 3) and (0, -10): norms 5, 5, 10; cosines 24/25, -4/5, -3/5.
     gradients = np.array([[3.0, 4.0], [4.0, 3.0], [0.0, -10.0]])
     losses = np.array([2.0, 4.0, 3.0])

@@ -7,7 +7,7 @@ import pytest
 from moefold.metrics.step_metrics import MoELayerMetrics
 
 
-def test_hand_worked_values() -> None:
+def test_layer_metrics_by_hand() -> None:
     # Counts 6, 2, 0, 0: mean 2, deviations 4, 0, -2, -2, so the standard deviation is sqrt(24 / 4).
     layer = MoELayerMetrics.from_totals(
         5, counts=[6, 2, 0, 0], dropped=2, entropy=3.0, top_k=2, losses=(0.5, 0.25), bias=[0.1, -0.2, 0.0, 0.3]

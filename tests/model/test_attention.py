@@ -24,7 +24,7 @@ HEADS = [(4, 4, 8), (4, 2, 8), (6, 1, 5), (8, 4, 16)]
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
 )
-def test_equals_the_definition(heads, batch, dtype, tolerance):
+def test_causal_attention_equals_its_definition(heads, batch, dtype, tolerance):
     grad_out, q, k, v = (x.to(dtype) for x in random_attention(0, 37, batch, heads))
     positions = torch.arange(37)
     expected = with_gradients(

@@ -27,7 +27,7 @@ def test_mask_follows_the_definition(window, starts):
                 assert not seen or sight.in_window(p - k)
 
 
-def test_limits():
+def test_a_mask_is_needed_if_window_or_documents_limit_attention():
     assert not AttentionMaskSpec().needs_mask(8)
     assert not AttentionMaskSpec(8).needs_mask(8)
     assert AttentionMaskSpec(7).needs_mask(8)

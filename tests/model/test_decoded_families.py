@@ -1,15 +1,16 @@
-"""Which layers of each family decode in C, and why the others do not: the reasons that the log has."""
+"""Which layers of each family decode in C, in how many calls, and why the others do not: the reasons of the log."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
-from moefold.model.fused_block import fused_unsupported_reason
-from moefold.model.transformer import build_model
+from moefold.model.fused_block import fused_unsupported_reason, layer_weights
+from moefold.model.transformer import Block, build_model
 from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler
@@ -19,21 +20,23 @@ from tests.convert.hf_models import FILED, MODELS, SIZES, first_sizes, multimoda
 
 pytestmark = needs_compiler
 
-IN_C = {""}
+ONE_CALL = "one call"
+TWO_CALLS = "two calls"
+DENSE = "attention in C, the feed-forward layer a module"
 LINEAR = "linear attention"
 REASONS = {
-    "llama": IN_C,
-    "qwen2": IN_C,
-    "qwen3": IN_C,
-    "mixtral": IN_C,
-    "qwen2_moe": IN_C,
-    "qwen3_moe": IN_C,
-    "glm4_moe": IN_C,
-    "dots1": IN_C,
-    "hy_v3": IN_C,
-    "solar_open": IN_C,
-    "exaone_moe": {"", "no RoPE"},
-    "lfm2_moe": {"", LINEAR},
+    "llama": {DENSE},
+    "qwen2": {DENSE},
+    "qwen3": {DENSE},
+    "mixtral": {ONE_CALL},
+    "qwen2_moe": {DENSE, TWO_CALLS},
+    "qwen3_moe": {DENSE, ONE_CALL},
+    "glm4_moe": {DENSE, TWO_CALLS},
+    "dots1": {DENSE, TWO_CALLS},
+    "hy_v3": {DENSE, TWO_CALLS},
+    "solar_open": {TWO_CALLS},
+    "exaone_moe": {DENSE, TWO_CALLS, "no RoPE"},
+    "lfm2_moe": {TWO_CALLS, LINEAR},
     "gpt_oss": {"biases of experts"},
     "olmoe": {"QK norm of all heads"},
     "minimax_m2": {"QK norm of all heads"},
@@ -56,19 +59,19 @@ REASONS = {
     "deepseek_v32": {"sparse attention"},
     "glm_moe_dsa": {"sparse attention"},
 }
-"""Reason of each family's layers; empty: they decode in C."""
+"""How each family's layers decode in C, or the reason why they do not."""
 FILED_REASONS = {
-    "aria": IN_C,
-    "deepseek-ocr2": IN_C,
+    "aria": {TWO_CALLS},
+    "deepseek-ocr2": {DENSE, TWO_CALLS},
     "ernie4-5-vl-moe": {"interleaved RoPE"},
-    "flint": {"", "no RoPE"},
-    "glm4v-moe": IN_C,
+    "flint": {TWO_CALLS, "no RoPE"},
+    "glm4v-moe": {DENSE, TWO_CALLS},
     "kimi-k25": {"latent attention"},
-    "lara-mini": {"", LINEAR, "no RoPE"},
-    "qwen3-omni-moe": IN_C,
-    "qwen3-vl-moe": IN_C,
+    "lara-mini": {TWO_CALLS, LINEAR, "no RoPE"},
+    "qwen3-omni-moe": {ONE_CALL},
+    "qwen3-vl-moe": {ONE_CALL},
     "sarvam-mla": {"latent attention"},
-    "sarvam-moe": IN_C,
+    "sarvam-moe": {DENSE, TWO_CALLS},
 }
 """The same for the families in files of their own, by the name of the file."""
 
@@ -79,7 +82,16 @@ def _reasons(theirs: Any) -> set[str]:
     cfg = replace(recipe, model=parse_model_config(theirs.to_dict(), Path("folder")))
     stage = build_model(cfg)
     apply_kernels(stage, select_kernels(cfg, CPU))
-    return set(map(fused_unsupported_reason, stage.layers.values()))
+    return set(map(_way, stage.layers.values()))
+
+
+def _way(block: Block) -> str:
+    if reason := fused_unsupported_reason(block):
+        return reason
+    weights = layer_weights(block, torch.empty(0))
+    if weights.router is None:
+        return DENSE
+    return TWO_CALLS if weights.routing is None else ONE_CALL
 
 
 def test_the_layers_of_every_family_decode_in_c_or_say_why_not():

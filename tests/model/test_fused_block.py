@@ -12,8 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.config.schema import Config
-from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.model.fused_block import FusedBlock, FusedLayers, supports_fused
 from moefold.model.init import init_weights
 from moefold.model.kernels import Kernels

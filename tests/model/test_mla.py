@@ -82,7 +82,7 @@ def refused(*args: object) -> None:
     [[(9, 9, 9)], [(i, i, i) for i in range(1, 10)], [(4, 1, 2), (5, 7, 2), (5, 8, 9), (9, 9, 9)]],
     ids=["whole", "one by one", "uneven"],
 )
-def test_pieces_equal_the_whole(kind, window, ends):
+def test_latent_attention_in_pieces_equals_one_pass(kind, window, ends):
     example = Example(kind, window)
     expected = example.whole(example.x[:S])
     cache = example.cached(window)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.comm.torch_compat import cuda_flash_attention_reads_pages
-from moefold.cost.kv_cache import PAGE_POSITIONS
+from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.model.attention import CausalAttention
 from moefold.model.layer_cache import CurrentPass, PassRows
 from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
@@ -32,7 +32,7 @@ def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ],
     ids=["whole", "one by one", "uneven"],
 )
-def test_pieces_equal_the_whole(ends, window, chunk_size, has_sinks):
+def test_attention_in_pieces_over_pages_equals_one_pass(ends, window, chunk_size, has_sinks):
     q, k, v = tokens(0)
     sinks = torch.linspace(-1, 2, A, dtype=torch.float64) if has_sinks else None
     expected = CausalAttention(window, chunk_size)(q, k, v, None, sinks)

@@ -291,7 +291,7 @@ def test_without_gradients_nothing_leaves():
     assert offload.end_step().stored_bytes == 0
 
 
-def test_a_weight_keeps_its_mark():
+def test_a_freed_and_refilled_weight_is_still_not_offloaded():
     """As long as its memory lives, whichever tensor asks: FSDP frees and refills it between the passes."""
     weight = nn.Parameter(torch.ones(4, 4))
     copy = local_param(weight, torch.float64)

@@ -49,7 +49,7 @@ def test_shapes_on_the_device(mask):
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
-def test_sinks_use_it():
+def test_attention_with_sinks_uses_cudnn():
     given = [*random_attention(2, 12, 2, (4, 2, 8)), random_sinks(3, 4)]
     plain, core = CausalAttention(), CausalAttention()
     core.block_kernel = CudnnAttention()
@@ -96,7 +96,7 @@ def test_the_probe_reports_an_operator_that_raises():
     ],
     ids=str,
 )
-def test_selection(monkeypatch, settings, device, is_deterministic, is_used):
+def test_cudnn_is_chosen_by_recipe_device_and_probe(monkeypatch, settings, device, is_deterministic, is_used):
     cfg = tiny(world_size=settings.get("cp", 1), **settings)
     cfg = replace(cfg, run=replace(cfg.run, deterministic=is_deterministic))
     for reason in ("", "it differs"):
@@ -135,5 +135,5 @@ def test_layers_get_the_kernel():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_device_agrees():
+def test_the_probe_of_cudnn_passes_on_the_device():
     assert probe_cudnn_attention(torch.device("cuda")) == ""

@@ -40,6 +40,6 @@ def test_no_bit_depends_on_the_place(function):
         torch.set_num_threads(before)
 
 
-def test_nan_stays_nan():
+def test_elementwise_functions_pass_on_nan():
     for function, _ in FUNCTIONS:
         assert function(torch.tensor([float("nan")])).isnan().all()

@@ -25,7 +25,7 @@ def test_float64_rows_are_not_changed():
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
 )
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
-def test_product(dtype, tolerance, transposed):
+def test_matmul_of_each_layout_equals_float64(dtype, tolerance, transposed):
     x = torch.randn(33, 20, dtype=torch.float64).to(dtype)
     w = torch.randn(7, 20, dtype=torch.float64).to(dtype)
     x, w = (t.t().contiguous().t() if flip else t for t, flip in zip((x, w), transposed, strict=True))

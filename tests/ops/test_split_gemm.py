@@ -19,7 +19,7 @@ def _case(num_tokens=300, num_experts=24, hidden=256):
     return x.requires_grad_(), w.requires_grad_(), grad
 
 
-def test_parts_are_exact():
+def test_the_parts_of_a_split_float32_add_up_exactly():
     x = torch.randn(1000) * 10.0 ** torch.randint(-30, 30, (1000,))
     x[:4] = torch.tensor([0.0, 1.0, -(1 - 2**-24), 1 + 2**-23])
     assert split_fp32(x).double().sum(0).equal(x.double())

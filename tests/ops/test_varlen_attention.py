@@ -61,7 +61,7 @@ def _errors(heads, window: int, dtype: torch.dtype, kernel=None) -> list[float]:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("window", [0, 2, 4, 40, 90])
 @pytest.mark.parametrize("through_flash", [False, True])
-def test_equals_the_definition(heads, window, through_flash):
+def test_attention_of_many_tasks_equals_its_definition(heads, window, through_flash):
     with reference_flash() if through_flash else nullcontext():
         assert max(_errors(heads, window, torch.float64)) < 1e-12
 

@@ -93,5 +93,5 @@ def _kinds(overlaps: bool) -> set[type]:
 
 
 @pytest.mark.parametrize(("overlaps", "kind"), [(False, SequenceParallelTokens), (True, AsyncTensorParallel)])
-def test_a_recipe_says_which(pool, overlaps, kind):
+def test_overlap_tp_chooses_async_tensor_parallelism(pool, overlaps, kind):
     assert pool.run(2, _kinds, overlaps) == [{kind}] * 2

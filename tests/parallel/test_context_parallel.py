@@ -242,7 +242,7 @@ def test_narrow_types(pool, dtype, tolerance):
     _assert_small(_largest_errors(pool, KINDS, {"world_size": 4, "cp": 4}, dtype=dtype), tolerance)
 
 
-def test_ring_of_three(pool):
+def test_ring_attention_of_three_ranks_equals_one_rank(pool):
     _assert_small(_largest_errors(pool, ["ring"], {"world_size": 3, "cp": 3}), 1e-10)
 
 

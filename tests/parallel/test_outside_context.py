@@ -53,7 +53,7 @@ def _run(cfg: Config) -> DistributedRecord:
     return run_distributed(cfg, 2)
 
 
-def test_it_equals_one_rank(pool: WorkerPool) -> None:
+def test_outside_context_parallelism_equals_one_rank(pool: WorkerPool) -> None:
     one = tiny(model={"attention.num_kv_heads": 4}, train={"lr": 1e-2})
     [alone] = pool.run(1, _run, one)
     two = replace(one, parallel=ParallelConfig(world_size=2, cp=2, ep=2, context=GatheringContext()))

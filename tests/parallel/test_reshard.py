@@ -253,7 +253,7 @@ def test_a_mapping_that_agrees_shares_its_parameters(pool, tmp_path, zero):
         assert is_one
 
 
-def test_one_rank_shares_all(pool, tmp_path):
+def test_resharding_on_one_rank_sends_nothing(pool, tmp_path):
     cfg = tiny()
     ((sent, shared, is_one),) = pool.run(1, _follow, cfg, cfg, str(tmp_path))
     assert (sent, is_one) == ([0, 0], True)

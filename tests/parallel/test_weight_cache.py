@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from moefold.config.schema import Config
-from moefold.cost.unit_memory import caches_quantized_weights, quantized_copy_bytes, unit_weights
+from moefold.cost.state_bytes import caches_quantized_weights, quantized_copy_bytes, unit_weights
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, fake_quantize
 from moefold.ops.quantization.weight_cache import WeightCache

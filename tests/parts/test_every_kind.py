@@ -16,7 +16,7 @@ from moefold.comm.groups import fake_rank
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part_registry import find_part, groups
 from moefold.config.schema import Config
-from moefold.convert.weights import parameter_shapes
+from moefold.convert.weight_sources import parameter_shapes
 from moefold.cost.layer_spec import model_weights
 from moefold.errors import ConfigError
 from moefold.model.local_param import local_tensor

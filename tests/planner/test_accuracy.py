@@ -281,6 +281,7 @@ def test_a_recipe_of_torchtitan_routes_naturally_and_recomputes(note, is_recipe)
         ("github:yanring/Megatron-MoE-ModelZoo best_practice/qwen3/readme.md", "", True),
         ("github:yanring/Megatron-MoE-ModelZoo best_practice/qwen3/readme.md", "authors say not well tuned", False),
         ("github:NVIDIA-NeMo/Megatron-Bridge examples/model_verification_cards gpt-oss-120b", "not tuned", False),
+        ("github:NVIDIA/Megatron-LM issue 1", "", False),
         ("github:yanring/Megatron-MoE-ModelZoo issue 7 (2025-08-18)", "", False),
         ("github:InternLM/xtuner docs/en/benchmark/megatron_moe_benchmark.md", "", False),
     ],

@@ -85,7 +85,7 @@ def test_a_type_without_a_price_is_told(tmp_path):
     assert "has no price" not in plan_mapping(*load_recipe(path, ["run.dtype=float32"])[:2], machine)[1]
 
 
-def test_given_axes_stay(tmp_path):
+def test_axes_given_beside_auto_are_kept(tmp_path):
     cfg, _ = planned(tmp_path, "parallel.world_size=2", "parallel.ep=2", "train.micro_batch_size=3")
     assert (cfg.parallel.world_size, cfg.parallel.ep, cfg.train.micro_batch_size) == (2, 2, 3)
 

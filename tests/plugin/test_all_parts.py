@@ -63,12 +63,15 @@ def test_the_package_is_installed_and_no_part_of_the_wheel():
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("forks", "by_file", "mapping"),
-    slow(
-        [
-            *((True, by_file, mapping) for mapping in (FOUR, EIGHT) for by_file in (False, True)),
-            *((False, by_file, EIGHT) for by_file in (False, True)),
-        ]
-    ),
+    [
+        (True, False, FOUR),
+        *slow(
+            [
+                (True, True, FOUR),
+                *((forks, by_file, EIGHT) for forks in (True, False) for by_file in (False, True)),
+            ]
+        ),
+    ],
     ids=[
         *("forked-entry point-4", "forked-file-4", "forked-entry point-8", "forked-file-8"),
         *("spawned-entry point-8", "spawned-file-8"),

@@ -8,6 +8,9 @@ from inspect import getattr_static, isfunction
 import pytest
 
 from moefold.config.chosen import read_key, with_key
+from moefold.config.groups.attention import AttentionPart
+from moefold.config.groups.dispatcher import DispatcherPart
+from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.groups.lr_schedule import LrSchedulePart
 from moefold.config.load import config_from_dict
 from moefold.config.part_registry import all_groups, built_in_kinds, find_part
@@ -72,6 +75,25 @@ def test_errors_of_a_method_are_named_in_plain_words():
     assert "returns nan from rate(), which must be a finite number of at least 0; " in failure(lambda *_: math.nan)
     assert "fails in rate(): TypeError: " in failure(lambda self: 1.0)
     assert "fails in rate(): SystemExit: 3; " in failure(lambda *_: sys.exit(3))
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(AttentionPart, "saved"), (AttentionPart, "transient"), (FeedForwardPart, "transient")]
+)
+def test_results_of_another_type_are_refused(group, name):
+    """The arguments of these methods have types that only a type checker imports."""
+    with pytest.raises(RunError, match=rf"returns 'text' from {name}\(\), which must be "):
+        call(broken(group, name, lambda: "text"), name)
+
+
+def test_an_error_while_a_result_is_read_names_the_method():
+    def reasons():
+        yield "a reason"
+        raise KeyError("nothing")
+
+    part = broken(DispatcherPart, "unsupported_here", reasons)
+    with pytest.raises(RunError, match=r"fails in unsupported_here\(\): KeyError: 'nothing'"):
+        list(part.unsupported_here())
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])

@@ -24,7 +24,7 @@ def loss(**keys):
     return policy(objective=load_config(None, ["data.kind=task", *WORDS]).rl.objective, **keys)
 
 
-def test_it_is_its_formula():
+def test_the_objective_equals_its_formula():
     case = example()
     terms, gradient, recorded = case.run(loss())
 

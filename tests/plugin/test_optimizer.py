@@ -10,7 +10,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config import part_registry
 from moefold.config.schema import Config
 from moefold.cost.hardware import load_device
-from moefold.cost.state_memory import StateMemory
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.model.local_param import local_tensor
 from moefold.parallel.parallelize import parallelize
@@ -121,8 +121,8 @@ def _bytes_of_states(cfg: Config) -> tuple[int, int, int]:
     states = TrainingStep(parallelize(cfg, groups), cfg).optimizer.state.values()
     built = sum(local_tensor(x).numel() * x.element_size() for state in states for x in state.values())
     offload = replace(cfg.train, offload_optimizer="ssd", offload_dir="/tmp", offload_min_kib=0)
-    moments = StateMemory(replace(cfg, train=offload)).offloaded_moments[0].offloaded
-    return StateMemory(cfg).max_by_pp_rank[0].optimizer, built, moments
+    moments = RankStateMemory(replace(cfg, train=offload)).offloaded_moments[0].offloaded
+    return RankStateMemory(cfg).max_by_pp_rank[0].optimizer, built, moments
 
 
 @pytest.mark.parametrize("mapping", [{"zero": 0}, {"zero": 3}, {"zero": 1, "tp": 2}], ids=str)

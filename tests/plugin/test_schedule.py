@@ -9,7 +9,7 @@ import pytest
 from moefold.config.part import Part
 from moefold.config.pipeline_actions import find_deadlock
 from moefold.config.schema import Config
-from moefold.cost.stage_memory import max_in_flight
+from moefold.cost.auto_layout_memory import max_in_flight
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.search.constraints import MappingConstraints, Restriction
@@ -50,7 +50,7 @@ def test_it_is_searched_where_the_recipe_names_it() -> None:
         assert "csv" not in kinds
 
 
-def test_it_is_priced() -> None:
+def test_the_schedule_is_priced() -> None:
     """Compare memory in flight and idle time with 1F1B; warm-up adds a micro-batch to it and no time."""
     base = tiny(world_size=4, pp=4, model={"layers": 4}, train={"global_batch_size": 16})
     cfg = scheduled(base)

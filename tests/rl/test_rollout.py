@@ -80,7 +80,7 @@ def _assert_positions(rollouts: list[Rollout], inputs_NS: np.ndarray) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_weights_of_each_mean():
+def test_rollout_weights_of_each_loss_mean():
     groups = [group([1, 0], [2, 6]), group([1, 1], [4, 4])]
     token, per_rollout, constant = (
         [one.weight for one in weigh_rollouts(groups, RLConfig(group_size=2, loss_mean=mean), 8)]

@@ -57,7 +57,7 @@ def sheet_of(texts):
 
 
 @pytest.mark.parametrize(("subject", "change"), NOTICES)
-def test_a_change_is_noticed(texts, subject, change):
+def test_the_golden_sheet_names_a_changed_value(texts, subject, change):
     before = texts([subject])
     assert list(golden.differences(sheet_of(before), sheet_of(texts([subject])), [RECIPE])) == []
     after = texts([subject], **change)

@@ -30,7 +30,7 @@ def test_every_number_of_micro_batches_ends_with_all_work_done(pp, chunks):
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 5])
-def test_the_v_equals_torch(pp):
+def test_dualpipev_equals_the_schedule_of_torch(pp):
     from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
     for count in range(2 * pp, 4 * pp + 2):

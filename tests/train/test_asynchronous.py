@@ -1,5 +1,7 @@
 """Ranks that only sample: an asynchronous run has the bits of the same run on ranks that sample in turn."""
 
+import contextlib
+import io
 import itertools
 import json
 import random
@@ -153,6 +155,13 @@ def run_in_turn(cfg: Config, stop: int = 0) -> dict[str, list[float]]:
     return _weights(trainer)
 
 
+def log_in_turn(cfg: Config) -> str:
+    """As `run_in_turn`, and return what the run prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_in_turn(cfg)
+    return printed.getvalue()
+
+
 def _weights(trainer: Trainer) -> dict[str, list[float]]:
     parameters = trainer._train_step.parameters
     return {name: local_tensor(value).detach().flatten().tolist() for name, value in parameters.items()}
@@ -267,6 +276,17 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_run(fresh_pool, tmp_path
     assert [header["version"] for header in table] == [max(0, stop + i - staleness) for i in rounds]
     assert fresh_pool.run(2, run_split, cfg)[:1] == expected
     assert same_run(cfg, never)
+
+
+@pytest.mark.parametrize(("steps", "stop"), [(2, 0), (4, 2)])
+def test_a_longer_run_says_which_rounds_the_checkpoint_lacks(pool, tmp_path, steps, stop):
+    """A run of 2 steps has sampled nothing ahead; a run of 4 steps that stops after 2 has both further rounds."""
+    cfg = in_turn(asynchronous(tmp_path, 4, 2, {"ranks": 1}, world_size=1), tmp_path)
+    pool.run(1, run_in_turn, replace(cfg, run=replace(cfg.run, steps=steps)), stop)
+    (log,) = pool.run(1, log_in_turn, cfg)
+    lacking = "the checkpoint has 0 of the 2 rounds of rollouts that a run of 4 steps with rl.staleness=2 has sampled"
+    assert "at step 2" in log
+    assert (lacking in log) == (not stop)
 
 
 @pytest.mark.slow

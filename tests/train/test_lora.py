@@ -14,7 +14,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.lora import LoraConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.convert.weights import load_merged_weights
+from moefold.convert.weight_sources import load_merged_weights
 from moefold.cost.adapter_spec import adapter_weights, is_adapter
 from moefold.errors import ConfigError
 from moefold.model.init import init_weights

@@ -83,7 +83,7 @@ def _check(pool, cfg: Config) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", [*FAST, *slow((name,) for name in MAPPINGS if name not in FAST)])
-def test_under_a_mapping(pool, name):
+def test_memory_by_part_equals_the_formula_under_a_mapping(pool, name):
     _check(pool, _recipe(**MAPPINGS[name]))
 
 
@@ -94,7 +94,7 @@ def kept(pool) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", TRAINS)
-def test_with_a_saver(pool, kept, name):
+def test_memory_by_part_with_recompute_or_offload(pool, kept, name):
     (peak,) = _check(pool, _recipe(TRAINS[name]))
     assert (RELOADED in peak) == (name == "offload")
     if name == "recompute":
@@ -115,7 +115,7 @@ def test_the_formula_of_offload_has_the_bytes_left_in_memory(pool):
 
 @pytest.mark.slow
 def test_two_micro_batches_at_a_time_are_in_memory(pool):
-    """The ledger sees the activations of two micro-batches of a pair, without the gradients that go backward."""
+    """The tracker sees the activations of two micro-batches of a pair, without the gradients that go backward."""
     mapping = MAPPINGS["overlap"]
     train = {"global_batch_size": 8}
     both = [_check(pool, _recipe(train, **mapping | {"overlap_experts": on})) for on in (False, True)]

@@ -110,7 +110,7 @@ def test_losses_one_after_the_other_and_a_spare_takes_over(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "source"), [((1, 2), "checkpoint"), ((0, 7), "checkpoint"), ((2, 5), "memory")])
-def test_two_losses_at_once(ranks, source, tmp_path):
+def test_two_ranks_lost_at_once(ranks, source, tmp_path):
     cfg = recipe(tmp_path / "run", checkpoint={"every": 2, "peer_every": 1}, world_size=8, zero=3)
     done = train(cfg, [Kill(rank, 4, "forward") for rank in ranks])
     check_finished(done)

@@ -35,7 +35,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.rl.reward import Reward
 from moefold.rl.statistics import RoundStatistics
 from moefold.train.callbacks.callback import Callback, TrainingContext
-from moefold.train.reference import ReferenceModel
+from moefold.train.kl_reference import ReferenceModel
 from moefold.train.rollout_source import RolloutModel
 from moefold.train.signals import StopSignals
 from moefold.train.start import check_rollout_cache

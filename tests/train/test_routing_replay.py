@@ -216,7 +216,7 @@ def test_auto_replays_where_sampling_is_inexact(pool, tmp_path):
     ],
     ids=str,
 )
-def test_the_decision(tmp_path, is_exact, rl, model, expected, message):
+def test_routing_is_replayed_where_recipe_and_model_allow_it(tmp_path, is_exact, rl, model, expected, message):
     cfg = recipe(tmp_path, **rl)
     cfg = replace(cfg, model=edit_model(cfg.model, model))
     decision, text = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=is_exact)

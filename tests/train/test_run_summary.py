@@ -145,7 +145,7 @@ def test_a_chat_model_is_tried_with_chat(tmp_path):
     assert next_commands(load_config(None, words))[0] == f"next: moefold generate {tmp_path} Hello --chat"
 
 
-def test_large_logits_are_said(tmp_path):
+def test_the_summary_names_chunks_of_large_logits(tmp_path):
     words = [*WORDS, "data.kind=synthetic", "model.vocab_size=131072", "train.seq_len=8192"]
     line = lines_of(load_config(None, words), tmp_path)["loss"]
     assert line == (

@@ -7,7 +7,7 @@ from moefold.train import signals as module
 from moefold.train.signals import NOTICE, SIGNALS, StopSignals
 
 
-def test_no_signal_no_flag():
+def test_stop_flags_are_unset_without_a_signal():
     with StopSignals() as stop:
         assert not any(stop.flags)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
-from moefold.convert.weights import load_hf_weights
+from moefold.convert.weight_sources import load_hf_weights
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams

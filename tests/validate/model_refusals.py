@@ -67,7 +67,7 @@ SIZES = {
         "model.layers='' is not understood from '' on; write layers such as \"3 dense, 5 moe\" or \"12 x (3 linear, "
         'full)", in lower case, with one level of brackets'
     ),
-    "model.layers=２ moe": "model.layers='２ moe' is not understood from '２ moe' on; write layers such as...",
+    "model.layers=２moe": "model.layers='２moe' is not understood from '２moe' on; write layers such as...",
     "model.layers=dense,": "model.layers='dense,' is not understood from 'dense,' on; write layers such as...",
     "model.layers=2x(2x(dense))": "model.layers='2x(2x(dense))' is not understood from '2x(2x(dense))' on; write...",
     "model.layers=0x(dense)": "model.layers='0x(dense)' must be 1 to 10000 layers, and each count at least 1",

@@ -89,7 +89,7 @@ def test_devices_and_machines_without_the_kernels_are_inexact():
     assert found.startswith("run.kernels='auto': ")
 
 
-def test_limits_equal_the_kernel():
+def test_the_limits_of_exact_attention_equal_the_kernel():
     assert (attention.MAX_SEQ_LEN, attention.MAX_HEAD_DIM) == (MAX_EXACT_SEQ_LEN, MAX_EXACT_HEAD_DIM)
 
 

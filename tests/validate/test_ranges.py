@@ -98,7 +98,7 @@ def _with(name: str, table: Part | Table | None, value: object) -> Config:
 
 
 @pytest.mark.parametrize(("name", "bound", "part"), RANGED, ids=IDS)
-def test_a_range_equals_its_rule(name, bound, part):
+def test_each_bound_refuses_what_its_rule_says(name, bound, part):
     default = getattr(part, name.rpartition(".")[2]) if part else read_key(Config(), name)
     assert bound.is_legal(default)
     outside, inside = _values(bound.rule) or ([], [])

@@ -25,7 +25,7 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
     assert message in str(refused.value)
 
 
-def test_sizes_after_a_loss():
+def test_batch_and_mapping_after_lost_ranks():
     cfg = load_config(None, [*EIGHT, "faults.min_ranks=2", "parallel.ep=2"])
     assert fitting_after_loss(cfg) == [2, 4, 6]
     fewer = after_loss(cfg, 6)

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
+from moefold.data.dataset import ProgramData
 from moefold.verify.compare import NamedError, OracleRecord, compare_records, run_oracle
-from moefold.verify.distributed_run import DistributedRecord, run_distributed
+from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed, run_on_groups
 from moefold.verify.ranks.pool import WorkerPool
 from tests.verify.recipes import without_mapping
 
@@ -35,16 +36,22 @@ def errors_of_broken_run(
     return [found for found in compare_records(oracle_of(cfg, num_steps), ranks) if found.error > TOLERANCE]
 
 
-def oracle_of(cfg: Config, num_steps: int = STEPS) -> OracleRecord:
+def oracle_of(cfg: Config, num_steps: int = STEPS, data: ProgramData | None = None) -> OracleRecord:
     """Return the oracle's record; recipes share it if they differ only in settings that it does not depend on."""
     if cfg.moe.drop_scope.kind == "sub_sequence":
-        return _oracle_of_mapping(cfg, num_steps)
+        return _oracle_of_mapping(cfg, num_steps, data)
     if cfg.moe.aux_kind.kind == "global_batch":
         # It depends on the mapping only by dp.
-        return _oracle_of_mapping(replace(cfg, parallel=ParallelConfig(world_size=cfg.parallel.dp)), num_steps)
-    return _oracle_of_mapping(without_mapping(cfg), num_steps)
+        return _oracle_of_mapping(replace(cfg, parallel=ParallelConfig(world_size=cfg.parallel.dp)), num_steps, data)
+    return _oracle_of_mapping(without_mapping(cfg), num_steps, data)
 
 
 @lru_cache(maxsize=64)
-def _oracle_of_mapping(cfg: Config, num_steps: int) -> OracleRecord:
-    return run_oracle(cfg, num_steps)
+def _oracle_of_mapping(cfg: Config, num_steps: int, data: ProgramData | None) -> OracleRecord:
+    return run_oracle(cfg, num_steps, data=data)
+
+
+def run_all(cfgs: list[Config], data: ProgramData | None = None) -> list[DistributedRecord]:
+    """Run recipes of one mapping one after another on the same process groups, `STEPS` steps each. Collective."""
+    groups = create_groups(cfgs[0])
+    return [run_on_groups(groups, cfg, STEPS, data=data) for cfg in cfgs]

@@ -130,7 +130,7 @@ def _recipe(row: Row, folder: Path) -> Config:
     return cfg
 
 
-def _run_all(recipes: list[Config]) -> list[DistributedRecord]:
+def _run_one_step_each(recipes: list[Config]) -> list[DistributedRecord]:
     """One recipe after another, one step each."""
     return [run_distributed(cfg, 1) for cfg in recipes]
 
@@ -145,21 +145,21 @@ def _together(ranks: tuple[DistributedRecord, ...]) -> Found:
 
 def _run(pool, recipes: list[Config]) -> list[Found]:
     """Return the results of each recipe; all have equally many ranks."""
-    ranks = pool.run(recipes[0].parallel.world_size, _run_all, recipes, timeout_s=60.0 + 20.0 * len(recipes))
+    ranks = pool.run(recipes[0].parallel.world_size, _run_one_step_each, recipes, timeout_s=60.0 + 20.0 * len(recipes))
     return [_together(records) for records in zip(*ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def selected_rows(request) -> dict[str, Row]:
     """The rows of the table that this run has selected, by the names of their tests."""
-    return selected_params(request, "test_a_row_of_the_thin_table", "row")
+    return selected_params(request, "test_covering_combinations_equal_the_plain_run", "row")
 
 
 @pytest.fixture(scope="module")
 def plain_run(pool, selected_rows):
     """The plain run of a class and an optimizer, made once; the selected rows share the ranks of their plain runs."""
     kinds = {_kind(row) for row in selected_rows.values()}
-    shared = SharedRanks(pool, {str(kind): Call(2, _run_all, ([_plain(kind)],)) for kind in sorted(kinds)})
+    shared = SharedRanks(pool, {str(kind): Call(2, _run_one_step_each, ([_plain(kind)],)) for kind in sorted(kinds)})
 
     @cache
     def run(kind: Kind) -> Found:
@@ -174,7 +174,7 @@ def plain_run(pool, selected_rows):
 def ranks_of_rows(pool, selected_rows, tmp_path_factory) -> SharedRanks:
     """The ranks of the selected rows."""
     recipes = {name: _recipe(row, tmp_path_factory.mktemp("row")) for name, row in selected_rows.items()}
-    calls = {name: Call(cfg.parallel.world_size, _run_all, ([cfg],)) for name, cfg in recipes.items()}
+    calls = {name: Call(cfg.parallel.world_size, _run_one_step_each, ([cfg],)) for name, cfg in recipes.items()}
     return SharedRanks(pool, calls)
 
 
@@ -218,7 +218,7 @@ def test_the_fast_rows_have_every_level_and_fast_cases_every_schedule():
 
 
 @pytest.mark.parametrize("row", few_else_slow(THIN, FAST), ids=lambda row: "-".join(row.values()))
-def test_a_row_of_the_thin_table(request, ranks_of_rows, plain_run, row):
+def test_covering_combinations_equal_the_plain_run(request, ranks_of_rows, plain_run, row):
     mine = _together(tuple(record for (record,) in ranks_of_rows.results(request.node.name)))
     _assert_equal(mine, plain_run(_kind(row)), row["dtype"])
 
@@ -257,7 +257,7 @@ def _run_adding_up_in_bfloat16(cfg: Config) -> list[DistributedRecord]:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     FSDPParam.to_accumulated_grad_if_needed = lambda self: None
-    return _run_all([cfg])
+    return _run_one_step_each([cfg])
 
 
 def test_sums_in_bfloat16_are_noticed(fresh_pool, plain_run, tmp_path):
@@ -280,7 +280,7 @@ def _run_without_an_end_of_first_parts(cfg: Config) -> list[DistributedRecord]:
         whole(self, stage, reduces_each_micro_batch=reduces)
 
     WeightGradStore.__init__ = broken
-    return _run_all([cfg])
+    return _run_one_step_each([cfg])
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_two_first_parts_before_a_second_one_add_up_in_float32(fresh_pool, zero)
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", FACTORS["zero"])
 @pytest.mark.parametrize("schedule", FACTORS["schedule"])
-def test_the_whole_table(pool, plain_run, tmp_path, schedule, zero):
+def test_every_combination_equals_the_plain_run(pool, plain_run, tmp_path, schedule, zero):
     rows = [row for row in ROWS if (row["schedule"], row["zero"]) == (schedule, zero)]
     for row, mine in zip(rows, _run(pool, [_recipe(row, tmp_path) for row in rows]), strict=True):
         try:

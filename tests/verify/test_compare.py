@@ -48,7 +48,7 @@ def test_a_number_of_any_step_counts(oracle, term):
     assert worst.error == pytest.approx(0.5)
 
 
-def test_the_evaluation_counts(oracle):
+def test_another_evaluation_loss_is_a_difference(oracle):
     worst = compare_records(oracle, [replace(perfect(oracle), eval_loss=oracle.eval_loss * 2)])[0]
     assert (worst.name, worst.error) == ("eval_loss (rank 0)", pytest.approx(1.0))
 

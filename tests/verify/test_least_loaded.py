@@ -58,7 +58,7 @@ def _assert_moves_and_equals_oracle(pool, cfg: Config) -> None:
     ],
     ids=str,
 )
-def test_a_skewed_router(pool, mapping):
+def test_lent_experts_of_a_skewed_router_equal_the_oracle(pool, mapping):
     _assert_moves_and_equals_oracle(pool, _skewed(**mapping))
 
 
@@ -73,7 +73,7 @@ def test_pipelines_with_several_micro_batches_under_way(pool, schedule):
 
 
 @pytest.mark.parametrize("scope", ["sub_sequence", *slow([("full_sequence",)])])
-def test_dropping(pool, scope):
+def test_lent_experts_with_dropped_tokens_equal_the_oracle(pool, scope):
     moe = {"capacity_factor": 2.0, "drop_scope": scope, "llep_threshold": 1.1, "llep_capacity": 1.0}
     cfg = _skewed(moe, {"micro_batch_size": 2}, world_size=4, tp=2, cp=2, ep=4)
     _assert_moves_and_equals_oracle(pool, cfg)

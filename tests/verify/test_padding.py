@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import Config
-from moefold.verify.compare import OracleRecord, compare_records, run_oracle
-from moefold.verify.distributed_run import DistributedRecord, run_distributed, run_on_groups
+from moefold.verify.compare import compare_records
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.slow import slow
-from tests.verify.oracle import STEPS, TOLERANCE
+from tests.verify.oracle import STEPS, TOLERANCE, oracle_of, run_all
 from tests.verify.padded_samples import DATA
-from tests.verify.recipes import tiny, without_mapping
+from tests.verify.recipes import tiny
 from tests.verify.routing_cases import KINDS, MAPPINGS
 from tests.verify.sparse_cases import SPARSE, SPARSE_LATENT
 
@@ -27,20 +27,8 @@ def _recipe(mapping: dict[str, object], kind: str = "", **settings: object) -> C
     return tiny(model=model, moe=moe, train=sizes, data={"kind": "program"}, **(mapping | settings))
 
 
-def _oracle(cfg: Config) -> OracleRecord:
-    depends = cfg.moe.drop_scope.kind == "sub_sequence" or cfg.moe.aux_kind.kind == "global_batch"
-    return run_oracle(cfg if depends else without_mapping(cfg), STEPS, data=DATA)
-
-
 def _run(cfg: Config) -> DistributedRecord:
     return run_distributed(cfg, STEPS, data=DATA)
-
-
-def _run_all(cfgs: list[Config]) -> list[DistributedRecord]:
-    from moefold.verify.distributed_run import create_groups
-
-    groups = create_groups(cfgs[0])
-    return [run_on_groups(groups, cfg, STEPS, data=DATA) for cfg in cfgs]
 
 
 FAST_KINDS = ("deepseek-v3", "sinkhorn", "quantile", "drop on each rank")
@@ -57,9 +45,9 @@ FAST_KINDS = ("deepseek-v3", "sinkhorn", "quantile", "drop on each rank")
 def test_every_kind_of_routing(pool, mapping, kinds):
     mapping = {"world_size": 8} | mapping
     cfgs = [_recipe(mapping, kind) for kind in kinds]
-    ranks = pool.run(mapping["world_size"], _run_all, cfgs)
+    ranks = pool.run(mapping["world_size"], run_all, cfgs, DATA)
     for number, cfg in enumerate(cfgs):
-        worst = compare_records(_oracle(cfg), [records[number] for records in ranks])[0]
+        worst = compare_records(oracle_of(cfg, data=DATA), [records[number] for records in ranks])[0]
         assert worst.error <= TOLERANCE, (kinds[number], worst)
 
 
@@ -80,7 +68,7 @@ def test_every_kind_of_routing(pool, mapping, kinds):
 def test_indexers_do_not_learn_from_padding(pool, mapping, model, stage):
     train = {"micro_batch_size": 2, "global_batch_size": 8, "indexer_stage": stage}
     cfg = tiny(model=model, train=train, data={"kind": "program"}, **mapping)
-    worst = compare_records(_oracle(cfg), pool.run(mapping["world_size"], _run, cfg))[0]
+    worst = compare_records(oracle_of(cfg, data=DATA), pool.run(mapping["world_size"], _run, cfg))[0]
     assert worst.error <= TOLERANCE, worst
 
 
@@ -110,7 +98,7 @@ def test_every_way_of_dispatch(pool, way):
     sizes = {"micro_batch_size": 2, "global_batch_size": 16}
     train = sizes | settings.pop("train", {})
     cfg = tiny(train=train, data={"kind": "program"}, **(mapping | settings))
-    worst = compare_records(_oracle(cfg), pool.run(4, _run, cfg))[0]
+    worst = compare_records(oracle_of(cfg, data=DATA), pool.run(4, _run, cfg))[0]
     assert worst.error <= TOLERANCE, worst
 
 
@@ -135,5 +123,5 @@ def _run_broken(part: str, cfg: Config) -> DistributedRecord:
 def test_padding_that_counts_is_noticed(fresh_pool, part, named):
     cfg = _recipe({"world_size": 2, "cp": 2, "ep": 2})
     cfg = replace(cfg, train=replace(cfg.train, global_batch_size=4))
-    found = compare_records(_oracle(cfg), fresh_pool.run(2, partial(_run_broken, part), cfg))
+    found = compare_records(oracle_of(cfg, data=DATA), fresh_pool.run(2, partial(_run_broken, part), cfg))
     assert any(named in error.name and error.error > 1e-6 for error in found)

@@ -10,9 +10,9 @@ from moefold.config.schema import Config
 from moefold.model.loss_function import LossFunction
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.verify.compare import compare_records
-from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed, run_on_groups
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.slow import slow
-from tests.verify.oracle import STEPS, TOLERANCE, oracle_of
+from tests.verify.oracle import STEPS, TOLERANCE, oracle_of, run_all
 from tests.verify.recipes import tiny
 from tests.verify.routing_cases import KINDS, MAPPINGS
 
@@ -32,11 +32,6 @@ def _recipe(kind: str, mapping: dict[str, object]) -> Config:
     return tiny(model=model, moe=moe, train=train, **mapping)
 
 
-def _run_all(cfgs: list[Config]) -> list[DistributedRecord]:
-    groups = create_groups(cfgs[0])
-    return [run_on_groups(groups, cfg, STEPS) for cfg in cfgs]
-
-
 @pytest.mark.parametrize(
     "mapping",
     [MAPPINGS[0], *slow((mapping,) for mapping in MAPPINGS[1:])],
@@ -47,7 +42,7 @@ def test_every_kind_of_routing(pool, mapping):
     # Oracles are shared among mappings of equally many layers.
     cfgs = [_recipe(kind, {"world_size": 8} | mapping) for kind in KINDS]
     assert {cfg.model.num_layers for cfg in cfgs} == {max(2, stages)}
-    ranks = pool.run(cfgs[0].parallel.world_size, _run_all, cfgs, timeout_s=280.0)
+    ranks = pool.run(cfgs[0].parallel.world_size, run_all, cfgs, timeout_s=280.0)
     worst = {}
     for i, (kind, cfg) in enumerate(zip(KINDS, cfgs, strict=True)):
         worst[kind] = compare_records(oracle_of(cfg), [records[i] for records in ranks])[0]
@@ -77,7 +72,7 @@ def _run_recomputing(cfg: Config, num_steps: int) -> DistributedRecord:
 
 def _run_all_recomputing_blocks(cfgs: list[Config]) -> list[DistributedRecord]:
     _recompute(blocks=True)
-    return _run_all(cfgs)
+    return run_all(cfgs)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ def ranks_of_cases(request, pool, tmp_path_factory) -> SharedRanks:
         cfg = case.config(tmp_path_factory.mktemp("case"))
         return Call(cfg.parallel.world_size, run_both, (without_switch(cfg), cfg, case.steps))
 
-    selected = selected_cases(request, "test_no_bit_changes")
+    selected = selected_cases(request, "test_each_case_has_the_same_bits")
     return SharedRanks(pool, {name: call(case) for name, case in selected.items()})
 
 
 @pytest.mark.parametrize("case", [case.param() for case in CASES])
-def test_no_bit_changes(request, ranks_of_cases, case: Case):
+def test_each_case_has_the_same_bits(request, ranks_of_cases, case: Case):
     _, cfg, _ = ranks_of_cases.calls[request.node.name].args
     ranks = ranks_of_cases.results(request.node.name)
     assert_equal_bits(ranks)

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from moefold.config.schema import Config
-from moefold.verify.compare import OracleRecord, compare_records, run_oracle
-from moefold.verify.distributed_run import DistributedRecord, run_distributed, run_on_groups
+from moefold.data.dataset import ProgramData
+from moefold.verify.compare import compare_records
+from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from tests.slow import slow
-from tests.verify.oracle import STEPS, TOLERANCE
+from tests.verify.oracle import STEPS, TOLERANCE, oracle_of, run_all
 from tests.verify.padded_samples import DATA
 from tests.verify.planned_cases import DOCUMENTS
-from tests.verify.recipes import LATENT, tiny, without_mapping
+from tests.verify.recipes import LATENT, tiny
 from tests.verify.routing_cases import KINDS
 from tests.verify.sparse_cases import SPARSE
 
@@ -22,26 +23,12 @@ def _recipe(mapping: dict[str, object], kind: str = "", **settings: object) -> C
     return tiny(**({"model": model, "moe": moe} | {"elastic": True} | mapping | settings))
 
 
-def _oracle(cfg: Config, **keywords: object) -> OracleRecord:
-    depends = cfg.moe.drop_scope.kind == "sub_sequence" or cfg.moe.aux_kind.kind == "global_batch"
-    return run_oracle(cfg if depends else without_mapping(cfg), STEPS, **keywords)
-
-
-def _run_all(cfgs: list[Config], with_padding: bool) -> list[DistributedRecord]:
-    from moefold.verify.distributed_run import create_groups
-
-    groups = create_groups(cfgs[0])
-    data = DATA if with_padding else None
-    return [run_on_groups(groups, cfg, STEPS, data=data) for cfg in cfgs]
-
-
-def _compare(pool, cfgs: dict[str, Config], *, with_padding: bool = False) -> None:
+def _compare(pool, cfgs: dict[str, Config], data: ProgramData | None = None) -> None:
     world_size = next(iter(cfgs.values())).parallel.world_size
-    ranks = pool.run(world_size, _run_all, list(cfgs.values()), with_padding)
+    ranks = pool.run(world_size, run_all, list(cfgs.values()), data)
     for number, (name, cfg) in enumerate(cfgs.items()):
         assert cfg.train.num_padding_micro_batches(cfg.parallel.dp) > 0
-        oracle = _oracle(cfg, data=DATA) if with_padding else _oracle(cfg)
-        worst = compare_records(oracle, [records[number] for records in ranks])[0]
+        worst = compare_records(oracle_of(cfg, data=data), [records[number] for records in ranks])[0]
         assert worst.error <= TOLERANCE, (name, worst)
 
 
@@ -97,7 +84,7 @@ def test_documents_with_prompts_and_padding_of_their_own(pool, mapping):
         kind: _recipe(MAPPINGS[mapping], kind, data={"kind": "program"}, **extra)
         for kind, extra in (("deepseek-v3", {}), ("sinkhorn", {}), ("", {"model": {"mtp_layers": 2}}))
     }
-    _compare(pool, cfgs, with_padding=True)
+    _compare(pool, cfgs, DATA)
 
 
 PLACED = {"world_size": 6, "cp": 2, "context": "planned", "data": DOCUMENTS, "train": {"global_batch_size": 4}}
@@ -138,5 +125,5 @@ def _without_mask(read):
 @pytest.mark.parametrize("run", [_run_with_routed_padding, *slow([(_run_with_weight,)])])
 def test_padding_that_counts_is_noticed(fresh_pool, run):
     cfg = _recipe(MAPPINGS["dp 3"])
-    worst = compare_records(_oracle(cfg), fresh_pool.run(3, run, cfg))[0]
+    worst = compare_records(oracle_of(cfg), fresh_pool.run(3, run, cfg))[0]
     assert worst.error > 1e-4

@@ -218,7 +218,7 @@ def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is
 
 @torch.no_grad()
 def draw_weights(model: Transformer, run: RunConfig, sizes: ModelConfig) -> None:
-    """Draw weights on their device: matrices normal, norms one, biases and buffers zero.
+    """Draw the weights of a model on its device: matrices normal, norms one, biases and buffers zero.
 
     `moefold.model.init.init_weights` draws on the CPU, which takes a minute for a layer of DeepSeek-V3; the speed of a
     step does not depend on the values.

@@ -65,7 +65,7 @@ def time_interleaved(
 
 
 def synchronized(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Wrap a step so that it waits for the device."""
+    """Return a step that waits for the device at its end."""
 
     def run() -> None:
         step()

@@ -179,7 +179,7 @@ class NewestValue:
 
     step: int
     value: float
-    """NaN if it was not finite."""
+    """The recorded value; NaN if that was not finite."""
 
 
 class NewestValues:

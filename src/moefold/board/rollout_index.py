@@ -144,7 +144,7 @@ def _messages(value: Any) -> list[ShownText]:
         ]
     else:
         turns = [("", value)]
-    texts = [(role[:100], text if isinstance(text, str) else "" if text is None else str(text)) for role, text in turns]
+    texts = [(role[:100], "" if text is None else str(text)) for role, text in turns]
     return [
         ShownText(role=role, text=text[:MAX_TEXT_CHARS], left_out=max(0, len(text) - MAX_TEXT_CHARS))
         for role, text in texts

@@ -251,9 +251,11 @@ def _legend(edges: Sequence[tuple[int, int]], blocks: str, low: str, high: str) 
 
 def _load_color(load: float) -> str:
     """Return the colour of a max/mean load."""
-    return EVEN if load < 1.5 else WARM if load < 2.5 else HOT
+    if load < 1.5:
+        return EVEN
+    return WARM if load < 2.5 else HOT
 
 
 def _share_color(share: float) -> str:
     """Return the colour of an expert's tokens over the mean."""
-    return COLD if share < 0.5 else EVEN if share < 1.5 else WARM if share < 2.5 else HOT
+    return COLD if share < 0.5 else _load_color(share)

@@ -16,7 +16,7 @@ from moefold.topology.pipeline_layout import StageParts, StagePlan
 
 @dataclass(frozen=True)
 class DrawnView:
-    """A view with its display axes: a display axis may consist of several axes of the view, if others lie between."""
+    """A view and the axes that are drawn: a drawn axis may join several axes of the view, if others lie between."""
 
     view: View
     parts_of_axis: Mapping[str, tuple[str, ...]]

@@ -145,7 +145,9 @@ def _dispatch(argv: list[str]) -> int:
         return int(importlib.import_module(f"moefold.cli.{name.replace('-', '_')}").run(argv[1:]))
     except SystemExit as stop:
         # argparse exits after its help (0) and after its own error message (2).
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else EXIT_USER_ERROR
+        if stop.code is None:
+            return 0
+        return stop.code if isinstance(stop.code, int) else EXIT_USER_ERROR
 
 
 def _listed_name(name: str) -> str:

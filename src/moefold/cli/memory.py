@@ -42,7 +42,7 @@ from moefold.validate.moe import check_dispatch_device
 from moefold.validate.train import check_kernel_device
 
 if TYPE_CHECKING:
-    from moefold.cost.unit_memory import StateBytes
+    from moefold.cost.state_bytes import StateBytes
     from moefold.train.memory_profile import MeasuredMemory
 
 

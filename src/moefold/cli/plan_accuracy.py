@@ -118,4 +118,6 @@ def _value(value: float | str) -> str:
 
 
 def _percent(value: float | None, *, sign: bool = False) -> str:
-    return "" if value is None else f"{value:+.1f} %" if sign else f"{value:.1f} %"
+    if value is None:
+        return ""
+    return f"{value:+.1f} %" if sign else f"{value:.1f} %"

@@ -206,7 +206,7 @@ def print_documents(console: Console, planner: Planner, plan: PlannedMapping) ->
 
 
 def describe_documents(loads: DocumentLoads) -> str:
-    """Describe the lengths: their origin, their effective length, and documents that are cut."""
+    """Describe the document lengths of a plan: origin, effective length, and documents that are cut."""
     cuts = describe_cuts(loads.samples, loads.seq_len)
     text = (
         f"{loads.samples.name} ({loads.samples.source}); effective length {loads.effective_length:,.0f} of "

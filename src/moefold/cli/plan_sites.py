@@ -80,7 +80,7 @@ def describe_chosen(plan: SitePlan) -> str:
 
 
 def describe_rate(plan: SitePlan, rate: SiteRate) -> str:
-    """Describe settings with their utilisation and bytes."""
+    """Describe the settings of a rate, the utilisation of the sites, and the bytes sent."""
     settings = rate.settings
     return (
         f"every={settings.every} {_code_text(plan, rate)} overlap={settings.overlap}: utilisation "

@@ -49,7 +49,7 @@ def print_families(console: Console, families: Sequence[FamilyBest], chosen: Fam
     """Print the best mapping of each family, its distance from a measured mapping, and what is unmeasured."""
     distinct = [row for i, row in enumerate(families) if row.plan.mapping not in [o.plan.mapping for o in families[:i]]]
     times = [row.plan.time for row in distinct]
-    marks = ["#1" if row.plan.mapping == chosen.plan.mapping else "=" if row.is_tie else "" for row in distinct]
+    marks = ["#1" if row.plan.mapping == chosen.plan.mapping else "=" * row.is_tie for row in distinct]
     names = [
         " and ".join(FAMILIES[other.name].title for other in families if other.plan.mapping == row.plan.mapping)
         for row in distinct

@@ -44,7 +44,7 @@ IDENTITY = WireFormat(lambda rows: rows, lambda rows: rows)
 
 @dataclass
 class _AsyncCollective:
-    """One collective with its adjoint, and the pending result of one of them."""
+    """A collective and its adjoint, and the pending result of whichever runs."""
 
     group: Group
     forward: CollectiveLauncher
@@ -75,7 +75,7 @@ class AsyncResult:
     """Applied to the received tensor."""
 
     def wait(self) -> Tensor:
-        """Wait for the result; call it once."""
+        """Wait for the result, which a caller takes once."""
         if self._collective is None:
             return self._dependency
         received: Tensor = _WaitCollective.apply(self._dependency, self._collective)

@@ -31,7 +31,7 @@ class HostCopy:
             self._event.record()
 
     def wait(self) -> Tensor:
-        """Wait for the copy, and return it."""
+        """Wait for the copy, and return the tensor on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._values

@@ -28,7 +28,7 @@ class SymmetricMemoryOps(Protocol):
         ...
 
     def dispatch(self, rows: Tensor, out: Tensor, splits_E: Tensor, out_splits_offsets: Tensor) -> None:
-        """Send segments to their experts; all tensors are symmetric.
+        """Send each segment of rows to the rank of its expert; all tensors are symmetric.
 
         Args:
             rows: rows to send, rank-major, [N, W].

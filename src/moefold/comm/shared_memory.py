@@ -149,7 +149,7 @@ class _Round:
     """A round of a barrier: tell one member that this rank has arrived, and wait until another member has arrived."""
 
     sends_to: int
-    """Descriptor of the pipe of the member that gets this rank's byte."""
+    """Descriptor of the pipe of the member that gets this rank's label."""
     receives_from: int
     """Descriptor of this rank's pipe."""
     awaited: int

@@ -244,7 +244,8 @@ class SiteLinks:
         """Return the tensors of all members, which are sent as bytes: gloo has no int16.
 
         In a ring of three or more members, each connection carries one direction. Two members have a connection for
-        each direction: on a single connection gloo reaches half of the rate of a slow link (docs/log.md).
+        each direction: on a single connection gloo reaches half of the rate of a slow link
+        (docs/log.md#2026-11-26-exchanges-between-two-sites-over-a-slow-link).
         """
         payload = values.view(torch.uint8)
         received = [torch.empty_like(payload) for _ in self._members]

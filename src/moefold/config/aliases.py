@@ -299,13 +299,13 @@ _OPTIONS = """
 
 
 def _table(text: str) -> MappingProxyType[str, str]:
-    """Return our names by theirs, in lower case."""
+    """Return the names of moefold by the names of other frameworks, in lower case."""
     rows = (line.partition(": ") for line in text.strip().splitlines())
     return MappingProxyType({theirs.lower(): ours for ours, _, names in rows for theirs in names.split()})
 
 
 def _values(text: str) -> MappingProxyType[tuple[str, str], str]:
-    """Return our value by key and their value, in lower case."""
+    """Return the value of moefold by key and the value of another framework, in lower case."""
     rows = (line.partition(": ") for line in text.strip().splitlines())
     pairs = ((*ours.split("="), names) for ours, _, names in rows)
     return MappingProxyType({(key, theirs.lower()): value for key, value, names in pairs for theirs in names.split()})

@@ -34,7 +34,7 @@ class ParamSpec:
     """Shape of one parameter, unsharded or sharded by tensor or expert parallelism."""
 
     name: str
-    """Name in its block, or with the block's prefix."""
+    """Name of the parameter in its block, or with the block's prefix."""
     shape: tuple[int, ...]
     part: ModelPart
     """Part of the model for counts of parameters and FLOPs; for matrices also their group of Muon."""
@@ -63,12 +63,12 @@ class ParamSpec:
 
     @property
     def is_full_precision(self) -> bool:
-        """Return whether it is read in the type of the master weights: parameters of routers and of exponents."""
+        """Return whether the parameter is read in the type of the master weights, as in routers and exponents."""
         return self.in_exponent or self.part == "router"
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether it is a matrix, or a matrix of each expert; only matrices have weight decay."""
+        """Return whether the parameter is a matrix, or a matrix of each expert; only matrices have weight decay."""
         return len(self.shape) - self.is_expert > 1
 
     @property

@@ -12,7 +12,7 @@ from math import isfinite
 from numbers import Integral, Real
 from sys import modules
 from traceback import walk_tb
-from types import CodeType, NoneType, UnionType
+from types import CodeType, NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Protocol, Self, Union, get_args, get_origin, get_type_hints
 
 from moefold.config.part_registry import all_groups, describe_class, is_built_in
@@ -87,7 +87,9 @@ def _guarded(part: Any, name: str, function: Any, method: Any) -> Callable[..., 
 
 def _class_of(part: Any, args: tuple[Any, ...]) -> Any:
     """Return the class of the object whose method is called: the method may be of a base class of it."""
-    owner = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else part
+    if not args:
+        return part
+    owner = args[0] if isinstance(args[0], type) else type(args[0])
     return owner if issubclass(owner, part) else part
 
 
@@ -165,8 +167,10 @@ def _returns(method: Any, has_torch: bool) -> Any:
     function = getattr(method, "fget", None) or getattr(method, "func", None) or getattr(method, "__func__", method)
     names = {"Tensor": modules["torch"].Tensor} if has_torch else {}
     try:
-        hint = get_type_hints(function, localns=names, include_extras=True)["return"]
-    except (NameError, TypeError, KeyError):
+        # Types of the arguments may be names that only a type checker imports.
+        result = SimpleNamespace(__annotations__={"return": function.__annotations__["return"]})
+        hint = get_type_hints(result, function.__globals__, names, include_extras=True)["return"]
+    except (AttributeError, NameError, TypeError, KeyError):
         return Any
     return Any if hint is Self else hint
 

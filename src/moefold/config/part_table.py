@@ -415,7 +415,9 @@ def _problem(name: str, part: Any, key: str, value: Any, kind: str, message: str
     guess = closest_match(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else None
     rule = message.replace("Input should ", "must ", 1).removeprefix("Value error, ")
     if kind in ("list_type", "tuple_type"):
-        return Problem(f"{name}.{key}", value, "must be a list", list_advice(f"{name}.{key}", value))
+        is_text = "str" in str(_hints(part)[key])
+        advice = list_advice(f"{name}.{key}", value) if is_text else ""
+        return Problem(f"{name}.{key}", value, "must be a list", advice)
     return Problem(f"{name}.{key}", value, rule, f"did you mean {guess!r}?" if guess else "")
 
 

@@ -26,7 +26,7 @@ class Moved(NamedTuple):
     setting: str
     """Setting of the part. `KIND`: a flag, which chooses the kind with the old kind in its name."""
     kinds: tuple[str, ...] = ()
-    """Kinds that read it; empty: the built-in kinds with the setting."""
+    """Kinds that read the setting; empty: the built-in kinds that have it."""
 
     def __str__(self) -> str:
         """Return the path of an override."""

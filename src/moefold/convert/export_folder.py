@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a Hugging Face folder, tensor by tensor, by any number of processes."""
+"""Export of a checkpoint as a Hugging Face folder, by any number of processes: `moefold export` and `moefold push`."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ from moefold.convert.safetensors_file import (
 )
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.tokenizer_export import TokenizerChoice, choose_tokenizer, write_tokenizer, write_turn_end
-from moefold.convert.weights import (
+from moefold.convert.weight_sources import (
     MTP_REASON,
     AdaptedSource,
     CheckpointWeights,
@@ -508,7 +508,12 @@ class _Target:
         dtype = DTYPES[self.dtypes[name]]
         for chunk in split_into_chunks(name, shape, dtype):
             values = assemble_rows(source, mapping, chunk, dtype, self.memory)
-            _check_overflow(values, name, source.dtype(mapping.by_hf_name[name][0].name))
+            if dtype == torch.float16 and torch.isinf(values).any():
+                trained = assemble_rows(source, mapping, chunk, source.dtype(mapping.by_hf_name[name][0].name))
+                check_finite(trained, name, source.path, TRAINED_WAY_OUT)
+                raise ConfigError(
+                    f"tensor {name} has values that float16 cannot hold (above 65504); choose --dtype bfloat16"
+                )
             check_finite(values, name, source.path, TRAINED_WAY_OUT)
             yield {name: values}
 
@@ -554,11 +559,6 @@ def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, 
     names = sorted(locations)[world.rank :: world.size]
     wrong = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
     raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(wrong)}" if wrong else "")
-
-
-def _check_overflow(values: Tensor, name: str, source: torch.dtype) -> None:
-    if values.dtype == torch.float16 != source and torch.isinf(values).any():
-        raise ConfigError(f"tensor {name} has values that float16 cannot hold (above 65504); choose --dtype bfloat16")
 
 
 def _manifest_entries(

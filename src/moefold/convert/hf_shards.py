@@ -1,4 +1,7 @@
-"""Files of a Hugging Face folder: shards and their index, the manifest with hashes, and sidecar files."""
+"""Files that exports write to a Hugging Face folder: shards and their index, sidecar files, the manifest with hashes.
+
+An import keeps manifest and sidecar files next to the checkpoint, for the export to compare and to copy.
+"""
 
 import hashlib
 import json
@@ -22,7 +25,7 @@ from moefold.convert.hf_sidecar_files import SIDECAR_DIR, find_sidecar_dir
 from moefold.convert.mtp import INDEX_FILE, MTP_FILES, SINGLE_FILE, is_mtp_tensor, mtp_layer_numbers
 from moefold.convert.safetensors_file import DTYPES, FileLayout, TensorLocation
 from moefold.convert.tensor_mapping import StateDictMapping
-from moefold.convert.weights import group_by_parameters
+from moefold.convert.weight_sources import group_by_parameters
 from moefold.data.tokenizer_folder import TEMPLATE_DIR
 from moefold.errors import ConfigError
 from moefold.folder_files import unsendable_reason
@@ -171,7 +174,7 @@ def assign_shards(
     shard_bytes: int,
     separates_mtp: bool,
 ) -> dict[str, TensorSpecs]:
-    """Assign tensors to files and order them.
+    """Assign each tensor to a file and order the tensors.
 
     Args:
         dtypes: dtype names of the tensors.

@@ -42,7 +42,7 @@ from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import NO_TOKENIZER_HINT
 from moefold.convert.quantized_tensors import DequantizedTensor
 from moefold.convert.safetensors_file import DEFAULT_METADATA, TensorLocation, read_metadata
-from moefold.convert.weights import HfSource, TensorHashes, WeightSource, share_of_rank, verify_against_folder
+from moefold.convert.weight_sources import HfSource, TensorHashes, WeightSource, share_of_rank, verify_against_folder
 from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError, format_list
 from moefold.remote_path import is_remote

@@ -33,7 +33,7 @@ from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.preflight import export_message, read_model, resolve_weights_folder, upcycle_scale, weights_path
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_mismatch_message
-from moefold.convert.weights import WeightSource, load_shards, open_weights, parameter_shapes
+from moefold.convert.weight_sources import WeightSource, load_shards, open_weights, parameter_shapes
 from moefold.cost.adapter_spec import is_adapter
 from moefold.model.init import initial_values, seed_for
 from moefold.parallel.parallel_model import ParallelModel

@@ -252,7 +252,7 @@ class OneLayerType:
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys: it is the default."""
+        """Return no keys: the default of the family needs none."""
         return {}
 
 

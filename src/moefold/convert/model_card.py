@@ -62,9 +62,9 @@ class TrainingRun:
 
     meta: CheckpointMeta
     settings: Mapping[str, Mapping[str, Any]]
-    """Keys of its recipe by section; empty if its config.json is not next to the checkpoint."""
+    """Keys of the run's recipe by section; empty if config.json is not next to the checkpoint."""
     temperature: float | None
-    """Temperature of its rollouts; None without reinforcement learning."""
+    """Temperature of the run's rollouts; None without reinforcement learning."""
     loss: float | None
     """Training loss of the checkpoint's step; None if it is unknown."""
     eval_loss: tuple[int, float] | None

@@ -54,7 +54,7 @@ from moefold.convert.safetensors_file import (
 )
 from moefold.convert.tensor_mapping import Region, Shape
 from moefold.convert.tokenizer_export import choose_tokenizer, tokenizer_files, write_tokenizer
-from moefold.convert.weights import check_finite
+from moefold.convert.weight_sources import check_finite
 from moefold.cost.adapter_spec import adapted_weights, adapter_names, adapter_weights
 from moefold.errors import ConfigError, format_list
 from moefold.hub import repo_of_snapshot

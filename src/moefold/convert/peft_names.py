@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.convert.family import Family
 from moefold.convert.tensor_mapping import SliceMapping, StateDictMapping
-from moefold.convert.weights import family_mapping
+from moefold.convert.weight_sources import family_mapping
 from moefold.cost.adapter_spec import adapter_names
 from moefold.errors import ConfigError, format_list
 

@@ -51,7 +51,7 @@ class TensorLocation:
     """Name of the dtype in the format: BF16, F32 and so on."""
     shape: tuple[int, ...]
     start: int
-    """Byte offset of its values in the file."""
+    """Byte offset of the tensor's values in the file."""
 
     @property
     def num_bytes(self) -> int:

@@ -189,8 +189,9 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
         how = f"with {marker!r}, which is several tokens" if marker else "with no mark"
         return (f"{GENERATION_FILE} has no end of a turn: the chat template ends one {how}; pass it as a stop string",)
     keys = _read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {}
-    declared = keys.get("eos_token_id")
-    ends = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    ends = keys.get("eos_token_id", [])
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
     if new := [number for number in sorted(ids) if number not in ends]:
         ends = [*new, *ends]
         _write_json(folder / GENERATION_FILE, {**keys, "eos_token_id": ends if len(ends) > 1 else ends[0]})

@@ -10,15 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.layer_sizes import KernelProfile
+from moefold.config.groups.context import ContextPart
+from moefold.config.groups.layer_sizes import KernelProfile, LayerSizes
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layers import Layer
 from moefold.config.lora import LoraConfig
+from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
+from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapted_layer_weights
-from moefold.cost.block_sizes import BlockSizes
+from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import CUDA_KERNELS, INT_BYTES, BytesByPart
-from moefold.cost.unit_memory import compute_dtype_bytes
+from moefold.cost.state_bytes import compute_dtype_bytes
 from moefold.topology.selection_groups import shares_selections
 
 LOSS_TILE_TOKENS = 512
@@ -32,10 +35,17 @@ LOSS_COPIED_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ActivationMemory(BlockSizes):
+class ActivationMemory(LayerSizes):
     """Activation memory of the layers of a model on one rank."""
 
+    model: ModelConfig
+    train: TrainConfig
     lora: LoraConfig
+
+    @cached_property
+    def experts(self) -> ExpertMemory:
+        """Memory of the routed experts."""
+        return ExpertMemory(self, self.model.experts)
 
     @cached_property
     def trains_indexers_only(self) -> bool:
@@ -287,10 +297,19 @@ def activation_memory(
     imbalance: float = 1.0,
 ) -> ActivationMemory:
     """Return the activation memory of a recipe that `check_config` passed; `recompute` None: its recomputed parts."""
+    layer = cfg.model.decoder_layers[0]
     return ActivationMemory(
         model=cfg.model,
+        hidden_size=cfg.model.hidden_size,
+        has_windows=cfg.model.has_windows,
+        block_norm=layer.norm,
+        residual=layer.residual,
         parallel=cfg.parallel,
+        shards_heads=chosen_in(cfg.parallel, ContextPart).shards_heads,
         train=cfg.train,
+        seq_len=cfg.train.seq_len,
+        micro_batch_size=cfg.train.micro_batch_size,
+        quantizes_gemms=cfg.train.quantizes_gemms,
         moe=cfg.moe,
         lora=cfg.lora,
         recompute=frozenset(cfg.train.recompute if recompute is None else recompute),

@@ -15,10 +15,10 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.flops import layer_flops, train_flops_per_token
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.cost.recompute_parts import is_implied, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import CUDA_KERNELS
 from moefold.cost.stages import plan_stages, with_explicit_layout
-from moefold.cost.state_memory import StateMemory
 from moefold.errors import ConfigError
 
 GIB = 2**30
@@ -75,7 +75,7 @@ def choose_recompute(
     """
     smallest: RecomputeChoice | None = None
     without_recompute = 0
-    states = StateMemory(cfg, kernels)
+    states = RankStateMemory(cfg, kernels)
     for extra, parts in sorted((recompute_overhead(cfg, parts), parts) for parts in legal_part_sets(cfg.model)):
         memory = compute_rank_memory(cfg, recompute=parts, kernels=kernels, imbalance=imbalance, states=states)
         max_rank_bytes = max(rank.total for rank in memory)

@@ -9,7 +9,7 @@ from math import ceil
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, ExchangeBytes, ExpertRows
 from moefold.config.groups.ffn import RoutedPart
-from moefold.cost.micro_batch_sizes import MicroBatchSizes
+from moefold.config.groups.layer_sizes import LayerSizes
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 GROUPED_TRANSIENT_WIDTHS = 4
@@ -22,15 +22,13 @@ class ExpertMemory:
 
     Args:
         batch: the micro-batch.
+        part: the feed-forward network.
     """
 
-    def __init__(self, batch: MicroBatchSizes) -> None:
+    def __init__(self, batch: LayerSizes, part: RoutedPart) -> None:
         self._batch = batch
+        self._part = part
         self.dispatcher = chosen_in(batch.parallel, DispatcherPart)
-
-    @property
-    def _part(self) -> RoutedPart:
-        return self._batch.model.experts
 
     @cached_property
     def expert_tokens(self) -> int:
@@ -59,7 +57,7 @@ class ExpertMemory:
         """True if the experts apply the routing probabilities: no outputs are saved then (`Dispatcher.run`)."""
         batch = self._batch
         runs_kernels = batch.kernel_choice == "triton" or (batch.kernel_choice == "auto" and batch.item_bytes == 2)
-        commutes = batch.kernels.experts_apply_probs and runs_kernels and not batch.train.quantizes_gemms
+        commutes = batch.kernels.experts_apply_probs and runs_kernels and not batch.quantizes_gemms
         return batch.moe.weight_in_expert or self._part.probs_on_input or commutes
 
     def saved(self) -> BytesByPart:
@@ -112,7 +110,7 @@ class ExpertMemory:
     @property
     def _token_width(self) -> int:
         """Width of a dispatched token."""
-        return self._part.token_size(self._batch.model.hidden_size)
+        return self._part.token_size(self._batch.hidden_size)
 
     @property
     def token_bytes(self) -> int:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from moefold.config.layers import Layer
-from moefold.cost.block_sizes import BlockSizes
+from moefold.cost.activation_memory import ActivationMemory
 from moefold.cost.memory_columns import ModelChunk
 
 INT64_BYTES = 8
 
 
-def graph_bytes(mode: str, sizes: BlockSizes, chunks: Sequence[ModelChunk], in_flight: Sequence[int]) -> int:
+def graph_bytes(mode: str, sizes: ActivationMemory, chunks: Sequence[ModelChunk], in_flight: Sequence[int]) -> int:
     """Return the bytes at fixed addresses of a rank's graphs, without saved tensors, which count as activations.
 
     Each micro-batch between its passes has its own graphs. Not counted: temporaries of the captured passes, and the
@@ -33,7 +33,7 @@ def graph_bytes(mode: str, sizes: BlockSizes, chunks: Sequence[ModelChunk], in_f
     return total
 
 
-def _attention_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
+def _attention_bytes(sizes: ActivationMemory, kind: Layer, in_flight: int) -> int:
     """Return the bytes of the output, both gradients, weight gradients, and gathered weights, of one layer."""
     weights = _num_weights(kind, "attention.")
     is_gathered = sizes.parallel.world_size > 1
@@ -41,7 +41,7 @@ def _attention_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
     return in_flight * (3 * sizes.hidden_bytes + weights * item) + (weights * item if is_gathered else 0)
 
 
-def _router_bytes(sizes: BlockSizes, kind: Layer, in_flight: int) -> int:
+def _router_bytes(sizes: ActivationMemory, kind: Layer, in_flight: int) -> int:
     """Return the bytes of input, choices, probabilities, scores and logits with their gradients, and of the weights."""
     value = max(sizes.high_precision_bytes, 8 if sizes.moe.router_dtype == "float64" else 4)
     weights = _num_weights(kind, "ffn.router.") * sizes.high_precision_bytes

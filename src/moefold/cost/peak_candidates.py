@@ -6,7 +6,7 @@ peak, so all candidates are kept.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -235,7 +235,7 @@ class StepSnapshots:
             state = tuple(in_flight), tuple(delayed), (forward, backward)
             found[state] = max(found.get(state, 0), num_messages)
             if slot[-1].kind == "W":
-                delayed[own] -= 1
+                delayed[self._chunk_class[slot[-1].stage]] -= 1
             if forward >= 0:
                 in_flight[forward] += 1
             if backward >= 0:
@@ -252,15 +252,12 @@ class StepSnapshots:
             if forward and backward:
                 self._running_cache[running] = self._overlap_snapshots(forward, backward)
             else:
-                run = np.array(
-                    list(
-                        self._forward_snapshots(forward)
-                        if forward
-                        else self._backward_snapshots(backward)
-                        if backward
-                        else [np.zeros(self.columns.size)]
-                    )
-                )
+                found: Iterable[Counts] = [np.zeros(self.columns.size)]
+                if forward:
+                    found = self._forward_snapshots(forward)
+                elif backward:
+                    found = self._backward_snapshots(backward)
+                run = np.array(list(found))
                 # With two micro-batches at a time, one is being offloaded and the other prefetched.
                 run[:, self.columns.end_column("in_transit")] += 2.0 if self.schedule_spec.overlap else 1.0
                 self._running_cache[running] = _with_occurrence(run, 1.0, 1.0)

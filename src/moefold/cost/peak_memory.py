@@ -17,9 +17,9 @@ from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
 from moefold.cost.memory_columns import ByteTable, ModelChunk, columns_of
 from moefold.cost.peak_candidates import RankSnapshots, StepSchedule, StepSnapshots
+from moefold.cost.rank_state_memory import RankStateMemory, recipe_stages
 from moefold.cost.saved_tensors import CUDA_KERNELS, PARTS
-from moefold.cost.state_memory import StateMemory, recipe_stages
-from moefold.cost.unit_memory import StateBytes
+from moefold.cost.state_bytes import StateBytes
 from moefold.topology.schedules import overlaps_micro_batches, runtime_slots, schedule_rows, schedule_slots
 
 
@@ -68,7 +68,7 @@ def compute_rank_memory(
     offload: Iterable[str] = (),
     kernels: KernelProfile = CUDA_KERNELS,
     imbalance: float = 1.0,
-    states: StateMemory | None = None,
+    states: RankStateMemory | None = None,
 ) -> tuple[RankMemory, ...]:
     """Return the peak memory of each pipeline rank.
 
@@ -81,7 +81,7 @@ def compute_rank_memory(
         imbalance: routed tokens of the busiest rank over the mean of all ranks.
         states: state memory of the recipe, if the caller has it already.
     """
-    states = states or StateMemory(cfg, kernels)
+    states = states or RankStateMemory(cfg, kernels)
     formula = activation_memory(cfg, recompute, kernels, imbalance)
     optimizer = chosen_in(cfg.train, OptimizerPart)
     if not optimizer.needs_gradients:
@@ -104,7 +104,7 @@ def compute_rank_memory(
 
 def _forward_rank_memory(
     formula: ActivationMemory,
-    states: StateMemory,
+    states: RankStateMemory,
     chunks: Sequence[ModelChunk],
     stages_by_rank: Sequence[Sequence[int]],
 ) -> tuple[RankMemory, ...]:

@@ -1,8 +1,8 @@
 """Host memory of the snapshots that `checkpoint.peer_every` takes."""
 
 from moefold.config.schema import Config
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.cost.state_memory import StateMemory
 
 NUM_KEPT = 2
 """Snapshots in memory: the last complete one, and the one that is being taken."""
@@ -25,7 +25,7 @@ def snapshot_bytes(cfg: Config) -> tuple[int, ...]:
     view = sharding.layout.attention
     first = {view.coordinate(rank, "pp"): rank for rank in reversed(range(p.world_size))}
     sizes = []
-    for pp_rank, states in enumerate(StateMemory(cfg).max_by_pp_rank):
+    for pp_rank, states in enumerate(RankStateMemory(cfg).max_by_pp_rank):
         # Like checkpoints, snapshots have only the adapters where no other weight is trained: weight and two moments.
         own = states.optimizer * 3 // 2 if cfg.trains_adapters_only else states.weights + states.optimizer
         copied = 1.0

@@ -2,9 +2,9 @@
 
 from moefold.config.schema import Config
 from moefold.cost.layer_spec import model_weights
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.cost.shard_boxes import WeightSharding, held_bytes
-from moefold.cost.state_memory import StateMemory
-from moefold.cost.unit_memory import compute_dtype_bytes, master_dtype_bytes
+from moefold.cost.state_bytes import compute_dtype_bytes, master_dtype_bytes
 from moefold.topology.rollout_mapping import fetches_experts, has_rollout_mapping, rollout_config
 
 MAX_WEIGHTS = 1 << 24
@@ -87,4 +87,4 @@ def reference_weight_bytes(cfg: Config) -> tuple[int, ...]:
 
     Its gathered weights and those in the compute type are freed before the training step.
     """
-    return tuple(states.weights + states.buffers for states in StateMemory(cfg).max_by_pp_rank)
+    return tuple(states.weights + states.buffers for states in RankStateMemory(cfg).max_by_pp_rank)

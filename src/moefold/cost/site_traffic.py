@@ -22,7 +22,7 @@ from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.cost.unit_memory import trained_names
+from moefold.cost.state_bytes import trained_names
 from moefold.topology.fragments import fragment_of, recipe_fragments
 
 BLOCK = 256
@@ -102,7 +102,7 @@ class FragmentTraffic:
     rank_coded: int
     """Elements that the rank with the most elements sends as a code."""
     rank_owned: int
-    """The part of them in experts that sites own, which are separate messages."""
+    """Coded elements of that rank in experts that sites own, which are separate messages."""
     rank_plain: int
     """Elements that this rank sends uncoded."""
 
@@ -170,7 +170,9 @@ def _trained_weights(model: ModelConfig, train: TrainConfig, lora: LoraConfig) -
 
 
 def _shards(parallel: ParallelConfig, weight: ParamSpec) -> DataParallelShards:
-    degree = (parallel.edp if weight.is_expert else parallel.dp * parallel.cp) if parallel.zero else 1
+    degree = 1
+    if parallel.zero:
+        degree = parallel.edp if weight.is_expert else parallel.dp * parallel.cp
     return weight.shard(parallel.tp, parallel.ep, parallel.etp).dp_shards(degree)
 
 

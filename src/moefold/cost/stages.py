@@ -71,7 +71,7 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
 
     The units are the embedding, each layer, and the loss with the MTP layers. A pipeline rank computes all of its
     stages one after another, so their sum counts. The best partition minimises p * p * b. Here p is the FLOPs of the
-    busiest rank, which limits all others, and b is the bytes of the fullest rank by `cost/stage_memory.py`. So a
+    busiest rank, which limits all others, and b is the bytes of the fullest rank by `cost/auto_layout_memory.py`. So a
     partition that is 1 % slower must save 2 % of memory. None is slower than the fastest one by more than
     `MAX_SLOWDOWN_PCT`. Ties go to the faster one.
 
@@ -81,7 +81,7 @@ def balanced_stages(cfg: Config) -> tuple[StageParts, ...]:
         ConfigError: the schedule file cannot be read.
     """
     # Lazy import: the memory formulas import this module to resolve stages of explicit layouts.
-    from moefold.cost.stage_memory import unit_bytes
+    from moefold.cost.auto_layout_memory import unit_bytes
 
     ranks = stage_ranks(cfg.parallel)
     return split_model(cfg.model, cfg.train, cfg.lora, ranks, unit_bytes(cfg, len(ranks)))

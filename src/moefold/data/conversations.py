@@ -12,8 +12,8 @@ from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
 from moefold.config.groups.alignment import AlignmentPart
 from moefold.data.preference import pack_pairs, preference_reader
-from moefold.data.rewards import conditioned_reader, open_rewards, rewarded_reader
 from moefold.data.sample import ReferenceLogProbs, SampleSource
+from moefold.data.scored_conversations import conditioned_reader, open_rewards, rewarded_reader
 from moefold.data.sft import ScaledMembers, open_conversations, pack_conversations
 from moefold.data.tokenizer import OffsetTokenizer
 

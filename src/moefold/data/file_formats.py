@@ -261,7 +261,7 @@ def parse_line(line: bytes, path: Path, number: int, element: int = 0) -> JsonlR
             fault = f"{error.msg} at column {error.colno}"
         raise ConfigError(f"{place} is not JSON ({fault}); fix or remove the line") from None
     if not isinstance(fields, dict):
-        texts = fields if isinstance(fields, list) else [fields] if element else []
+        texts = fields if isinstance(fields, list) else [fields] * bool(element)
         is_texts = texts != [] and all(isinstance(text, str) for text in texts)
         # The output needs another name: a shell first empties the file that it writes.
         command = f"jq -c '.[] | {{text: .}}' {quote(path.name)} > {quote(path.stem + '-rows.jsonl')}"
@@ -348,7 +348,9 @@ def unknown_column_message(column: str, columns: Mapping[str, Any] | list[str]) 
     names = sorted(columns)
     guess = closest_match(column, names)
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    hint = f"did you mean {guess!r}?" if guess else f"the columns are {shown}" if names else "there are no columns"
+    hint = f"the columns are {shown}" if names else "there are no columns"
+    if guess:
+        hint = f"did you mean {guess!r}?"
     return f"no column {column!r}; {hint}"
 
 

@@ -18,8 +18,8 @@ from moefold.config.groups.alignment import AlignmentPart
 from moefold.data.chat import Message
 from moefold.data.conversation_format import parse_messages
 from moefold.data.file_formats import JsonlRecord, column_text, unknown_column_message
-from moefold.data.rewards import prompt_hash
 from moefold.data.sample import ReferenceLogProbs, Sample, fill_up, packed_sample
+from moefold.data.scored_conversations import prompt_hash
 from moefold.data.sft import (
     ConversationReader,
     ConversationToRender,

@@ -403,7 +403,7 @@ class Mixture(Sampler):
             return 0
         first = int(min(len(source) / share for source, share in zip(self._parts, self._shares, strict=True)))
         # The exact counts differ from the shares by a few samples.
-        while any(self._count(source, first) > len(sub) for source, sub in enumerate(self._parts)):
+        while any(self._count(number, first) > len(source) for number, source in enumerate(self._parts)):
             first -= 1
         return first
 
@@ -411,18 +411,18 @@ class Mixture(Sampler):
         """Return the part that sample `index` comes from, and the sample's index there."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
-        source = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
-        return source, self._count(source, index)
+        number = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
+        return number, self._count(number, index)
 
     def annotated_sample(self, index: int) -> Sample:
         """Return sample `index` of the run."""
-        source, number = self.locate(index)
-        return self._parts[source].annotated_sample(number)
+        number, index_there = self.locate(index)
+        return self._parts[number].annotated_sample(index_there)
 
     def origin(self, index: int) -> str:
         """Return the sample's part, and its origin there."""
-        source, number = self.locate(index)
-        return f"part {source}, {self._parts[source].origin(number)}"
+        number, index_there = self.locate(index)
+        return f"part {number}, {self._parts[number].origin(index_there)}"
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files in all parts; each part ignores the names of other parts."""
@@ -432,32 +432,36 @@ class Mixture(Sampler):
 
     def is_dropped(self, index: int) -> bool:
         """Return whether the sample is dropped in its part."""
-        source, number = self.locate(index)
-        return self._parts[source].is_dropped(number)
+        number, index_there = self.locate(index)
+        return self._parts[number].is_dropped(index_there)
 
     @property
     def num_dropped(self) -> int:
         """Estimated number of dropped samples in an epoch, from each part's share."""
         length = len(self)
-        lost = [sub.num_dropped / len(sub) * self._count(i, length) for i, sub in enumerate(self._parts) if len(sub)]
+        lost = [
+            source.num_dropped / len(source) * self._count(number, length)
+            for number, source in enumerate(self._parts)
+            if len(source)
+        ]
         if all(source.num_dropped == len(source) for source in self._parts):
             return length
         return min(length - 1, math.ceil(sum(lost)))
 
     def state(self, index: int) -> Any:
         """Return the states of the parts; None if no part has a state."""
-        states = [sub.state(self._count(source, index)) for source, sub in enumerate(self._parts)]
+        states = [source.state(self._count(number, index)) for number, source in enumerate(self._parts)]
         return None if all(state is None for state in states) else states
 
     def restore(self, state: Any) -> None:
         """Restore the state of each part."""
-        for sub, part_state in zip(self._parts, state or [], strict=False):
-            sub.restore(part_state)
+        for source, part_state in zip(self._parts, state or [], strict=False):
+            source.restore(part_state)
 
-    def _count(self, source: int, num_samples: int) -> int:
-        """Return the number of the first samples that come from a part."""
-        start = self._ends[source - 1] if source else 0
-        return _count_below(self._ends[source], num_samples) - _count_below(start, num_samples)
+    def _count(self, number: int, num_samples: int) -> int:
+        """Return how many of the first samples come from a part."""
+        start = self._ends[number - 1] if number else 0
+        return _count_below(self._ends[number], num_samples) - _count_below(start, num_samples)
 
 
 def _count_below(end: int, num_samples: int) -> int:

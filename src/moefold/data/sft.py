@@ -59,7 +59,7 @@ class ConversationToRender:
     location: str
     """FILE:LINE, for messages."""
     size_bytes: int
-    """Its bytes in the files, for the progress."""
+    """Bytes of the conversation in the files, for the progress."""
     untrained: frozenset[int] = frozenset()
     """Indices of the assistant's messages that belong to the prompt, and have no targets."""
     has_label: bool = False

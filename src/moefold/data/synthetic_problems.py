@@ -30,7 +30,7 @@ _VALIDATION = 1
 
 @dataclass(frozen=True, slots=True)
 class TaskProblem:
-    """A prompt with its answer."""
+    """A prompt and the right answer to it."""
 
     prompt: str
     answer: str

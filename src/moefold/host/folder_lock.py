@@ -64,7 +64,7 @@ class Owner:
         return json.dumps(asdict(self)) + "\n"
 
     def is_running_here(self) -> bool:
-        """Return whether it is another process of this machine that has not ended; False if that is unknown."""
+        """Return whether the id is of another process of this machine that has not ended; False if that is unknown."""
         this = ProcessId.current()
         if not self.machine or self.machine != this.machine or self.process == this.number:
             return False

@@ -14,7 +14,7 @@ from moefold.errors import ConfigError
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "[")
-"""Host headers for them; starlette before 1.0 cuts an IPv6 address at its first colon."""
+"""Host headers for `LOOPBACK_NAMES`; starlette before 1.0 cuts an IPv6 address at its first colon."""
 BACKLOG = 128
 MAX_PORT = 2**16 - 1
 

@@ -225,13 +225,7 @@ def prepare_generation(
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
-    for value, option, name in (
-        (options.chat_template, "--chat-template", "the template"),
-        (options.want, f"--want {options.want}", "--want"),
-        (options.system, "--system", "the system message"),
-    ):
-        if value and not options.chat:
-            raise ConfigError(f"{option} has no effect without --chat; add it, or leave {name} out")
+    _reject_unused_chat_options(options)
     source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
     end_mark = ""
@@ -269,6 +263,16 @@ def prepare_generation(
         is_chat=options.chat,
         stop_string="" if options.ignore_eos else end_mark,
     )
+
+
+def _reject_unused_chat_options(options: GenerateOptions) -> None:
+    for value, option, name in (
+        (options.chat_template, "--chat-template", "the template"),
+        (options.want, f"--want {options.want}", "--want"),
+        (options.system, "--system", "the system message"),
+    ):
+        if value and not options.chat:
+            raise ConfigError(f"{option} has no effect without --chat; add it, or leave {name} out")
 
 
 def cache_of_requests(

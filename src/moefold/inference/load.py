@@ -12,7 +12,7 @@ from moefold.comm.groups import ParallelGroups, current_world, errors_on_all_ran
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.convert.weights import load_hf_weights, load_merged_weights
+from moefold.convert.weight_sources import load_hf_weights, load_merged_weights
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import reworded_errors
 from moefold.host.rank_env import RankEnv

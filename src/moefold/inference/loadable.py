@@ -6,7 +6,7 @@ from moefold.checkpoint.checkpoint_meta import META_FILE, read_meta
 from moefold.checkpoint.inspect import stored_tensors
 from moefold.config.lora import LoraConfig
 from moefold.convert.preflight import read_model
-from moefold.convert.weights import parameter_shapes
+from moefold.convert.weight_sources import parameter_shapes
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.errors import ConfigError, format_list
 from moefold.inference.source import checkpoint_source

@@ -16,7 +16,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
-from moefold.convert.weight_export import WeightExport
+from moefold.convert.rollout_weights import RolloutWeightWriter
 from moefold.errors import RunError
 from moefold.inference.engine.engine import StopCondition
 from moefold.inference.engine.requests import Completion, Request
@@ -54,7 +54,7 @@ class VllmEngine:
         self._sampling = SamplingParams(temperature=rollout.temperature, seed=run.seed)
         self._layers = [number for stage in model.stages for number in stage.moe_layers()]
         self._model = sizes
-        self._export = WeightExport(model, Path(rollout.folder))
+        self._export = RolloutWeightWriter(model, Path(rollout.folder))
         self._version = ""
 
     def update(self) -> float:

@@ -212,7 +212,9 @@ def _cuda_index(local_rank: int) -> int | None:
     if _uses_cuda():
         return torch.cuda.current_device()
     count = torch.cuda.device_count()
-    return None if not count else 0 if count == 1 else local_rank
+    if not count:
+        return None
+    return 0 if count == 1 else local_rank
 
 
 def _free_port() -> int:

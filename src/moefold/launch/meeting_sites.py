@@ -21,10 +21,10 @@ class Site:
     host: str
     """Host of the site, as the site reports it."""
     address: str
-    """Address that its first rank connects from."""
+    """Address that the first rank of the site connects from."""
     settings: dict[str, Any]
     weights: int | None
-    """Hash of its outer weights after `version` rounds; None if it is not known."""
+    """Hash of the site's outer weights after `version` rounds; None if unknown."""
     round: int
     """Last round that was due on the site, counted from 1 in a run, as the steps between rounds may differ."""
     version: int
@@ -36,7 +36,7 @@ class Site:
 
     @property
     def is_paired(self) -> bool:
-        """Return whether its rounds are exchanges of random pairs."""
+        """Return whether the rounds of the site are exchanges of random pairs."""
         return self.settings.get(PAIRS_SETTING) == "pairs"
 
 
@@ -60,7 +60,7 @@ class SiteList:
         self._refused: dict[int, str] = {}
         """Sites that were refused at the start and did not come back, with the reason."""
         self._ended: dict[int, str] = {}
-        """Sites whose process has ended before they came here, with the reason."""
+        """Sites whose process ended before the site came here, with the reason."""
 
     def __getitem__(self, number: int) -> Site:
         """Return a site that said hello."""

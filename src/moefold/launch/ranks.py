@@ -47,7 +47,9 @@ def choose_device(requested_device: str, world_size: int, rank_env: RankEnv | No
         ConfigError: this machine has fewer GPUs than ranks.
     """
     num_gpus = torch.cuda.device_count()
-    device = requested_device if requested_device != "auto" else "cuda" if num_gpus else "cpu"
+    device = requested_device
+    if device == "auto":
+        device = "cuda" if num_gpus else "cpu"
     if device != "cuda":
         return device
     if num_gpus < world_size if rank_env is None else num_gpus <= rank_env.cuda_device_index:

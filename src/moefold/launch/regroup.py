@@ -398,7 +398,7 @@ class _GenerationStore(dist.Store):
         return self._inner.check(keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and return whether it existed."""
+        """Delete a key and return whether the store had it."""
         return self._inner.delete_key(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

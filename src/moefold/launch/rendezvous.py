@@ -184,7 +184,7 @@ class _WaitNotice:
         return time.monotonic() > self._due_s
 
     def poll(self, missing_ranks: Sequence[int], stderr_fd: int = STDERR_FD) -> None:
-        """Print the line if it is due and was not printed."""
+        """Print the line once, when it is due."""
         if self.is_due:
             self._due_s = float("inf")
             env = self._rank_env

@@ -136,8 +136,9 @@ def keep_freed_blocks(device_type: str, environment: Mapping[str, str] = os.envi
 
     A step frees its activations and gradients, and the next step allocates the same sizes. By default glibc returns the
     top of its heap, and each block of 32 MiB or more, to the system, which then zeroes every page again: up to a
-    quarter of a step of a large layer (docs/log.md). In exchange the process stays at its peak size, with
-    fragmentation. Affects the whole process; other C libraries are left unchanged.
+    quarter of a step of a large layer
+    (docs/log.md#2026-11-23-freed-memory-is-kept-small-operands-are-read-in-place). In exchange the process stays at its
+    peak size, with fragmentation. Affects the whole process; other C libraries are left unchanged.
     """
     mallopt = _mallopt() if keeps_freed_blocks(device_type, environment) else None
     # A rejected size changes nothing. An accepted one also disables glibc's dynamic threshold, so it is set first.
@@ -149,8 +150,8 @@ def return_large_blocks() -> None:
     """Make glibc's malloc mmap each block of 1 MiB or more, unmap it when freed, and trim its heap.
 
     By default glibc raises this threshold to the largest freed block, up to 32 MiB. The buffers of a conversion then
-    fragment the heap, which grew by a tenth of the model (docs/log.md). Affects the whole process; other C libraries
-    are left unchanged.
+    fragment the heap, which grew by a tenth of the model (docs/log.md#2026-11-20-memory-of-conversions). Affects the
+    whole process; other C libraries are left unchanged.
     """
     mallopt = _mallopt()
     if mallopt is not None:

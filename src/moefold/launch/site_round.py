@@ -1,4 +1,8 @@
-"""Rounds of a meeting point: the requests of the sites, the sites that exchange with each other, and the votes."""
+"""Rounds of a meeting point: the requests of the sites, the sites that exchange with each other, and the votes.
+
+`estimate_grace_s` says how long late sites usually take; `Meeting._wait_s` decides whether a round waits for that time,
+for sites.grace_s, or for sites.timeout_s.
+"""
 
 import hashlib
 import statistics

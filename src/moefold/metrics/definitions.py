@@ -433,7 +433,9 @@ def _loss(loss: float) -> str:
 
 def _norm(norm: float) -> str:
     """Return a norm in six columns."""
-    return f"{norm:6.3f}" if norm < 10 else f"{norm:6.1f}" if norm < 1000 else f"{norm:6.0e}"
+    if norm < 10:
+        return f"{norm:6.3f}"
+    return f"{norm:6.1f}" if norm < 1000 else f"{norm:6.0e}"
 
 
 @dataclass(frozen=True, slots=True)

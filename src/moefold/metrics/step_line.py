@@ -148,7 +148,7 @@ class PlainDisplay:
         self._fastest_s = float("inf")
 
     def show(self, values: Mapping[str, Any], time_left_s: float, *, is_milestone: bool) -> None:
-        """Write the step's line if it is a milestone or a multiple of the interval."""
+        """Write the line of a step that is a milestone or a multiple of the interval."""
         self._time_step()
         is_due = self._num_timed > 0 and values["step"] % round_steps(PLAIN_INTERVAL_S / self._fastest_s) == 0
         if is_milestone or self._shows_every_step or is_due:

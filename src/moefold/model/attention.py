@@ -225,7 +225,8 @@ def gate_heads(attended_SBAD: Tensor, gate: Tensor) -> Tensor:
 
 
 MIN_LONG_DOCUMENT_TOKENS = 256
-"""Mean document length from which one call for each document is faster on a CPU than a mask (docs/log.md)."""
+"""Mean document length from which one call for each document is faster on a CPU than a mask
+(docs/log.md#2026-11-20-what-documents-windows-and-sinks-cost-in-attention)."""
 
 
 class CoreAttention(Protocol):
@@ -320,7 +321,7 @@ class CausalAttention:
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Call `kernel` if it supports the tensors, otherwise a kernel for blocks or SDPA, on [S, B, heads, D]."""
+        """Attend by `kernel` if that supports the tensors, else by a kernel for blocks or SDPA, on [S, B, heads, D]."""
         takes_limits = self._has_kernel_for(q, k, v)
         block_mask = mask_spec.local_mask(0, q, takes_limits=takes_limits)
         kernel: LimitedCausalKernel | CausalKernel | None = self.kernel if takes_limits else None

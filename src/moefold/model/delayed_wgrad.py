@@ -32,7 +32,7 @@ class WeightGradSink:
     """Destination of the weight gradients of one call of an autograd function."""
 
     wgrad_store: WeightGradStoreProtocol | None = None
-    """Receives delayed weight gradients; None: they are returned to autograd."""
+    """Store of the delayed weight gradients; None: autograd gets all weight gradients."""
     tracked_weights: tuple[Tensor, ...] = ()
     """The differentiable weights; autograd gets detached copies if their gradients are delayed."""
 

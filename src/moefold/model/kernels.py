@@ -53,7 +53,7 @@ class QKNormRopeKernel(Protocol):
         *,
         is_interleaved: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Normalise each head and rotate it.
+        """Normalise and rotate each head.
 
         Args:
             query: [S, B, A, D].

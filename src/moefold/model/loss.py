@@ -50,7 +50,7 @@ class SoftmaxOptions:
     """Distribution whose log-probabilities are computed, and whether its entropy is computed."""
 
     temperature: float = 1.0
-    """Logits, in float32 at least, are divided by it before the softmax."""
+    """Divisor of the logits, which are float32 at least, before the softmax."""
     has_entropy: bool = False
     """Compute the entropy of the distribution too, without a gradient: one more pass over the logits, no GEMM."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.cost.kv_cache import PAGE_POSITIONS
+from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.model.layer_cache import CurrentPass, LayerCache, PassRows
 from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.documents import PackedDocuments
@@ -253,7 +253,7 @@ class PagedLatents(PagedCache):
 
 @dataclass(frozen=True)
 class PageKernels:
-    """Kernels that read pages without gathering them; None: no kernel does."""
+    """Kernels that read the pages where they lie, without a gather; None: no such kernel."""
 
     rows: PagedAttentionKernel | None = None
     """Kernel with a page table for each row, for pages of `PAGE_POSITIONS` positions."""

@@ -87,7 +87,7 @@ class DecodeRows:
 
 
 class DecodeLayer(Protocol):
-    """One layer and its pages."""
+    """Decoding of one layer, whose weights and pages it holds."""
 
     @property
     def top_k(self) -> int:
@@ -126,7 +126,7 @@ class DecodePass(Protocol):
     """The shared part of the layers of a decoder: memory, and the rows of the pass that runs."""
 
     def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> DecodeLayer:
-        """Return a layer; its weights and pages must keep their addresses."""
+        """Return the decoding of a layer; the weights and the pages must keep their addresses."""
         ...
 
     def compute(self, layers: Sequence[DecodeLayer], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moefold.cost.kv_cache import PAGE_POSITIONS
+from moefold.config.cache_pages import PAGE_POSITIONS
 
 
 class PagedAttentionKernel(Protocol):

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.config.groups.indexer import MAX_BLOCK_ELEMENTS
 from moefold.ops.block_attention import accumulation_dtype, fold_in_sinks, sink_gradient
 from moefold.ops.exact_topk import exact_topk
-
-MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Elements of the largest temporary tensor of a block of queries by device type: a CPU caches it, a GPU needs few
-launches."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class OuterOptimizer(OuterWeights):
 
     @property
     def carried(self) -> int:
-        """A number of 64 bits that a joining site takes over from another site."""
+        """The method's own number in the state that a joining site takes over from another site, 64 bits; 0: none."""
         return 0
 
     @carried.setter
@@ -152,13 +152,13 @@ class OuterOptimizer(OuterWeights):
             keep_local: share of the present weights that stays; the rest becomes the outer weights.
         """
         is_own = mean is delta and not keep_local and not self._settings.residual
-        sums = [0.0] * 5
+        norms = OuterNorms()
         names = self.names(fragments)
         visits = self.visit(names, ["weights", "momentum"])
         vectors = (self.parts(names, delta), self.parts(names, mean, is_mean=True))
         for (name, (weights, *momentum)), own_d, mean_g in zip(visits, *vectors, strict=True):
             theta = local_tensor(self._parameters[name].data)
-            self.add_norms(sums, name, weights, own_d, mean_g)
+            self.add_norms(norms, name, weights, own_d, mean_g)
             if is_own and not self._settings.has_outer_step:
                 # phi - (phi - theta) would round: the mean of one site is its weights.
                 weights.copy_(theta)
@@ -166,7 +166,7 @@ class OuterOptimizer(OuterWeights):
             update = self.update(name, mean_g, momentum)
             self.move(name, theta, weights, update, keep_local)
         self.set_buffers(mean, fragments, keep_local)
-        return OuterNorms(*sums)
+        return norms
 
     def move(self, name: str, theta: Tensor, weights: Tensor, update: Tensor, keep_local: float) -> None:
         """Move the outer weights of a parameter by an update, and let them replace a share of its weights theta."""
@@ -204,12 +204,16 @@ class OuterOptimizer(OuterWeights):
         for (name, (weights,)), own_d, mean_g in zip(visits, *vectors, strict=True):
             yield name, own_d, self.select(name, mean_g), self.select(name, weights), self._replicas.get(name, 1)
 
-    def add_norms(self, sums: list[float], name: str, weights: Tensor, delta: Tensor, mean: Tensor) -> None:
-        """Add the part of a parameter to the sums of `OuterNorms`."""
+    def add_norms(self, norms: OuterNorms, name: str, weights: Tensor, delta: Tensor, mean: Tensor) -> None:
+        """Add the part of a parameter to the sums of a round."""
         if share := self._replicas.get(name, 1):
             d, g = (delta, mean) if self.is_averaged(name) else (delta.new_zeros(1),) * 2
-            for index, (x, y) in enumerate(((delta, delta), (g, g), (d, g), (self.select(name, weights),) * 2, (d, d))):
-                sums[index] += dot(x, y) / share
+            selected = self.select(name, weights)
+            norms.difference += dot(delta, delta) / share
+            norms.mean += dot(g, g) / share
+            norms.product += dot(d, g) / share
+            norms.weights += dot(selected, selected) / share
+            norms.averaged += dot(d, d) / share
 
     def is_averaged(self, name: str) -> bool:
         """Return whether the sites take a mean of a parameter."""

@@ -7,25 +7,20 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class OuterNorms:
     """Sums of squares of one round over this rank's shards; a tensor on n ranks counts 1/n of its sum on each."""
 
-    difference: float
+    difference: float = 0.0
     """Sum for the sent difference D, with the residual."""
-    mean: float
+    mean: float = 0.0
     """Sum for the mean difference g."""
-    product: float
+    product: float = 0.0
     """Dot product of both."""
-    weights: float
+    weights: float = 0.0
     """Sum for the outer weights before the step."""
-    averaged: float
+    averaged: float = 0.0
     """Sum for the sent values that the sites average; `mean` and `product` leave out all other values."""
-
-    def to_tensor(self) -> Tensor:
-        """Return the sums, float64 [5]."""
-        sums = [self.difference, self.mean, self.product, self.weights, self.averaged]
-        return torch.tensor(sums, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class PendingRound:
     step: int
     """Step after which the differences were taken."""
     due: int
-    """Step after which it is applied."""
+    """Step after which the round is applied."""
     fragments: tuple[int, ...]
     delta: Tensor
     """Vector that this site sent."""

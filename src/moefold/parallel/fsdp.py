@@ -13,6 +13,7 @@ different ranks before reduction.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -311,6 +312,7 @@ class PerRankGradDots:
         self._buffers: list[Tensor] = []
         self._gram_matrix: Tensor | None = None
         self._all_reduce_start: Timestamp | None = None
+        self._num_modules = 0
 
     def attach(self, module: FSDPModule) -> None:
         """Let this object reduce the module's gradients, with a timed all-gather."""
@@ -319,7 +321,8 @@ class PerRankGradDots:
             if group is not None:
                 members = fsdp_reduction_group(group, replicates=self._replicates)
                 assert self.exchange.serves(members), "FSDP reduces among the members of the exchange"
-                replace_fsdp_reduction(group, self._reduce_by_exchange)
+                replace_fsdp_reduction(group, partial(self._reduce_by_exchange, self._num_modules))
+                self._num_modules += 1
             if self._replicates:
                 return
         module.set_custom_all_gather(TimedAllGather(self._group.comm_timer, self.exchange))  # type: ignore[arg-type]  # as below
@@ -365,14 +368,23 @@ class PerRankGradDots:
             return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
 
     @torch.no_grad()
-    def _reduce_by_exchange(self, grads: list[Tensor], dtype: torch.dtype, numbers: list[int]) -> list[Tensor]:
-        """Sum gradients in memory that ranks share: to this rank's rows of them, or whole where ranks replicate."""
+    def _reduce_by_exchange(
+        self, module: int, grads: list[Tensor], dtype: torch.dtype, numbers: list[int]
+    ) -> list[Tensor]:
+        """Sum gradients in memory that ranks share: to this rank's rows of them, or whole where ranks replicate.
+
+        Args:
+            module: number of the module, in the order of `attach`.
+            grads: the module's gradients.
+            dtype: type of the sums.
+            numbers: numbers of the gradients' parameters in the module.
+        """
         assert self.exchange is not None
         if self.is_enabled:
             self._accumulate_dots(torch.cat([grad.reshape(-1).to(dtype) for grad in grads]))
         with self._group.comm_timer.waiting():
             reduce = self.exchange.sum if self._replicates else self.exchange.sum_scatter
-            return reduce(grads, dtype, numbers)
+            return reduce(grads, dtype, (module, *numbers))
 
     def _after_all_reduce(self, output: Tensor) -> None:
         self._group.comm_timer.leave(self._all_reduce_start)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from moefold.comm.host_copy import copy_to_device
 from moefold.comm.torch_compat import has_forward_hooks
+from moefold.config.cache_pages import PAGE_POSITIONS, page_positions
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
-from moefold.cost.kv_cache import PAGE_POSITIONS, CacheKind, page_positions
-from moefold.cost.unit_memory import dispatch_sizes
+from moefold.cost.kv_cache import CacheKind
+from moefold.cost.state_bytes import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.fused_block import FusedBlock, FusedLayers, fused_unsupported_reason, supports_fused

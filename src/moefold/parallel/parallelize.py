@@ -15,7 +15,7 @@ from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
 from moefold.cost.stages import plan_stages
-from moefold.cost.unit_memory import dispatch_sizes
+from moefold.cost.state_bytes import dispatch_sizes
 from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters

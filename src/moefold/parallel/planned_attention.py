@@ -29,7 +29,7 @@ from moefold.topology.token_placement import Integers, Placement, RoundShape, do
 
 @dataclass(frozen=True)
 class AttentionPlanOptions:
-    """Options of `plan_attention`, which describes them."""
+    """Arguments of `plan_attention`, described there."""
 
     tolerance: float | None = None
     block: int = 128

@@ -101,10 +101,10 @@ class WeightSender:
         self._model = model
         self._link = link
         dtypes = link.receive_object(link.split.sampling_ranks[0], DTYPES_TAG)
-        self._messages = _TransferPlan(source, target, dtypes, link, max_bucket_bytes)
-        self._boxes = self._messages.source.boxes(link.rank)
+        self._transfer = _TransferPlan(source, target, dtypes, link, max_bucket_bytes)
+        self._boxes = self._transfer.source.boxes(link.rank)
         check_boxes(weight_tensors(model), self._boxes)
-        self._sent_messages = [m for bucket in self._messages.buckets() for m in bucket if m.source == link.rank]
+        self._sent_messages = [m for bucket in self._transfer.buckets() for m in bucket if m.source == link.rank]
 
     @property
     def sent_bytes(self) -> int:
@@ -123,7 +123,7 @@ class WeightSender:
         sends = []
         for message in self._sent_messages:
             buffer = torch.empty(message.num_bytes, dtype=torch.uint8)
-            for transfer, view in self._messages.views(message, buffer):
+            for transfer, view in self._transfer.views(message, buffer):
                 view.copy_(weights[transfer.name][transfer.box.index_in(self._boxes[transfer.name])])
             sends.append(self._link.send(buffer, message.target, WEIGHTS_TAG))
         return sends
@@ -164,11 +164,11 @@ class WeightReceiver:
         self._sends = []
         if world.is_rank0:
             self._sends = [link.send_object(dtypes, rank, DTYPES_TAG) for rank in link.split.training_ranks]
-        self._messages = _TransferPlan(source, target, dtypes, link, max_bucket_bytes)
-        self._boxes = self._messages.target.boxes(link.rank - link.split.num_training)
+        self._transfer = _TransferPlan(source, target, dtypes, link, max_bucket_bytes)
+        self._boxes = self._transfer.target.boxes(link.rank - link.split.num_training)
         check_boxes(weight_tensors(model), self._boxes)
         self._buckets = [
-            mine for bucket in self._messages.buckets() if (mine := [m for m in bucket if m.target == link.rank])
+            mine for bucket in self._transfer.buckets() if (mine := [m for m in bucket if m.target == link.rank])
         ]
 
     @torch.no_grad()
@@ -189,7 +189,7 @@ class WeightReceiver:
             ]
             for message, buffer, receive in zip(messages, buffers, pending, strict=True):
                 receive.wait()
-                for transfer, view in self._messages.views(message, buffer):
+                for transfer, view in self._transfer.views(message, buffer):
                     weights[transfer.name][transfer.box.index_in(self._boxes[transfer.name])].copy_(view)
             bucket_bytes = sum(message.num_bytes for message in messages)
             received_bytes += bucket_bytes

@@ -57,14 +57,14 @@ class _Member:
     positions: NDArray[np.int64]
     """Positions in a sample that this rank routes in training, [S/(cp*tp)]."""
     layers: tuple[int, ...]
-    """MoE layers that it trains."""
+    """MoE layers that this rank trains."""
     shard: int
     """Data-parallel rank of sampling; cp counts as dp there."""
     tp_rank: int
     """Tensor-parallel rank of sampling, and the number of them."""
     tp_size: int
     sampled_layers: tuple[int, ...]
-    """MoE layers that it sampled with."""
+    """MoE layers of this rank in sampling."""
 
     def sends_to(self, rank: int) -> bool:
         """Return whether this rank is the sender to a rank among its tensor-parallel ranks."""

@@ -311,6 +311,8 @@ def _parse_workload(row: PublishedRow, gpu: str, mapping: ParallelMapping) -> Tr
 def _has_tuned_host(row: PublishedRow) -> bool:
     """Return whether the vendor of the GPUs measured the row, and does not say that it tuned nothing."""
     is_vendor = any(name in row["source"] for name in VENDOR_SOURCES)
+    # An issue in the vendor's repository is the run of a user.
+    is_vendor &= " issue" not in row["source"]
     return is_vendor and not re.search(r"not (well )?tuned", row["note"])
 
 

@@ -111,7 +111,7 @@ def with_run_defaults(cfg: Config, name: str) -> Config:
 
 
 def write_recipe(text: str, path: Path) -> None:
-    """Write a recipe, and check that it loads.
+    """Write a recipe, and check that the file loads.
 
     Raises:
         ConfigError: the file cannot be written.

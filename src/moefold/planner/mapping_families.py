@@ -55,7 +55,7 @@ class FamilyBest:
     plan: PlannedMapping
     nearest: Nearest
     is_tie: bool
-    """True if its step is within the error of the fastest family's."""
+    """True if the step of the family is within the error of the fastest family's."""
     fastest: PlannedMapping
     """The family's fastest mapping: the plan itself, or a mapping farther from any measurement."""
 
@@ -132,7 +132,9 @@ def nearest_measured(request: PlanRequest, mapping: ParallelMapping) -> Nearest:
 def measured_axes(mapping: ParallelMapping, gpu: str, model: str, seq_len: int) -> dict[str, object]:
     """Return the axes that a planned and a measured mapping are compared by."""
     m = mapping
-    recompute = "none" if not m.recompute else "full" if {"layer", "moe"} & set(m.recompute) else "selective"
+    recompute = "none"
+    if m.recompute:
+        recompute = "full" if {"layer", "moe"} & set(m.recompute) else "selective"
     return {
         "model": model,
         "gpu": gpu,
@@ -159,7 +161,9 @@ def _differences(row: Mapping[str, str], own: Mapping[str, object]) -> Iterator[
 
 
 def _generation(gpu: str) -> str:
-    return "Hopper" if gpu in HOPPER else "Blackwell" if gpu in ("b200", "b300", "gb200", "gb300") else gpu
+    if gpu in HOPPER:
+        return "Hopper"
+    return "Blackwell" if gpu in ("b200", "b300", "gb200", "gb300") else gpu
 
 
 @lru_cache(maxsize=1)

@@ -100,27 +100,7 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
     base, shape = read_model(model, options.overrides)
     check_priced_stage(base.model, base.train, base.lora)
     is_recipe = model.endswith(".toml")
-    named = {word.partition("=")[0] for word in options.overrides}
-    sizes = {
-        "--num-gpus": ("parallel.world_size", options.num_gpus),
-        "--seq-len": ("train.seq_len", options.seq_len),
-        "--global-batch-size": ("train.global_batch_size", options.global_batch_size),
-    }
-    for option, (key, given) in sizes.items():
-        if given is not None and key in named:
-            raise ConfigError(f"{option} {given} and {key} set the same; leave one of them out")
-    unsaid = {option for option, (key, given) in sizes.items() if not is_recipe and given is None and key not in named}
-    if "--num-gpus" in unsaid:
-        raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
-    p = base.parallel
-    num_gpus = _in_bounds("--num-gpus", options.num_gpus, p.world_size, MAX_GPUS)
-    train = base.train
-    default = DEFAULT_SEQ_LEN if "--seq-len" in unsaid else train.seq_len
-    seq_len = _in_bounds("--seq-len", options.seq_len, default, max_integer("train", "seq_len"))
-    default = _default_batch(seq_len) if "--global-batch-size" in unsaid else train.global_batch_size
-    max_batch = max_integer("train", "global_batch_size")
-    batch = _in_bounds("--global-batch-size", options.global_batch_size, default, max_batch)
-    chosen = {"--seq-len": seq_len, "--global-batch-size": batch}
+    num_gpus, seq_len, batch, assumed = _chosen_sizes(base.parallel, base.train, options, is_recipe=is_recipe)
     reserve = default_reserve_gib(device) if options.memory_reserve is None else options.memory_reserve
     if not 0 <= reserve < device.memory_gib:
         raise ConfigError(
@@ -133,7 +113,9 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
         base_with_precision,
         run=replace(base.run, device="cpu" if device.name == "cpu" else "cuda"),
         moe=replace(base.moe, capacity_factor=factor),
-        parallel=replace(p, world_size=num_gpus, mapping="given", context=legal_context(base.model, base.parallel)),
+        parallel=replace(
+            base.parallel, world_size=num_gpus, mapping="given", context=legal_context(base.model, base.parallel)
+        ),
         train=replace(base_with_precision.train, seq_len=seq_len, global_batch_size=batch),
     )
     cfg, site_link = resolve_sites(cfg, device, options.sites, options.site_link, options.site_latency)
@@ -159,7 +141,7 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
         restriction=Restriction(dict(options.fix), options.method, options.offload),
         reserve_gib=reserve,
         site_link=site_link,
-        assumed={option: size for option, size in chosen.items() if option in unsaid},
+        assumed=assumed,
     )
 
 
@@ -287,6 +269,36 @@ def check_imbalance(value: float, num_experts: int) -> float:
             "expert-parallel rank over the mean"
         )
     return value
+
+
+def _chosen_sizes(
+    parallel: ParallelConfig, train: TrainConfig, options: PlanOptions, *, is_recipe: bool
+) -> tuple[int, int, int, dict[str, int]]:
+    """Return the GPUs, the tokens of a sample and the samples of a step, and by option the sizes that nobody gave.
+
+    Raises:
+        ConfigError: a size is missing, out of bounds, or set twice.
+    """
+    named = {word.partition("=")[0] for word in options.overrides}
+    sizes = {
+        "--num-gpus": ("parallel.world_size", options.num_gpus),
+        "--seq-len": ("train.seq_len", options.seq_len),
+        "--global-batch-size": ("train.global_batch_size", options.global_batch_size),
+    }
+    for option, (key, given) in sizes.items():
+        if given is not None and key in named:
+            raise ConfigError(f"{option} {given} and {key} set the same; leave one of them out")
+    unsaid = {option for option, (key, given) in sizes.items() if not is_recipe and given is None and key not in named}
+    if "--num-gpus" in unsaid:
+        raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
+    num_gpus = _in_bounds("--num-gpus", options.num_gpus, parallel.world_size, MAX_GPUS)
+    default_len = DEFAULT_SEQ_LEN if "--seq-len" in unsaid else train.seq_len
+    seq_len = _in_bounds("--seq-len", options.seq_len, default_len, max_integer("train", "seq_len"))
+    default_batch = _default_batch(seq_len) if "--global-batch-size" in unsaid else train.global_batch_size
+    max_batch = max_integer("train", "global_batch_size")
+    batch = _in_bounds("--global-batch-size", options.global_batch_size, default_batch, max_batch)
+    chosen = {"--seq-len": seq_len, "--global-batch-size": batch}
+    return num_gpus, seq_len, batch, {option: size for option, size in chosen.items() if option in unsaid}
 
 
 def _default_batch(seq_len: int) -> int:

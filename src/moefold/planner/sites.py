@@ -48,8 +48,8 @@ CODING_S = MappingProxyType(
         "fp4": (7e-9, 4e-9),
     }
 )
-"""Seconds to encode an element, and to decode and add it, on one core of a host, by sites.precision (docs/log.md), from
-the most to the fewest bits."""
+"""Seconds to encode an element, and to decode and add it, on one core of a host, by sites.precision, from the most to
+the fewest bits (docs/log.md#2026-11-26-exchanges-between-two-sites-over-a-slow-link)."""
 MEETING_MESSAGES = 4
 """Messages between a site and the meeting point in a round, one after the other: two questions and their answers."""
 DAY_S = 86400.0

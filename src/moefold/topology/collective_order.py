@@ -55,9 +55,12 @@ def stage_collectives(
     numbers = [*stage.parts.layers, *range(first, first + stage.parts.num_mtp_layers)]
     layers = [number for number in numbers if model.all_layers[number].ffn.is_routed]
     ops = chosen_in(parallel, DispatcherPart).collectives(parallel.ep, parallel.etp)
-    recomputes = any(part in train.recompute for part in RECOMPUTED_WITH_COMM)
+    phases: tuple[str, ...] = ("F",)
+    if kind != "F":
+        recomputes = any(part in train.recompute for part in RECOMPUTED_WITH_COMM)
+        phases = ("R", "B") if recomputes else ("B",)
     for layer in layers if kind == "F" else reversed(layers):
-        for phase in ("F",) if kind == "F" else ("R", "B") if recomputes else ("B",):
+        for phase in phases:
             for op in reversed(ops) if phase == "B" else ops:
                 yield CollectiveStart(stage.number, micro_batch, layer, phase, op)
 

@@ -30,7 +30,7 @@ class LayoutSymbol:
     kind: str
     """E, t, m, L or |."""
     position: int
-    """Index of its character in the string, counted from 1."""
+    """Index of the symbol's character in the string, counted from 1."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def load_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig, model:
     if not init_from:
         return ""
     from moefold.convert.preflight import resolve_weights_folder, weights_path
-    from moefold.convert.weights import load_shards
+    from moefold.convert.weight_sources import load_shards
 
     world = current_world()
     path: Path = world.all_gather_object(resolve_weights_folder(weights_path(init_from)))[0]

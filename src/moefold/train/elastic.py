@@ -45,7 +45,7 @@ class Loss:
     """Ranks that were lost, for the log."""
 
     generation: RankGeneration
-    """The generation without them."""
+    """The generation without the lost ranks."""
     activities: tuple[str, ...]
     """Last activity of each lost rank."""
     noticed_s: float

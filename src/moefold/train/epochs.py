@@ -64,8 +64,6 @@ def _unknown_length_reason(data: DataConfig, rl: RLConfig) -> str:
 
 def _num_samples(cfg: Config, program_data: "ProgramData | None", *, is_first: bool) -> int:
     """Return the number of samples in an epoch of this job, of all its data-parallel ranks together."""
-    # Lazy import: a wrong key is refused without numpy and the tokenizer.
-
     if program_data is not None:
         return len(program_data.train)
     data = cfg.data

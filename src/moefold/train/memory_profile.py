@@ -18,7 +18,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import expert_names
-from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, dispatch_sizes
+from moefold.cost.state_bytes import StateBytes, compute_dtype_bytes, dispatch_sizes
 from moefold.data.dataset import open_dataset
 from moefold.host.processes import block_signals
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker

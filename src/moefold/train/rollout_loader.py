@@ -30,8 +30,8 @@ from moefold.rl.rollout_table import TABLE_KEY
 from moefold.rl.step_rows import pack_step
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.data_loader import DataLoader, Position
+from moefold.train.kl_reference import KLReference, ReferenceModel
 from moefold.train.log_probs import TrainerLogProbs
-from moefold.train.reference import KLReference, ReferenceModel
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_sampler import PromptSampler
 from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource

@@ -86,7 +86,7 @@ class RoundQueue:
         return _entries(self._table.arrays())
 
     def restore(self, path: Path, state: dict[str, Any] | None, step: int, open_prompt: Callable[[int], Prompt]) -> str:
-        """Take the rounds of a checkpoint in place of all others; return a message about rounds that are too old.
+        """Take the rounds of a checkpoint in place of all others; return a message about old or missing rounds.
 
         Args:
             path: the checkpoint.
@@ -103,19 +103,26 @@ class RoundQueue:
             self._source.receive()
         self._restarts = True
         self._table = RolloutTable()
-        headers = table_headers(state)
-        if not headers:
-            return ""
-        check_headers(headers, self._train, rl)
-        arrays = empty_arrays(headers)
-        load_entries(path, _entries(arrays))
-        self._table = restore_table(headers, arrays, open_prompt, rl.group_size)
-        num_dropped = self._table.drop_older(step, rl.staleness, rl.updates)
-        if not num_dropped:
+        num_dropped = 0
+        if headers := table_headers(state):
+            check_headers(headers, self._train, rl)
+            arrays = empty_arrays(headers)
+            load_entries(path, _entries(arrays))
+            self._table = restore_table(headers, arrays, open_prompt, rl.group_size)
+            num_dropped = self._table.drop_older(step, rl.staleness, rl.updates)
+        if num_dropped:
+            return (
+                f"; {num_dropped} round{'s' * (num_dropped > 1)} of rollouts in the checkpoint, of older weights than "
+                f"rl.staleness={rl.staleness} allows, are sampled again"
+            )
+        # A run samples no rounds beyond its last step.
+        wanted = min(rl.staleness, self._num_steps - step) // rl.updates
+        if state is None or not step or len(self._table) >= wanted:
             return ""
         return (
-            f"; {num_dropped} round{'s' * (num_dropped > 1)} of rollouts in the checkpoint, of older weights than "
-            f"rl.staleness={rl.staleness} allows, are sampled again"
+            f"; the checkpoint has {len(self._table)} of the {wanted} rounds of rollouts that a run of "
+            f"{self._num_steps} steps with rl.staleness={rl.staleness} has sampled by step {step}: its weights sample "
+            "the others, so this run differs from an uninterrupted one"
         )
 
 

@@ -29,7 +29,7 @@ class _ChoiceRecorder:
         """Choices of each micro-batch, int16 [tokens, K]."""
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
-        """Record the choices and return them unchanged, see `RouterOverride`."""
+        """Record the choices; the result is the same tensor, see `RouterOverride`."""
         ids_SBK = ids_TK.view(-1, len(sample_ids_B), ids_TK.shape[1])
         counted = ids_SBK[:, sample_ids_B < self.num_samples]
         self.chosen.append(counted.flatten(0, 1).to("cpu", torch.int16))

@@ -79,7 +79,7 @@ def _warmup_lines(model: ModelConfig, train: TrainConfig) -> list[str]:
 
 
 MIN_ROUNDS_OF_MOMENTUM = 100
-"""Rounds below which an outer momentum above 0.5 does harm: docs/log.md, 2026-11-26."""
+"""Rounds below which an outer momentum above 0.5 does harm: docs/log.md#2026-11-26-sites."""
 
 
 def _describe_sites(run: RunConfig, model: ModelConfig, sites: SitesConfig) -> str:

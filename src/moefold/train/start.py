@@ -86,8 +86,6 @@ def check_data_source(model: ModelConfig, train: TrainConfig, data: DataConfig) 
     Raises:
         ConfigError: a file is missing or empty, or the vocabulary is smaller than the tokenizer's.
     """
-    # Lazy import: rejecting a wrong key must not need numpy and the tokenizer.
-
     check_data(data, seq_len=train.seq_len, vocab_size=model.vocab_size)
 
 
@@ -146,8 +144,6 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
     """
     if not moe.replay:
         return
-    # Lazy import: rejecting a wrong key must not need numpy.
-
     trace = RoutingTrace(Path(moe.replay), "moe.replay")
     if trace.folder.resolve() == (Path(run.dir) / TRACE_FOLDER).resolve():
         raise ConfigError(

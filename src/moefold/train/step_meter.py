@@ -31,6 +31,7 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.step_guard import Mismatch, StepDecision
 
 if TYPE_CHECKING:
+    from moefold.config.groups.optimizer import ForwardPasses, ProjectedGradient
     from moefold.metrics.memory_tracker import MemoryTracker
     from moefold.parallel.memory_tracking import MemoryByPart
     from moefold.parallel.replica_check import Divergence, HostFact
@@ -109,7 +110,7 @@ class StepTotals:
     thresholds: Tensor
     receive_loads: Tensor
     """Largest receive load of each rank, [ranks]; [0] if the dispatcher always has room."""
-    projected: Any
+    projected: "ProjectedGradient | None"
     """Gradient of forward passes (`OptimizerPart.passes`); None with gradients."""
 
 
@@ -167,7 +168,7 @@ class StepMeter:
         flags: Sequence[bool],
         data_s: float,
         memory_tracker: "MemoryTracker | None",
-        passes: Any,
+        passes: "ForwardPasses | None",
         rate: float,
     ) -> StepTotals:
         """Sum all numbers of a step over the ranks, in one all-reduce.
@@ -221,7 +222,7 @@ class StepMeter:
             projected=projected,
         )
 
-    def _result(self, totals: dict[str, Tensor], rate: float, projected: Any) -> StepResult:
+    def _result(self, totals: dict[str, Tensor], rate: float, projected: "ProjectedGradient | None") -> StepResult:
         """Return the metrics of a step from the sums over all ranks."""
         losses = totals["losses"].tolist()
         num_terms = len(self._loss_terms)

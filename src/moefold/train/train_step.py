@@ -31,6 +31,7 @@ from moefold.train.step_meter import StepMeter, StepResult, StepTotals
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from moefold.config.groups.site_method import OwnedParameters
     from moefold.metrics.memory_tracker import MemoryTracker
     from moefold.optim.outer import OuterOptimizer
     from moefold.optim.states import StateStore
@@ -59,7 +60,7 @@ class TrainingStep:
             from moefold.parallel.offload import open_state_store
 
             state_store = open_state_store(cfg.train, model.groups.device)
-        self._owned: Any = None
+        self._owned: OwnedParameters | None = None
         if cfg.sites.owns_experts:
             names = expert_names(cfg.model, cfg.lora)
             count, number = cfg.sites.count, cfg.sites.number
@@ -73,7 +74,7 @@ class TrainingStep:
 
             self.outer = make_outer_optimizer(model, cfg.model, cfg.lora, cfg.sites, self.optimizer, state_store)
         part = chosen_in(cfg.train, OptimizerPart)
-        self._passes: Any = None if part.needs_gradients else part.passes(model, self.optimizer)
+        self._passes = None if part.needs_gradients else part.passes(model, self.optimizer)
         self.moment_updates = 0
         self.guard = StepGuard(cfg.faults, (GRAD_NORM,) if cfg.is_rl else SPIKE_METRICS)
         self.router_replay: RouterReplayBuffer | None = None
@@ -151,8 +152,7 @@ class TrainingStep:
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
         """The parameters of the optimizer: no frozen weights, and only the site's own experts if sites own them."""
-        owned: dict[str, nn.Parameter] = self.model.trained_parameters
-        return owned if self._owned is None else dict(self._owned.parameters)
+        return self.model.trained_parameters if self._owned is None else dict(self._owned.parameters)
 
     @property
     def shared_weights(self) -> Sequence[Tensor]:
@@ -297,8 +297,7 @@ class TrainingStep:
     def forward_backward(self, batch: Batch, step: int) -> Tensor:
         """Accumulate the gradients of a batch, or run only forward passes; return this rank's loss terms."""
         if self._passes is not None:
-            terms: Tensor = self._passes.run(batch, step, self.begin_step)
-            return terms
+            return self._passes.run(batch, step, self.begin_step)
         return self.model.forward_backward(batch)
 
     def _locate_nonfinite(self, batch: Batch, step: int, loss: Tensor) -> "NonFiniteReport":

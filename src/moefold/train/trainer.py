@@ -101,7 +101,7 @@ class Trainer:
             evaluations = (RewardEvaluation(cfg.train.eval_every, cfg.rl.reset_patience),)
             rollouts = (RolloutLogging(cfg.metrics.rollouts_every),)
         if chosen_in(cfg.align, AlignmentPart).has_reference:
-            from moefold.train.callbacks.reference import ReferencePass
+            from moefold.train.callbacks.preference_reference import ReferencePass
 
             reference = (ReferencePass(cfg.checkpoint),)
         if measures_kernels:
@@ -219,6 +219,8 @@ class Trainer:
                 context.status = SIGNAL_STATUS + step.signals[0]
         for callback in self._each_callback():
             callback.on_end(context, context.status)
+        for finish in context.at_end:
+            finish()
 
     def _each_callback(self, *, is_after_step: bool = False) -> Iterator[Callback]:
         """Yield the callbacks in order. The flight recorder's phase names the user's callbacks.

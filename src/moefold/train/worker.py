@@ -136,7 +136,6 @@ def train_on_rank(
             exit.
         RunError: the run failed, in a job of one rank or in a program's own process.
     """
-    layout = fold_mapping(cfg.parallel)
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -155,40 +154,42 @@ def train_on_rank(
         if link is not None:
             link.recorder = watchdog.flight_recorder
         if link is not None and split.samples(rank_env.rank):
+            from moefold.train.sampling_worker import SamplingWorker
+
             watchdog.flight_recorder.first_rank = split.num_training
             with stop:
                 # The training ranks order the stop, also after a signal.
-                from moefold.train.sampling_worker import SamplingWorker
-
-                SamplingWorker(cfg, layout, device, watchdog.flight_recorder, link).run()
+                SamplingWorker(cfg, fold_mapping(cfg.parallel), device, watchdog.flight_recorder, link).run()
             return TrainOutcome(0, Path(cfg.run.dir))
         watchdog.flight_recorder.set_phase("choosing the folder of the run")
         # A network file system may look different on another machine, so rank 0 decides.
         folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
         reporting = StepReporting(program.on_step)
-        first_messages = (folder.message, *messages, runtime_env_message(rank_env, device_type))
-        locks = cleanup.enter_context(_RunLocks(cfg, folder))
-        program_parts = replace(program, callbacks=(*program.callbacks, reporting))
-        training = _RankTraining(program_parts, first_messages, device, link, watchdog, stop, locks)
+        training = _RankTraining(
+            program=replace(program, callbacks=(*program.callbacks, reporting)),
+            first_messages=(folder.message, *messages, runtime_env_message(rank_env, device_type)),
+            device=device,
+            link=link,
+            watchdog=watchdog,
+            stop=stop,
+            locks=cleanup.enter_context(_RunLocks(cfg, folder)),
+        )
         run_dir = Path(folder.cfg.run.dir)
+        list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
         if regroups:
             from moefold.train.elastic import GenerationLoop
 
-            loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, locks.release)
+            loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, training.locks.release)
             status = loop.run(stop)
-            newest = (
-                None if regroup.is_spare or regroup.rank else _newest_checkpoint(folder.cfg.run, folder.cfg.checkpoint)
-            )
+            newest = None if regroup.is_spare or regroup.rank else list_newest()
             return TrainOutcome(status, run_dir, reporting.last, newest)
         status = training.train(folder.cfg, (), (), SaveHistory())
         watchdog.flight_recorder.set_phase("listing the checkpoints")
-        newest = current_world().all_gather_object(
-            _newest_checkpoint(folder.cfg.run, folder.cfg.checkpoint) if rank_env.rank == 0 else None
-        )[0]
+        newest = current_world().all_gather_object(list_newest() if rank_env.rank == 0 else None)[0]
         return TrainOutcome(status, run_dir, reporting.last, newest)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _RankTraining:
     """Trains on this rank, with the existing process group."""
 

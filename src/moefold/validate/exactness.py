@@ -6,6 +6,7 @@ tokens from the same weights: the ratio of policy to sampler is 1.
 
 from collections.abc import Iterator
 
+from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.config.chosen import chosen, chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, WirePart
 from moefold.config.groups.router import ChoicePart
@@ -20,7 +21,6 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
-from moefold.cost.kv_cache import PAGE_POSITIONS
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_degrees
 
 MAX_EXACT_SEQ_LEN = 16384

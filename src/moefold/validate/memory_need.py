@@ -18,12 +18,12 @@ from moefold.cost.flops import count_parameters
 from moefold.cost.kv_cache import cache_sizes, min_rollout_cache_bytes, rollouts_at_once
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.cost.rollout_memory import drawn_bytes, gathered_weight_bytes, reference_weight_bytes, rollout_weight_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.cost.stages import plan_stages
-from moefold.cost.state_memory import StateMemory
-from moefold.cost.unit_memory import StateBytes, compute_dtype_bytes, unit_names, unit_weights
+from moefold.cost.state_bytes import StateBytes, compute_dtype_bytes, unit_names, unit_weights
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.terminal import format_bytes
@@ -101,7 +101,7 @@ def min_training_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...
 
 def min_sampling_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
     """Return the minimum memory of a rank of each pipeline stage while rollouts are sampled, without other models."""
-    memory = StateMemory(cfg, KERNEL_PROFILES[device_type])
+    memory = RankStateMemory(cfg, KERNEL_PROFILES[device_type])
     cache = min_rollout_cache_bytes(cfg)
     p = cfg.parallel
     drawn = drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)
@@ -181,7 +181,7 @@ def _step_memory(cfg: Config, device_type: str) -> tuple[BytesByPart, ...]:
     shortened = _with_fewer_micro_batches(cfg)
     p = shortened.parallel
     if p.pp * p.virtual_stages * shortened.num_micro_batches > MAX_ACTIONS:
-        memory = StateMemory(shortened, KERNEL_PROFILES[device_type])
+        memory = RankStateMemory(shortened, KERNEL_PROFILES[device_type])
         return tuple(
             _state_bytes(states, moments.offloaded)
             for states, moments in zip(memory.max_by_pp_rank, memory.offloaded_moments, strict=True)
@@ -340,7 +340,7 @@ def _irreducible_memory_message(cfg: Config, host: HostCapacity) -> str:
     """Describe the states of the whole model, which no setting reduces, and the hardware they need."""
     total = count_parameters(cfg.model).total
     single_rank = replace(cfg, parallel=type(cfg.parallel)())
-    memory = StateMemory(single_rank)
+    memory = RankStateMemory(single_rank)
     state_bytes = memory.max_by_pp_rank[0]
     states = state_bytes.weights + state_bytes.gradients + state_bytes.optimizer - memory.offloaded_moments[0].offloaded
     if states < host.available.size:

@@ -7,9 +7,11 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.chosen import chosen_in
 from moefold.config.faults import FaultsConfig
 from moefold.config.groups.alignment import AlignmentPart
+from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part_registry import find_part, kinds
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
@@ -70,7 +72,7 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
         )
     elif sites.overlap >= shortest_gap(count, sites.every) and not sites.part.overlaps_whole_round:
         gap = shortest_gap(count, sites.every)
-        whole = ", or sites.method='co2', which overlaps a whole round" if sites.overlap == gap and count == 1 else ""
+        whole = _whole_round_methods() if sites.overlap == gap and count == 1 else ""
         yield (
             f"sites.overlap={sites.overlap} must be below the {gap} steps between two rounds (sites.every="
             f"{sites.every} over {count} fragment{'s' if count > 1 else ''}); choose at most {gap - 1}{whole}"
@@ -92,6 +94,13 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
             f"sites.timeout_s={sites.timeout_s:g} must be at most half of faults.timeout_s={faults.timeout_s:g}, "
             "or a wait for another site would count as a hang; lower it, or raise faults.timeout_s"
         )
+
+
+def _whole_round_methods() -> str:
+    """Return a way out that names the installed methods of sites that overlap a whole round; empty without one."""
+    group = SiteMethodPart.group
+    names = [f"{kind!r}" for kind in kinds(group) if find_part(group, kind).overlaps_whole_round]
+    return f", or sites.method={' or '.join(names)}, which overlaps a whole round" if names else ""
 
 
 def validate_codes_and_moments(model: ModelConfig, sites: SitesConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Rules on sparse attention, and its keys without effect."""
+"""Rules on sparse attention, and keys of sparse attention without effect."""
 
 from collections.abc import Iterator
 

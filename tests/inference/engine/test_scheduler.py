@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.cost.kv_cache import PAGE_POSITIONS
+from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.data.index_shuffle import hash_ints
 from moefold.inference.engine.pages import PagePool, PageTable, pages_for
 from moefold.inference.engine.requests import Request

@@ -66,7 +66,7 @@ def test_seeds_differ_where_none_is_given():
         ("chat", {"messages": []}, "messages", "at least 1"),
     ],
 )
-def test_refusals(kind, fields, param, message):
+def test_a_refused_request_names_its_parameter(kind, fields, param, message):
     with pytest.raises(ApiError, match=message) as error:
         parsed(kind, **fields)
     assert error.value.param == param

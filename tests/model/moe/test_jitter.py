@@ -47,7 +47,7 @@ def test_it_is_uniform_and_its_features_are_uncorrelated():
     assert (noise.T.corrcoef() - torch.eye(8)).abs().max() < 0.06
 
 
-def test_chunks_do_not_show():
+def test_jitter_does_not_depend_on_its_chunks():
     samples, positions, width = torch.arange(3), torch.arange(50), CPU_CHUNK_ELEMENTS // 20
     whole = uniform_noise(5, 3, samples, positions, width).view(50, 3, width)
     for position in (0, 6, 7, 49):

@@ -58,7 +58,7 @@ def _assert_equals_reference(model: ModelConfig, moe: MoEConfig, loss_scale: flo
 @pytest.mark.parametrize("softmax", ["pre", "post"])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("losses", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
-def test_equals_the_reference(softmax, top_k, losses):
+def test_the_layer_equals_the_reference(softmax, top_k, losses):
     moe = replace(PLAIN, aux_loss=losses[0], z_loss=losses[1])
     _assert_equals_reference(edit_model(MODEL, {"ffn.moe.router.softmax": softmax, "ffn.moe.top_k": top_k}), moe)
 

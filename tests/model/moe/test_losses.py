@@ -23,7 +23,7 @@ def test_even_load_costs_one_and_one_hot_load_costs_the_number_of_experts():
     assert local_load_balancing_loss(collapsed, torch.tensor([[8, 0, 0, 0]]), 8).item() == pytest.approx(4.0)
 
 
-def test_hand_worked_values():
+def test_load_balancing_and_z_loss_by_hand():
     # f = (3/4, 1/4), P = (0.6, 0.4): 2 * (0.75*0.6 + 0.25*0.4) = 1.1
     scores = torch.tensor([[0.9, 0.1], [0.3, 0.7], [0.5, 0.5], [0.7, 0.3]], dtype=torch.float64)
     assert local_load_balancing_loss(scores, torch.tensor([[3, 1]]), 4).item() == pytest.approx(1.1)

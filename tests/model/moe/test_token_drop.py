@@ -20,7 +20,7 @@ def _random_routing(num_tokens: int, top_k: int, num_experts: int, levels: int):
 
 @pytest.mark.parametrize("policy", [PROBS, POSITION], ids=lambda policy: policy.kind)
 @pytest.mark.parametrize("capacity", [1, 4, 100])
-def test_same_as_sorting_lists(policy, capacity):
+def test_kept_tokens_equal_sorting_by_hand(policy, capacity):
     torch.manual_seed(0)
     ids, probs, keys = _random_routing(40, 3, 5, levels=4)
     kept = keep_within_capacity(ids, probs, keys, 5, capacity, policy)

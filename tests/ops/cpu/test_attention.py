@@ -112,7 +112,7 @@ def test_it_equals_the_definition(kernel, shape, dtype):
 
 
 @pytest.mark.parametrize("d", [8, 24, 40])
-def test_every_length_is_right(kernel, d):
+def test_attention_of_every_length_equals_float64(kernel, d):
     for tokens in range(1, 140, 3):
         dtype = torch.bfloat16 if tokens % 2 else torch.float32
         q, k, v, grad = _heads(tokens, 1, 2, 1, d, seed=tokens, dtype=dtype)

@@ -85,7 +85,7 @@ def test_it_equals_the_definition(kernel, shape, dtype):
 
 
 @in_each_type
-def test_every_width_is_right(kernel, dtype):
+def test_norm_of_every_width_equals_float64(kernel, dtype):
     for size in range(1, 100):
         given = _given(6, size, dtype=dtype)
         _assert_equal(_passes(kernel, *given), *given)
@@ -125,7 +125,7 @@ def test_memory_may_hold_anything(kernel, monkeypatch, dtype):
 
 
 @in_each_type
-def test_rows_may_lie_in_any_way(kernel, dtype):
+def test_norm_of_rows_of_any_strides_equals_float64(kernel, dtype):
     grad, x, weight = _given(6, 4, 35, dtype=dtype)
     ways = {
         "every second row": lambda t: t.repeat_interleave(2, 1)[:, ::2],

@@ -94,7 +94,7 @@ def test_threads_change_no_bit(kernel, dtype):
 
 
 @in_each_type
-def test_nan_arrives(kernel, dtype):
+def test_rope_passes_on_nan_within_its_pair(kernel, dtype):
     x, grad, cos, sin = _given(4, 2, 2, 24, 16, 1, dtype)
     x[1, 0, 1, 3] = float("nan")
     x[2, 1, 0, 20] = float("inf")

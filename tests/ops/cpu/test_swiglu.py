@@ -74,7 +74,7 @@ def test_projections_may_be_narrower_than_the_gradient(gate):
 
 
 @needs_compiler
-def test_nan_stays_nan(gate):
+def test_swiglu_passes_on_nan(gate):
     g = torch.tensor([float("nan"), 1.0, float("inf"), -float("inf")])
     u = torch.tensor([1.0, float("nan"), 2.0, 2.0])
     for dtype in (torch.float32, torch.bfloat16):

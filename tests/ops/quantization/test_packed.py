@@ -67,7 +67,7 @@ def test_every_number_of_e4m3_is_read():
         assert torch.equal(dequantize(numbers, scales, dtype), expected.to(dtype))
 
 
-def test_one_row_of_any_width():
+def test_packing_of_any_width_equals_fake_quantization():
     for width in (5, 129, 130, 131):
         x = _rows(1, width, torch.float32)
         assert torch.equal(unpack(pack(x), width, torch.float32), fake_quantize(x, WIRE_QUANT_FORMAT))

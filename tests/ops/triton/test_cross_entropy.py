@@ -27,7 +27,7 @@ def case(dtype, width=V):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [1, 16, V])
 @pytest.mark.parametrize("shift", [0.0, -3e4], ids=["near 0", "far below 0"])
-def test_statistics(dtype, width, shift):
+def test_cross_entropy_statistics_equal_float64(dtype, width, shift):
     logits, rows = case(dtype, width)
     logits = logits + shift
     found = OPS.statistics(logits, rows)
@@ -53,7 +53,7 @@ def test_a_logit_of_minus_infinity_has_no_probability_and_nan_is_not_hidden():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16], ids=["in place", "float32", "bfloat16"])
 @pytest.mark.parametrize("num_gradients", [1, 2], ids=["cross-entropy", "normalizer too"])
-def test_gradient(dtype, out_dtype, num_gradients):
+def test_the_gradient_of_logits_equals_float64(dtype, out_dtype, num_gradients):
     logits, rows = case(dtype)
     normalizer = logits.float().logsumexp(1)
     grads = torch.randn(num_gradients, T, device=DEVICE)

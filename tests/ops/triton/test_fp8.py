@@ -60,7 +60,7 @@ def _assert_close(actual, expected, dtype, summed=1):
     ],
     ids=str,
 )
-def test_experts(counts, dtype, gathers):
+def test_fp8_experts_equal_simulated_products(counts, dtype, gathers):
     num_rows, depth, width = sum(counts), 35, 50
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
     w = _random(dtype, len(counts), depth, width)

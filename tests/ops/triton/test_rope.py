@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
     ("heads", "width", "rotary", "interleaved", "by_sample"),
     [(3, 16, 1.0, False, False), (9, 12, 0.5, True, True), (1, 6, 1.0, True, False)],
 )
-def test_turning(heads, width, rotary, interleaved, by_sample, dtype):
+def test_rotated_heads_and_gradients_equal_float64(heads, width, rotary, interleaved, by_sample, dtype):
     model = edit_model(
         tiny().model, {"attention.head_dim": width, "attention.rope_fraction": rotary, "rope.interleaved": interleaved}
     )

@@ -54,7 +54,7 @@ def _model(sizes):
 
 @pytest.mark.parametrize("sizes", MODELS, ids=str)
 @pytest.mark.parametrize("num_tokens", [13, 1, 0])
-def test_routing(sizes, num_tokens):
+def test_the_fused_router_equals_float64(sizes, num_tokens):
     model = _model(sizes)
     assert fused_router_unsupported_reason(model, MoEConfig()) == ""
     plain = moe_router(model, MoEConfig()).double()

@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 @pytest.mark.parametrize(
     "gate", [SwiGLUActivation(), ClampedSwiGLUActivation(alpha=1.702, limit=0.7)], ids=lambda g: type(g).__name__
 )
-def test_gate(gate, weighted, shape, dtype):
+def test_swiglu_and_its_gradients_equal_float64(gate, weighted, shape, dtype):
     clamp = (gate.alpha, gate.limit) if isinstance(gate, ClampedSwiGLUActivation) else None
     g, u, grad = torch.randn(3, *shape, dtype=torch.float64).to(dtype).to(DEVICE).unbind()
     weights = torch.rand(shape[0]).to(DEVICE) if weighted else None

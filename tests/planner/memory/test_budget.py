@@ -15,7 +15,7 @@ from moefold.cost.hardware import load_device
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.recompute_parts import missing_reason
 from moefold.cost.saved_tensors import CPU_KERNELS
-from moefold.cost.unit_memory import StateBytes
+from moefold.cost.state_bytes import StateBytes
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.export_recipe import config_with_mapping

@@ -69,15 +69,15 @@ class OuterOfPairs(OuterOptimizer):
             mean: the weighted mean of what `local_vector` returned on the sites.
             fragments: the fragments of the round.
         """
-        sums = [0.0] * 5
+        norms = OuterNorms()
         names = self.names(fragments)
         parts = zip(self.parts(names, delta), self.parts(names, mean), strict=True)
         for (name, weights), (own_d, merged) in zip(self.visit_weights(names), parts, strict=True):
-            self.add_norms(sums, name, weights, own_d, weights - merged)
+            self.add_norms(norms, name, weights, own_d, weights - merged)
             weights.copy_(merged)
             local_tensor(self._parameters[name].data).copy_(merged)
         self.set_buffers(mean, fragments)
-        return OuterNorms(*sums)
+        return norms
 
 
 def add_pull(mean: Tensor, outer: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ z is drawn again for each use, by name and step: no second copy of the weights i
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from moefold.config.groups.optimizer import ProjectedGradient
 from moefold.model.init import logical_parts, seed_for
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
@@ -46,16 +46,6 @@ def encode_gradient(gradient: float, largest: float, seed: int, step: int) -> in
 def decode_gradient(code: int, largest: float) -> float:
     """Return the projected gradient of a code; for the arguments see `encode_gradient`."""
     return code * (largest / MAX_CODE)
-
-
-@dataclass(frozen=True)
-class ProjectedGradient:
-    """Gradient of a step along its perturbation; equal on all ranks."""
-
-    value: float
-    """Its value before rounding."""
-    rounded: float
-    """The value that the update takes; 0 where the value is not finite."""
 
 
 class SPSA(torch.optim.Optimizer):

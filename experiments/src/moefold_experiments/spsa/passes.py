@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moefold.config.groups.optimizer import ProjectedGradient
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.parallel_model import ParallelModel
-from moefold_experiments.spsa.module import SPSA, ProjectedGradient
+from moefold_experiments.spsa.module import SPSA
 
 
 class ForwardPasses:

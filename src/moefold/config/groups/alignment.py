@@ -72,7 +72,7 @@ class AlignmentPart(Part):
     has_reference: ClassVar[bool] = False
     """Whether completions are compared with the initial weights."""
     selects_rows: ClassVar[bool] = False
-    """Whether it chooses or weighs conversations (`select`)."""
+    """Whether the method chooses or weighs conversations (`select`)."""
 
     @property
     def preference(self) -> "PreferencePart | None":
@@ -93,7 +93,7 @@ class AlignmentPart(Part):
         """Return the conversations of the training data with their weights, `data.sft.ScaledMembers`.
 
         Args:
-            rewards: the rewards of all conversations, `data.rewards.Rewards`.
+            rewards: the rewards of all conversations, `data.scored_conversations.Rewards`.
             members: numbers of the conversations to select from.
         """
         raise AssertionError("selects_rows")
@@ -139,7 +139,7 @@ class RewardPromptPart(RewardPart):
     template: str = "{prompt} <reward>{reward:.2f}</reward>"
     """Text that replaces the last message before the answer."""
     want: Annotated[float, Bound("must be a finite number", math.isfinite)] = 1.0
-    """Reward that prompts ask for after training: generate --chat, serve, rollout and lm_eval write it into the prompt
+    """Reward that prompts ask for after training: generate --chat, serve, rollout and lm-eval write it into the prompt
     by the template; their option --want takes another one."""
 
     @property
@@ -179,7 +179,7 @@ class PreferencePart(AlignmentPart):
 
     @property
     def preference(self) -> "PreferencePart":
-        """The part itself."""
+        """The part with the pair loss: this part."""
         return self
 
     def pair_loss(self, scores: PairScores) -> "Tensor":

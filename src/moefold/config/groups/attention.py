@@ -209,11 +209,11 @@ class AttentionPart(Part):
     is_of_layers: ClassVar[bool] = True
     of_layers: ClassVar[frozenset[str]] = frozenset({"span", "has_rope"})
     has_adapters: ClassVar[bool] = False
-    """Whether its module adds low-rank adapters to its matrices."""
+    """Whether the module of the attention adds low-rank adapters to its matrices."""
     has_temperature: ClassVar[bool] = False
     """Whether layers without RoPE may have an attention temperature (`temperature`)."""
     has_score_factor: ClassVar[bool] = False
-    """Whether its scores are multiplied by the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
+    """Whether attention scores are multiplied by the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
     """Whether states of a fixed size take the place of a KV cache."""
     own_recompute_parts: ClassVar[tuple[str, ...]] = ()

@@ -72,7 +72,7 @@ class ContextPart(Part):
     shards_heads: ClassVar[bool] = False
     """Whether a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
     takes_selected_keys: ClassVar[bool] = False
-    """Whether it supports sparse attention, which selects among the keys of the whole sequence."""
+    """Whether sparse attention, which selects among the keys of the whole sequence, may use this kind."""
 
     @property
     def plan(self) -> RoundPlan:

@@ -116,15 +116,15 @@ class DispatcherPart(Part):
     needs_whole_experts: ClassVar[bool] = False
     """Whether etp of 2 or more, and padding to capacity, are refused."""
     is_searched: ClassVar[bool] = True
-    """Whether the planner may choose it if the request does not name it."""
+    """Whether the planner may choose the dispatcher if the request does not name it."""
     for_inference: ClassVar[bool] = False
-    """Whether `moefold generate` and `moefold eval` may use it."""
+    """Whether `moefold generate` and `moefold eval` may use the dispatcher."""
     needs_equal_token_counts: ClassVar[bool] = False
     """Whether all ranks must hold equally many tokens."""
     has_shared_buffers: ClassVar[bool] = False
     """Whether all ranks share buffers on the GPUs, which a lost rank leaves unusable."""
     kernel_package: ClassVar[str] = ""
-    """Python package of its kernels, for Hopper GPUs or newer; empty: it runs anywhere."""
+    """Python package of the dispatcher's kernels, for Hopper GPUs or newer; empty: the dispatcher runs anywhere."""
     package_source: ClassVar[str] = ""
     """Where that package is built from."""
 

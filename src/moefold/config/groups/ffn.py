@@ -69,7 +69,7 @@ class FeedForwardPart(Part):
 
     @property
     def routed(self) -> "RoutedPart | None":
-        """The part itself if it `is_routed`, else None."""
+        """This part, if it `is_routed`, else None."""
         return None
 
     def params(self, hidden: int) -> Iterator[ParamSpec]:
@@ -177,7 +177,7 @@ class RoutedPart(FeedForwardPart):
 
     @property
     def routed(self) -> "RoutedPart":
-        """The part itself."""
+        """The part with the router: this part."""
         return self
 
     @property

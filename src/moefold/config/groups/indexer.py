@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 INDEX_BYTES = 4
 """Bytes of the index of a selected key, int32."""
 MAX_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Maximum elements of the copied keys of a block of queries, by device type, as in ops/sparse_attention.py."""
+"""Elements of the largest temporary tensor of a block of queries by device type: a CPU caches it, a GPU needs few
+launches."""
 WARMUP_SCORE_COPIES = 4.9, 4.3
 """Temporary tensors of the scores of a block of queries in the warm-up of indexers, in float32 and in bfloat16, as
-measured (docs/log.md)."""
+measured."""
 SELECTION_COPIES = 2.25
-"""Measured ratio of a block's temporary numbers to the numbers of its copied keys and values (docs/log.md)."""
+"""Measured ratio of a block's temporary numbers to the numbers of its copied keys and values
+(docs/log.md#2026-11-26-sparse-attention)."""
 IndexerFormula = Callable[[Mapping[str, "Tensor"], "Tensor", "Tensor", Callable[["Tensor"], "Tensor"]], "Tensor"]
 """Scores of keys, [B, S queries, S keys], given the weights by name, the inputs of the keys [B, S, H] and of the
 queries [B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""
@@ -48,7 +50,7 @@ class IndexerPart(Part):
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with few heads, and fewer selected keys than a window has, so that the selection has an effect."""
+        """Return the indexer with few heads, and fewer selected keys than a window has: the selection has an effect."""
         return replace(
             self, top_k=min(self.top_k, to.span - 1), num_heads=min(self.num_heads, 3), head_dim=to.head_dim + 2
         )
@@ -90,7 +92,7 @@ class IndexerPart(Part):
 
     def selection_bytes(self, sizes: "LayerSizes") -> Counter[str]:
         """Return the bytes of the indices of selected keys, stored once for layers with a shared selection."""
-        selected = min(self.top_k, sizes.train.seq_len)
+        selected = min(self.top_k, sizes.seq_len)
         return Counter({"core attention": sizes.gathered_tokens * selected * INDEX_BYTES})
 
     def index_bytes(self, sizes: "LayerSizes") -> Counter[str]:
@@ -115,26 +117,24 @@ class IndexerPart(Part):
         # The loss keeps the gradients of the gathered keys, but no gradients of this rank's own keys.
         saved["attention"] -= sizes.tokens * self.head_dim * sizes.item_bytes
         p = sizes.parallel
-        num_own = sizes.train.seq_len // (p.cp * p.tp)
+        num_own = sizes.seq_len // (p.cp * p.tp)
         num_blocks = -(-num_own // self._warmup_block_rows(sizes, num_heads))
         saved["attention"] += (num_blocks - 1) * p.cp * sizes.gathered_bytes(self.head_dim)
         if not self.is_shared:
-            widths = sizes.model.hidden_size + source + self.head_dim
+            widths = sizes.hidden_size + source + self.head_dim
             saved["attention"] += sizes.tokens * (widths * sizes.item_bytes + 2 * sizes.high_precision_bytes)
         return saved
 
     def warmup_loss_bytes(self, sizes: "LayerSizes", num_heads: int) -> int:
         """Return the temporary bytes of the loss over all visible keys, for the scores of a block of queries."""
-        train = sizes.train
-        scores = self._warmup_block_rows(sizes, num_heads) * num_heads * train.seq_len * train.micro_batch_size
+        scores = self._warmup_block_rows(sizes, num_heads) * num_heads * sizes.seq_len * sizes.micro_batch_size
         copies = WARMUP_SCORE_COPIES[sizes.item_bytes < sizes.high_precision_bytes]
         return round(copies * scores * sizes.high_precision_bytes)
 
     def _warmup_block_rows(self, sizes: "LayerSizes", num_heads: int) -> int:
         """Return the queries of a block of this rank, as `LightningIndexer.dense_loss` divides them."""
-        train = sizes.train
-        elements = max(num_heads, self.num_heads) * train.seq_len * train.micro_batch_size
-        num_own = train.seq_len // (sizes.parallel.cp * sizes.parallel.tp)
+        elements = max(num_heads, self.num_heads) * sizes.seq_len * sizes.micro_batch_size
+        num_own = sizes.seq_len // (sizes.parallel.cp * sizes.parallel.tp)
         limit = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // elements
         return max(1, min(num_own, limit))
 
@@ -150,10 +150,9 @@ class IndexerPart(Part):
             copies: ratio of temporary to copied numbers, in float32 and in bfloat16.
         """
         copied_width, key_width = widths
-        train = sizes.train
-        selected = min(self.top_k, train.seq_len)
+        selected = min(self.top_k, sizes.seq_len)
         rows_of_block = MAX_BLOCK_ELEMENTS[sizes.kernels.device_type] // (selected * max(key_width, heads))
-        rows = max(1, min(train.seq_len // sizes.parallel.cp, rows_of_block))
+        rows = max(1, min(sizes.seq_len // sizes.parallel.cp, rows_of_block))
         is_low_precision = sizes.item_bytes < sizes.high_precision_bytes
         numbers = copies[is_low_precision] * rows * selected * copied_width
         return Counter({"core attention": round(numbers * sizes.high_precision_bytes)})

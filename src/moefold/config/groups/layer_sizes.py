@@ -1,11 +1,10 @@
 """Sizes of one micro-batch on one rank, from which the parts of a layer count the memory that they need."""
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
+from moefold.config.groups.block import NormPart, ResidualPart
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 
@@ -28,91 +27,34 @@ class KernelProfile:
     """Besides the saved tensors of the loss, only the logits of a tile of tokens are in memory, unless its GEMM's
     weight gradient is delayed."""
     caches_quantized_weights: bool = False
-    """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `unit_memory.caches_quantized_weights`."""
+    """The GEMMs of `fp8-blockwise` keep quantised weights for a step, see `state_bytes.caches_quantized_weights`."""
     narrow_values: bool = False
     """Attention takes values with fewer dims than the keys, if no blocks of context parallelism, documents or windows
     limit it; else they are padded."""
 
 
-class ModelSizes(Protocol):
-    """Values of `ModelConfig` that formulas of parts read. It has parts, so they cannot import its type."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream, H."""
-
-    @property
-    def has_windows(self) -> bool:
-        """Return whether any layer limits the context of a query."""
-
-
-class SampleSizes(Protocol):
-    """Values of `TrainConfig` that formulas of parts read."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sample, S."""
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples of a micro-batch, B."""
-
-    @property
-    def quantizes_gemms(self) -> bool:
-        """Return whether GEMMs are computed in low precision."""
-
-
-class DispatcherSizes(Protocol):
-    """Values of the dispatcher that the formulas of routed experts read."""
-
-    @property
-    def moves_experts(self) -> bool:
-        """Return whether weights of experts are sent between ranks."""
-
-
-class ExpertSizes(Protocol):
-    """Rows and buffers of routed experts that their formulas read: `cost.expert_memory.ExpertMemory`."""
-
-    @property
-    def dispatcher(self) -> DispatcherSizes:
-        """Dispatcher of the recipe."""
-
-    @property
-    def expert_tokens(self) -> int:
-        """Routed tokens that the experts of this rank process, R, on the busiest rank."""
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's hidden state."""
-
-    @property
-    def applies_probs(self) -> bool:
-        """Return whether the experts apply the routing probabilities."""
-
-    def saved(self) -> Counter[str]:
-        """Return all bytes saved for backward."""
-
-    def permute_indices(self) -> Counter[str]:
-        """Return the bytes of the permutation indices."""
-
-    def expert_transient(self) -> Counter[str]:
-        """Return the temporary bytes of one looped expert, or of all grouped ones."""
-
-    def combine_buffer(self) -> Counter[str]:
-        """Return the bytes of the combine."""
-
-    def allgather_combine_buffer(self) -> Counter[str]:
-        """Return the bytes of sums for tokens of other ranks."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerSizes(ABC):
+class LayerSizes:
     """Sizes and kernels of one micro-batch on one rank, on which its memory depends."""
 
-    model: ModelSizes
+    hidden_size: int
+    """Width of the residual stream, H."""
+    has_windows: bool
+    """Any layer limits the context of a query."""
+    block_norm: NormPart
+    """Norm of the residual stream."""
+    residual: ResidualPart
+    """Place of the norms of a block."""
     parallel: ParallelConfig
-    train: SampleSizes
+    shards_heads: bool
+    """Context parallelism shards heads."""
     moe: MoEConfig
+    seq_len: int
+    """Tokens of a sample, S."""
+    micro_batch_size: int
+    """Samples of a micro-batch, B."""
+    quantizes_gemms: bool
+    """GEMMs are computed in low precision."""
     recompute: frozenset[str]
     """Parts that are recomputed."""
     kernels: KernelProfile
@@ -132,27 +74,22 @@ class LayerSizes(ABC):
     @cached_property
     def gathered_tokens(self) -> int:
         """Tokens inside the sub-layers, N."""
-        return self.train.seq_len // self.parallel.cp * self.train.micro_batch_size
+        return self.seq_len // self.parallel.cp * self.micro_batch_size
 
     @cached_property
     def tokens(self) -> int:
         """Tokens between the sub-layers, T."""
         return self.gathered_tokens // self.parallel.tp
 
-    @cached_property
-    def experts(self) -> ExpertSizes:
-        """Memory of the routed experts."""
-        raise NotImplementedError
-
     @property
     def hidden_bytes(self) -> int:
         """Bytes of one hidden state of every token between the sub-layers."""
-        return self.tokens * self.model.hidden_size * self.item_bytes
+        return self.tokens * self.hidden_size * self.item_bytes
 
     @property
     def has_c_recurrence(self) -> bool:
         """Return whether linear attention is computed in C, given a compiler."""
-        is_supported = self.item_bytes < 8 and not self.train.quantizes_gemms
+        is_supported = self.item_bytes < 8 and not self.quantizes_gemms
         return self.kernels.device_type == "cpu" and self.kernel_choice in ("auto", "c") and is_supported
 
     def gathered_bytes(self, width: int) -> int:
@@ -172,16 +109,36 @@ class LayerSizes(ABC):
             + self.high_precision_bytes
         )
 
-    @abstractmethod
+    def hidden_norm(self) -> int:
+        """Return the bytes that a norm of the residual stream saves besides its input and output.
+
+        LayerNorm saves two numbers per token.
+        """
+        return self.norm(self.tokens, self.hidden_size) * self.block_norm.saved_numbers
+
     def norm_with_output(self, *, saves_output: bool, part: str = "") -> Counter[str]:
         """Return the bytes of a norm of the residual stream with its output, or with the output gathered over tp.
 
         A norm of the block's output saves its input, which nothing else saves.
         """
+        saved = Counter[str]()
+        if self.residual.norms_output:
+            saved["norms"] += self.hidden_norm() + self.hidden_bytes
+        if "norms" not in self.recompute and self.residual.norms_input:
+            saved["norms"] += self.hidden_norm()
+            saved["norms"] += self.hidden_bytes if saves_output else 0
+        if self.parallel.tp > 1 and part:
+            saved[part] += self.gathered_bytes(self.hidden_size)
+        return saved
 
-    @abstractmethod
     def core_attention(self, heads: int, value_width: int) -> Counter[str]:
         """Return the bytes of the output of this rank's heads, and of the logarithms of their softmax sums."""
+        # Ulysses saves the output twice: all tokens of some heads, and some tokens of all heads.
+        copies = 2 if self.parallel.cp > 1 and self.shards_heads else 1
+        output = self.gathered_bytes(heads * value_width) * copies
+        is_recomputed = "core_attention" in self.recompute
+        log_sum = 0 if is_recomputed else self.gathered_tokens * heads * self.high_precision_bytes
+        return Counter({"core attention": output + log_sum})
 
     def swiglu(self, width: int) -> int:
         """Return the bytes that a SwiGLU saves: gate, its SiLU, up and their product."""
@@ -190,4 +147,4 @@ class LayerSizes(ABC):
 
     def swiglu_wgrad(self, width: int) -> int:
         """Return the bytes of the GEMM inputs and output gradients of a SwiGLU."""
-        return self.gathered_bytes(2 * self.model.hidden_size + 3 * width // self.parallel.tp)
+        return self.gathered_bytes(2 * self.hidden_size + 3 * width // self.parallel.tp)

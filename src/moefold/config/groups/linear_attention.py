@@ -21,8 +21,8 @@ LINEAR_CHUNK_SIZE = 64
 Factors = tuple[tuple[float, float, float, float, float], tuple[float, float, float, float, float]]
 """Maximum float32 numbers of the recomputed recurrence for each token, in float32 and in bfloat16: multiples of the
 products within a chunk, the keys of the key heads and of the value heads, the values, and the states between chunks.
-They are fitted to measurements of ten shapes (docs/log.md). For C the first and last factors, and three of keys (two
-without the delta rule), are counted."""
+They are fitted to measurements of ten shapes (docs/log.md#2026-11-26-linear-attention-in-c). For C the first and last
+factors, and three of keys (two without the delta rule), are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class LinearAttentionPart(AttentionPart):
     """Width of a value head."""
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with one narrow key head for each rank."""
+        """Return the part with one narrow key head for each rank."""
         return replace(
             self,
             num_key_heads=to.tp,
@@ -122,7 +122,7 @@ class LinearAttentionPart(AttentionPart):
         """Return the bytes of the projections, and of the inputs of the low ranks; see base class."""
         tp = sizes.parallel.tp
         inputs = 3 if self.low_ranks else 2
-        width = inputs * sizes.model.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
+        width = inputs * sizes.hidden_size + self.projected_width(tp) + self.widths(tp)[1]
         return Counter(attention=sizes.gathered_bytes(width + 2 * self.low_ranks))
 
     def transient(self, sizes: "LayerSizes") -> Counter[str]:
@@ -154,7 +154,7 @@ class DeltaRulePart(LinearAttentionPart):
     """Tokens that the causal convolution of each channel combines, itself included."""
 
     def shrink(self, to: SmallSizes) -> Self:
-        """Return it with short convolutions; see base class."""
+        """Return the part with short convolutions; see base class."""
         return replace(super().shrink(to), conv_kernel=min(self.conv_kernel, to.conv_kernel))
 
     def core(self, hidden: int) -> AttentionCore:

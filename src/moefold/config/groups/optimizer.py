@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
 from moefold.config.method_defaults import MethodRates
 from moefold.config.param_spec import ModelPart, ParamSpec
@@ -24,9 +24,9 @@ class StateSpec(NamedTuple):
     dtype: str = ""
     """float32 or bfloat16; empty: the type of the master weights."""
     is_count: bool = False
-    """Whether it is the count of steps, a single number on each rank; its name is `step`."""
+    """Whether the state is the count of steps, a single number on each rank with the name `step`."""
     is_kept: bool = False
-    """Whether it is not a moment: it is not reset, and stays on the device. The optimizer has it in `kept_states`."""
+    """Whether the state is no moment: no reset, no move off the device. The optimizer has it in `kept_states`."""
 
 
 class MatrixWork(NamedTuple):
@@ -56,6 +56,35 @@ class ForwardOnlyStep(NamedTuple):
     """Runs a forward pass of the batch with the current weights."""
     seed_of: Callable[[str], int]
     """Returns the seed for a name of the run's random numbers."""
+
+
+@dataclass(frozen=True)
+class ProjectedGradient:
+    """Gradient of a step along its perturbation; equal on all ranks."""
+
+    value: float
+    """Its value before rounding."""
+    rounded: float
+    """The value that the update takes; 0 where the value is not finite."""
+
+
+class ForwardPasses(Protocol):
+    """Forward passes of a step without gradients, with a `parallel.batch.Batch`."""
+
+    def run(self, batch: Any, step: int, begin_step: Callable[[int, Any], None]) -> "Tensor":
+        """Return this rank's loss terms; calls `begin_step` with step and batch before each pass. Collective."""
+
+    def local_losses(self) -> "Tensor":
+        """Return this rank's parts of the losses, float64 [passes], to be summed over all ranks."""
+
+    def project(self, losses: "Tensor", step: int) -> ProjectedGradient:
+        """Return the gradient, given the loss of each pass, summed over all ranks."""
+
+    def update(self, projected_gradient: float) -> None:
+        """Update the weights by a rounded gradient; local."""
+
+    def restore(self) -> None:
+        """Set the weights back to their values before the step; local."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +133,12 @@ class OptimizerPart(Part):
         """
         raise NotImplementedError
 
-    def passes(self, model: Any, optimizer: "Optimizer") -> Any:
+    def passes(self, model: Any, optimizer: "Optimizer") -> ForwardPasses:
         """Return the object that runs the forward passes of a step, without gradients.
 
         Args:
             model: the `parallel.parallel_model.ParallelModel`.
             optimizer: what `build` returned.
-
-        Returns:
-            An object with the methods `run(batch, step, begin_step)`, which returns this rank's loss terms and calls
-            `begin_step(step, batch)` before each pass; `local_losses()`, float64 [passes], which is summed over all
-            ranks; `project(losses, step)`, which returns the gradient with its `value`, and `rounded` for the update;
-            then `update(rounded)`, or `restore()`, which leaves the weights as they were before the step.
         """
         raise missing_method(self, "passes")
 

@@ -86,7 +86,7 @@ class RouterScorePart(Part):
 
     @property
     def chooses(self) -> bool:
-        """Return whether it has its own choice of experts."""
+        """Return whether the part chooses the experts, instead of `moe.choice`."""
         return False
 
     @property
@@ -167,7 +167,7 @@ class RouterSoftmaxPart(Part):
 
     @property
     def chooses(self) -> bool:
-        """Return whether it has its own choice of experts."""
+        """Return whether the part chooses the experts, instead of `moe.choice`."""
         return False
 
     def uniform_weight(self, num_experts: int) -> float | None:
@@ -262,11 +262,11 @@ class ChoicePart(Part):
     """Whether only the scores of a token determine its experts, in training and evaluation. Then the load-balancing
     loss and updates of the expert bias balance the experts."""
     reads_micro_batch: ClassVar[bool] = False
-    """Whether it reads the scores of all tokens of a micro-batch."""
+    """Whether the choice reads the scores of all tokens of a micro-batch."""
     is_forced: ClassVar[bool] = False
-    """Whether it ignores the scores, for benchmarks."""
+    """Whether the choice ignores the scores, for benchmarks."""
     sets_bias: ClassVar[bool] = False
-    """Whether its thresholds become the expert bias after a step."""
+    """Whether the thresholds of the choice become the expert bias after a step."""
 
     def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor | None":
         """Return the thresholds, which are subtracted from this micro-batch's scores in training, [E]; None: none."""
@@ -287,7 +287,7 @@ class ChoicePart(Part):
             yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", other)
 
     def formula(self) -> ChoiceFormula | None:
-        """Return the choice in float64; None: it has no formula."""
+        """Return the choice in float64; None: the part has no formula."""
         return None
 
 

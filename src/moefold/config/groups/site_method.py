@@ -2,13 +2,26 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from moefold.config.part import Part, missing_method
 
 if TYPE_CHECKING:
     import torch
     from torch.nn import Parameter
+
+
+class OwnedParameters(Protocol):
+    """Trained parameters of a site with `owns_experts`."""
+
+    parameters: "dict[str, Parameter]"
+    """Parameters by name; the site's own experts replace all experts."""
+
+    def take_gradients(self) -> None:
+        """Give the parameters their gradients, before the optimizer's step; local."""
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of the experts, after the optimizer's step; local."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +85,13 @@ class SiteMethodPart(Part):
 
     def own_parameters(
         self, parameters: "Mapping[str, Parameter]", experts: Collection[str], count: int, number: int
-    ) -> Any:
+    ) -> OwnedParameters:
         """Return the parameters that a site with `owns_experts` trains; local.
 
         Args:
             parameters: the trained parameters of this rank, by name.
             experts: names of the parameters of routed experts.
             count: sites of the run.
-
-        Returns:
-            An object with `parameters`, where the site's own experts replace all experts, and the methods
-            `take_gradients` and `drop_gradients`, before and after the optimizer's step.
         """
         raise missing_method(self, "own_parameters")
 

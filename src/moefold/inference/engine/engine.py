@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
-from moefold.cost.kv_cache import CacheSizes, page_positions
+from moefold.config.cache_pages import page_positions
+from moefold.cost.kv_cache import CacheSizes
 from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
 from moefold.inference.engine.requests import (
@@ -235,7 +236,7 @@ class OpenGeneration:
         self._scheduler.finish(number)
 
     def pop(self, number: int, finish_reason: FinishReason) -> Completion:
-        """Return a complete sample and forget it."""
+        """Return a complete sample and remove it from the engine."""
         sample = self._open.pop(number)
         return Completion(
             tokens=tuple(sample.tokens),

@@ -1,6 +1,7 @@
 """Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write.
 
-The module also has the slots of recurrent states, one for each sequence.
+The size of a page is in `config/cache_pages.py`. The module also has the slots of recurrent states, one for each
+sequence.
 """
 
 from heapq import heappop, heappush

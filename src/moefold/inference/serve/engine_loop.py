@@ -64,7 +64,7 @@ class EngineLoop:
         """Data-parallel rank of each unfinished sample; the same on all ranks."""
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> list[int]:
-        """Add samples and return their numbers; thread-safe.
+        """Add a sample for each request and return the numbers of the samples; thread-safe.
 
         Args:
             requests: requests that fit into the cache.

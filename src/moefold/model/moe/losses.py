@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 ScaledLoss = tuple[Tensor, float]
-"""Loss and its factor."""
+"""A loss and the factor of the loss."""
 
 
 def local_load_balancing_loss(

@@ -71,11 +71,11 @@ class RouterOverride(Protocol):
     """Override of the router's expert choices in training."""
 
     in_evaluation: bool
-    """Whether it also applies to forward passes in evaluation mode."""
+    """Whether the override also applies to forward passes in evaluation mode."""
 
     @property
     def only_records(self) -> bool:
-        """True if it changes no choice."""
+        """True if the override changes no choice."""
         ...
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ class FusedRouting:
     """
 
     def __init__(self, part: RoutedPart) -> None:
-        # These imports are lazy: CPU-only installations have no Triton.
+        # Lazy import: CPU-only installations have no Triton.
         from moefold.ops.triton.router import RouterOptions
 
         options = part.router.fused_options()

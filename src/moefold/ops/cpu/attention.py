@@ -23,7 +23,8 @@ from moefold.ops.expert_ops import unit_stride
 MAX_HEAD_DIM = 256
 """Maximum head dim, as in `attention.c`."""
 MAX_SEQ_LEN = 16384
-"""Maximum tokens of a sample, as measured (docs/log.md): each thread packs keys and values of a head."""
+"""Maximum tokens of a sample, as each thread packs keys and values of a head
+(docs/log.md#2026-11-25-exact-decoding-on-a-cpu)."""
 MIN_FAST_VECTOR_WIDTH = 8
 """Smallest vector, in floats, for which the kernel is faster than torch's: AVX. With SSE2 it takes twice as long."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

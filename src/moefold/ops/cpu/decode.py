@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.cost.kv_cache import PAGE_POSITIONS
+from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM
 from moefold.ops.cpu.build import load_library
 from moefold.ops.cpu.gemm import DTYPE_CODES

@@ -58,7 +58,7 @@ class CGemm(Gemm):
         self._self_test()
 
     def is_fast(self, dtype: torch.dtype) -> bool:
-        """Return whether it is faster than the libraries on this processor in this dtype.
+        """Return whether this GEMM is faster than the libraries on this processor in this dtype.
 
         In float32 the libraries are at least as fast if they use all of the processor's instructions and need no
         copies. In bfloat16 a processor may have tile instructions (AMX), which this GEMM does not use.

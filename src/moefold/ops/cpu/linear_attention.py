@@ -138,7 +138,7 @@ class CLinearAttention:
         return CChunks(self, sizes, *_PrepareChunks.apply(self, sizes, is_start_SB, *inputs))
 
     def chunks_forward(self, sizes: "_Sizes", starts: Tensor | None, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return read_keys, scores, write_keys, solved, decay (see `CChunks`), and products if backward reads them."""
+        """Return read_keys, scores, write_keys, solved, decay (see `CChunks`), and the products that backward reads."""
         chunks = [inputs[0].new_empty(shape, dtype=torch.float32) for shape in sizes.chunk_shapes(self.vector_width)]
         functions = self._chunk_functions(sizes)
         scratch, struct = self._scratch_and_sizes(sizes, functions.scratch_floats)

@@ -130,7 +130,7 @@ QUANT_FORMATS = {
 
 WIRE_QUANT_FORMAT = QUANT_FORMATS["fp8-blockwise"]
 CPU_CHUNK_VALUES = 2**17
-"""Values of a chunk on a CPU (docs/log.md)."""
+"""Values of a chunk on a CPU (docs/log.md#2026-11-22-rows-in-8-bits-on-their-way-to-experts)."""
 VALUE_DTYPE = torch.float8_e4m3fn
 SCALE_DTYPE = torch.float32
 

@@ -56,7 +56,7 @@ class ScaledMMLinear(EmulatedLinear):
     """Linear backend with the GEMMs of the emulation on tensor cores; only the order of sums differs."""
 
     scaled_mm: Callable[..., Tensor] = torch_scaled_mm
-    """`torch.nn.functional.scaled_mm`, or its stand-in."""
+    """Function with the signature of `torch.nn.functional.scaled_mm`."""
 
     def quantized_matmul(self, a_MK: Tensor, b_NK: Tensor, b_block_rows: int) -> Tensor:
         """See base class."""

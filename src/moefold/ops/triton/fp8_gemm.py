@@ -169,7 +169,7 @@ class Fp8ExpertOps(TritonExpertOps):
 
     @property
     def wgrad_reads_gathered_rows(self) -> bool:
-        """False: rows are gathered while they are quantised."""
+        """False: the quantisation of the rows gathers them."""
         return False
 
     def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:

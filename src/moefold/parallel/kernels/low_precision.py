@@ -8,7 +8,7 @@ import torch
 
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.cost.unit_memory import caches_quantized_weights
+from moefold.cost.state_bytes import caches_quantized_weights
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.emulated import EmulatedExpertOps, EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS, QuantFormat

@@ -27,7 +27,7 @@ class PlannedContext(RoundPlan, ContextPart):
 
     @property
     def plan(self) -> RoundPlan:
-        """The part itself."""
+        """The part with the plan: this part."""
         return self
 
     def variants(self) -> Iterator[ContextPart]:

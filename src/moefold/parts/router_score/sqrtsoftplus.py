@@ -15,7 +15,7 @@ class SqrtSoftplusScore(SeparateScorePart):
     """Square root of the softplus of each logit separately."""
 
     def scores(self, logits_TE: "Tensor", softmax: Softmax) -> "Tensor":
-        """Return the roots; they have no gradient at 0, where softplus of a very negative logit underflows."""
+        """Return the roots of softplus, without a gradient at 0, where softplus of a very negative logit underflows."""
         import torch
 
         from moefold.ops.elementwise import softplus

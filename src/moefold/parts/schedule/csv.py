@@ -120,8 +120,9 @@ def _read(name: str, path: str) -> tuple[Row, ...]:
 
 
 def _parse_cell(name: str, cell: str, rank: int, column: int) -> Row:
-    overlap = OVERLAP.fullmatch(cell)
-    parts = overlap.group(1).split(";") if overlap else [cell] if cell else []
+    parts = [cell] if cell else []
+    if overlap := OVERLAP.fullmatch(cell):
+        parts = overlap.group(1).split(";")
     actions = []
     for part in parts:
         match = CELL.fullmatch(part.strip())

@@ -17,7 +17,7 @@ from moefold.cost.array_math import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.memoised import all_arguments, memoised
-from moefold.cost.unit_memory import ITEM_BYTES
+from moefold.cost.state_bytes import ITEM_BYTES
 from moefold.planner.cost_model.collective import RankGroup, all_gather_s, all_reduce_s, all_to_all_s
 from moefold.planner.cost_model.gemm import GemmCost
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -122,11 +122,9 @@ def model_weights_by_count(model_spec: ModelSpec) -> list[tuple[int, ParamSpec]]
 def _shard_matrix(weight: ParamSpec, mapping: ParallelMapping, num_ranks: int) -> tuple[float, float, float]:
     """Return the elements of a matrix on each rank, and the elements that all ranks send to its owner and get back."""
     local = weight.shard(mapping.tp, mapping.ep, mapping.etp)
-    degree = (
-        1
-        if mapping.zero == 0 or mapping.world_size == 1
-        else (mapping.edp if weight.is_expert else mapping.dp * mapping.cp)
-    )
+    degree = 1
+    if mapping.zero and mapping.world_size > 1:
+        degree = mapping.edp if weight.is_expert else mapping.dp * mapping.cp
     is_whole = local.shape[-2:] == weight.shape[-2:] and (
         degree == 1 or (weight.is_expert and local.dp_shards(degree).total_rows == local.shape[0])
     )

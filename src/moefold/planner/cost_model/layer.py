@@ -55,6 +55,10 @@ SEGMENTS_PER_RANK = 2
 STATE_BYTES = 4
 """Bytes of a number of the states of linear attention."""
 
+ROUTER_PEAK_SHARE = 0.1
+"""Rate of the router's GEMM in float32 over the bf16 peak: assumed, not fitted. The peak of an H100 in float32 is
+0.07 of it without tensor cores, and 0.5 in TF32."""
+
 ROUTER_BYTES = 59.36
 """Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
 
@@ -79,7 +83,8 @@ RECURRENCE_BYTES = 114.4
 scan and gate, each a memory-bound kernel."""
 
 SCAN_SHARE = 0.25
-"""Share of the scan over the states in the time of a recurrence; 0.08 to 0.31 with torch operations (docs/log.md)."""
+"""Share of a scan of the Dv columns of outputs in the time of a recurrence: 0.08 to 0.31 with torch operations, as a
+further scan has D + Dv columns (docs/log.md#2026-11-26-leftovers-of-sparse-and-linear-attention)."""
 
 CONVOLUTION_BYTES = 16.0
 """The same for a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
@@ -632,7 +637,7 @@ class _MoECost(_BlockCost):
         """
         experts = self.part.num_choices
         flops = 2.0 * self.local_tokens * self.hidden * experts
-        rate = self.device.peak("bf16") * 0.1
+        rate = self.device.peak("bf16") * ROUTER_PEAK_SHARE
         moved = self.local_tokens * (6 * self.hidden + ROUTER_BYTES * experts)
         return flops / rate + self.gemm.memory_bound_s(moved)
 

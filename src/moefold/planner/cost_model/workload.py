@@ -18,7 +18,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
-from moefold.cost.unit_memory import ITEM_BYTES
+from moefold.cost.state_bytes import ITEM_BYTES
 from moefold.errors import ConfigError
 
 if TYPE_CHECKING:

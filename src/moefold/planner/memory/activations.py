@@ -95,7 +95,9 @@ class ActivationMemoryTable:
         self.columns = columns_of(model_spec.kinds)
         moe = replace(cfg.moe, capacity_factor=workload.capacity_factor)
         self.cfg = replace(cfg, moe=moe, train=replace(cfg.train, seq_len=workload.seq_len))
-        self.kernel_profile = MEGATRON_KERNELS if workload.is_megatron else CPU_KERNELS if on_cpu else CUDA_KERNELS
+        self.kernel_profile = CPU_KERNELS if on_cpu else CUDA_KERNELS
+        if workload.is_megatron:
+            self.kernel_profile = MEGATRON_KERNELS
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
         """Return the bytes of each activation column under a mapping, [`PARTS`, columns]."""

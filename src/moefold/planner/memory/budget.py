@@ -1,6 +1,6 @@
 """Memory model: bytes of the fullest rank of a mapping. Tests compare the formulas with the runtime.
 
-Weights, gradients, moments and activations follow `cost/unit_states.py` and `cost/activation_memory.py`, in the
+Weights, gradients, moments and activations follow `cost/unit_state_memory.py` and `cost/activation_memory.py`, in the
 order of the schedule. They are linear in a few counts (`cost/peak_candidates.py`) and a few sizes (`states.py`,
 `activations.py`), each computed once, so that a search may evaluate hundreds of thousands of mappings.
 """

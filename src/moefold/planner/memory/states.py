@@ -12,8 +12,8 @@ from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
 from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable
-from moefold.cost.unit_memory import ITEM_BYTES, dispatch_buffer_bytes
-from moefold.cost.unit_states import STATE_FIELDS, StateMapping, UnitMemory
+from moefold.cost.state_bytes import ITEM_BYTES, dispatch_buffer_bytes
+from moefold.cost.unit_state_memory import STATE_FIELDS, StateMapping, UnitStateMemory
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import OFFLOADED_OPTIMIZER, ParallelMapping
 from moefold.planner.model_spec import ModelSpec
@@ -42,7 +42,7 @@ class StateMemoryTable:
             optimizer = chosen_in(cfg.train, OptimizerPart).with_moment_dtype("bfloat16" if is_narrow else "float32")
             cfg = replace(cfg, train=replace(cfg.train, optimizer=optimizer))
             item_bytes = states.master, states.gradient
-        self._units = UnitMemory(cfg, kernels, model_spec.kinds, item_bytes)
+        self._units = UnitStateMemory(cfg, kernels, model_spec.kinds, item_bytes)
 
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
         """Return the bytes of each state column, [parts, columns]."""

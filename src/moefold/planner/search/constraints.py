@@ -257,7 +257,7 @@ class MappingMethod:
     summary: str
     accepts: Callable[[Fold], bool]
     zero: int | None = None
-    """Its ZeRO stage; None: any."""
+    """ZeRO stage of the mappings; None: any."""
     ep_may_span_cp: bool = False
     """True if ep may span cp ranks: ep neighbours are then etp ranks apart. Otherwise the ranks of tp and cp lie
     between them."""

@@ -145,7 +145,7 @@ class MappingSpace:
 
     @cached_property
     def searches_offload(self) -> bool:
-        """True if offload is searched: if it is asked for, by the restriction, a fixed axis or the recipe."""
+        """True if offload is searched: the restriction, a fixed axis or the recipe asks for offload."""
         train = self._cfg.train
         fixed = self.restriction.fixed
         is_asked = self.restriction.offload or fixed.get("offload") or fixed.get("moments") == HOST

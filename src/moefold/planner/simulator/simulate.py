@@ -51,7 +51,7 @@ class StageSegments:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Stragglers and jitter. They slow down compute; collectives and messages keep their duration."""
+    """Stragglers and jitter, which slow down compute; collectives and messages keep their duration."""
 
     slowdown_by_rank: Mapping[int, float] = field(default_factory=dict)
     """Compute slowdown factor by pipeline rank."""

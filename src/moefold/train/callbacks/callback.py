@@ -43,6 +43,8 @@ class TrainingContext:
     """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call before a checkpoint is saved, on all ranks; they may communicate."""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """Functions to call when the loop has ended without an error and every callback has ended, on all ranks."""
     save_s: float = 0.0
     """Time that the save after the last step blocked training."""
 

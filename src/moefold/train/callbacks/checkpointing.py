@@ -197,7 +197,7 @@ class Checkpointing(Callback):
         return resume
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Save if it is due; collective."""
+        """Save a checkpoint if one is due; collective."""
         context.save_s = 0.0
         is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
         self._eval_loss = step.eval_loss if is_finite else None

@@ -49,7 +49,7 @@ class PeriodicEvaluation(Callback):
             context.status = SIGNAL_STATUS + raised[0]
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Evaluate if it is due and no signal stops the run; collective."""
+        """Evaluate if an evaluation is due and no signal stops the run; collective."""
         # A site that took over the state of another site is at a later step than its own training.
         if not self._is_due(context.position.step):
             return

@@ -65,7 +65,7 @@ class ReplicaComparison(Callback):
             self._checked_step = step.number
 
     def _raise(self, divergences: Sequence[Divergence], context: TrainingContext, step: FinishedStep) -> None:
-        """End the run, before it saves; collective."""
+        """End the run before it saves a checkpoint; collective."""
         if context.log is not None:
             context.log.log_fault(
                 {"step": step.number, "kind": "divergence"} | {"found": list(map(asdict, divergences))}

@@ -19,8 +19,10 @@ class RolloutRounds(Callback):
     """Callback that saves and stops a run only between rounds; before callbacks that read `rl` or `signals`."""
 
     def on_start(self, context: TrainingContext) -> None:
-        """Let each save wait for the ordered rounds."""
-        context.before_save.append(rollout_loader(context).queue.receive_ordered)
+        """Let each save wait for the ordered rounds, and the ranks that only sample end after the last save."""
+        queue = rollout_loader(context).queue
+        context.before_save.append(queue.receive_ordered)
+        context.at_end.append(queue.finish)
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Set the metrics of the rollouts, and leave out signals within a round, whose last steps would be lost."""
@@ -28,10 +30,6 @@ class RolloutRounds(Callback):
         step.rl = dict(loader.metrics)
         if not loader.is_round_complete:
             step.signals.clear()
-
-    def on_end(self, context: TrainingContext, status: int) -> None:
-        """End the ranks that only sample."""
-        rollout_loader(context).queue.finish()
 
 
 class RewardEvaluation(Callback):
@@ -47,7 +45,7 @@ class RewardEvaluation(Callback):
         self._reset_patience = reset_patience
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Evaluate if it is due and no signal stops the run; collective."""
+        """Evaluate if an evaluation is due and no signal stops the run; collective."""
         assert step.rl is not None
         step.rl["eval_reward"] = None
         if not (is_due(self._every, step.number) or (self._every > 0 and step.is_last)) or step.signals:

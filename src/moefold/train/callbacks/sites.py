@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ class _Differences:
     step: int
     due: int
     fragments: tuple[int, ...]
-    own: Tensor
+    delta: Tensor
     is_finite: bool
     """Whether the weights of all ranks of the site were finite."""
     tokens: int
@@ -124,13 +124,8 @@ class SiteRounds(Callback):
         is_last = step.number == self._run.steps
         outer = _outer_of(context)
         fragments = fragments_due(self._run, self._model, self._sites, step.number)
-        due = (
-            self._flight.taken.due
-            if self._flight is not None
-            else outer.pending.due
-            if outer.pending is not None
-            else 0
-        )
+        taken = outer.pending if self._flight is None else self._flight.taken
+        due = 0 if taken is None else taken.due
         if due and (step.number >= due or is_last):
             context.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(context)
@@ -318,13 +313,13 @@ class SiteRounds(Callback):
         """Take the differences of fragments after a step; collective."""
         began_s = time.perf_counter()
         reshard_parameters(context.training.model.stages)
-        own = _outer_of(context).difference(fragments)
+        delta = _outer_of(context).difference(fragments)
         return _Differences(
             step=step,
             due=step + overlap,
             fragments=fragments,
-            own=own,
-            is_finite=all(current_world().all_gather_object(bool(torch.isfinite(own).all()))),
+            delta=delta,
+            is_finite=all(current_world().all_gather_object(bool(torch.isfinite(delta).all()))),
             tokens=context.position.tokens,
             began_s=began_s,
         )
@@ -348,7 +343,7 @@ class SiteRounds(Callback):
     def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
         outer = _outer_of(context)
-        sent = outer.send(taken.fragments, taken.own, is_last=taken.step == self._run.steps)
+        sent = outer.send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
         exchange: Future[Exchanged] | None = None
         if len(round_.members) > 1:
             assert self._meeting is not None
@@ -385,7 +380,7 @@ class SiteRounds(Callback):
                     self._meeting.links.drop()
                 if taken.is_finite and taken.is_overlapped:
                     reshard_parameters(context.training.model.stages)
-                    outer.cancel(taken.fragments, taken.own)
+                    outer.cancel(taken.fragments, taken.delta)
                 why = failures[0] if failures else vote.get("why") or vote.get("unreachable") or vote.get("refused")
                 self._skip(context, taken.step, str(why))
                 return
@@ -395,9 +390,9 @@ class SiteRounds(Callback):
             outer.tokens[fragment] = taken.tokens
         if outer.residual and flight.sent.num_coded:
             # The other sites read no values of weights that are not finite, and no residual is kept for the next round.
-            decoded = exchanged.decoded[: len(taken.own)] if taken.is_finite else taken.own
-            outer.keep_residual(taken.fragments, taken.own, decoded)
-        round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.own, exchanged.mean)
+            decoded = exchanged.decoded[: len(taken.delta)] if taken.is_finite else taken.delta
+            outer.keep_residual(taken.fragments, taken.delta, decoded)
+        round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.delta, exchanged.mean)
         outer.pending = outer.receive(round_, flight.sent, exchanged, flight.round.members)
         self._record |= {
             "members": len(flight.round.members),
@@ -436,7 +431,7 @@ class SiteRounds(Callback):
             self._record |= metrics
             if self._sites.moments == "reset":
                 context.training.reset_moments()
-            difference, mean, product, weights, averaged = _sum_of_ranks(context, norms.to_tensor().tolist())
+            difference, mean, product, weights, averaged = _sum_of_ranks(context, list(astuple(norms)))
             if knows_own:
                 self._record |= {
                     "difference": (difference / weights) ** 0.5 if weights else 0.0,

@@ -53,7 +53,7 @@ def assert_sound(load: list[int], num_ranks: int, rule: RebalanceRule) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(("num_ranks", "num_experts", "most"), [(1, 2, 3), (2, 2, 9), (2, 4, 3), (3, 3, 6), (4, 4, 3)])
-def test_all_small_loads(rule, num_ranks, num_experts, most):
+def test_every_spilled_load_of_few_tokens_obeys_the_rule(rule, num_ranks, num_experts, most):
     for load in itertools.product(range(most + 1), repeat=num_experts):
         assert_sound(list(load), num_ranks, rule)
 
@@ -70,7 +70,7 @@ def test_all_small_loads(rule, num_ranks, num_experts, most):
     st.floats(1.0, 2.0),
     st.integers(1, 2000),
 )
-def test_any_loads(ranks_and_load, threshold, capacity, min_tokens):
+def test_spilled_random_loads_obey_the_rule(ranks_and_load, threshold, capacity, min_tokens):
     num_ranks, load = ranks_and_load
     assert_sound(load, num_ranks, RebalanceRule(threshold, capacity, min_tokens))
 

@@ -79,7 +79,7 @@ def test_a_rank_without_room_gets_nothing_and_the_load_says_so(pool):
         assert sum(counts) == 0, rank
 
 
-def test_nothing_is_padded():
+def test_symmetric_memory_refuses_padded_rows():
     routing = RoutingMap(torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K), padded_capacity=4)
     dispatcher = SymmMemDispatcher.__new__(SymmMemDispatcher)
     with pytest.raises(AssertionError, match="padded rows need no counts"):

@@ -106,7 +106,7 @@ class ExpertModule(Protocol):
     applies_probs: bool
     """True if the routing probabilities are always applied to the hidden values, not to the outputs."""
     probs_on_input: bool
-    """True if they are applied to the input of the experts, which is then permuted before."""
+    """True if routing probabilities are applied to the input of the experts, which is then permuted before."""
     ops: ExpertOps
 
     def __call__(self, expert_input: ExpertInput) -> Tensor:
@@ -209,7 +209,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
     def dispatch_async(
         self, rows: Tensor, metadata: MetadataT, compute: Callable[[], Tensor] | None = None
     ) -> Resumable[tuple[Tensor, Tensor | None]]:
-        """Run `dispatch_communicate`, yielding while it communicates: (the tokens, the result of `compute`).
+        """Run `dispatch_communicate`, yielding during communication: (the tokens, the result of `compute`).
 
         This default never yields.
 
@@ -223,7 +223,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
         return self.dispatch_communicate(rows, metadata), computed
 
     def combine_async(self, rows: Tensor, metadata: MetadataT) -> Resumable[Tensor]:
-        """Run `combine_communicate`, yielding while it communicates. This default never yields."""
+        """Run `combine_communicate`, yielding during communication. This default never yields."""
         yield from ()
         return self.combine_communicate(rows, metadata)
 

@@ -85,7 +85,7 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
         return rows
 
     def combine_postprocess(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:
-        """Return rows unchanged: `combine_preprocess` has summed them."""
+        """Return the rows, which `combine_preprocess` has summed, unchanged."""
         return rows
 
     def dispatch_probs(self, metadata: LocalMetadata) -> tuple[Tensor, LocalMetadata]:

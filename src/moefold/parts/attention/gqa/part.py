@@ -228,7 +228,7 @@ class GqaPart(SoftmaxAttentionPart):
         tp = sizes.parallel.tp
         query, key_value = self._widths(tp)
         projected = 2 * query + self.num_heads // tp * self.gate_size + key_value
-        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.model.hidden_size + projected))
+        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.hidden_size + projected))
 
     def transient(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of copies of the selected keys; see base class."""

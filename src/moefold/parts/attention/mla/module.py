@@ -63,7 +63,7 @@ class LatentAttention(SelfAttention):
         self.gates_whole_heads = part.gate_size == 1
         self.mla_up_checkpoint: OutputCheckpoint = no_checkpoint
         self.latent_cache: PagedLatents | None = None
-        # Not applied to a hidden state, the input of queries without a latent.
+        # The factor scales the latent of the queries. Without a latent their input is the hidden state: no factor.
         has_query_latent = part.scale_latents and query_rank > 0
         self._query_latent_scale = (hidden / query_rank) ** 0.5 if has_query_latent else 1.0
         self._latent_scale = (hidden / rank) ** 0.5 if part.scale_latents else 1.0

@@ -176,7 +176,7 @@ class MlaPart(SoftmaxAttentionPart):
         With an indexer, return the bytes of the queries and outputs in the space of the latents.
         """
         heads = self.num_heads // sizes.parallel.tp
-        hidden = sizes.model.hidden_size
+        hidden = sizes.hidden_size
         saved = sizes.norm_with_output(saves_output=sizes.parallel.tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes((self.q_lora_rank or hidden) + self.key_width)
         saved["attention"] += sizes.tokens * sizes.item_bytes * (self.q_lora_rank + self.key_width)
@@ -200,8 +200,7 @@ class MlaPart(SoftmaxAttentionPart):
         p = sizes.parallel
         context = chosen_in(p, ContextPart)
         attends_in_blocks = context.plan.shares_work or (p.cp > 1 and not context.shards_heads)
-        has_windows = sizes.model.has_windows
-        takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not has_windows
+        takes_narrow = sizes.kernels.narrow_values and not attends_in_blocks and not sizes.has_windows
         if takes_narrow and self.v_head_dim <= self.head_dim:
             return 2 * self.head_dim + self.v_head_dim
         width = max(self.head_dim, self.v_head_dim)
@@ -216,7 +215,7 @@ class MlaPart(SoftmaxAttentionPart):
         """
         per_head = (1 if self.indexer else 3) * self.head_dim + self.v_head_dim + self.gate_size
         heads = self.num_heads // sizes.parallel.tp * per_head
-        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.model.hidden_size + heads))
+        return BytesByPart(attention=sizes.gathered_bytes(2 * sizes.hidden_size + heads))
 
     def transient(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of copies of the selected keys; see base class."""

@@ -50,7 +50,7 @@ class ShortConvolutionPart(AttentionPart):
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the gates and values, the inputs of the recomputed convolution, and of its output."""
         tp = sizes.parallel.tp
-        width = sizes.model.hidden_size // tp
+        width = sizes.hidden_size // tp
         saved = sizes.norm_with_output(saves_output=tp == 1, part="attention")
         saved["attention"] += sizes.gathered_bytes(3 * width)
         saved["core attention"] += sizes.gathered_bytes(width)
@@ -58,12 +58,12 @@ class ShortConvolutionPart(AttentionPart):
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
-        hidden = sizes.model.hidden_size
+        hidden = sizes.hidden_size
         return BytesByPart(attention=sizes.gathered_bytes(2 * hidden + 4 * hidden // sizes.parallel.tp))
 
     def transient(self, sizes: "LayerSizes") -> BytesByPart:
-        """Return the temporary bytes of the convolution, which is recomputed in the backward pass (docs/log.md)."""
-        width = sizes.model.hidden_size // sizes.parallel.tp
+        """Return the temporary bytes of the convolution, which is recomputed in the backward pass."""
+        width = sizes.hidden_size // sizes.parallel.tp
         factor = 3.0 if sizes.item_bytes < sizes.high_precision_bytes else 2.0
         numbers = round(sizes.gathered_tokens * factor * width)
         transient = BytesByPart({"core attention": numbers * sizes.high_precision_bytes})

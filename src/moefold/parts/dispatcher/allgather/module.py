@@ -118,7 +118,7 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
         return (yield from async_reduce_scatter(rows, self._experts).wait_resumable())
 
     def combine_postprocess(self, rows: Tensor, metadata: AllGatherMetadata) -> Tensor:
-        """Return rows unchanged: they are this rank's sums."""
+        """Return the rows, which are this rank's sums, unchanged."""
         return rows
 
     def dispatch_probs(self, metadata: AllGatherMetadata) -> tuple[Tensor, AllGatherMetadata]:

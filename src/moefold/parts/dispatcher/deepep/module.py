@@ -152,7 +152,7 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
         return _Combine.apply(rows, metadata.handle, self._buffer)
 
     def combine_postprocess(self, rows: Tensor, metadata: DeepEPMetadata) -> Tensor:
-        """Return rows unchanged: they are summed already."""
+        """Return the rows, which the combine has summed, unchanged."""
         return rows
 
     def dispatch_probs(self, metadata: DeepEPMetadata) -> tuple[Tensor, DeepEPMetadata]:

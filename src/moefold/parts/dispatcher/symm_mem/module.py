@@ -85,7 +85,7 @@ class SymmMemDispatcher(Dispatcher[SymmMemMetadata]):
         return rows if isinstance(counts, LazyCounts) else rows[: sum(counts)]
 
     def combine_preprocess(self, y_RH: Tensor, metadata: SymmMemMetadata) -> Tensor:
-        """Return rows unchanged: they are in the order of arrival."""
+        """Return the rows, which are in the order of arrival, unchanged."""
         return y_RH
 
     def combine_communicate(self, rows: Tensor, metadata: SymmMemMetadata) -> Tensor:
@@ -127,7 +127,7 @@ class _RowDispatch(torch.autograd.Function):
 
 
 class _RowCombine(torch.autograd.Function):
-    """Combine; its adjoint is a dispatch with the same splits."""
+    """Combine of rows, whose adjoint is a dispatch with the same splits."""
 
     @staticmethod
     def forward(ctx: Any, rows_RW: Tensor, metadata: SymmMemMetadata, exchange: RowExchange) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NUM_BUFFERS = 3
 """Buffers of `comm/row_exchange.py`: two to send from, one to receive into. All layers of a rank share them."""
 NUM_SPLIT_BUFFERS = 4
-"""Its buffers of two numbers for each expert: two of sent sizes, two of received sizes and offsets."""
+"""Buffers of two numbers for each expert in that file: two of sent sizes, two of received sizes and offsets."""
 ROW_ALIGNMENT = 16
 """Bytes of a row of its buffers are a multiple of this."""
 

@@ -10,6 +10,7 @@ from moefold.config.groups.attention import prefixed
 from moefold.config.groups.ffn import FeedForwardFormula, FeedForwardFrame, RoutedPart, swiglu_params
 from moefold.config.param_spec import ParamSpec
 from moefold.config.small_sizes import SmallSizes
+from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.saved_tensors import INT_BYTES, BytesByPart
 
 if TYPE_CHECKING:
@@ -62,15 +63,15 @@ class MoePart(RoutedPart):
 
     def saved(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of router, experts and shared expert; see base class."""
-        p = sizes.parallel
+        experts = ExpertMemory(sizes, self)
         if "moe" in sizes.recompute:
-            return sizes.norm_with_output(saves_output=True) + sizes.experts.permute_indices()
+            return sizes.norm_with_output(saves_output=True) + experts.permute_indices()
         has_shared = self.shared_width > 0
         # The router saves its input in the compute type, also if another module saves it.
         saved = sizes.norm_with_output(saves_output=True)
         if has_shared and "shared_experts" not in sizes.recompute:
             saved["shared experts"] += sizes.swiglu(self.shared_width)
-            saved["shared experts"] += sizes.gathered_bytes(sizes.model.hidden_size) if p.tp > 1 else 0
+            saved["shared experts"] += sizes.gathered_bytes(sizes.hidden_size) if sizes.parallel.tp > 1 else 0
         if self.latent_size:
             # The input of the projection back.
             saved["shared experts"] += sizes.tokens * self.latent_size * sizes.item_bytes
@@ -82,19 +83,20 @@ class MoePart(RoutedPart):
         saved["router"] += sizes.tokens * kept
         if sizes.moe.input_jitter:
             # The noise and the product with it, in the type of the logits.
-            saved["router"] += 2 * sizes.tokens * sizes.model.hidden_size * sizes.high_precision_bytes
-        return saved + sizes.experts.saved()
+            saved["router"] += 2 * sizes.tokens * sizes.hidden_size * sizes.high_precision_bytes
+        return saved + experts.saved()
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the projections; see base class."""
         delayed = BytesByPart()
-        if not sizes.experts.dispatcher.moves_experts:
-            width = 2 * self.token_size(sizes.model.hidden_size) + 3 * self.intermediate_size // sizes.parallel.etp
-            delayed["experts"] = sizes.experts.expert_tokens * sizes.item_bytes * width
+        experts = ExpertMemory(sizes, self)
+        if not experts.dispatcher.moves_experts:
+            width = 2 * self.token_size(sizes.hidden_size) + 3 * self.intermediate_size // sizes.parallel.etp
+            delayed["experts"] = experts.expert_tokens * sizes.item_bytes * width
         if self.shared_width:
             delayed["shared experts"] = sizes.swiglu_wgrad(self.shared_width)
         if self.latent_size:
-            widths = 2 * (sizes.model.hidden_size + self.latent_size)
+            widths = 2 * (sizes.hidden_size + self.latent_size)
             delayed["shared experts"] += sizes.tokens * sizes.item_bytes * widths
         return delayed
 
@@ -103,17 +105,18 @@ class MoePart(RoutedPart):
 
         Experts that run one after another free their inner projections when the last expert is done.
         """
-        if sizes.kernels.grouped_experts or sizes.experts.dispatcher.moves_experts:
+        experts = ExpertMemory(sizes, self)
+        if sizes.kernels.grouped_experts or experts.dispatcher.moves_experts:
             return BytesByPart()
         # The output gradient replaces the output where that is saved.
         inner = 3 * self.intermediate_size // sizes.parallel.etp
-        width = inner + self.token_size(sizes.model.hidden_size) * sizes.experts.applies_probs
-        return BytesByPart(experts=sizes.experts.expert_tokens * sizes.item_bytes * width)
+        width = inner + self.token_size(sizes.hidden_size) * experts.applies_probs
+        return BytesByPart(experts=experts.expert_tokens * sizes.item_bytes * width)
 
     def transient(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the peak of temporary bytes of the routed experts: one expert at work, or the combine."""
         p = sizes.parallel
-        experts = sizes.experts
+        experts = ExpertMemory(sizes, self)
         combine_bytes = experts.combine_buffer()
         if p.ep * p.etp > 1:
             # Outputs in expert order and in sender order; before that, the partial sums of all etp ranks are added.
@@ -125,7 +128,7 @@ class MoePart(RoutedPart):
 
     def saved_if_recomputed(self, sizes: "LayerSizes") -> BytesByPart:
         """Return the bytes of the indices of the permutation; see base class."""
-        return sizes.experts.permute_indices()
+        return ExpertMemory(sizes, self).permute_indices()
 
     def build(self, frame: FeedForwardFrame, number: int) -> "MoELayer":
         """Return the module; see base class."""

@@ -21,7 +21,7 @@ class Fp8Blocks(WirePart):
         return 1 + 4 / 128
 
     def formula(self) -> Callable[["Tensor"], "Tensor"]:
-        """Return the rounding; its gradient passes straight."""
+        """Return the rounding, through which gradients pass unchanged."""
         from moefold.parts.wire.fp8__blockwise.oracle import round_to_blocks
 
         return round_to_blocks

@@ -1,4 +1,4 @@
-"""State bytes of single units of a model: a layer, the embedding, the head; shards, types and buffers."""
+"""Record of a rank's state bytes, and what its formulas add up: bytes of a number, weights of a unit, buffers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""State bytes of the units of a model under any mapping: of one recipe, and of all of a search."""
+"""Bytes of weights, gradients and moments of each unit (a layer, the embedding, the head) under any mapping.
+
+One rank's sum is in `rank_state_memory.py` for a recipe, and in `planner/memory/states.py` for a search.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -17,7 +20,7 @@ from moefold.config.schema import Config
 from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable, Counts, columns_of
 from moefold.cost.saved_tensors import CUDA_KERNELS
-from moefold.cost.unit_memory import (
+from moefold.cost.state_bytes import (
     ITEM_BYTES,
     StateBytes,
     Unit,
@@ -72,7 +75,7 @@ def state_mapping(cfg: Config) -> StateMapping:
     return StateMapping(p.tp, p.cp, p.ep, p.etp, degrees, p.zero, is_single, cfg.num_micro_batches > 1)
 
 
-class UnitMemory:
+class UnitStateMemory:
     """State bytes of single units (a layer, the embedding, the head) under any mapping; each is computed once.
 
     Args:

@@ -1,7 +1,7 @@
 from pathlib import Path
 
+from moefold.config.key_help import keys_text, recipe_keys, section_help
 from moefold.config.presets import preset_names
-from moefold.config.reference import keys_text, recipe_keys, section_help
 from moefold.config.suggestions import key_types, kind_settings, sections
 from tools.recipe_page import recipe_page
 

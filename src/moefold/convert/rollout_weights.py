@@ -1,4 +1,4 @@
-"""Export of the weights of a model in training in the layout of a Hugging Face folder, repeatedly in the same place."""
+"""Weights of a model in training for rollouts by vLLM: written again and again to one Hugging Face folder."""
 
 import shutil
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from moefold.convert.known_keys import ALL_KEYS
 from moefold.convert.mtp import INDEX_FILE
 from moefold.convert.safetensors_file import DTYPES, FileWriter, TensorLocation, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping
-from moefold.convert.weights import HfSource, assemble_rows, group_by_parameters
+from moefold.convert.weight_sources import HfSource, assemble_rows, group_by_parameters
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.gathered_weights import GatheredWeights
 from moefold.parallel.parallel_model import ParallelModel
@@ -33,7 +33,7 @@ class _Layout:
     files: Mapping[str, TensorSpecs]
 
 
-class WeightExport:
+class RolloutWeightWriter:
     """Writer of a model's weights to `folder`/rollout_weights; rank 0 writes some rows of a tensor at a time.
 
     The tensors have the names, dtypes and files of the original folder, so a program that has loaded it can load them.
@@ -70,7 +70,7 @@ class WeightExport:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the current weights; call it between two training steps.
+        """Write the current weights, between two training steps.
 
         Raises:
             ConfigError: on all ranks, rank 0 cannot write.

@@ -1,12 +1,12 @@
-"""Memory of every unit of a model on every pipeline stage, for choosing the stages."""
+"""States and saved activations of each unit on each stage, which `parallel.pipeline_layout = "auto"` balances."""
 
 from dataclasses import replace
 
 from moefold.config.schema import Config
 from moefold.config.train import AUTO
 from moefold.cost.activation_memory import activation_memory
-from moefold.cost.unit_memory import Unit
-from moefold.cost.unit_states import UnitMemory, state_mapping
+from moefold.cost.state_bytes import Unit
+from moefold.cost.unit_state_memory import UnitStateMemory, state_mapping
 from moefold.topology.schedules import schedule_slots
 
 
@@ -23,7 +23,7 @@ def unit_bytes(cfg: Config, num_stages: int) -> list[list[int]]:
     model = cfg.model
     train = cfg.train
     explicit = replace(cfg, parallel=replace(cfg.parallel, pipeline_layout=""))
-    states = UnitMemory(explicit)
+    states = UnitStateMemory(explicit)
     mapping = state_mapping(explicit)
     formula = activation_memory(cfg, () if AUTO in train.recompute else None)
     offloads = train.offload_optimizer != "none"

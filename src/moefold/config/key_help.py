@@ -1,4 +1,4 @@
-"""Reference of all recipe keys, read from the schema."""
+"""Help on every recipe key, read from the schema, for `--keys` and the page of keys."""
 
 import ast
 import inspect

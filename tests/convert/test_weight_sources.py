@@ -13,7 +13,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.weights import HfSource, load_hf_weights
+from moefold.convert.weight_sources import HfSource, load_hf_weights
 from moefold.parallel.parallelize import parallelize
 from moefold.validate.config import check_config
 from tests.convert.hf_models import ALL_MODELS, logits_of, make_model, save_model, tokens_of

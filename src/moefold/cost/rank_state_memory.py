@@ -1,4 +1,4 @@
-"""State memory: bytes of weights, gradients and optimizer state on each rank, exact to the byte.
+"""Bytes of weights, gradients and optimizer state on each rank of a recipe, exact to the byte.
 
 The formulas count all that the runtime allocates, also FSDP's padding of uneven shards, the gathered weights in the
 compute type, and unreduced gradient sums. Not counted: code and buffers of libraries, and the allocator's rounding.
@@ -14,8 +14,8 @@ import numpy as np
 from moefold.config.schema import Config
 from moefold.cost.memory_columns import Counts, ModelChunk, recipe_chunk, state_counts
 from moefold.cost.stages import plan_stages
-from moefold.cost.unit_memory import StateBytes, dispatch_buffer_bytes
-from moefold.cost.unit_states import StateMapping, UnitMemory, state_mapping
+from moefold.cost.state_bytes import StateBytes, dispatch_buffer_bytes
+from moefold.cost.unit_state_memory import StateMapping, UnitStateMemory, state_mapping
 
 
 def recipe_stages(cfg: Config) -> tuple[list[ModelChunk], list[list[int]]]:
@@ -35,7 +35,7 @@ class OptimizerOffloadMemory:
     """Maximum bytes in memory during an update: the moments of `PARAMS_IN_TRANSIT` parameters."""
 
 
-class StateMemory(UnitMemory):
+class RankStateMemory(UnitStateMemory):
     """State bytes of all ranks of a config; the cost grows with the number of stages, not of tensors.
 
     Args:

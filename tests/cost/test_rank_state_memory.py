@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.peak_memory import compute_rank_memory
-from moefold.cost.state_memory import StateMemory
+from moefold.cost.rank_state_memory import RankStateMemory
 from moefold.train.memory_profile import sharded_state_bytes
 from moefold.validate.config import check_config
 from tests.cost.random_mappings import check_every_byte, random_config
@@ -57,9 +57,12 @@ def test_every_byte_of_symmetric_memory_which_is_one_for_all_stages_of_a_rank(fa
     expected = 3 * max(routed, math.ceil(routed * factor)) * 80 + 4 * 2 * 4 * 8
     plain = replace(cfg, parallel=replace(parallel, dispatcher="alltoall"))
     for pp_rank in range(pp):
-        added = StateMemory(cfg).max_by_pp_rank[pp_rank].buffers - StateMemory(plain).max_by_pp_rank[pp_rank].buffers
+        added = (
+            RankStateMemory(cfg).max_by_pp_rank[pp_rank].buffers
+            - RankStateMemory(plain).max_by_pp_rank[pp_rank].buffers
+        )
         assert added == expected
-        assert StateMemory(cfg).max_by_pp_rank[pp_rank].buffers == sharded_state_bytes(cfg, 4 * pp_rank).buffers
+        assert RankStateMemory(cfg).max_by_pp_rank[pp_rank].buffers == sharded_state_bytes(cfg, 4 * pp_rank).buffers
 
 
 @pytest.mark.parametrize(("num_layers", "ep", "prefetched"), [(1, 1, 0), (5, 1, 1), (5, 2, "dense")])
@@ -86,7 +89,7 @@ def test_zero_3_gathers_a_layer_and_the_next_one(num_layers, ep, prefetched):
     ahead = {0: 0, 1: layer + experts, "dense": layer}[prefetched]
     # bfloat16, routers float32.
     expected = 2 * (ends + layer + experts + ahead) + 2 * router * (1 + (ahead > 0))
-    assert StateMemory(cfg).max_by_pp_rank[0].gathered == expected
+    assert RankStateMemory(cfg).max_by_pp_rank[0].gathered == expected
 
 
 @pytest.mark.parametrize("seed", [*range(6), *slow((seed,) for seed in range(6, 12))])
@@ -97,7 +100,7 @@ def test_every_byte_of_moments_that_stay_when_large_ones_are_outside(seed):
     everything = [rank.states.optimizer for rank in compute_rank_memory(cfg)]
     first = [rank * cfg.parallel.world_size // cfg.parallel.pp for rank in range(cfg.parallel.pp)]
     assert stays == [sharded_state_bytes(one, rank).optimizer for rank in first], cfg
-    away = StateMemory(one).offloaded_moments
+    away = RankStateMemory(one).offloaded_moments
     assert [left + moments.offloaded for left, moments in zip(stays, away, strict=True)] == everything
     assert all(moments.in_transit <= moments.offloaded for moments in away)
 
@@ -116,7 +119,7 @@ def test_an_update_that_needs_more_than_the_passes_counts():
     cfg = Config(run=RunConfig(dtype="float32"), model=model, train=train)
     (rank,) = compute_rank_memory(cfg)
     # Both moments of three parameters as large as the embedding.
-    assert StateMemory(cfg).offloaded_moments[0].in_transit == 3 * 2 * 4 * 64 * 4096
+    assert RankStateMemory(cfg).offloaded_moments[0].in_transit == 3 * 2 * 4 * 64 * 4096
     assert rank.optimizer_in_transit == 3 * 2 * 4 * 64 * 4096 - rank.activations.total > 0
     without = replace(cfg, train=replace(train, offload_optimizer="none", offload_dir=""))
     assert compute_rank_memory(without)[0].optimizer_in_transit == 0
@@ -131,5 +134,5 @@ def test_a_thousand_ranks_cost_milliseconds():
     check_config(cfg)
     started_s = time.process_time()
     for _ in range(10):
-        assert len(StateMemory(cfg).max_by_pp_rank) == 16
+        assert len(RankStateMemory(cfg).max_by_pp_rank) == 16
     assert (time.process_time() - started_s) / 10 < 0.01
