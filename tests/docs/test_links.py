@@ -8,7 +8,6 @@ import pytest
 import moefold
 from tests.docs.markdown_page import PAGES, ROOT, anchors, links, name_of, prose
 
-
 CITATION = re.compile(r"(?<![\w./-])(docs/[\w/-]+\.md(?:#[\w-]+)?)")
 
 
