@@ -6,8 +6,9 @@
 Every constant belongs to a device or a kernel, not to a model or a row. Each starts from a physical value, which is
 also the mean of its prior, so constants that the rows do not determine stay there. Folds are whole configurations of
 one source (model, GPU, number, precision, micro-batch and mapping), or whole sources. A fold is refitted on the
-derivatives of the errors at the fit of all rows, which costs nothing, so every fit is cross-validated. `--unseen FILE`
-writes the cross-validated error of each row for `moefold plan-accuracy`.
+derivatives of the errors at the fit of all rows, which costs nothing, so every fit is cross-validated; `--refit ROUNDS`
+also fits the constants to the rows outside each fold of configurations. `--unseen FILE` writes the cross-validated
+error of each row for `moefold plan-accuracy`.
 """
 
 import argparse
@@ -262,13 +263,21 @@ def robust_cost(errors: FloatArray, x: FloatArray, weights: FloatArray) -> float
     return float((weights * loss).sum() + 0.5 * (((x - START) / SIGMA) ** 2).sum())
 
 
-def fit(samples: list[Sample], rounds: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Fit all constants; return their logarithms, the errors and the derivatives there."""
+def fit(
+    samples: list[Sample], x: FloatArray, rounds: int, first: FloatArray | None = None
+) -> tuple[FloatArray, FloatArray]:
+    """Fit all constants, from the logarithms x; return their logarithms and the errors there.
+
+    Args:
+        samples: the configurations.
+        x: logarithms to start from.
+        rounds: iterations.
+        first: derivatives of the errors at x; None: computed.
+    """
     weights = np.array([s.weight for s in samples])
-    x = current_values()
     errors = log_errors(samples, x)
-    jacobian = derivatives(samples, x, errors)
-    for _ in range(rounds):
+    for number in range(rounds):
+        jacobian = derivatives(samples, x, errors) if number or first is None else first
         step_x = np.clip(solve(jacobian, errors, x, weights) - x, -MAX_STEP, MAX_STEP)
         for share in (1.0, 0.5, 0.2, 0.05):
             tried = log_errors(samples, x + share * step_x)
@@ -277,20 +286,32 @@ def fit(samples: list[Sample], rounds: int) -> tuple[FloatArray, FloatArray, Flo
                 errors = tried
                 break
         print(f"cost {robust_cost(errors, x, weights):.1f}, step {share}", flush=True)
-        jacobian = derivatives(samples, x, errors)
-    return x, errors, jacobian
+    return x, errors
 
 
 def cross_validate(
     samples: list[Sample], folds: list[str], x: FloatArray, errors: FloatArray, jacobian: FloatArray
 ) -> FloatArray:
-    """Return the errors of each fold under a fit without it."""
+    """Return the errors of each fold under a fit without it, as if errors were linear around the fit of all rows."""
     weights = np.array([s.weight for s in samples])
     residuals = np.empty(len(samples))
     for fold in dict.fromkeys(folds):
         held_out = np.array([number == fold for number in folds])
         refitted = solve(jacobian, errors, x, np.where(held_out, 0.0, weights))
         residuals[held_out] = (errors + jacobian @ (refitted - x))[held_out]
+    return residuals
+
+
+def refit_folds(
+    samples: list[Sample], folds: list[str], x: FloatArray, jacobian: FloatArray, rounds: int
+) -> FloatArray:
+    """Return the errors of each fold, predicted under a fit of the other rows that starts at the fit of all rows."""
+    residuals = np.empty(len(samples))
+    for fold in dict.fromkeys(folds):
+        held_out = np.array([number == fold for number in folds])
+        kept = [s for s, is_out in zip(samples, held_out, strict=True) if not is_out]
+        refitted, _ = fit(kept, x, rounds, jacobian[~held_out])
+        residuals[held_out] = log_errors([s for s, is_out in zip(samples, held_out, strict=True) if is_out], refitted)
     return residuals
 
 
@@ -329,16 +350,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", type=Path, help="CSV files, in the order of WEIGHTS")
     parser.add_argument("--rounds", type=int, default=4, help="iterations of the fit (default 4; 0: of today's values)")
+    parser.add_argument("--refit", type=int, metavar="ROUNDS", help="also fit each fold of configurations again")
     parser.add_argument("--unseen", type=Path, metavar="FILE", help="write the cross-validated error of each row")
     arguments = parser.parse_args()
     samples = read_samples(arguments.tables)
-    x, errors, jacobian = fit(samples, arguments.rounds)
+    x, errors = fit(samples, current_values(), arguments.rounds)
+    jacobian = derivatives(samples, x, errors)
     for constant, value in zip(CONSTANTS, np.exp(x), strict=True):
         print(f"{constant.name:45} {min(value, constant.maximum):.4g}   (prior {constant.start:.4g})")
     print_errors(samples, errors, "all rows fitted")
     folds = [str(crc32(s.configuration.encode()) % NUM_FOLDS) for s in samples]
     unseen = cross_validate(samples, folds, x, errors, jacobian)
     print_errors(samples, unseen, f"{NUM_FOLDS} folds of configurations of a source")
+    if arguments.refit:
+        refitted = refit_folds(samples, folds, x, jacobian, arguments.refit)
+        print_errors(samples, refitted, f"{NUM_FOLDS} folds of configurations, each fitted again")
     by_source = cross_validate(samples, [s.source for s in samples], x, errors, jacobian)
     print_errors(samples, by_source, "one source left out")
     print_pairs(samples, by_source)
