@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from moefold.checkpoint import streaming_io
 from moefold.cli.main import main
 from moefold.comm.groups import current_world
-from moefold.convert import weights
+from moefold.convert import weight_sources
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.safetensors_file import read_header
 from moefold.convert.tensor_mapping import SliceMapping
@@ -39,7 +39,7 @@ def test_rows_at_a_time_give_the_same_bytes(tmp_path, monkeypatch, name):
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
     assert_same_folder(folder, tmp_path / "again")
     source = Watched(tmp_path / "ckpt")
-    weights.verify_against_folder(source, HfSource(open_hf_folder(folder)), current_world())
+    weight_sources.verify_against_folder(source, HfSource(open_hf_folder(folder)), current_world())
     assert 0 < source.most <= max(1000, source.row)
 
 
@@ -67,11 +67,11 @@ def test_the_rows_of_a_piece_are_those_that_the_blocks_hold(dims, step):
 def test_one_wrong_byte_in_any_block_is_found(tmp_path):
     stored, torch_values = _stored(tmp_path)
     chunks = [streaming_io.TensorChunk("x", 0, 3), streaming_io.TensorChunk("x", 3, 5)]
-    assert all(weights.rows_equal(stored, rows, torch_values[rows.start : rows.stop]) for rows in chunks)
+    assert all(weight_sources.rows_equal(stored, rows, torch_values[rows.start : rows.stop]) for rows in chunks)
     torch_values[4, 1] = -torch_values[4, 1]
-    same = [weights.rows_equal(stored, rows, torch_values[rows.start : rows.stop]) for rows in chunks]
+    same = [weight_sources.rows_equal(stored, rows, torch_values[rows.start : rows.stop]) for rows in chunks]
     assert same == [True, False]
-    assert not weights.rows_equal(stored, chunks[0], torch_values[:3].double())
+    assert not weight_sources.rows_equal(stored, chunks[0], torch_values[:3].double())
 
 
 def _stored(tmp_path):

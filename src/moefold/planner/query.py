@@ -274,7 +274,7 @@ def check_imbalance(value: float, num_experts: int) -> float:
 def _chosen_sizes(
     parallel: ParallelConfig, train: TrainConfig, options: PlanOptions, *, is_recipe: bool
 ) -> tuple[int, int, int, dict[str, int]]:
-    """Return the GPUs, the tokens of a sample and the samples of a step, and by option the sizes that nobody gave.
+    """Return the GPUs, the tokens of a sample and the samples of a step, and by option the assumed sizes.
 
     Raises:
         ConfigError: a size is missing, out of bounds, or set twice.

@@ -25,8 +25,7 @@ WARMUP_SCORE_COPIES = 4.9, 4.3
 """Temporary tensors of the scores of a block of queries in the warm-up of indexers, in float32 and in bfloat16, as
 measured."""
 SELECTION_COPIES = 2.25
-"""Measured ratio of a block's temporary numbers to the numbers of its copied keys and values
-(docs/log.md#2026-11-26-sparse-attention)."""
+"""Temporary numbers of a block over its copied keys and values (docs/log.md#2026-11-26-sparse-attention)."""
 IndexerFormula = Callable[[Mapping[str, "Tensor"], "Tensor", "Tensor", Callable[["Tensor"], "Tensor"]], "Tensor"]
 """Scores of keys, [B, S queries, S keys], given the weights by name, the inputs of the keys [B, S, H] and of the
 queries [B, S, ...], and the function that applies RoPE to the first dims of [B, S, D]."""

@@ -83,8 +83,8 @@ RECURRENCE_BYTES = 114.4
 scan and gate, each a memory-bound kernel."""
 
 SCAN_SHARE = 0.25
-"""Share of a scan of the Dv columns of outputs in the time of a recurrence: 0.08 to 0.31 with torch operations, as a
-further scan has D + Dv columns (docs/log.md#2026-11-26-leftovers-of-sparse-and-linear-attention)."""
+"""Share of a scan of Dv columns in the time of a recurrence; 0.08 to 0.31 with torch operations, by a further scan of
+D + Dv columns (docs/log.md#2026-11-26-leftovers-of-sparse-and-linear-attention)."""
 
 CONVOLUTION_BYTES = 16.0
 """The same for a gated short convolution: two products and the convolution each read and write values of 2 bytes."""
