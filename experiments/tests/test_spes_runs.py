@@ -10,7 +10,6 @@ import torch
 from experiments.tests.oracle_site_methods import OracleOfOwners
 from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.checkpoint.inspect import differing_tensors
-from moefold.config.parallel import ParallelConfig
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import is_adapter
@@ -20,6 +19,7 @@ from moefold_experiments.spes.module import OuterOfOwners
 from moefold_experiments.spes.owned_experts import OwnedExperts, select_owned
 from tests.models import edit_model
 from tests.slow import slow
+from tests.train.site_checks import check_other_mapping
 from tests.train.site_jobs import (
     Server,
     adapted,
@@ -190,19 +190,7 @@ def test_sites_that_own_experts_resume_bit_by_bit(pool, tmp_path, last, mapping)
 def test_sites_that_own_experts_resume_under_another_mapping(pool, tmp_path):
     """The owner of an expert does not depend on the mapping, and moments of own experts are logical tensors."""
     whole = owned(tmp_path / "whole", 7, STREAMED, {}, {"train": {"optimizer": "muon"}})
-    train_sites(pool, whole)
-    parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
-    with Server().running() as server:
-        jobs = [of_site(parts, n, server.port) for n in (0, 1)]
-        run_sites(pool, jobs, train_until, 4)
-        mapping = ParallelConfig(world_size=4, pp=2, ep=2, zero=3)
-        run_sites(pool, [replace(job, parallel=mapping) for job in jobs], train)
-    for number in (0, 1):
-        for prefix in ("outer.", "model.", "optimizer."):
-            one, other = (
-                tensors(checkpoint(tmp_path / run / f"site-{number}", 7), prefix) for run in ("whole", "parts")
-            )
-            assert largest_error(other, one) <= TOLERANCE
+    check_other_mapping(pool, tmp_path, whole, ("outer.", "model.", "optimizer."))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -106,8 +107,12 @@ def check_resume(pool, tmp_path: Path, whole: Config, last: int) -> None:
                 assert metrics[key] == whole_rounds[step][key], (step, key)
 
 
-def check_other_mapping(pool, tmp_path: Path, whole: Config) -> None:
-    """Outer weights, momentum and a pending mean are logical tensors, cut as the weights of any mapping."""
+def check_other_mapping(pool, tmp_path: Path, whole: Config, prefixes: tuple[str, ...] = ("outer.",)) -> None:
+    """Outer weights, momentum and a pending mean are logical tensors, cut as the weights of any mapping.
+
+    Args:
+        prefixes: of the names of the tensors that are compared.
+    """
     train_sites(pool, whole)
     parts = replace(whole, run=replace(whole.run, dir=str(tmp_path / "parts")))
     with Server().running() as server:
@@ -115,8 +120,8 @@ def check_other_mapping(pool, tmp_path: Path, whole: Config) -> None:
         run_sites(pool, jobs, train_until, 4)
         mapping = ParallelConfig(world_size=4, pp=2, ep=2, zero=3)
         run_sites(pool, [replace(job, parallel=mapping) for job in jobs], train)
-    for number in (0, 1):
-        one, other = (tensors(checkpoint(tmp_path / run / f"site-{number}", 7), "outer.") for run in ("whole", "parts"))
+    for number, prefix in product((0, 1), prefixes):
+        one, other = (tensors(checkpoint(tmp_path / run / f"site-{number}", 7), prefix) for run in ("whole", "parts"))
         assert largest_error(other, one) <= TOLERANCE
 
 

@@ -55,10 +55,8 @@ class RoundQueue:
         Raises:
             RunError: a reward function failed.
         """
-        rl = self._rl
         self._table.drop(skipped_ranges)
-        wanted = min(rl.staleness, self._num_steps - step - rl.updates) // rl.updates + 1
-        missing = wanted - len(self._table) - self._source.num_ordered
+        missing = 1 + self._num_ahead(step + self._rl.updates) - len(self._table) - self._source.num_ordered
         if missing > 0:
             next_prompt = self._table.next_prompt
             position = PromptPosition(first if next_prompt is None else next_prompt, tuple(skipped_ranges))
@@ -67,6 +65,13 @@ class RoundQueue:
         started_s = time.perf_counter()
         one = self._table.pop() if len(self._table) else self._source.receive()
         return one, time.perf_counter() - started_s
+
+    def _num_ahead(self, step: int) -> int:
+        """Return how many rounds are sampled ahead when a run has trained on all rounds before `step`.
+
+        A run samples no rounds beyond its last step.
+        """
+        return min(self._rl.staleness, self._num_steps - step) // self._rl.updates
 
     def receive_ordered(self) -> None:
         """Wait for the ordered rounds, which a checkpoint must have."""
@@ -115,8 +120,7 @@ class RoundQueue:
                 f"; {num_dropped} round{'s' * (num_dropped > 1)} of rollouts in the checkpoint, of older weights than "
                 f"rl.staleness={rl.staleness} allows, are sampled again"
             )
-        # A run samples no rounds beyond its last step.
-        wanted = min(rl.staleness, self._num_steps - step) // rl.updates
+        wanted = self._num_ahead(step)
         if state is None or not step or len(self._table) >= wanted:
             return ""
         return (
