@@ -25,13 +25,13 @@ class LogProbCapture:
     def __init__(self, temperature: float, terms: tuple[str, ...] = ("log_probs",)) -> None:
         self.terms = terms
         self._options = SoftmaxOptions(temperature, has_entropy=True)
-        self.captured: list[Tensor] = []
-        """Log-probabilities of each micro-batch, [B, S/cp]."""
+        self.captured: list[tuple[Tensor, Tensor]] = []
+        """Sample ids, [B], and log-probabilities, [B, S/cp], of each micro-batch, in the order of the passes."""
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
         """Store the log-probabilities and return zeros, [terms]."""
         losses = output.token_losses(columns["labels"], self._options).loss
-        self.captured.append(-losses.detach())
+        self.captured.append((columns["sample_ids"], -losses.detach()))
         return losses.new_zeros(len(self.terms))
 
 
@@ -53,9 +53,10 @@ def label_log_probs(model: ParallelModel, capture: LogProbCapture, batch: Batch)
     weights = batch.columns["weights"]
     if not capture.captured:
         return torch.zeros_like(weights)
-    log_probs = torch.cat(capture.captured).to(weights.dtype)
+    sample_ids, log_probs = map(torch.cat, zip(*capture.captured, strict=True))
     capture.captured.clear()
-    return log_probs
+    # A pipeline schedule may run the micro-batches in any order.
+    return log_probs[sample_ids.argsort()].to(weights.dtype)
 
 
 class TrainerLogProbs:
