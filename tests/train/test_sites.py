@@ -43,7 +43,6 @@ from tests.train.site_jobs import (
 from tests.train.site_results import TOLERANCE, checkpoint, largest_error, records, tensors
 from tests.verify.recipes import without_mapping
 
-
 pytestmark = pytest.mark.parity
 
 
