@@ -24,8 +24,8 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingCon
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
-from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader, Position
+from moefold.train.run_log import RunLog
 from moefold.train.run_summary import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_meter import StepResult
@@ -98,7 +98,7 @@ class Trainer:
             from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging, RolloutRounds
 
             rounds = (RolloutRounds(),)
-            evaluations = (RewardEvaluation(cfg.train.eval_every, cfg.rl.reset_patience),)
+            evaluations = (RewardEvaluation(cfg.train.eval_every, cfg.run.steps, cfg.rl.reset_patience),)
             rollouts = (RolloutLogging(cfg.metrics.rollouts_every),)
         if chosen_in(cfg.align, AlignmentPart).has_reference:
             from moefold.train.callbacks.preference_reference import ReferencePass

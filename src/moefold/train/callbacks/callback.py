@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from moefold.checkpoint.run_states import RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.parallel.batch import Batch
-from moefold.train.callbacks.run_log import RunLog
 from moefold.train.data_loader import DataLoader, Position
+from moefold.train.run_log import RunLog
 from moefold.train.signals import StopSignals
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep

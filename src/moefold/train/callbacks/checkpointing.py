@@ -11,13 +11,12 @@ from moefold.checkpoint.save_load import Resume, checkpoint_meta, resolve_resume
 from moefold.checkpoint.saver import open_saver
 from moefold.comm.collectives import broadcast_object, is_collective_error
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change
 from moefold.optim.states import step_counts
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.run_log import is_due
+from moefold.train.due import is_due, is_save_due
 
 if TYPE_CHECKING:
     from moefold.checkpoint.peer_snapshot import PeerSnapshots
@@ -201,7 +200,7 @@ class Checkpointing(Callback):
         context.save_s = 0.0
         is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
         self._eval_loss = step.eval_loss if is_finite else None
-        if is_save_due(self._cfg.checkpoint, step):
+        if is_save_due(self._cfg.checkpoint, step.number, is_last=step.is_last, is_stopped=bool(step.signals)):
             self.save(context)
         if is_due(self._cfg.checkpoint.peer_every, step.number):
             self._take_snapshot(context)
@@ -274,9 +273,3 @@ class Checkpointing(Callback):
                 "padding and with skipped updates"
             )
         return tuple(message for message in messages if message)
-
-
-def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:
-    """Return whether to save after a step. A run that saves at all also saves when a signal stops it."""
-    is_end = (step.is_last and checkpoint.at_end) or (bool(step.signals) and checkpoint.saves)
-    return is_end or is_due(checkpoint.every, step.number)

@@ -6,7 +6,7 @@ from moefold.comm.groups import current_world
 from moefold.config.train import TrainConfig
 from moefold.errors import SIGNAL_STATUS
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.run_log import is_due
+from moefold.train.due import is_evaluation_due
 from moefold.train.signals import SIGNALS
 
 
@@ -59,7 +59,7 @@ class PeriodicEvaluation(Callback):
             step.is_evaluated = step.eval_loss is not None or not step.signals
 
     def _is_due(self, step: int) -> bool:
-        return is_due(self._every, step) or (self._every > 0 and step == self._last_step)
+        return is_evaluation_due(self._every, step, self._last_step)
 
 
 def _evaluate(context: TrainingContext) -> tuple[float | None, list[Signals]]:

@@ -14,7 +14,7 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.errors import RunError, format_list
 from moefold.parallel.replica_check import Divergence, HostFact
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.checkpointing import is_save_due
+from moefold.train.due import is_save_due
 
 
 class ReplicaComparison(Callback):
@@ -52,7 +52,8 @@ class ReplicaComparison(Callback):
         """
         divergences: Sequence[Divergence] = step.result.divergences
         is_checked = step.result.replicas is not None
-        if is_save_due(self._checkpoint, step) and not is_checked and context.training.checks_replicas:
+        is_due = is_save_due(self._checkpoint, step.number, is_last=step.is_last, is_stopped=bool(step.signals))
+        if is_due and not is_checked and context.training.checks_replicas:
             # Loading a checkpoint makes all replicas equal, so weights that have diverged would go unnoticed.
             context.groups.recorder.set_phase("comparing replicas")
             divergences = context.training.divergences(

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from moefold.inference.rollouts import rollout_records, token_records
 from moefold.metrics.writer import MISMATCH_FILE, ROLLOUTS_FILE, truncate_metrics
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.run_log import is_due
+from moefold.train.due import is_due, is_evaluation_due
 from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.step_fault import MismatchError
 
@@ -37,18 +37,20 @@ class RewardEvaluation(Callback):
 
     Args:
         every: train.eval_every; 0: never.
+        last_step: run.steps.
         reset_patience: rl.reset_patience.
     """
 
-    def __init__(self, every: int, reset_patience: int) -> None:
+    def __init__(self, every: int, last_step: int, reset_patience: int) -> None:
         self._every = every
+        self._last_step = last_step
         self._reset_patience = reset_patience
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Evaluate if an evaluation is due and no signal stops the run; collective."""
         assert step.rl is not None
         step.rl["eval_reward"] = None
-        if not (is_due(self._every, step.number) or (self._every > 0 and step.is_last)) or step.signals:
+        if not is_evaluation_due(self._every, step.number, self._last_step) or step.signals:
             return
         loader = rollout_loader(context)
         reward = loader.evaluate_reward()
