@@ -17,7 +17,8 @@ from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
 from moefold.train.callbacks.callback import TrainingContext
 from moefold.train.callbacks.preference_reference import reference_log_probs
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.data_loader import DataLoader
+from moefold.train.position import Position
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import compare_records, run_oracle

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -28,6 +28,7 @@ from moefold.data.token_file import TokenFileSet, build_token_file_set, check_sa
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.batch import Batch
 from moefold.train.batch_sharding import BatchSharder, WeightedSamples
+from moefold.train.position import Position
 
 T = TypeVar("T")
 
@@ -95,45 +96,6 @@ class DroppedEvaluation:
     def to_record(self) -> dict[str, Any]:
         """Return the record for faults.jsonl."""
         return {"kind": "data", "action": "evaluation skipped", "lost_samples": self.num_samples}
-
-
-@dataclass
-class Position:
-    """Progress of a run. Each field is saved and restored."""
-
-    step: int = 0
-    """Steps done."""
-    samples: int = 0
-    """Samples of the data read."""
-    tokens: int = 0
-    """Tokens trained on: input tokens of all ranks in the applied updates, without padding."""
-    tokens_consumed: int = 0
-    """The same count over all steps, including skipped updates."""
-    skipped: list[tuple[int, int]] = field(default_factory=list)
-    """Samples to skip, each as first and end."""
-
-    def __post_init__(self) -> None:
-        """Set `restarts_data`: the data loader decides whether the next state to load counts samples of other data."""
-        self.restarts_data = False
-
-    @property
-    def skipped_ranges(self) -> tuple[range, ...]:
-        """The samples of the run to skip."""
-        return tuple(range(first, end) for first, end in self.skipped)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set all fields that a checkpoint has. The present samples to skip are kept: the checkpoint may lack them."""
-        # Old checkpoints have only one count of tokens.
-        found = {"tokens_consumed": state_dict["tokens"]} | state_dict
-        if self.restarts_data:
-            found |= {"samples": 0, "skipped": []}
-        earlier = [(int(first), int(end)) for first, end in found["skipped"]]
-        found["skipped"] = list(dict.fromkeys(earlier + self.skipped))
-        vars(self).update({name: value for name, value in found.items() if name in asdict(self)})
 
 
 class DataLoader:
@@ -237,7 +199,7 @@ class DataLoader:
         Call it before the state of the checkpoint is loaded.
         """
         change = data_order_change(meta, self.order, self.fingerprints, drops_files=self._can_drop_files)
-        self._position.restarts_data = bool(change)
+        self._position.restart_data(is_other=bool(change))
         return change
 
     def sharder(self, sampler: Sampler) -> BatchSharder:

@@ -29,9 +29,10 @@ from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.rollout_table import TABLE_KEY
 from moefold.rl.step_rows import pack_step
 from moefold.topology.rollout_mapping import rollout_config
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.data_loader import DataLoader
 from moefold.train.kl_reference import KLReference, ReferenceModel
 from moefold.train.log_probs import TrainerLogProbs
+from moefold.train.position import Position
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_sampler import PromptSampler
 from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource

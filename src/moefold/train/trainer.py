@@ -24,7 +24,8 @@ from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingCon
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.data_loader import DataLoader
+from moefold.train.position import Position
 from moefold.train.run_log import RunLog
 from moefold.train.run_summary import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
@@ -259,12 +260,8 @@ class Trainer:
         self._checkpointing.saver.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None
-        self._position.step += 1
-        self._position.samples = samples[-1] + 1
         assert batch.num_tokens is not None, "the data loader counts the tokens of each batch"
-        self._position.tokens_consumed += batch.num_tokens
-        if result.decision.updates:
-            self._position.tokens += batch.num_tokens
+        self._position.advance(samples, batch.num_tokens, is_updated=result.decision.updates)
         return FinishedStep(
             number=self._position.step,
             result=result,

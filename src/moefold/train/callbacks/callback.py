@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from moefold.checkpoint.run_states import RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.parallel.batch import Batch
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.data_loader import DataLoader
+from moefold.train.position import Position
 from moefold.train.run_log import RunLog
 from moefold.train.signals import StopSignals
 from moefold.train.step_meter import StepResult

@@ -189,7 +189,7 @@ class Checkpointing(Callback):
                 "to: set checkpoint.every lower, or skip such steps"
             )
         self._load(context, resume.path)
-        context.position.skipped.append((step_fault.samples[0], step_fault.end_sample))
+        context.position.skip(step_fault.samples[0], step_fault.end_sample)
         if self.snapshots is not None:
             self.snapshots.forget_groups()
             self._take_snapshot(context)

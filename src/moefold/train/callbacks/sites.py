@@ -268,9 +268,8 @@ class SiteRounds(Callback):
         _outer_of(context).carried = carried
         _outer_of(context).adopt(num_rounds, context.position.tokens)
         context.training.restore_moment_updates(moment_updates)
-        context.position.step = step_of_round(self._run, self._model, self._sites, index) + min(
-            since, self._sites.overlap
-        )
+        step = step_of_round(self._run, self._model, self._sites, index)
+        context.position.adopt(step + min(since, self._sites.overlap))
 
     def _begin(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
         """Take the differences of fragments, and start to exchange them; collective.
