@@ -15,11 +15,9 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
-from moefold.train.callbacks.callback import TrainingContext
 from moefold.train.callbacks.preference_reference import reference_log_probs
 from moefold.train.data_loader import DataLoader
 from moefold.train.position import Position
-from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed
@@ -147,10 +145,9 @@ def _reference(cfg: Config, cache: str) -> np.ndarray:
     os.environ["XDG_CACHE_HOME"] = cache
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    loader = DataLoader(cfg, groups, training.model.positions)
+    loader = DataLoader(cfg, groups, training.model.positions, Position())
     loader.open(None)
-    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, Position(), StopSignals(announces=False))
-    values = reference_log_probs(run, len(loader.reference.values))
+    values = reference_log_probs(training, loader, len(loader.reference.values))
     assert training.model.stages[-1].training
     assert training.model.stages[-1].loss.terms == ("preference",)
     return values

@@ -32,7 +32,7 @@ def _take_other_samples(trainer: Trainer) -> None:
 
 
 def _lose_a_file(trainer: Trainer) -> None:
-    trainer._data_loader._initial_fingerprints = {"tokens/1.npy": "skipped"}
+    trainer._data_loader.files.initial = {"tokens/1.npy": "skipped"}
 
 
 def _move_in_the_stream(trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change
 from moefold.optim.states import step_counts
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.due import is_due, is_save_due
 
 if TYPE_CHECKING:
@@ -45,13 +45,15 @@ class SaveHistory:
     """States of the program's callbacks before the first step, see `RunStates`."""
 
 
-class Checkpointing(Callback):
+class Checkpointing(StageCallback):
     """Callback that saves on the schedule of `checkpoint`. The trainer resumes and rolls back with it.
 
     `init_message` describes the source of the initial weights, `checkpoint_dp` is the dp of the loaded checkpoint,
     `resume_messages` describe the learning rate and the counts after a resume, and `total_save_s` is the time that
     saving has blocked training on this rank.
     """
+
+    stage = CallbackStage.SAVE
 
     def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
         """Take over the snapshots of this process, and open the saver; collective if it saves in the background.
@@ -85,7 +87,7 @@ class Checkpointing(Callback):
             self._resume_from_peers(context, self.restored_step)
             return Resume(None)
         context.groups.recorder.set_phase("loading the checkpoint or the initial weights")
-        resume = resolve_resume(self._cfg, context.data.fingerprints)
+        resume = resolve_resume(self._cfg, context.data.files.fingerprints)
         self._history.resumed_from = resume.path
         context.data.open(None if resume.path is None else read_meta(resume.path))
         if self._cfg.trains_adapters_only:
@@ -182,7 +184,7 @@ class Checkpointing(Callback):
         resume = Resume(self._history.resumed_from)
         if self._history.saved_step is not None:
             section = replace(self._cfg.checkpoint, resume="auto")
-            resume = resolve_resume(replace(self._cfg, checkpoint=section), context.data.fingerprints)
+            resume = resolve_resume(replace(self._cfg, checkpoint=section), context.data.files.fingerprints)
         if resume.path is None:
             raise RunError(
                 f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "
@@ -238,7 +240,7 @@ class Checkpointing(Callback):
             from moefold.train.outer_state import check_expert_owner
 
             check_expert_owner(meta, self._cfg.sites)
-        context.data.decide_restart(meta)
+        context.data.files.decide_restart(meta)
         self._load_states(context, meta, path)
 
     def _load_states(self, context: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
@@ -265,7 +267,7 @@ class Checkpointing(Callback):
     def _resume_messages(self, context: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
         """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
         messages = [describe_schedule_change(meta.state_of("schedule"), self._cfg.run, self._cfg.train, meta.step)]
-        is_padded = self._cfg.is_rl or context.data.train_sampler.has_annotations
+        is_padded = context.data.train_sampler.has_annotations
         is_old = "tokens_consumed" not in meta.state_of("position")
         if meta.step and is_old and (is_padded or context.training.guard.num_skipped):
             messages.append(

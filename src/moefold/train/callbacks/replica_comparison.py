@@ -13,11 +13,11 @@ from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.errors import RunError, format_list
 from moefold.parallel.replica_check import Divergence, HostFact
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.due import is_save_due
 
 
-class ReplicaComparison(Callback):
+class ReplicaComparison(StageCallback):
     """Callback that compares replicas before each save, and ends the run if they differ.
 
     The training step compares every faults.replica_check_every steps by itself.
@@ -27,6 +27,8 @@ class ReplicaComparison(Callback):
         seed: run.seed.
         drain: waits for the save in the background.
     """
+
+    stage = CallbackStage.CHECK
 
     def __init__(self, checkpoint: CheckpointConfig, seed: int, drain: Callable[[], None]) -> None:
         self._checkpoint = checkpoint
