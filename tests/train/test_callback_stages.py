@@ -10,7 +10,6 @@ import torch
 
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.metrics.step_metrics import TIME_METRICS
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
@@ -40,25 +39,27 @@ def test_a_callback_sets_only_fields_of_its_stage():
         SetsItLate().complete_in_stage(run, step)
 
 
-def _train_in_order(cfg: Config, *, is_reversed: bool) -> list[str]:
+def _train_in_order(cfg: Config, is_reversed: bool) -> list[str]:
     """Train with the callbacks of each stage in one of both orders; return their names."""
     trainer = Trainer(cfg, ParallelGroups.create(check_config(cfg), torch.device("cpu")))
     if is_reversed:
-        trainer._callbacks = tuple(sorted(reversed(trainer._callbacks), key=lambda callback: callback.stage))
+        backwards = trainer._callbacks[::-1]
+        trainer._callbacks = tuple(sorted(backwards, key=lambda callback: callback.stage))
     assert trainer.run(StopSignals()) == 0
     return [type(callback).__name__ for callback in trainer._callbacks]
 
 
 def _values(run_dir: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in one.items() if name not in TIME_METRICS} for one in records(run_dir)]
+    names = ("step", "loss", "grad_norm", "eval_loss", "tokens", "moe_layers")
+    return [{name: one[name] for name in names} for one in records(run_dir)]
 
 
 @pytest.mark.parity
 def test_the_order_in_a_stage_changes_nothing(pool, tmp_path):
     cfgs = [recipe(tmp_path / name, 2, every=1, train={"eval_every": 1}) for name in ("one", "other")]
     cfgs = [replace(cfg, moe=replace(cfg.moe, trace_every=1)) for cfg in cfgs]
-    (one,) = pool.run(1, _train_in_order, cfgs[0], is_reversed=False)
-    (other,) = pool.run(1, _train_in_order, cfgs[1], is_reversed=True)
+    (one,) = pool.run(1, _train_in_order, cfgs[0], False)
+    (other,) = pool.run(1, _train_in_order, cfgs[1], True)
     assert one != other
     assert sorted(one) == sorted(other)
     assert one[-1] == other[-1] == "Checkpointing"

@@ -37,7 +37,6 @@ from moefold.train.train_step import TrainingStep
 if TYPE_CHECKING:
     from moefold.comm.trainer_sampler_link import JobLink
     from moefold.data.dataset import ProgramData
-    from moefold.parallel.replica_check import HostFact
     from moefold.train.rollout_loader import RolloutLoader
 
 
@@ -137,7 +136,8 @@ class Trainer:
         if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
             from moefold.train.callbacks.replica_comparison import ReplicaComparison
 
-            callbacks.append(ReplicaComparison(cfg.checkpoint, cfg.run.seed, self._checkpointing.saver.drain))
+            drain = self._checkpointing.saver.drain
+            callbacks.append(ReplicaComparison(cfg.run, cfg.parallel, cfg.faults, cfg.checkpoint, drain))
         if cfg.sites.is_active:
             from moefold.train.callbacks.site_evaluation import SiteEvaluation
             from moefold.train.callbacks.sites import SiteRounds
@@ -238,17 +238,10 @@ class Trainer:
         clock = self._flight_recorder.clock
         started_s = clock()
         self._flight_recorder.begin_step(self._position.step + 1, "loading data")
-        self._train_step.start_clock()
-        batch, samples = self._data_loader.next_batch(self._position.samples, self._position.skipped_ranges)
-        context.log_dropped_files(self._position.step + 1)
-        data_s = clock() - started_s
-        result = self._train_step.run(
-            batch,
-            self._position.step + 1,
-            lambda: context.stop.flags,
-            data_s,
-            lambda: self._host_facts(context),
-        )
+        with self._train_step.meter.loading():
+            batch, samples = self._data_loader.next_batch(self._position.samples, self._position.skipped_ranges)
+            context.log_dropped_files(self._position.step + 1)
+        result = self._train_step.run_polled(batch, self._position.step + 1, lambda: context.stop.flags)
         step_time_s = clock() - started_s
         if context.log is not None:
             context.log.report_stop(self._position.step + 1, clock.take_stopped_s())
@@ -266,12 +259,6 @@ class Trainer:
             num_tokens=batch.num_tokens,
             signals=tuple(number for number, count in zip(SIGNALS, result.flags, strict=True) if count),
         )
-
-    def _host_facts(self, context: TrainingContext) -> "list[HostFact]":
-        """Return the host values that the replica check compares."""
-        from moefold.train.callbacks.replica_comparison import host_facts
-
-        return host_facts(context, self._cfg.run.seed)
 
     def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
         """Log, skip, roll back or stop after a step at fault; return False after a rollback. Collective.
