@@ -39,7 +39,6 @@ from moefold.config.plugins import (
     raise_missing,
     split_file_kind,
 )
-from moefold.config.problem import Problem
 from moefold.config.suggestions import (
     closest_match,
     group_at,
@@ -51,7 +50,7 @@ from moefold.config.suggestions import (
     slot_fault,
     wrong_kind,
 )
-from moefold.errors import ConfigError, raise_all
+from moefold.errors import ConfigError, Problem, raise_all
 from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)

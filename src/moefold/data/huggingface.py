@@ -19,7 +19,7 @@ from moefold.data.input_paths import check_no_duplicates, existing_path, files_b
 from moefold.data.source_listing import table_suffix
 from moefold.data.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
 from moefold.data.text_source import TextChunk
-from moefold.errors import ConfigError, install_command
+from moefold.errors import ConfigError, Setting, install_command
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ class TextTable:
     def _hub_error(self, error: Exception) -> ConfigError:
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         return ConfigError(
-            f"data.path={self.name!r} (split {self.split!r}) cannot be read by the package datasets: {detail}; "
-            "check data.path, data.split and data.subset"
+            f"{Setting('data.path', self.name)} (split {self.split!r}) cannot be read by the package datasets: "
+            f"{detail}; check {Setting('data.path')}, data.split and data.subset"
         )
 
 
@@ -198,7 +198,8 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
     names = [name for name in ((data.path,) if isinstance(data.path, str) else data.path) if name]
     if not names:
         raise ConfigError(
-            'data.path is empty, but data.kind="huggingface" reads from it; name files, folders or data sets on the hub'
+            f'{Setting("data.path")} is empty, but data.kind="huggingface" reads from it; name files, folders or data '
+            "sets on the hub"
         )
     paths = [_local_path(name) for name in names]
     check_no_duplicates(tuple(path for path in paths if path is not None))
@@ -240,12 +241,13 @@ def _check_readable(name: str, path: Path | None, split: str) -> None:
         return
     if table_suffix(path) not in TABLE_SUFFIXES:
         raise ConfigError(
-            f"data.path={name!r} must end in {', '.join(TABLE_SUFFIXES)}, be a folder or a name on the hub; "
+            f"{Setting('data.path', name)} must end in {', '.join(TABLE_SUFFIXES)}, be a folder or a name on the hub; "
             'use data.kind="text" for plain text'
         )
     if split != "train":
         raise ConfigError(
-            f"data.path={name!r} is one file, whose only split is 'train', not {split!r}; name a folder that has splits"
+            f"{Setting('data.path', name)} is one file, whose only split is 'train', not {split!r}; name a folder that "
+            "has splits"
         )
 
 
@@ -253,11 +255,11 @@ def _check_unused_keys(data: DataConfig, paths: Sequence[Path | None]) -> None:
     """Raise ConfigError for data.revision or data.subset if no source has revisions or configurations."""
     if data.revision and None not in paths:
         raise ConfigError(
-            f"data.revision={data.revision!r} has no effect: nothing in data.path={data.path!r} is on the hub, and "
-            "only data sets there have revisions; leave it out"
+            f"data.revision={data.revision!r} has no effect: nothing in {Setting('data.path', data.path)} is on the "
+            "hub, and only data sets there have revisions; leave it out"
         )
     if data.subset and not any(path is None or (path.is_dir() and not is_saved_dataset(path)) for path in paths):
         raise ConfigError(
-            f"data.subset={data.subset!r} has no effect: data.path={data.path!r} is a file or a saved data set, which "
-            "has no configurations; leave it out"
+            f"data.subset={data.subset!r} has no effect: {Setting('data.path', data.path)} is a file or a saved data "
+            "set, which has no configurations; leave it out"
         )

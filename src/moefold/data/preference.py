@@ -28,7 +28,7 @@ from moefold.data.sft import (
     conversation_location,
     hold_out,
 )
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 Messages = list[Message]
 
@@ -143,7 +143,9 @@ def pack_pairs(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         # With labels, a row may become two pairs.
-        location = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
+        location = (
+            f"pair {number} of {Setting('data.path')}" if _is_labelled(align) else conversation_location(data, number)
+        )
         raise ConfigError(
             f"{location}: the pair has {int(lengths[number].sum())} tokens, and "
             f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
@@ -154,7 +156,8 @@ def pack_pairs(
     pairs = np.flatnonzero(num_targets.all(1))
     if not len(pairs):
         raise ConfigError(
-            f"data.path: none of {len(lengths)} pairs has both completions within train.seq_len={seq_len}; raise it"
+            f"{Setting('data.path')}: none of {len(lengths)} pairs has both completions within "
+            f"train.seq_len={seq_len}; raise it"
         )
     reference = ReferenceLogProbs(num_targets)
     training, validation = (
@@ -163,8 +166,8 @@ def pack_pairs(
     )
     if reports:
         logger.warning(
-            "data.path: %d pairs, %d skipped without a completion within train.seq_len, %d cut to %d tokens; "
-            "%d samples to train on",
+            f"{Setting('data.path')}: %d pairs, %d skipped without a completion within train.seq_len, %d cut to %d "
+            "tokens; %d samples to train on",
             len(lengths),
             len(lengths) - len(pairs),
             int(is_long[pairs].sum()),

@@ -29,7 +29,7 @@ from moefold.bounded_read import (
     read_text,
 )
 from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess, TokenTable
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
 """Classes that use a tokenizer.json without changes."""
@@ -254,10 +254,12 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     file = tokenizer_file(path)
     folder = file.parent
     if path.is_dir() and not file.exists():
-        raise ConfigError(f'data.tokenizer={missing_file_reason(path)}, or use data.tokenizer="bytes"')
+        raise ConfigError(
+            f"{Setting('data.tokenizer', missing_file_reason(path)):s}, or use {Setting('data.tokenizer', 'bytes')}"
+        )
     if any(fnmatchcase(file.name, pattern) for pattern in UNREAD_FILES if pattern != SLOW_FILES[0]):
         way_out = "name its folder" if (folder / TOKENIZER_FILE).exists() else missing_file_reason(folder)
-        raise ConfigError(f"data.tokenizer={str(path)!r} is no {TOKENIZER_FILE}: {way_out}")
+        raise ConfigError(f"{Setting('data.tokenizer', str(path))} is no {TOKENIZER_FILE}: {way_out}")
     settings = _read_object(folder / SETTINGS_FILE)
     config = _read_object(folder / CONFIG_FILE)
     ends = _end_ids(_read_object(folder / GENERATION_FILE)) or _end_ids(config)
@@ -306,8 +308,8 @@ def translate_tokenizer_errors(file: Path, failure: str) -> Iterator[None]:
         yield
     except (TokenizerError, UnicodeError) as error:
         raise ConfigError(
-            f"data.tokenizer={str(file)!r} {failure} ({error}); name another tokenizer.json, "
-            'or use data.tokenizer="bytes"'
+            f"{Setting('data.tokenizer', str(file))} {failure} ({error}); name another tokenizer.json, or use "
+            f"{Setting('data.tokenizer', 'bytes')}"
         ) from error
 
 
@@ -318,7 +320,7 @@ def _start_process(file: Path, limits: TokenizerLimits) -> TokenizerProcess:
             return TokenizerProcess(partial(_read_files, files), limits)
         except OSError as error:
             raise ConfigError(
-                f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
+                f"{Setting('data.tokenizer', str(file))} is not readable ({error.strerror}); name a tokenizer.json"
             ) from error
 
 
@@ -435,7 +437,7 @@ class JsonTokenizer:
         self.vocab_size = self.folder.vocab_size
         if not self.vocab_size:
             raise ConfigError(
-                f"data.tokenizer={str(self._file)!r} has an empty vocabulary; name a trained tokenizer.json"
+                f"{Setting('data.tokenizer', str(self._file))} has an empty vocabulary; name a trained tokenizer.json"
             )
         self.added_ids = np.array(self.folder.added_ids, dtype=np.int64)
         self.bos_id: int | None = self.folder.token_id("bos_token")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import lcm, log, prod
 
 from moefold.config.parallel import ParallelConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 MOE_AXES = ("etp", "ep", "edp", "pp")
@@ -143,7 +143,9 @@ def fold(
     degrees = {"world_size": world_size, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
     for key, value in degrees.items():
         if value < 1:
-            raise ConfigError(f"parallel.{key}={value} must be at least 1; leave it out for the default of 1")
+            raise ConfigError(
+                f"{Setting(f'parallel.{key}', value)} must be at least 1; leave it out for the default of 1"
+            )
     multiple = lcm(tp * cp * pp, etp * ep * pp)
     stage = _divide("pp", pp, world_size, "world_size", multiple)
     rows = _divide("tp", tp, stage, "world_size/pp", multiple)
@@ -200,8 +202,8 @@ def _divide(key: str, value: int, total: int, name: str, multiple: int) -> int:
     nearest = sorted(sorted(legal, key=lambda d: abs(d - value))[:8])
     choices = f"choose one of {', '.join(map(str, nearest))}" if len(nearest) > 1 else f"choose {nearest[0]}"
     raise ConfigError(
-        f"parallel.{key}={value} must divide {name}={total}; {choices}, "
-        f"or make parallel.world_size a multiple of {multiple}"
+        f"{Setting(f'parallel.{key}', value)} must divide {name}={total}; {choices}, or make "
+        f"{Setting('parallel.world_size')} a multiple of {multiple}"
     )
 
 
@@ -210,7 +212,7 @@ def _parse_view(key: str, order: str, degrees: dict[str, int]) -> View:
     if sorted(axes) != sorted(degrees):
         default = DEFAULT_ORDER if key == "order" else DEFAULT_MOE_ORDER
         raise ConfigError(
-            f"parallel.{key}={order!r} must name each of {', '.join(degrees)} once, slowest to fastest, "
+            f"{Setting(f'parallel.{key}', order)} must name each of {', '.join(degrees)} once, slowest to fastest, "
             f"joined by '-'; the default is {default!r}"
         )
     return View(axes, tuple(degrees[axis] for axis in axes))

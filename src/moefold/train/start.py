@@ -32,7 +32,7 @@ from moefold.data.dataset import NEEDS_PROGRAM, prepare
 from moefold.data.fingerprint import fingerprint
 from moefold.data.routing_trace import RoutingTrace, trace_shape
 from moefold.data.validate_source import check_data
-from moefold.errors import ConfigError, reworded_errors
+from moefold.errors import ConfigError
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.fitting import check_training, choose_checked_device
@@ -128,8 +128,10 @@ def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: Chec
         if path:
             from moefold.convert.preflight import init_from_unsupported_reason, weights_path
 
-            with reworded_errors((r"^'", f"{key}: '")):
+            try:
                 folder = weights_path(path)
+            except ConfigError as error:
+                raise error.with_start(f"{key}: ") from error
             if reason := init_from_unsupported_reason(
                 model, folder, checkpoint.ignore_keys, is_dense=key == "checkpoint.upcycle.dense"
             ):
@@ -478,16 +480,14 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
     rollout = cfg.rollout
     settings = EngineSettings.of_recipe(cfg.rollout)
     longest = Request(prompt=(0,) * max(1, cfg.train.seq_len + 1 - rollout.max_tokens), max_tokens=rollout.max_tokens)
-    words = ("a larger cache_gib", "a larger rollout.cache_gib"), ("fewer slots", "fewer rollout.slots")
-    with reworded_errors((r"\bcache_gib=", "rollout.cache_gib="), (r"\bslots=", "rollout.slots="), *words):
-        mappings = [rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg]
-        if cfg.rl.staleness and cfg.train.eval_every:
-            mappings.append(cfg)
-        for mapping in mappings:
-            sizes = cache_sizes(mapping, device_type)
-            num_pages = cache_pages(sizes, settings)
-            assert num_pages is not None
-            check_requests([longest], num_pages, sizes.page_positions)
+    mappings = [rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg]
+    if cfg.rl.staleness and cfg.train.eval_every:
+        mappings.append(cfg)
+    for mapping in mappings:
+        sizes = cache_sizes(mapping, device_type)
+        num_pages = cache_pages(sizes, settings)
+        assert num_pages is not None
+        check_requests([longest], num_pages, sizes.page_positions)
 
 
 def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -> tuple[Config, object]:

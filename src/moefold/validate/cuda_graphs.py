@@ -11,7 +11,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")
 """Parts that may be recomputed if attention is captured."""
@@ -51,7 +51,7 @@ def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[str]:
 
 def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Iterator[Obstacle]:
     """Return the obstacles to every graph."""
-    yield f"parallel.tp={p.tp}", p.tp > 1, "its collectives would be captured"
+    yield f"{Setting('parallel.tp', p.tp)}", p.tp > 1, "its collectives would be captured"
     yield f"parallel.cp={p.cp}", p.cp > 1, "its collectives would be captured"
     yield "parallel.overlap_experts=true", p.overlap_experts, "a graph cannot be captured inside a backward pass"
     low = train.precision
@@ -106,10 +106,10 @@ def _full_obstacles(
     """Return the obstacles to graphs of whole micro-batches."""
     world_size = p.world_size
     sharded = "FSDP and the exchanges of several ranks are work of the host, outside of a graph"
-    yield f"parallel.world_size={world_size}", world_size > 1, sharded
+    yield f"{Setting('parallel.world_size', world_size)}", world_size > 1, sharded
     yield from _routing_trace_obstacles(moe)
     needs_padding = has_moe_layers(model) and not moe.pad_to_capacity and _reads_counts(run, model)
-    kernels = f"run.kernels={run.kernels!r} with run.dtype={run.dtype!r}"
+    kernels = f"{Setting('run.kernels', run.kernels)} with {Setting('run.dtype', run.dtype)}"
     yield kernels, needs_padding, "their experts read the token counts on the host, without moe.pad_to_capacity"
 
 

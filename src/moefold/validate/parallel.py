@@ -4,8 +4,8 @@ Each axis has a function of (config, degree) that yields its violations, so that
 by trials with all other settings unchanged. Also rules of `parallel.overlap_experts` and `overlap_tp`.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Any
 
@@ -26,14 +26,13 @@ from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
 from moefold.config.part_registry import is_built_in, kinds_with
 from moefold.config.pipeline_actions import find_deadlock
-from moefold.config.problem import Problem
 from moefold.config.rl import RLConfig
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.stages import plan_stages, with_explicit_layout
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
 from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
@@ -138,8 +137,8 @@ def validate_schedule(cfg: Config) -> Iterator[str]:
         )
     elif p.pp == 1 and p.virtual_stages > 1:
         yield (
-            f"parallel.schedule={spec.kind!r} needs parallel.pp of 2 or more, and it is 1; "
-            "choose schedule='1f1b' with virtual_stages=1, or pp=2"
+            f"parallel.schedule={spec.kind!r} needs {Setting('parallel.pp')} of 2 or more, and it is 1; choose "
+            "schedule='1f1b' with virtual_stages=1, or pp=2"
         )
 
 
@@ -211,8 +210,8 @@ def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator
     if num_stages > model.num_layers + 2:
         yield (
             f"parallel.pipeline_layout='auto' splits the embedding, {model.num_layers} layers and the loss, and "
-            f"parallel.pp*parallel.virtual_stages={num_stages} are more; choose {_layers(model, num_stages - 2)}, or "
-            "fewer stages"
+            f"{Setting('parallel.pp')}*parallel.virtual_stages={num_stages} are more; choose "
+            f"{_layers(model, num_stages - 2)}, or fewer stages"
         )
 
 
@@ -240,31 +239,47 @@ def _validate_no_empty_ranks(parallel: ParallelConfig, ranks: tuple[int, ...]) -
         if all(stages[number].is_empty for number in stage_numbers):
             yield (
                 f"parallel.pipeline_layout={text!r} leaves pipeline rank {rank} without weights (stages "
-                f"{', '.join(map(str, stage_numbers))}, counted from 0); "
-                "give it a layer, or choose a smaller parallel.pp"
+                f"{', '.join(map(str, stage_numbers))}, counted from 0); give it a layer, or choose a smaller "
+                f"{Setting('parallel.pp')}"
             )
 
 
 PIPELINE_RULES = (validate_schedule, validate_micro_batch_count, validate_pipeline_layout)
 
 
-def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[str]:
+@dataclass(frozen=True)
+class DegreeProblem(Problem):
+    """Degree that does not fit the model; the way out also names sizes of the model."""
+
+    legal: Sequence[int] = ()
+    """Degrees that fit."""
+
+    def without_model(self) -> Problem:
+        """Return the problem with a way out that keeps the model."""
+        return Problem(self.key, self.value, self.rule, f"choose {_nearest_degrees(self.key, self.value, self.legal)}")
+
+
+def _nearest_degrees(key: str, degree: int, legal: Sequence[int]) -> str:
+    return f"{Setting(key, nearest_numbers(degree, legal)):s}"
+
+
+def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[Problem]:
     """Check that `degree` divides the size; the message names the nearest legal sizes."""
     if size % degree:
-        yield (f"parallel.{name}={degree} must divide {key}={size}; choose {key}={nearest_multiples(size, degree)}")
+        way_out = f"choose {key}={nearest_multiples(size, degree)}"
+        yield DegreeProblem(f"parallel.{name}", degree, f"must divide {key}={size}", way_out, divisors(size))
 
 
-def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
+def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[Problem]:
     model = cfg.model
     for key, size in dict.fromkeys(layer.attention.tp_unit(model.hidden_size) for layer in model.distinct_kinds):
         yield from _validate_divides("tp", tp, key, size)
     for groups in {weight.tp_heads for layer in model.distinct_kinds for weight in layer.params} - {0}:
         if groups % tp and tp % groups:
-            yield (
-                f"parallel.tp={tp} must divide model.attention.num_kv_heads={groups}, or be a multiple of it "
-                f"(key and value heads are then replicated); choose model.attention.num_kv_heads="
-                f"{nearest_multiples(groups, tp)}"
-            )
+            key = "model.attention.num_kv_heads"
+            rule = f"must divide {key}={groups}, or be a multiple of it (key and value heads are then replicated)"
+            way_out = f"choose {key}={nearest_multiples(groups, tp)}"
+            yield DegreeProblem("parallel.tp", tp, rule, way_out, divisors(groups))
     yield from _validate_tp_of_outside(model, tp)
     for key, size in dict.fromkeys(layer.ffn.tp_unit for layer in model.distinct_kinds):
         yield from _validate_divides("tp", tp, key, size)
@@ -272,13 +287,12 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     _, rows = shard_rows(model.vocab_size, tp, tp - 1)
     if not rows:
         fewest = (tp - 1) * shard_rows(model.vocab_size, tp, 0)[1] + 1
-        yield (
-            f"parallel.tp={tp} leaves the last rank without a row of model.vocab_size={model.vocab_size}; choose "
-            f"model.vocab_size={fewest}"
-        )
+        rule = f"leaves the last rank without a row of model.vocab_size={model.vocab_size}"
+        legal = [other for other in range(1, tp) if shard_rows(model.vocab_size, other, other - 1)[1]]
+        yield DegreeProblem("parallel.tp", tp, rule, f"choose model.vocab_size={fewest}", legal)
 
 
-def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
+def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[Problem]:
     """Check that tp divides the sizes that parts of other packages shard; `tp_unit` covers built-in parts."""
     for layer in model.distinct_kinds:
         part = layer.attention
@@ -286,75 +300,73 @@ def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
             continue
         core = layer.core
         if core.heads % tp:
-            yield f"parallel.tp={tp} must divide the {core.heads} heads of {describe_part(part)}"
+            yield Problem("parallel.tp", tp, f"must divide the {core.heads} heads of {describe_part(part)}")
         for weight in layer.params:
             dim = weight.tp_shard_dim(tp)
             if dim is not None and (dim >= len(weight.shape) or weight.shape[dim] % tp):
-                yield (
-                    f"parallel.tp={tp} must divide dim {dim} of {weight.name}, which has the shape {weight.shape}, of "
+                rule = (
+                    f"must divide dim {dim} of {weight.name}, which has the shape {weight.shape}, of "
                     f"{describe_part(part)}"
                 )
+                yield Problem("parallel.tp", tp, rule)
 
 
-def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
+def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[Problem]:
     context = chosen(cfg, ContextPart)
     if cp > 1 and cfg.model.selected_keys and not (context.takes_selected_keys or context.is_planned):
         legal = kinds_with(context.group, "takes_selected_keys")
-        yield (
-            f"parallel.context={context.kind!r} with parallel.cp={cp} is incompatible with "
-            f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole "
-            f"sequence; choose {join_with_or(list(map(repr, legal)))}"
+        rule = (
+            f"with parallel.cp={cp} is incompatible with model.attention.indexer.top_k={cfg.model.selected_keys}, "
+            "which selects among the keys of the whole sequence"
         )
+        yield Problem(context.key, context.kind, rule, f"choose {join_with_or(list(map(repr, legal)))}")
     if not context.shards_heads or cp == 1:
         return
     tp = cfg.parallel.tp
     cores = [layer.core for layer in cfg.model.distinct_kinds]
     for heads, groups in dict.fromkeys((core.heads, core.kv_heads) for core in cores):
         if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0) and heads // tp % cp:
-            yield (
-                f"parallel.cp={cp} must divide num_heads/tp={heads // tp} with "
-                f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
-                "parallel.context='ring' or 'allgather'"
+            rule = (
+                f"must divide num_heads/tp={heads // tp} with parallel.context={context.kind!r}, which gives each rank "
+                "whole heads"
             )
+            yield Problem("parallel.cp", cp, rule, "choose parallel.context='ring' or 'allgather'")
 
 
-def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:
+def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[Problem]:
     if cfg.model.routed:
         yield from _validate_divides("ep", ep, "model.ffn.moe.num_experts", cfg.model.routed.num_experts)
     elif ep > 1:
-        yield _missing_moe_layers_message("ep", ep, cfg.model)
+        yield _missing_moe_layers("ep", ep, cfg.model)
 
 
-def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
+def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[Problem]:
     if part := cfg.model.routed:
         yield from _validate_divides("etp", etp, "model.ffn.moe.intermediate_size", part.intermediate_size)
         if part.bias:
             key = "ffn.moe.latent_size" if part.latent_size else "hidden_size"
             yield from _validate_divides("etp", etp, f"model.{key}", part.token_size(cfg.model.hidden_size))
     elif etp > 1:
-        yield _missing_moe_layers_message("etp", etp, cfg.model)
+        yield _missing_moe_layers("etp", etp, cfg.model)
 
 
-def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
+def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[Problem]:
     layers = cfg.model.num_layers
     chunks = cfg.parallel.virtual_stages
     if pp * chunks > layers and not cfg.parallel.pipeline_layout:
-        factor = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
-        yield (
-            f"parallel.pp={pp}{factor} must be at most the {layers} layers of the model, one for each stage; "
-            f"choose {_layers(cfg.model, pp * chunks)}"
-        )
+        factor = f"* parallel.virtual_stages={chunks} " if chunks > 1 else ""
+        rule = f"{factor}must be at most the {layers} layers of the model, one for each stage"
+        way_out = f"choose {_layers(cfg.model, pp * chunks)}"
+        yield DegreeProblem("parallel.pp", pp, rule, way_out, range(1, max(1, layers // chunks) + 1))
 
 
 def _layers(model: ModelConfig, count: int) -> str:
     return f"model.layers={spell_layers(repeat_layers(model.layer_words, count))!r}"
 
 
-def _missing_moe_layers_message(name: str, degree: int, model: ModelConfig) -> str:
-    return (
-        f"parallel.{name}={degree} needs MoE layers, and model.layers={model.layers!r} has none; "
-        "name 'moe' in model.layers"
-    )
+def _missing_moe_layers(name: str, degree: int, model: ModelConfig) -> Problem:
+    rule = f"needs MoE layers, and model.layers={model.layers!r} has none"
+    return DegreeProblem(f"parallel.{name}", degree, rule, "name 'moe' in model.layers", (1,))
 
 
 def _divisible_sizes(parallel: ParallelConfig) -> dict[str, int]:
@@ -369,7 +381,7 @@ def _divisible_sizes(parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[str]]] = {
+DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[Problem]]] = {
     "tp": _validate_tp_degree,
     "cp": _validate_cp_degree,
     "ep": _validate_ep_degree,
@@ -378,19 +390,21 @@ DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[str]]] = {
 }
 
 
-def validate_degrees(cfg: Config) -> Iterator[str]:
+def validate_degrees(cfg: Config) -> Iterator[Problem]:
     """Check that every degree divides the sizes that it shards; messages end with its legal values."""
     for name, rule in DEGREE_RULES.items():
         degree = getattr(cfg.parallel, name)
-        messages = list(rule(cfg, degree))
-        if not messages:
+        problems = list(rule(cfg, degree))
+        if not problems:
             continue
         legal = [
             other for other in divisors(_divisible_sizes(cfg.parallel)[name]) if _fixes_violations(cfg, name, other)
         ]
-        way_out = f", or parallel.{name}={nearest_numbers(degree, legal)}" if legal else ""
-        for message in messages:
-            yield message + way_out
+        nearest = [_nearest_degrees(f"parallel.{name}", degree, legal)] if legal else []
+        for problem in problems:
+            if legal and isinstance(problem, DegreeProblem):
+                problem = replace(problem, legal=legal)
+            yield replace(problem, way_out=", or ".join(filter(None, (problem.way_out, *nearest))))
 
 
 def _fixes_violations(cfg: Config, name: str, degree: int) -> bool:
@@ -532,8 +546,8 @@ def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train:
         return
     if parallel.ep * parallel.etp == 1:
         yield (
-            f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and with parallel.ep=1 and parallel.etp=1 "
-            "there is none; choose ep=2 or more, or overlap_experts=false"
+            f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and with {Setting('parallel.ep', 1)} and "
+            f"{Setting('parallel.etp', 1)} there is none; choose ep=2 or more, or overlap_experts=false"
         )
     if not (schedule := chosen_in(parallel, SchedulePart)).pairs_passes():
         *others, last = map(repr, overlapped_schedules())
@@ -591,7 +605,7 @@ def validate_tp_overlap(parallel: ParallelConfig, train: TrainConfig) -> Iterato
     """Check that `overlap_tp` has no low-precision GEMMs: each partial GEMM would quantise the weight again."""
     if parallel.overlap_tp and train.quantizes_gemms:
         yield (
-            f"parallel.overlap_tp=true runs a GEMM for one tp rank's tokens at a time, in run.dtype, and "
+            f"parallel.overlap_tp=true runs a GEMM for one tp rank's tokens at a time, in {Setting('run.dtype')}, and "
             f"train.precision={train.precision!r} runs one for all tokens; choose precision='dtype', or "
             "overlap_tp=false"
         )

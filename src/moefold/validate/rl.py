@@ -17,6 +17,7 @@ from moefold.config.rl import RewardConfig, RLConfig, RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.suggestions import join_with_or, nearest_numbers
 from moefold.config.train import TrainConfig
+from moefold.errors import Setting
 from moefold.topology.layout import divisors
 from moefold.topology.rollout_mapping import has_rollout_mapping
 from moefold.validate.exactness import counts_replayed_choices
@@ -57,8 +58,8 @@ def validate_rl_data(data: DataConfig, rl: RLConfig, reward: RewardConfig) -> It
         yield ("data.kind='prompts' has no answers to train on; set rl.group_size above 0, or choose data.kind='sft'")
     if rl.is_on and kind == "prompts" and not reward.functions:
         yield (
-            "reward.use='' must name the reward of data.kind='prompts': exact, number, sort, countdown, or "
-            "FILE.py:FUNCTION"
+            f"{Setting('reward.use', '')} must name the reward of data.kind='prompts': exact, number, sort, countdown, "
+            "or FILE.py:FUNCTION"
         )
 
 
@@ -218,20 +219,23 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
     """Check that each reward function is named once, and that reward.weights has a number for each function."""
     names = ("",) if isinstance(reward.use, str) else reward.use
     if repeated := sorted({name for name in names if name and names.count(name) > 1}):
-        yield f"reward.use={list(names)} names {repeated[0]!r} twice; name it once, and set its share by reward.weights"
+        yield (
+            f"{Setting('reward.use', list(names)):s} names {repeated[0]!r} twice; name it once, and set its share by "
+            f"{Setting('reward.weights')}"
+        )
     if not isinstance(reward.use, str) and "" in names:
-        yield f"reward.use={list(names)} has an empty name; leave it out"
+        yield f"{Setting('reward.use', list(names)):s} has an empty name; leave it out"
     weights = list(reward.weights)
     count = len(reward.functions) or 1
     if weights and len(weights) != count:
         yield (
-            f"reward.weights={weights} must have one number for each of the {count} reward functions of reward.use; "
-            "list as many, or leave weights out for 1 each"
+            f"{Setting('reward.weights', weights):s} must have one number for each of the {count} reward functions of "
+            f"{Setting('reward.use')}; list as many, or leave weights out for 1 each"
         )
     elif not all(abs(weight) <= MAX_NUMBER for weight in weights):
-        yield f"reward.weights={weights} must hold numbers of at most {MAX_NUMBER:.0e}"
+        yield f"{Setting('reward.weights', weights):s} must hold numbers of at most {MAX_NUMBER:.0e}"
     elif weights and not any(weights):
-        yield f"reward.weights={weights} makes every reward 0; set one of them to another number"
+        yield f"{Setting('reward.weights', weights):s} makes every reward 0; set one of them to another number"
 
 
 def validate_reward(faults: FaultsConfig, reward: RewardConfig) -> Iterator[str]:

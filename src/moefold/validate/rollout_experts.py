@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.topology.layout import fold_mapping
 from moefold.topology.rollout_mapping import fetches_experts, rollout_degrees
 
-FETCH = "rollout.experts='fetch'"
+FETCH = Setting("rollout.experts", "fetch")
 
 
 def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
@@ -22,8 +22,9 @@ def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: Ro
         for axis in ("ep", "etp"):
             if degrees[axis] > 1:
                 yield (
-                    f"rollout.{axis}={degrees[axis]} splits the experts, and rollout.experts='whole' holds all of them "
-                    f"on each rank; leave {axis} out, or choose rollout.experts='exchange'"
+                    f"rollout.{axis}={degrees[axis]} splits the experts, and {Setting('rollout.experts', 'whole')} "
+                    f"holds all of them on each rank; leave {axis} out, or choose "
+                    f"{Setting('rollout.experts', 'exchange')}"
                 )
 
 
@@ -63,7 +64,7 @@ def check_fetching_ranks(
     if device_type != "cpu":
         raise ConfigError(
             f"{FETCH} reads experts from the memory of a machine, which is not implemented for the device "
-            f"{device_type!r}; choose 'exchange' or 'whole', or run.device='cpu'"
+            f"{device_type!r}; choose 'exchange' or 'whole', or {Setting('run.device', 'cpu')}"
         )
     layout = fold_mapping(parallel)
     for first in range(parallel.world_size):

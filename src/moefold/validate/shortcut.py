@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.errors import Setting
 from moefold.topology.pipeline_layout import StageParts, even_stages, parse_layout
 from moefold.topology.selection_groups import stage_starts
 
@@ -49,8 +50,8 @@ def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline
         if num_stages > num_groups + 2:
             yield (
                 f"{KEY} keeps a layer 'moe' and the dense one after it on one pipeline stage, and "
-                f"parallel.pp*parallel.virtual_stages={num_stages} stages are more than these {num_groups} groups of "
-                f"layers, the embedding and the loss; choose {num_groups + 2} or less"
+                f"{Setting('parallel.pp')}*parallel.virtual_stages={num_stages} stages are more than these "
+                f"{num_groups} groups of layers, the embedding and the loss; choose {num_groups + 2} or less"
             )
         return
     if num_stages > model.num_layers:
@@ -65,8 +66,9 @@ def shortcut_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipeline
         if stage.layers and stage.layers[-1] < len(is_routed) and is_routed[stage.layers[-1]]:
             yield (
                 f"{KEY} adds the routed output of a layer after the next one on the same pipeline stage, and stage "
-                f"{number} of {num_stages} ends with layer {stage.layers[-1]}, a layer 'moe'; choose parallel.pp and "
-                "virtual_stages that give each stage whole pairs, or parallel.pipeline_layout"
+                f"{number} of {num_stages} ends with layer {stage.layers[-1]}, a layer 'moe'; choose "
+                f"{Setting('parallel.pp')} and virtual_stages that give each stage whole pairs, or "
+                "parallel.pipeline_layout"
             )
             return
 

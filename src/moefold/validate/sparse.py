@@ -9,6 +9,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
+from moefold.errors import Setting
 from moefold.topology.pipeline_layout import even_stages, parse_layout
 from moefold.topology.selection_groups import selection_sources, shares_selections, stage_starts
 from moefold.validate.unused_rule import UnusedKeyRule
@@ -79,8 +80,8 @@ def selection_stage_errors(model: ModelConfig, parallel: ParallelConfig, pipelin
     if num_stages > num_groups + 2:
         yield (
             f"{name} has {num_groups} groups of layers that share a selection of keys, each on one pipeline stage, and "
-            f"parallel.pp*parallel.virtual_stages={num_stages} stages are more than these, the embedding and the loss; "
-            f"choose {num_groups + 2} or less"
+            f"{Setting('parallel.pp')}*parallel.virtual_stages={num_stages} stages are more than these, the embedding "
+            f"and the loss; choose {num_groups + 2} or less"
         )
         return
     if pipeline_layout == "auto":

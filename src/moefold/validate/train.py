@@ -22,7 +22,7 @@ from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
 from moefold.config.suggestions import nearest_multiples
 from moefold.config.train import TrainConfig
-from moefold.errors import ConfigError, install_command
+from moefold.errors import ConfigError, Setting, install_command
 from moefold.remote_path import HUB_SCHEME, is_remote
 
 PACKED_KINDS = ("python-docs", "text", "tokens", "huggingface")
@@ -291,14 +291,14 @@ def validate_kernels(run: RunConfig, train: TrainConfig) -> Iterator[str]:
     if run.dtype == "float64":
         verb = "sums" if name == "triton" else "computes"
         yield (
-            f"run.kernels={name!r} {verb} in float32, which run.dtype='float64' is beyond; set run.kernels to 'auto' "
-            "or 'plain', or run.dtype to 'bfloat16' or 'float32'"
+            f"{Setting('run.kernels', name)} {verb} in float32, which {Setting('run.dtype', 'float64')} is beyond; set "
+            f"{Setting('run.kernels')} to 'auto' or 'plain', or {Setting('run.dtype')} to 'bfloat16' or 'float32'"
         )
     if train.quantizes_gemms:
         own_kernels = "GEMMs" if name == "triton" else "activations between its GEMMs"
         yield (
-            f"train.precision={train.precision!r} has {own_kernels} of its own, which run.kernels={name!r} would "
-            "replace; leave run.kernels out"
+            f"train.precision={train.precision!r} has {own_kernels} of its own, which {Setting('run.kernels', name)} "
+            f"would replace; leave {Setting('run.kernels')} out"
         )
 
 
@@ -309,8 +309,8 @@ def validate_compile(run: RunConfig) -> Iterator[str]:
     name = f"run.compile={run.compile!r}"
     if run.kernels == "c":
         yield (
-            f"{name} would replace QK norm, RoPE and SwiGLU in C, which run.kernels='c' asks for; set run.kernels to "
-            "'auto' or 'plain', or run.compile='none'"
+            f"{name} would replace QK norm, RoPE and SwiGLU in C, which {Setting('run.kernels', 'c')} asks for; set "
+            f"{Setting('run.kernels')} to 'auto' or 'plain', or run.compile='none'"
         )
     if run.deterministic:
         yield (
@@ -329,7 +329,7 @@ def compiles_parts(model: ModelConfig) -> bool:
 def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
     """Return the reason why Triton cannot run on the device; "" if it can."""
     if run.dtype == "float64":
-        return "run.dtype='float64' is beyond its float32 sums"
+        return f"{Setting('run.dtype', 'float64')} is beyond its float32 sums"
     if importlib.util.find_spec("triton") is None:
         return f"the package triton is not installed ({install_command('gpu')})"
     if device_type == "cuda":
@@ -343,11 +343,14 @@ def triton_unsupported_reason(run: RunConfig, device_type: str) -> str:
 def check_kernel_device(run: RunConfig, device_type: str) -> None:
     """Check that the recipe's kernels run on the ranks' devices; raise ConfigError if they do not."""
     if run.kernels == "triton" and (reason := triton_unsupported_reason(run, device_type)):
-        raise ConfigError(f"run.kernels='triton' cannot run: {reason}; set run.kernels to 'auto' or 'plain'")
+        raise ConfigError(
+            f"{Setting('run.kernels', 'triton')} cannot run: {reason}; set {Setting('run.kernels')} to 'auto' or "
+            "'plain'"
+        )
     if run.kernels == "c" and device_type != "cpu":
         raise ConfigError(
-            f"run.kernels='c' cannot run: it is for CPUs, and the device is {device_type!r}; set run.kernels to 'auto' "
-            "or run.device to 'cpu'"
+            f"{Setting('run.kernels', 'c')} cannot run: it is for CPUs, and the device is {device_type!r}; set "
+            f"{Setting('run.kernels')} to 'auto' or {Setting('run.device')} to 'cpu'"
         )
 
 

@@ -19,7 +19,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, word_of
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, raise_all
+from moefold.errors import ConfigError, Problem, raise_all
 from moefold.topology.layout import fold
 from moefold.validate.config import RULES, check_rollout_mapping, validate_layer_words
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
@@ -99,7 +99,7 @@ DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] =
 """Values that rules derive from several axes: the function, and the axes."""
 
 
-def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
+def _validate_axis(name: str, cfg: Config) -> Iterator[Problem]:
     return DEGREE_RULES[name](cfg, getattr(cfg.parallel, name))
 
 
