@@ -76,6 +76,10 @@ class Setting:
         """Return the setting without a format of its value."""
         return format(self, "")
 
+    def problem(self, rule: str, way_out: str = "") -> "Problem":
+        """Return the problem that the setting violates a rule."""
+        return Problem(self.key, self.value, rule, way_out)
+
 
 def _shown(value: Any, spec: str) -> str:
     if spec and spec != "s":

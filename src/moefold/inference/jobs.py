@@ -261,15 +261,14 @@ def prepare_generation(
 
 
 def _reject_unused_chat_options(options: GenerateOptions) -> None:
-    for value, option, name in (
-        (options.chat_template, "--chat-template", "the template"),
-        (options.want, "--want", "it"),
-        (options.system, "--system", "the system message"),
+    for value, setting, name in (
+        (options.chat_template, Setting("--chat-template"), "the template"),
+        (options.want, Setting("--want", options.want), str(Setting("--want"))),
+        (options.system, Setting("--system"), "the system message"),
     ):
         if value and not options.chat:
-            raise ConfigError(
-                f"{Setting(option)} has no effect without {Setting('--chat')}; add it, or leave {name} out"
-            )
+            way_out = f"add it, or leave {name} out"
+            raise ConfigError(f"{setting:s} has no effect without {Setting('--chat')}; {way_out}")
 
 
 def cache_of_requests(

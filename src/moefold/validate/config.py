@@ -34,12 +34,12 @@ from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_ATTENTION_RULE
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
-def validate_layer_words(model: ModelConfig) -> Iterator[str]:
+def validate_layer_words(model: ModelConfig) -> Iterator[Problem]:
     """Check the names and the number of the layers."""
     try:
         parse_layers(model.layers)
     except ValueError as error:
-        yield f"model.layers={model.layers!r} {error}"
+        yield Problem("model.layers", model.layers, f"{error}")
 
 
 def layer_problems(cfg: Config) -> Iterator[Problem]:
@@ -118,7 +118,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     return layout
 
 
-def _slot_problems(cfg: Config) -> Iterator[str]:
+def _slot_problems(cfg: Config) -> Iterator[Problem]:
     """Yield the keys with a part of an unknown or a wrong kind, in a recipe that a program made."""
     for name, value in tables_in(cfg):
         owner: Any = type(value)
@@ -126,9 +126,9 @@ def _slot_problems(cfg: Config) -> Iterator[str]:
             # A table, or a key of a part that is not allowed here.
             continue
         if isinstance(value, str):
-            yield wrong_kind(name, value)
+            yield Problem("", None, wrong_kind(name, value))
         elif fault := slot_fault(name, owner):
-            yield f"{describe_part(value)} {fault}"
+            yield Problem("", None, f"{describe_part(value)} {fault}")
 
 
 def check_rollout_mapping(cfg: Config) -> None:

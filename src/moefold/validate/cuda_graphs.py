@@ -11,7 +11,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError, Problem, Setting
 
 RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")
 """Parts that may be recomputed if attention is captured."""
@@ -24,29 +24,27 @@ Obstacle = tuple[str, bool, str]
 
 def validate_cuda_graphs(
     run: RunConfig, model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, train: TrainConfig
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check that captured work has fixed shapes, addresses and memory, and no communication or host work."""
     if not run.uses_cuda_graphs:
         return
     by_mode = _OBSTACLES_BY_MODE[run.cuda_graphs]
     yield from _refusals(run, (*_obstacles(model, parallel, train), *by_mode(run, model, parallel, moe, train)))
     if run.device == "cpu":
-        yield _needs_cuda(run, "cpu")
+        yield Problem("", None, _needs_cuda(run, "cpu"))
 
 
-def validate_graphed_data(run: RunConfig, data: DataConfig, metrics: MetricsConfig) -> Iterator[str]:
+def validate_graphed_data(run: RunConfig, data: DataConfig, metrics: MetricsConfig) -> Iterator[Problem]:
     """Check that data and metrics are the same for every replay of a graph."""
     if run.uses_cuda_graphs:
         yield from _refusals(run, _data_obstacles(data, metrics))
 
 
-def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[str]:
+def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[Problem]:
     for setting, is_present, reason in obstacles:
         if is_present:
-            yield (
-                f"run.cuda_graphs={run.cuda_graphs!r} is incompatible with {setting}: {reason}; set "
-                "run.cuda_graphs='none', or change that"
-            )
+            rule = f"is incompatible with {setting}: {reason}"
+            yield Problem("run.cuda_graphs", run.cuda_graphs, rule, "set run.cuda_graphs='none', or change that")
 
 
 def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Iterator[Obstacle]:
@@ -152,10 +150,9 @@ def check_graphed_loss(run: RunConfig, metric_names: list[str]) -> None:
         ConfigError: a captured loss function has metrics.
     """
     if run.cuda_graphs == "full" and metric_names:
-        raise ConfigError(
-            f"run.cuda_graphs='full' is incompatible with the metrics {metric_names} of the loss function: they are "
-            "recorded by the host; set run.cuda_graphs to 'attention_router', or use a loss without metrics"
-        )
+        rule = f"is incompatible with the metrics {metric_names} of the loss function: they are recorded by the host"
+        way_out = "set run.cuda_graphs to 'attention_router', or use a loss without metrics"
+        raise ConfigError(Problem("run.cuda_graphs", "full", rule, way_out))
 
 
 def _needs_cuda(run: RunConfig, device_type: str) -> str:

@@ -103,17 +103,17 @@ def _validate_axis(name: str, cfg: Config) -> Iterator[Problem]:
     return DEGREE_RULES[name](cfg, getattr(cfg.parallel, name))
 
 
-def _validate_selection_split(cfg: Config) -> Iterator[str]:
+def _validate_selection_split(cfg: Config) -> Iterator[Problem]:
     """Check that layers that share a selection fit into stages, which the planner chooses if the recipe has none."""
     return selection_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
 
 
-def _validate_shortcut_split(cfg: Config) -> Iterator[str]:
+def _validate_shortcut_split(cfg: Config) -> Iterator[Problem]:
     """Check that layers that share a shortcut fit into stages, which the planner chooses if the recipe has none."""
     return shortcut_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
 
 
-def _validate_stage_count(cfg: Config) -> Iterator[str]:
+def _validate_stage_count(cfg: Config) -> Iterator[Problem]:
     """Check that each stage has a layer, the embedding or the loss: the planner writes the layout out."""
     return iter(()) if cfg.parallel.pipeline_layout else auto_layout_errors(cfg.model, cfg.parallel)
 
