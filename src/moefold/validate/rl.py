@@ -43,7 +43,7 @@ def validate_vllm(
         )
         yield Problem("rollout.engine", "vllm", rule, "leave them out, or choose rollout.engine='own'")
     if rollout.timeout_s >= faults.timeout_s:
-        rule = f"must be less than faults.timeout_s={faults.timeout_s:g}, after which the other ranks end the run"
+        rule = f"must be less than faults.timeout_s={faults.timeout_s}, after which the other ranks end the run"
         yield Problem("rollout.timeout_s", rollout.timeout_s, rule, "lower it, or raise faults.timeout_s")
 
 
@@ -233,7 +233,7 @@ def validate_reward(faults: FaultsConfig, reward: RewardConfig) -> Iterator[Prob
     """Check the reward functions, and that the timeout of a function is shorter than the timeout of ranks."""
     yield from reward_problems(reward)
     if uses_python_reward(reward) and reward.timeout_s >= faults.timeout_s:
-        rule = f"must be less than faults.timeout_s={faults.timeout_s:g}, after which the other ranks end the run"
+        rule = f"must be less than faults.timeout_s={faults.timeout_s}, after which the other ranks end the run"
         yield Problem("reward.timeout_s", reward.timeout_s, rule, "lower it, or raise faults.timeout_s")
 
 

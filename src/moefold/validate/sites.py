@@ -80,12 +80,12 @@ def validate_rounds(run: RunConfig, model: ModelConfig, faults: FaultsConfig, si
         way_out = "choose fewer layers, or 0 for all layers in one fragment"
         yield Problem("sites.fragment_layers", sites.fragment_layers, rule, way_out)
     if sites.grace_s > sites.timeout_s:
-        rule = f"must be at most sites.timeout_s={sites.timeout_s:g}, after which a round goes on in any case"
+        rule = f"must be at most sites.timeout_s={sites.timeout_s}, after which a round goes on in any case"
         yield Problem("sites.grace_s", sites.grace_s, rule, "lower it, or raise sites.timeout_s")
     if sites.keep_local == 1:
         yield Problem("sites.keep_local", 1, "never takes the outer weights", "choose a share below 1, such as 0.5")
     if sites.count > 1 and sites.timeout_s > faults.timeout_s / 2:
-        limit = f"must be at most half of faults.timeout_s={faults.timeout_s:g}"
+        limit = f"must be at most half of faults.timeout_s={faults.timeout_s}"
         rule = f"{limit}, or a wait for another site would count as a hang"
         yield Problem("sites.timeout_s", sites.timeout_s, rule, "lower it, or raise faults.timeout_s")
 

@@ -157,16 +157,17 @@ def validate_upcycling(model: ModelConfig, lora: LoraConfig, checkpoint: Checkpo
     if start := checkpoint.init_from:
         yield Problem("checkpoint.init_from", start, f"and {name} both give the first weights", "leave one of them out")
     if lora.rank:
-        rule = f"needs a base, and {name} makes weights that no folder has"
-        way_out = "run moefold upcycle, and name its result in checkpoint.init_from"
-        yield Problem("lora.rank", lora.rank, rule, way_out)
+        rule = f"{name} makes weights that no folder has, and lora.rank={lora.rank} needs a base"
+        yield Problem("", None, rule, "run moefold upcycle, and name its result in checkpoint.init_from")
     part = model.routed
     if part is None:
         return
     if part.router.num_groups > 1:
-        key = "model.ffn.moe.router.num_groups"
-        rule = f"would choose between members of the groups of experts that {name} makes"
-        yield Problem(key, part.router.num_groups, rule, f"set {key}=1")
+        rule = (
+            f"{name} makes groups of experts of its own, and model.ffn.moe.router.num_groups={part.router.num_groups} "
+            "would choose between their members"
+        )
+        yield Problem("", None, rule, "set model.ffn.moe.router.num_groups=1")
     if part.zero_experts:
         rule = f"is incompatible with {name}: each token would lose the part of the dense layer that it routes to them"
         yield Problem("model.ffn.moe.zero_experts", part.zero_experts, rule, "leave one of them out")

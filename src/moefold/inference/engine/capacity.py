@@ -27,8 +27,8 @@ def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
     if num_pages < 1 and state_bytes:
         raise ConfigError(
             f"{Setting('rollout.cache_gib', settings.cache_gib):g} is smaller than one page of {sizes.page_positions} "
-            f"tokens and the states of linear attention, {(state_bytes + page_bytes) / 2**30:.3g} GiB; set at least that, "
-            f"or fewer {Setting('rollout.slots')}"
+            f"tokens and the states of linear attention, {(state_bytes + page_bytes) / 2**30:.3g} GiB; set at least "
+            f"that, or fewer {Setting('rollout.slots')}"
         )
     if num_pages < 1:
         raise ConfigError(
