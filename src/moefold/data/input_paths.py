@@ -7,7 +7,7 @@ from glob import escape
 from pathlib import Path
 
 from moefold.config.suggestions import HubKind, download_advice
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
 
 MIN_SIMILARITY = 0.75
@@ -36,10 +36,8 @@ def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
     names = (path,) if isinstance(path, str) else path
     names = tuple(name for name in names if name)
     if not names:
-        raise ConfigError(
-            f'{Setting("data.path")} is empty, but data.kind="{kind}" reads from it; name a file, a folder or a list '
-            "of them"
-        )
+        rule = f'is empty, but data.kind="{kind}" reads from it'
+        raise ConfigError(Problem("data.path", None, rule, "name a file, a folder or a list of them"))
     paths = tuple(existing_path("data.path", name) for name in names)
     check_no_duplicates(paths)
     return paths
@@ -152,16 +150,14 @@ def check_no_duplicates(paths: tuple[Path, ...]) -> None:
     seen: set[Path] = set()
     for path in paths:
         if path in seen:
-            raise ConfigError(
-                f"{Setting('data.path')} reaches {path} twice; name every file once, alone or by its folder"
-            )
+            rule = f"reaches {path} twice"
+            raise ConfigError(Problem("data.path", None, rule, "name every file once, alone or by its folder"))
         seen.add(path)
 
 
 def _raise_unreadable(error: OSError) -> None:
-    raise ConfigError(
-        f"{Setting('data.path')}: {error.filename} is not readable ({error.strerror}); give read access"
-    ) from error
+    rule = f": {error.filename} is not readable ({error.strerror})"
+    raise ConfigError(Problem("data.path", None, rule, "give read access")) from error
 
 
 SKIPPED = "skipped"

@@ -28,7 +28,7 @@ from moefold.data.sft import (
     conversation_location,
     hold_out,
 )
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError, Problem, Setting
 
 Messages = list[Message]
 
@@ -155,10 +155,8 @@ def pack_pairs(
     num_targets = conversations.count_targets(cut.ravel()).reshape(-1, 2)
     pairs = np.flatnonzero(num_targets.all(1))
     if not len(pairs):
-        raise ConfigError(
-            f"{Setting('data.path')}: none of {len(lengths)} pairs has both completions within "
-            f"train.seq_len={seq_len}; raise it"
-        )
+        rule = f": none of {len(lengths)} pairs has both completions within train.seq_len={seq_len}"
+        raise ConfigError(Problem("data.path", None, rule, "raise it"))
     reference = ReferenceLogProbs(num_targets)
     training, validation = (
         PackedPairs(conversations, split, reference, align, seq_len=seq_len, pad_id=pad_id)

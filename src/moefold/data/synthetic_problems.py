@@ -16,7 +16,7 @@ from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError, Problem, Setting
 
 Draw = Callable[[int], int]
 """Returns a uniform number in [0, n)."""
@@ -221,7 +221,5 @@ def open_task(
 def check_task_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
     """Check that a tokenizer has an end-of-text token, which ends answers; else raise ConfigError."""
     if tokenizer.separator_id is None:
-        raise ConfigError(
-            f"{Setting('data.tokenizer', data.tokenizer)} has no end-of-text token, so no answer would ever end; name "
-            "a tokenizer with one, or 'bytes'"
-        )
+        rule = "has no end-of-text token, so no answer would ever end"
+        raise ConfigError(Problem("data.tokenizer", data.tokenizer, rule, "name a tokenizer with one, or 'bytes'"))

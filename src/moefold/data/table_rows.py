@@ -40,7 +40,7 @@ from moefold.data.file_formats import (
 )
 from moefold.data.input_paths import files_below
 from moefold.data.source_listing import table_suffix
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError, Problem, Setting
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def _check_split(split: str, splits: Mapping[str, Any], folder: Path) -> None:
     if split not in splits:
         guess = closest_match(split, splits)
         hint = f"did you mean {guess!r}?" if guess else f"the splits are {', '.join(sorted(splits)) or 'none'}"
-        raise ConfigError(f"data.split={split!r} is not in {folder}; {hint}")
+        raise ConfigError(Problem("data.split", split, f"is not in {folder}", hint))
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:

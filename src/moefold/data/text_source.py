@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol
 
 from moefold.bounded_read import open_regular
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError, Problem, Setting
 
 CHUNK_BYTES = 2**20
 _SNIFFED_BYTES = 8192
@@ -184,9 +184,8 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _unreadable_error(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{Setting('data.path')}: {path} is not readable ({error.strerror}); give read access or leave it out"
-    )
+    rule = f": {path} is not readable ({error.strerror})"
+    return ConfigError(Problem("data.path", None, rule, "give read access or leave it out"))
 
 
 def _file_chunks(kind: str, file: TextFile) -> Iterator[TextChunk]:
@@ -235,10 +234,9 @@ def _decoded_chunks(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator
             text += decoder.decode(block, final=not following)
         except UnicodeDecodeError as error:
             at_byte = read_bytes - pending + error.start
-            raise ConfigError(
-                f"{Setting('data.path')}: {file.path} is not UTF-8 text (byte {at_byte}: {error.reason}); convert it, "
-                "for example with `iconv -f latin1 -t utf-8`, or leave it out"
-            ) from error
+            rule = f": {file.path} is not UTF-8 text (byte {at_byte}: {error.reason})"
+            way_out = "convert it, for example with `iconv -f latin1 -t utf-8`, or leave it out"
+            raise ConfigError(Problem("data.path", None, rule, way_out)) from error
         if not read_bytes:
             text = text.removeprefix("\ufeff")
         read_bytes += len(block)

@@ -31,7 +31,7 @@ from moefold.data.shard_reader import (
     open_ends_file,
 )
 from moefold.data.source_listing import TOKEN_SUFFIXES, named_sources
-from moefold.errors import ConfigError, Setting, format_list
+from moefold.errors import ConfigError, Problem, Setting, format_list
 
 MEGATRON_SUFFIX = ".idx"
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -438,10 +438,9 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
         megatron = read_megatron_index(path) if index.suffix == MEGATRON_SUFFIX else None
         return DocumentEnds(open_ends_file(index, shard=name) if megatron is None else megatron, num_tokens)
     except OSError as error:
-        raise ConfigError(
-            f"data.document_index=true needs an index of documents next to {path}, and {index.name} cannot be read "
-            f"({error}); tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
-        ) from error
+        rule = f"needs an index of documents next to {path}, and {index.name} cannot be read ({error})"
+        way_out = "tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
+        raise ConfigError(Problem("data.document_index", True, rule, way_out)) from error
     except ValueError as error:
         raise ConfigError(
             f"{index} is not an index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending "
@@ -504,18 +503,16 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
         ConfigError: the file is not a .bin of whole ids, of Megatron or of llm.c, and not a complete .npy.
     """
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{Setting('data.path')}: {path} is not readable; give read access or leave it out")
+        raise ConfigError(Problem("data.path", None, f": {path} is not readable", "give read access or leave it out"))
     try:
         check_regular_file(path)
     except OSError as error:
-        raise ConfigError(f"{Setting('data.path')}: {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(Problem("data.path", None, f": {path} cannot be read: {error.strerror}")) from None
     if path.suffix == ".npy":
         return read_npy_header(path)
     if path.suffix != ".bin":
-        raise ConfigError(
-            f'{Setting("data.path", path)} must end in .bin or .npy for data.kind="tokens"; use data.kind="text" for '
-            "text"
-        )
+        rule = 'must end in .bin or .npy for data.kind="tokens"'
+        raise ConfigError(Problem("data.path", path, rule, 'use data.kind="text" for text'))
     layout = read_bin_layout(path, token_dtype)
     return TokenFile(path, layout.num_tokens, layout.dtype, offset_bytes=layout.offset_bytes)
 
@@ -583,7 +580,7 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
     if len(faults) == len(files):
         # If all files have out-of-vocabulary ids, the vocabulary size is probably wrong.
         reasons = [str(fault) if isinstance(fault, OutOfVocabError) else fault.cause for fault in faults.values()]
-        raise ConfigError(f"{Setting('data.path')} holds no valid file: {format_list(reasons)}; copy them again")
+        raise ConfigError(Problem("data.path", None, f"holds no valid file: {format_list(reasons)}", "copy them again"))
     return shards.without({name: fault.cause for name, fault in faults.items()})
 
 

@@ -17,7 +17,7 @@ from moefold.cost.kv_cache import cache_sizes
 from moefold.data.chat import end_of_turn_marker
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import ConfigError, Setting, spelled_as
+from moefold.errors import ConfigError, Problem, Setting, spelled_as
 from moefold.host.output_file import check_writable, reject_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
@@ -167,12 +167,10 @@ def prepare_evaluation(
     """
     options = request.options
     if options.seq_len is not None and options.seq_len < 2:
-        raise ConfigError(
-            f"{Setting('--seq-len', options.seq_len)} must be at least 2: the first token of a sequence is not "
-            "predicted"
-        )
+        rule = "must be at least 2: the first token of a sequence is not predicted"
+        raise ConfigError(Problem("--seq-len", options.seq_len, rule))
     if options.batch_size < 1:
-        raise ConfigError(f"{Setting('--batch-size', options.batch_size)} must be at least 1")
+        raise ConfigError(Problem("--batch-size", options.batch_size, "must be at least 1"))
     source = find_source(request.model, options.ignore_key)
     report(source.notices)
     seq_len = _default_seq_len(source, notify) if options.seq_len is None else options.seq_len
@@ -212,7 +210,7 @@ def prepare_generation(
     """
     options = request.options
     if request.max_tokens < 1:
-        raise ConfigError(f"{Setting('--max-tokens', request.max_tokens)} must be at least 1")
+        raise ConfigError(Problem("--max-tokens", request.max_tokens, "must be at least 1"))
     request.sampling.check()
     source = find_source(request.model, options.ignore_key)
     report(source.notices)
@@ -358,25 +356,20 @@ def _check_logits(request: EvalRequest) -> None:
     if path is None:
         return
     if request.options.keep_tail:
-        raise ConfigError(
-            f"{Setting('--logits')} writes whole sequences only, and {Setting('--keep-tail')} adds a shorter one; "
-            "leave one out"
-        )
+        rule = f"writes whole sequences only, and {Setting('--keep-tail')} adds a shorter one"
+        raise ConfigError(Problem("--logits", None, rule, "leave one out"))
     if path.suffix != ".npy":
-        raise ConfigError(f"{Setting('--logits', str(path))} must end in .npy, the file format")
+        raise ConfigError(Problem("--logits", str(path), "must end in .npy, the file format"))
     if not path.absolute().parent.is_dir():
-        raise ConfigError(
-            f"{Setting('--logits', str(path))}: the folder {str(path.absolute().parent)!r} does not exist"
-        )
+        rule = f": the folder {str(path.absolute().parent)!r} does not exist"
+        raise ConfigError(Problem("--logits", str(path), rule))
     if path.is_dir():
-        raise ConfigError(
-            f"{Setting('--logits', str(path))} is a folder; name a file in it: {str(path / 'logits.npy')!r}"
-        )
+        rule = "is a folder"
+        raise ConfigError(Problem("--logits", str(path), rule, f"name a file in it: {str(path / 'logits.npy')!r}"))
     source_file = request.tokens if request.tokens is not None else request.text
     if isinstance(source_file, Path) and path.resolve() == source_file.resolve():
-        raise ConfigError(
-            f"{Setting('--logits', str(path))} would replace the file that is evaluated; name another one"
-        )
+        rule = "would replace the file that is evaluated"
+        raise ConfigError(Problem("--logits", str(path), rule, "name another one"))
     reject_existing("--logits", path, force=request.options.force)
     check_writable("--logits", path)
 
@@ -388,7 +381,5 @@ def _check_disk_space(path: Path | None, dataset: TokenDataset, vocab_size: int)
     needed_bytes = 4 * dataset.num_sequences * dataset.seq_len * vocab_size
     free_bytes = shutil.disk_usage(path.absolute().parent).free
     if needed_bytes > free_bytes:
-        raise ConfigError(
-            f"{Setting('--logits', str(path))} takes {needed_bytes / 1e9:,.1f} GB, and {free_bytes / 1e9:,.1f} GB are "
-            "free; name a file on another disk, or evaluate less"
-        )
+        rule = f"takes {needed_bytes / 1000000000.0:,.1f} GB, and {free_bytes / 1000000000.0:,.1f} GB are free"
+        raise ConfigError(Problem("--logits", str(path), rule, "name a file on another disk, or evaluate less"))

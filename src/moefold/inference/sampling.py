@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError, Problem, Setting
 
 MIN_TEMPERATURE = 1e-3
 
@@ -52,9 +52,9 @@ class SamplingParams:
                 f"{Setting('--min-p', self.min_p):g} must lie between 0 (all tokens) and 1 (only the likeliest)"
             )
         if self.top_k < 0:
-            raise ConfigError(f"{Setting('--top-k', self.top_k)} must be at least 0 (0: all tokens)")
+            raise ConfigError(Problem("--top-k", self.top_k, "must be at least 0 (0: all tokens)"))
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"{Setting('--seed', self.seed)} must be at least 0 and below 2**63")
+            raise ConfigError(Problem("--seed", self.seed, "must be at least 0 and below 2**63"))
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0):
             raise ConfigError(
                 f"{Setting('--temperature', 0)} takes the likeliest token, so {Setting('--top-p')}, "

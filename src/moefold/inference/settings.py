@@ -22,7 +22,7 @@ from moefold.config.suggestions import choices_of, describe_key
 from moefold.config.train import TrainConfig
 from moefold.config.tree import Tree
 from moefold.config.upgrade import flat_settings
-from moefold.errors import ConfigError, Setting, raise_all, spelled_as
+from moefold.errors import ConfigError, Problem, Setting, raise_all, spelled_as
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource
 from moefold.launch.exit import oom_reason
@@ -185,7 +185,7 @@ def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
         for key in keys:
             name = f"{section}.{key}"
             if section == "parallel" and key in UNUSED_AXIS_KEYS:
-                raise ConfigError(f"{name} has no effect here: {UNUSED_AXIS_KEYS[key]}; leave it out")
+                raise ConfigError(Problem(name, None, f"has no effect here: {UNUSED_AXIS_KEYS[key]}", "leave it out"))
             if name not in legal and (section != "parallel" or key in ("dp", "edp")):
                 shown = next(iter(flat_settings({name: keys[key]})), name)
                 raise ConfigError(
@@ -206,7 +206,7 @@ def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose
             f"moe.{unused[0]} has no effect: no token is dropped; set moe.eval_capacity_factor above 0, or leave it out"
         )
     if drops and cfg.moe.eval_capacity_factor < 0:
-        raise ConfigError("moe.eval_capacity_factor=-1.0 must be at least 0 here (0: dropless)")
+        raise ConfigError(Problem("moe.eval_capacity_factor", -1.0, "must be at least 0 here (0: dropless)"))
 
 
 def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig) -> None:
@@ -221,10 +221,8 @@ def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig)
         )
     dispatcher = chosen_in(p, DispatcherPart)
     if dispatcher.needs_equal_token_counts and p.world_size > p.pp:
-        raise ConfigError(
-            f"parallel.dispatcher={dispatcher.kind!r} needs equally many tokens on each rank, which generation does "
-            "not have; choose 'alltoall'"
-        )
+        rule = "needs equally many tokens on each rank, which generation does not have"
+        raise ConfigError(Problem("parallel.dispatcher", dispatcher.kind, rule, "choose 'alltoall'"))
     if chosen_in(moe, ChoicePart).is_forced:
         raise ConfigError(
             f"the run of this checkpoint forced its routing (moe.choice='{moe.choice}', a benchmark) by positions "

@@ -18,7 +18,7 @@ from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_in
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, reject_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
 from moefold.data.tokenizer_match import compare_tokenizers
-from moefold.errors import ConfigError, Setting, spelled_as
+from moefold.errors import ConfigError, Problem, Setting, spelled_as
 from moefold.inference.source import ModelSource
 
 REPLACEMENT_CHARACTER = "\ufffd"
@@ -202,10 +202,8 @@ def encode_messages(
         ConfigError: the template rejects a message, or the model was trained on token ids without a tokenizer.
     """
     if isinstance(tokenizer, NumberTokenizer):
-        raise ConfigError(
-            f"{Setting('--chat')}: the model was trained on bare ids and has no tokenizer; name its "
-            f"{Setting('--tokenizer')}"
-        )
+        rule = ": the model was trained on bare ids and has no tokenizer"
+        raise ConfigError(Problem("--chat", None, rule, f"name its {Setting('--tokenizer')}"))
     encoded = []
     reject_surrogates(system, f"{Setting('--system')}")
     reject_nul(tokenizer, system, f"{Setting('--system')}")
@@ -327,9 +325,9 @@ def open_ids(path: Path) -> ShardReader:
     """
     name = Setting("--tokens", str(path))
     if not path.exists():
-        raise ConfigError(f"{name} does not exist; name an .npy file of token ids")
+        raise ConfigError(name.problem("does not exist", "name an .npy file of token ids"))
     if path.is_dir() or path.suffix != ".npy":
-        raise ConfigError(f"{name} is no .npy file; write the ids with numpy.save")
+        raise ConfigError(name.problem("is no .npy file", "write the ids with numpy.save"))
     return read_npy_header(path).open()
 
 
@@ -340,20 +338,16 @@ def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
         ConfigError: there is no full sequence, or an id is outside the vocabulary.
     """
     if dataset.seq_len < 2:
-        raise ConfigError(
-            f"{Setting('--seq-len', dataset.seq_len)} must be at least 2: the first token of a sequence is not "
-            "predicted"
-        )
+        rule = "must be at least 2: the first token of a sequence is not predicted"
+        raise ConfigError(Problem("--seq-len", dataset.seq_len, rule))
     if dataset.num_sequences == 0:
         tail = (
             ""
             if dataset.keeps_tail or len(dataset.ids) < 2
             else f", or {Setting('--keep-tail')} for a last shorter sequence"
         )
-        raise ConfigError(
-            f"{name} has {len(dataset.ids)} tokens, less than one sequence of {Setting('--seq-len', dataset.seq_len)}; "
-            f"give more, or a shorter {Setting('--seq-len')}{tail}"
-        )
+        rule = f"has {len(dataset.ids)} tokens, less than one sequence of {Setting('--seq-len', dataset.seq_len)}"
+        raise ConfigError(f"{name} {rule}; give more, or a shorter {Setting('--seq-len')}{tail}")
     for start in range(0, len(dataset.ids), _CHECK_BATCH_TOKENS):
         ids = dataset.ids[start : start + _CHECK_BATCH_TOKENS]
         is_invalid = (ids < 0) | (ids >= vocab_size)

@@ -15,7 +15,7 @@ from moefold.config.faults import FaultsConfig
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.rl import RewardConfig
 from moefold.data.prompts import Prompt
-from moefold.errors import ConfigError, RunError, Setting
+from moefold.errors import ConfigError, Problem, RunError, Setting
 from moefold.rl.reward_pool import RewardError, RewardPool, RewardTimeoutError
 from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_fault
 
@@ -266,10 +266,8 @@ def check_reward(data: DataConfig, reward: RewardConfig, prompts: Sequence[Promp
     """
     names = reward_names(data, reward)
     if not names:
-        raise ConfigError(
-            f"{Setting('reward.use', '')} must name the reward of data.kind={data.kind!r}: one of "
-            f"{', '.join(VERIFIERS)}, or FILE.py:FUNCTION"
-        )
+        rule = f"must name the reward of data.kind={data.kind!r}: one of {', '.join(VERIFIERS)}, or FILE.py:FUNCTION"
+        raise ConfigError(Problem("reward.use", "", rule))
     for name in names:
         _check_function(name, prompts, reward.timeout_s)
 
@@ -293,12 +291,10 @@ def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> N
         return
     reference = split_reference(name)
     if reference is None:
-        raise ConfigError(
-            f"{Setting('reward.use', name)} must be one of {', '.join(VERIFIERS)}, or FILE.py:FUNCTION, such as "
-            "reward.py:reward"
-        )
+        rule = f"must be one of {', '.join(VERIFIERS)}, or FILE.py:FUNCTION, such as reward.py:reward"
+        raise ConfigError(Problem("reward.use", name, rule))
     if not reference[0].is_file():
-        raise ConfigError(f"{Setting('reward.use', name)}: {str(reference[0])!r} does not exist; name a Python file")
+        raise ConfigError(Problem("reward.use", name, f": {str(reference[0])!r} does not exist", "name a Python file"))
     with RewardPool(*reference, workers=1, timeout_s=timeout_s) as pool:
         (result,) = pool.call_all([reward_arguments(prompts[0], ["", ""], [[], []])])
     reason = str(result) if isinstance(result, RewardError) else _fault(result, 2)

@@ -32,7 +32,7 @@ from moefold.data.dataset import NEEDS_PROGRAM, prepare
 from moefold.data.fingerprint import fingerprint
 from moefold.data.routing_trace import RoutingTrace, trace_shape
 from moefold.data.validate_source import check_data
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.fitting import check_training, choose_checked_device
@@ -98,16 +98,16 @@ def check_resume(checkpoint: CheckpointConfig) -> None:
     if checkpoint.resume in ("auto", "never"):
         return
     path = to_path(checkpoint.resume)
-    name = f"checkpoint.resume={checkpoint.resume!r}"
+    name = Setting("checkpoint.resume", checkpoint.resume)
     if path.is_dir():
         if inner := _list_checkpoints(path):
-            raise ConfigError(f"{name} is a folder of checkpoints; name one, such as {str(inner[-1])!r}")
+            raise ConfigError(name.problem("is a folder of checkpoints", f"name one, such as {str(inner[-1])!r}"))
         return
     if path.exists():
         raise ConfigError(f"{name} is a file; a checkpoint is a folder, such as RUN_DIR/checkpoints/step-000100")
     siblings = [str(sibling) for sibling in _list_checkpoints(path.parent)[-5:]]
     hint = f"the checkpoints there are {', '.join(siblings)}" if siblings else "set 'auto' for the newest one, if any"
-    raise ConfigError(f"{name} does not exist; {hint}")
+    raise ConfigError(name.problem("does not exist", hint))
 
 
 def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: CheckpointConfig, rl: RLConfig) -> None:
@@ -135,7 +135,7 @@ def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: Chec
             if reason := init_from_unsupported_reason(
                 model, folder, checkpoint.ignore_keys, is_dense=key == "checkpoint.upcycle.dense"
             ):
-                raise ConfigError(f"{key}={path!r}: {reason}")
+                raise ConfigError(Problem(key, path, f": {reason}"))
 
 
 def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> None:
@@ -148,10 +148,8 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
         return
     trace = RoutingTrace(Path(moe.replay), "moe.replay")
     if trace.folder.resolve() == (Path(run.dir) / TRACE_FOLDER).resolve():
-        raise ConfigError(
-            f"moe.replay={moe.replay!r} is the trace of this very run, which a new start removes; "
-            "choose another run.dir"
-        )
+        rule = "is the trace of this very run, which a new start removes"
+        raise ConfigError(Problem("moe.replay", moe.replay, rule, "choose another run.dir"))
     trace.check_replay(trace_shape(model, train), run.steps)
 
 
@@ -179,7 +177,7 @@ def probe_folder(key: str, path: str) -> None:
     Raises:
         ConfigError: the file cannot be created.
     """
-    name = f"{key}={path!r}"
+    name = Setting(key, path)
     if is_remote(path):
         if path.startswith("memory://"):
             raise ConfigError(f"{name} would end with the process; name a folder, or a URL of a store such as s3://")
@@ -195,7 +193,7 @@ def probe_folder(key: str, path: str) -> None:
             existing = existing.parent
         if not existing.is_dir():
             relation = "is" if existing == folder.absolute() else f"lies below {str(existing)!r}, which is"
-            raise ConfigError(f"{name} {relation} a file; choose a folder")
+            raise ConfigError(name.problem(f"{relation} a file", "choose a folder"))
         with tempfile.TemporaryFile(dir=existing):
             return
     except OSError as error:
@@ -215,10 +213,9 @@ def check_meeting_point(sites: SitesConfig) -> None:
 
     host, _ = parse_address(sites.meet, "sites.meet")
     if not read_secret(sites.secret, "sites.secret") and not is_loopback(host):
-        raise ConfigError(
-            f"sites.meet={sites.meet!r} is another machine, and there is no shared secret; name its file with "
-            f"sites.secret, or set {SECRET_VARIABLE}"
-        )
+        rule = "is another machine, and there is no shared secret"
+        way_out = f"name its file with sites.secret, or set {SECRET_VARIABLE}"
+        raise ConfigError(Problem("sites.meet", sites.meet, rule, way_out))
 
 
 def check_machine(cfg: Config) -> None:
@@ -253,10 +250,9 @@ def check_offload_folder(train: TrainConfig) -> None:
     probe_folder("train.offload_dir", train.offload_dir)
     above = Path(train.offload_dir).absolute().parent
     if not above.exists():
-        raise ConfigError(
-            f"train.offload_dir={train.offload_dir!r} lies in {str(above)!r}, which does not exist; name a folder "
-            f"of a local disk, or make {str(above)!r} if it is meant"
-        )
+        rule = f"lies in {str(above)!r}, which does not exist"
+        way_out = f"name a folder of a local disk, or make {str(above)!r} if it is meant"
+        raise ConfigError(Problem("train.offload_dir", train.offload_dir, rule, way_out))
 
 
 class RunSetup(NamedTuple):
@@ -303,10 +299,9 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
     store = None
     if cfg.parallel.mapping == "auto":
         if cfg.rollout.ranks:
-            raise ConfigError(
-                f"parallel.mapping='auto' gives every rank to training, and rollout.ranks={cfg.rollout.ranks} only "
-                "sample; set the degrees of parallel, or rollout.ranks=0"
-            )
+            rule = f"gives every rank to training, and rollout.ranks={cfg.rollout.ranks} only sample"
+            way_out = "set the degrees of parallel, or rollout.ranks=0"
+            raise ConfigError(Problem("parallel.mapping", "auto", rule, way_out))
         cfg, store = _plan_mapping(cfg, recipe.explicit_keys, rank_env)
     if rank_env is not None and cfg.parallel.elastic:
         cfg = with_world_size(cfg, rank_env.world_size)
@@ -373,7 +368,7 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
 def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "ProgramData | None") -> None:
     """Check that a program passes samples if and only if the recipe asks for them, and that they fit the recipe."""
     if program_data is not None and data.kind != "program":
-        raise ConfigError(f'data.kind={data.kind!r} must be "program" where a program passes the data')
+        raise ConfigError(Problem("data.kind", data.kind, 'must be "program" where a program passes the data'))
     if program_data is None and data.kind == "program":
         raise ConfigError(NEEDS_PROGRAM)
     if program_data is not None:
@@ -458,7 +453,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     is_first = rank_env is None or rank_env.rank == 0
     ignored_keys = cfg.checkpoint.ignore_keys
     if is_first and (reason := init_from_unsupported_reason(cfg.model, Path(rollout.folder), ignored_keys)):
-        raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
+        raise ConfigError(Problem("rollout.folder", rollout.folder, f"cannot be used: {reason}"))
     replays, _ = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=False)
     try:
         vllm_server(cfg.run, cfg.train, cfg.rollout, returns_experts=replays).check(max_tokens=max_tokens)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from moefold.config.rl import RolloutConfig
 from moefold.cost.kv_cache import CacheKind
-from moefold.errors import ConfigError, Setting
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.inference.sampling import SamplingParams
 
 FinishReason = Literal["eos", "length", "stop"]
@@ -134,7 +134,7 @@ class EngineSettings:
     def check(self) -> None:
         """Check the ranges of the settings; raise ConfigError if a setting is out of its range."""
         if self.slots < 1:
-            raise ConfigError(f"{Setting('rollout.slots', self.slots)} must be at least 1")
+            raise ConfigError(Problem("rollout.slots", self.slots, "must be at least 1"))
         if self.pass_tokens < self.slots:
             raise ConfigError(
                 f"{Setting('rollout.pass_tokens', self.pass_tokens)} must be at least "
