@@ -33,11 +33,11 @@ from moefold.host.rank_env import RankEnv
 PREFIX = "moefold/regroup"
 LOST_KEY = "lost"
 POLL_S = 0.02
-"""Least interval between two questions to the store. It grows with the number of ranks."""
+"""Shortest interval between two requests to the store. It grows with the number of ranks."""
 LOOK_S = 0.5
 """Interval between two checks of this machine's processes by a rank that waits for the others."""
 CONNECT_POLL_S = 0.005
-"""Least interval while process groups connect, which asks for several keys one after another."""
+"""Shortest interval while process groups connect, which request several keys one after another."""
 LOSS_WAIT_S = 5.0
 """Limit of the wait for the lost rank that explains a failed collective."""
 LEAVE_WAIT_S = 20.0
@@ -54,7 +54,7 @@ class CannotChooseError(Exception):
     """This rank does not know enough to choose the members; another survivor does."""
 
 
-class NoLossError(Exception):
+class NoRankLostError(Exception):
     """No rank was lost: another error ended the generation."""
 
 
@@ -227,7 +227,7 @@ class Regroup:
             now_s = time.monotonic()
             if now_s >= next_look_s:
                 if self.ended_status() is not None:
-                    raise NoLossError
+                    raise NoRankLostError
                 self._report_gone(waited_s=now_s - started_s, number=number)
                 if (survivors := self._survivors(number)) is not None:
                     self._publish(key, survivors, choose)
@@ -320,7 +320,7 @@ class Regroup:
             lost = self.lost()
             gone -= lost
             if (lost | gone).isdisjoint(self.current.members):
-                raise NoLossError
+                raise NoRankLostError
         is_loss = not (lost | gone).isdisjoint(self.current.members)
         if is_loss and waited_s > self._timeout_s:
             silent = set(self.current.ranks) - set(self._arrived(number)) - lost - gone

@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 
 from moefold.model.local_param import local_tensor
-from moefold.optim.outer_round import OuterNorms, PendingRound, Sent, dot, mix
+from moefold.optim.outer_round import OuterNorms, PendingRound, SentVector, dot, mix
 from moefold.optim.outer_weights import OuterWeights
 
 if TYPE_CHECKING:
     from moefold.comm.groups import ParallelGroups
-    from moefold.comm.site_links import Exchanged
+    from moefold.comm.site_links import ExchangeResult
 
 
 class OuterOptimizer(OuterWeights):
     """Outer weights, momentum and residual, and their updates in a round; for the arguments see the base class."""
 
-    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> Sent:
+    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
         """Return the vector that this site sends in a round.
 
         Args:
@@ -43,9 +43,11 @@ class OuterOptimizer(OuterWeights):
             delta: result of `difference`.
             is_last: the round follows the last step.
         """
-        return Sent(delta, self.num_coded(fragments))
+        return SentVector(delta, self.num_coded(fragments))
 
-    def receive(self, round_: PendingRound, sent: Sent, exchanged: "Exchanged", members: Sequence[int]) -> PendingRound:
+    def receive(
+        self, round_: PendingRound, sent: SentVector, exchanged: "ExchangeResult", members: Sequence[int]
+    ) -> PendingRound:
         """Return a certain round with the values that its members have exchanged; changes nothing.
 
         Args:

@@ -36,7 +36,7 @@ from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.fitting import check_training, choose_checked_device
-from moefold.recipe import LoadedRecipe, fitting_after_loss, with_world_size
+from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
 from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
@@ -359,7 +359,7 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
             f"faults.on_loss='regroup': {launcher} {end}; start the job with `moefold train` on one machine or with "
             "srun --kill-on-bad-exit=0, or set faults.on_loss='stop' and parallel.elastic=true"
         )
-    if not fitting_after_loss(cfg):
+    if not world_sizes_after_rank_loss(cfg):
         p = cfg.parallel
         raise ConfigError(
             f"faults.on_loss='regroup': no number of ranks from faults.min_ranks={cfg.faults.min_ranks} to "

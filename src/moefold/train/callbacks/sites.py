@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
-from moefold.comm.site_links import Exchanged, Probe, SiteRound
+from moefold.comm.site_links import ExchangeResult, Probe, SiteRound
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
@@ -24,7 +24,7 @@ from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import PendingRound, Sent
+from moefold.optim.outer_round import PendingRound, SentVector
 from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import fragments_due, is_probed, rounds_until, step_of_round
@@ -62,9 +62,9 @@ class _Flight:
     """An exchange under way; the sites have not voted on it yet."""
 
     taken: _Differences
-    sent: Sent
+    sent: SentVector
     round: SiteRound
-    exchange: "Future[Exchanged] | None"
+    exchange: "Future[ExchangeResult] | None"
     """Result of the exchange; None in a round of one site."""
 
 
@@ -89,7 +89,7 @@ class SiteRounds(Callback):
         self._num_skipped = 0
         self._probe = RoutingProbe(model, train, sites.number)
         self._logged_wait = ""
-        self._gift: Message | None = None
+        self._transfer_order: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
 
     def on_start(self, context: TrainingContext) -> None:
@@ -106,11 +106,11 @@ class SiteRounds(Callback):
         frozen = [p.data for p in context.training.parameters.values() if not p.requires_grad]
         frozen_hash = {"the hash of the frozen weights": self._digest(context, frozen)} if frozen else {}
         self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, context.groups.rank)
-        hello = self._position(context.position.step, outer)
+        registration = self._position(context.position.step, outer)
         digest = self._digest(context, list(outer.weights.values()))
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
-        found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
+        found = self._meeting.ask_until_ready(registration | weights, partial(self._poll, context))
         if found == "stopped":
             return
         # The round after the present step will still follow.
@@ -212,7 +212,7 @@ class SiteRounds(Callback):
             context.log.message(f"after step {before}: {taken} {context.position.step}")
 
     def _begin_joined(self, context: TrainingContext) -> None:
-        """Begin the round that the giver begins after it has given its state, if there is one; collective.
+        """Begin the round that the sender begins after it has sent its state, if there is one; collective.
 
         Where a round is exchanged during the whole next round, the state is given between two rounds of the same step.
         """
@@ -223,7 +223,7 @@ class SiteRounds(Callback):
 
     def _give(self, context: TrainingContext) -> None:
         """Send the state of this site to a joining site, if the meeting point orders it; local to each rank."""
-        order, self._gift = self._gift, None
+        order, self._transfer_order = self._transfer_order, None
         if order is None or self._meeting is None or self._meeting.links is None:
             return
         context.groups.recorder.set_phase(f"sending the state to site {order['to']}")
@@ -292,7 +292,7 @@ class SiteRounds(Callback):
         if "missed" in answer:
             return False
         self._meeting.raise_if_refused(answer)
-        self._gift = answer.get("give")
+        self._transfer_order = answer.get("give")
         if "rests" in answer:
             # A site without a pair in this round: its difference keeps growing.
             self._record["members"] = 1
@@ -344,7 +344,7 @@ class SiteRounds(Callback):
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
         outer = _outer_of(context)
         sent = outer.send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
-        exchange: Future[Exchanged] | None = None
+        exchange: Future[ExchangeResult] | None = None
         if len(round_.members) > 1:
             assert self._meeting is not None
             assert self._meeting.links is not None
@@ -452,12 +452,12 @@ class SiteRounds(Callback):
         return int(sum(current_world().all_gather_object(local)) % 2**63)
 
 
-def _result(flight: _Flight, context: TrainingContext) -> tuple[Exchanged | None, str]:
+def _result(flight: _Flight, context: TrainingContext) -> tuple[ExchangeResult | None, str]:
     """Wait for an exchange of this rank and return its result, or the reason of its failure."""
     if flight.exchange is None:
         vector, num_coded, num_gathered = flight.sent
         gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
-        return Exchanged(vector, vector, 0, 0.0, gathered), ""
+        return ExchangeResult(vector, vector, 0, 0.0, gathered), ""
     try:
         while True:
             try:
