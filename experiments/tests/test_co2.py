@@ -125,8 +125,8 @@ def test_buffers_of_co2_go_on_from_their_own():
     mean = (own[0] + own[1]) / 2
     for site, values in zip(sites, own, strict=True):
         exchanged = ExchangeResult(mean, values, 0, 0.0)
-        sent = site.outer.send((0,), values, is_last=False)
-        round_ = site.outer.receive(PendingRound(3, 6, (0,), values, mean), sent, exchanged, (0, 1))
+        sent = site.outer.vector_to_send((0,), values, is_last=False)
+        round_ = site.outer.with_received_values(PendingRound(3, 6, (0,), values, mean), sent, exchanged, (0, 1))
         site.buffers["bias"].add_(0.25)
         site.outer.step_both(round_, moves_both=True, penalty=1.0)
     assert sites[0].buffers["bias"].tolist() == sites[1].buffers["bias"].tolist() == [1.25, 1.25]

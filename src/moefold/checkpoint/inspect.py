@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moefold.bounded_read import batch_by_size
-from moefold.checkpoint.part_file import check_parts
-from moefold.checkpoint.safe_metadata import SafeReader, parts_of, read_metadata
+from moefold.checkpoint.safe_metadata import SafeReader, read_metadata, shards_of
 from moefold.checkpoint.save_load import check_tensor_files, translate_read_errors
+from moefold.checkpoint.shard_file import check_shards
 
 BATCH_BYTES = 1 << 28
 """Bytes of each checkpoint in memory at a time, unless one tensor is larger."""
@@ -95,7 +95,7 @@ def validate_content(path: Path) -> list[str]:
     try:
         metadata = read_metadata(path)
         check_tensor_files(path, metadata)
-        check_parts(path, parts_of(metadata).values())
+        check_shards(path, shards_of(metadata).values())
     except OSError as error:
         return [f"{error.filename} cannot be read: {error.strerror}"]
     except ValueError as error:

@@ -21,7 +21,7 @@ from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
-from moefold.launch.fitting import check_training
+from moefold.launch.memory_check import check_training
 from moefold.planner.query import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
-from moefold.config.field import Bound, Most
+from moefold.config.field import Bound, MaxMagnitude
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
 from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
 from moefold.config.part_registry import (
@@ -463,7 +463,7 @@ def _bounds_of(hint: Any) -> Callable[[Any], Any]:
         for entry in entries:
             if isinstance(entry, Bound) and not entry.is_legal(value):
                 raise ValueError(entry.rule)
-            if isinstance(entry, Most) and abs(value) > entry.value:
+            if isinstance(entry, MaxMagnitude) and abs(value) > entry.value:
                 raise ValueError(f"must be at most {entry.value}")
         return value
 

@@ -18,7 +18,7 @@ FORMAT_KEY = "format"
 KIND = "kind"
 
 
-class Moved(NamedTuple):
+class MovedKey(NamedTuple):
     """Place of a flat key of earlier versions: a setting of the part that another key chooses."""
 
     key: str
@@ -87,34 +87,34 @@ PATTERNS = {
 }
 """Former keys of patterns: the words of their letters in `model.layers`, and the field of `LayerWords`."""
 MOVED = {
-    f"{line.split()[0].partition('.')[0]}.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
+    f"{line.split()[0].partition('.')[0]}.{word.rpartition(':')[2]}": MovedKey(line.split()[0], word.partition(":")[0])
     for line in _PLACES.split("\n")
     for word in line.split()[1:]
 } | {
-    "train.weight_decay": Moved("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
-    "train.spsa_eps": Moved("train.optimizer", "eps", ("spsa",)),
-    "train.spsa_max_gradient": Moved("train.optimizer", "max_gradient", ("spsa",)),
-    "train.gradient_delay": Moved("train.optimizer", KIND, ("delayed_adamw", "delayed_muon")),
-    "train.delay_correction": Moved("train.optimizer", "correction", ("delayed_adamw", "delayed_muon")),
-    "moe.llep_threshold": Moved("parallel.dispatcher", "threshold"),
-    "moe.llep_capacity": Moved("parallel.dispatcher", "capacity"),
-    "moe.llep_min_tokens": Moved("parallel.dispatcher", "min_tokens"),
-    "model.upcycle_from": Moved("checkpoint.upcycle", "dense"),
-    "model.upcycle_router": Moved("checkpoint.upcycle", "router_init"),
-    "model.upcycle_scaling": Moved("checkpoint.upcycle", "scaling"),
-    "model.upcycle_noise": Moved("checkpoint.upcycle", "noise"),
-    "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),
-    "sites.topology": Moved("sites.method", KIND, ("noloco",)),
-    "sites.experts": Moved("sites.method", KIND, ("spes",)),
-    "sites.density": Moved("sites.method", "density", ("sparseloco",)),
-    "sites.values": Moved("sites.method", "bits", ("sparseloco",)),
-    "sites.penalty": Moved("sites.method", "penalty", ("co2",)),
-    "sites.clip": Moved("sites.method", "clip", ("co2",)),
-    "sites.merge_experts": Moved("sites.method", "merge_experts", ("spes",)),
-    "sites.merge_every": Moved("sites.method", "merge_every", ("spes",)),
-    "sites.merge_until": Moved("sites.method", "merge_until", ("spes",)),
+    "train.weight_decay": MovedKey("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
+    "train.spsa_eps": MovedKey("train.optimizer", "eps", ("spsa",)),
+    "train.spsa_max_gradient": MovedKey("train.optimizer", "max_gradient", ("spsa",)),
+    "train.gradient_delay": MovedKey("train.optimizer", KIND, ("delayed_adamw", "delayed_muon")),
+    "train.delay_correction": MovedKey("train.optimizer", "correction", ("delayed_adamw", "delayed_muon")),
+    "moe.llep_threshold": MovedKey("parallel.dispatcher", "threshold"),
+    "moe.llep_capacity": MovedKey("parallel.dispatcher", "capacity"),
+    "moe.llep_min_tokens": MovedKey("parallel.dispatcher", "min_tokens"),
+    "model.upcycle_from": MovedKey("checkpoint.upcycle", "dense"),
+    "model.upcycle_router": MovedKey("checkpoint.upcycle", "router_init"),
+    "model.upcycle_scaling": MovedKey("checkpoint.upcycle", "scaling"),
+    "model.upcycle_noise": MovedKey("checkpoint.upcycle", "noise"),
+    "moe.sparsemixer_sampling": MovedKey("model.ffn.moe.router.softmax", "samples"),
+    "sites.topology": MovedKey("sites.method", KIND, ("noloco",)),
+    "sites.experts": MovedKey("sites.method", KIND, ("spes",)),
+    "sites.density": MovedKey("sites.method", "density", ("sparseloco",)),
+    "sites.values": MovedKey("sites.method", "bits", ("sparseloco",)),
+    "sites.penalty": MovedKey("sites.method", "penalty", ("co2",)),
+    "sites.clip": MovedKey("sites.method", "clip", ("co2",)),
+    "sites.merge_experts": MovedKey("sites.method", "merge_experts", ("spes",)),
+    "sites.merge_every": MovedKey("sites.method", "merge_every", ("spes",)),
+    "sites.merge_until": MovedKey("sites.method", "merge_until", ("spes",)),
 }
-MOVED |= {f"model.{key}": Moved("model", "layers") for key in ("num_layers", *PATTERNS)}
+MOVED |= {f"model.{key}": MovedKey("model", "layers") for key in ("num_layers", *PATTERNS)}
 """Place of each flat key, as "section.key"."""
 OFF = {
     *("model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size", "model.upcycle_from")

@@ -48,7 +48,7 @@ from moefold.inference.text import (
     read_text,
     stop_token_ids,
 )
-from moefold.launch.fitting import check_inference, choose_checked_device
+from moefold.launch.memory_check import check_inference, choose_checked_device
 from moefold.validate.rollout_experts import check_fetching_ranks
 from moefold.validate.train import check_kernel_device
 
@@ -121,7 +121,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class EvalJob:
-    """Checked evaluation."""
+    """Settings of an evaluation that have passed all checks."""
 
     source: ModelSource
     cfg: Config

@@ -78,8 +78,8 @@ def _positions(folder: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class VllmServer:
-    """vLLM server.
+class VllmClient:
+    """Client of one vLLM server.
 
     Args:
         url: address of the server.
@@ -286,9 +286,9 @@ class VllmServer:
         )
 
 
-def vllm_server(run: RunConfig, train: TrainConfig, rollout: RolloutConfig, *, returns_experts: bool) -> VllmServer:
+def vllm_server(run: RunConfig, train: TrainConfig, rollout: RolloutConfig, *, returns_experts: bool) -> VllmClient:
     """Return the server of a recipe."""
-    return VllmServer(
+    return VllmClient(
         url=rollout.url,
         folder=rollout.folder,
         dtype=run.dtype,

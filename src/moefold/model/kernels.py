@@ -33,7 +33,7 @@ class RoutingKernel(Protocol):
 
 
 class SoftmaxKernel(Protocol):
-    """Softmax of routers."""
+    """Kernel of the softmax over the experts in a router."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the differentiable softmax over the last dim."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class OuterOptimizer(OuterWeights):
     """Outer weights, momentum and residual, and their updates in a round; for the arguments see the base class."""
 
-    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
+    def vector_to_send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
         """Return the vector that this site sends in a round.
 
         Args:
@@ -45,14 +45,14 @@ class OuterOptimizer(OuterWeights):
         """
         return SentVector(delta, self.num_coded(fragments))
 
-    def receive(
+    def with_received_values(
         self, round_: PendingRound, sent: SentVector, exchanged: "ExchangeResult", members: Sequence[int]
     ) -> PendingRound:
         """Return a certain round with the values that its members have exchanged; changes nothing.
 
         Args:
             round_: the round, with the weighted mean of the members' vectors.
-            sent: result of `send`.
+            sent: result of `vector_to_send`.
             exchanged: the result of the exchange.
             members: the sites of the round.
         """

@@ -35,7 +35,7 @@ from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError, reworded_errors
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
-from moefold.launch.fitting import check_training, choose_checked_device
+from moefold.launch.memory_check import check_training, choose_checked_device
 from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
 from moefold.remote_path import RemoteError, RemotePath, check_protocol, check_remote_writable, is_remote, to_path
 from moefold.terminal import print_escaped

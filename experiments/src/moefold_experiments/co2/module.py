@@ -40,7 +40,7 @@ class OuterOfWholeRounds(OuterOptimizer):
         self._moves_both = False
         self._penalty = 1.0
 
-    def receive(
+    def with_received_values(
         self, round_: PendingRound, sent: SentVector, exchanged: ExchangeResult, members: Sequence[int]
     ) -> PendingRound:
         """Return the round with corrections of buffers: what their means differ from those that were sent.

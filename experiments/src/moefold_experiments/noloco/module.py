@@ -20,13 +20,13 @@ from moefold.optim.outer_round import OuterNorms, PendingRound, SentVector
 class OuterOfPairs(OuterOptimizer):
     """Outer weights and momentum that the sites do not share."""
 
-    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
+    def vector_to_send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
         """Return the differences and, as they are, the outer weights; in the last round the weights."""
         if is_last:
             return SentVector(self.local_vector(fragments), 0)
         return SentVector(torch.cat([delta, self.outer_vector(fragments)]), self.num_coded(fragments))
 
-    def receive(
+    def with_received_values(
         self, round_: PendingRound, sent: SentVector, exchanged: ExchangeResult, members: Sequence[int]
     ) -> PendingRound:
         """Return the round with the pull between the outer weights of the pair."""

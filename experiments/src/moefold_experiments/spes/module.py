@@ -66,11 +66,11 @@ class OuterOfOwners(OuterOptimizer):
         """Return the elements of owned experts, of which no mean is taken; they are the last of `num_coded`."""
         return sum(self.width(name) for name in self.owned_names(fragments))
 
-    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
+    def vector_to_send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
         """Return the differences that the site sends; of experts, only the experts that it owns."""
         return SentVector(delta, self.num_coded(fragments), self.num_gathered(fragments))
 
-    def receive(
+    def with_received_values(
         self, round_: PendingRound, sent: SentVector, exchanged: ExchangeResult, members: Sequence[int]
     ) -> PendingRound:
         """Return the round with the differences of each expert's owner."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from moefold.config.field import POSITIVE, Most, at_least
+from moefold.config.field import POSITIVE, MaxMagnitude, at_least
 from moefold.config.groups.indexer import IndexerPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import Distribution, ParamSpec
@@ -358,7 +358,7 @@ class SoftmaxAttentionPart(AttentionPart):
     """Softmax attention with heads that tensor parallelism shards."""
 
     framed: ClassVar[frozenset[str]] = frozenset({"indexer"})
-    num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
+    num_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 8
     """Query heads, A."""
     gate: OutputGate | None = None
     """Multiply the output of each head by the sigmoid of a projection of the layer's input, before the output

@@ -29,9 +29,9 @@ class DispatchSizes:
     max_rows: int
     """Routed tokens of a rank: its tokens times top_k."""
     width: int
-    """Numbers of a token, H."""
+    """Elements of a token, H."""
     item_bytes: int
-    """Bytes of a number."""
+    """Bytes of an element."""
     fp8_dispatch: bool = False
     """Send routed tokens to the experts in 8 bits."""
 
@@ -74,7 +74,7 @@ class ExpertRows(NamedTuple):
     width: int
     item_bytes: int
     sum_bytes: int
-    """Bytes of a number that is summed."""
+    """Bytes of an element that is summed."""
     ep: int
     etp: int
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
-from moefold.config.field import POSITIVE, Most, at_least
+from moefold.config.field import POSITIVE, MaxMagnitude, at_least
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.part import Part, UnusedKeys
 
@@ -44,9 +44,9 @@ class RouterScorePart(Part):
     """Whether the score of a group is the sum of its two best experts, not its best expert."""
     scaling_factor: Annotated[float, POSITIVE] = 1.0
     """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
-    num_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
+    num_groups: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 1
     """Number of groups of consecutive experts, for group-limited routing (DeepSeek-V2, V3); 1: no limit."""
-    top_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
+    top_groups: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 1
     """Number of best-scoring groups for the choice of a token's experts."""
     expert_bias: bool = False
     """Add a bias to each expert's score for the choice only, updated to balance the load (arXiv:2408.15664)."""
@@ -100,14 +100,14 @@ class RouterScorePart(Part):
         return "model.ffn.moe.router.normalize=true", "model.ffn.moe.router.normalize=false"
 
     def uniform_weight(self, num_experts: int) -> float | None:
-        """Return the weight of a choice if all logits are 0 and no sum divides it; None: no fixed value."""
+        """Return the weight of a chosen expert if all logits are 0 and no sum divides it; None if it is not fixed."""
         raise NotImplementedError
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
         """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
         return 0
 
-    def decoding_is_post(self) -> bool | None:
+    def decodes_softmax_after_choice(self) -> bool | None:
         """Return whether decoding in C takes the softmax of the chosen logits (True) or of all; None: it cannot."""
         return None
 

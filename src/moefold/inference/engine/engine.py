@@ -64,7 +64,7 @@ StopCondition = Callable[[int, Sequence[int]], bool]
 
 
 @dataclass
-class _Open:
+class _OpenSample:
     """A sample that is not complete."""
 
     request: Request
@@ -215,7 +215,7 @@ class OpenGeneration:
         self._scheduler = scheduler
         self._sampling = sampling
         self._records_routing = records_routing
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenSample] = {}
         self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, number: int, request: Request) -> None:
@@ -227,7 +227,7 @@ class OpenGeneration:
         """
         assert request.prompt, "a prompt has at least one token"
         sampling = request.sampling or self._sampling
-        self._open[number] = _Open(request, sampling, UniformStream(sampling.seed, request))
+        self._open[number] = _OpenSample(request, sampling, UniformStream(sampling.seed, request))
         self._scheduler.add(number, request)
 
     def cancel(self, number: int) -> None:

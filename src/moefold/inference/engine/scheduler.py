@@ -20,7 +20,7 @@ from moefold.inference.engine.requests import Request
 
 @dataclass(frozen=True)
 class PassLimits:
-    """Limits of the passes."""
+    """Limits of the scheduler: samples and tokens of a forward pass, and pages of the cache."""
 
     slots: int
     """Maximum samples with pages at a time."""

@@ -51,7 +51,7 @@ class ServeOptions(SamplingOptions):
 
 @dataclass(frozen=True)
 class ServeJob:
-    """Checked server."""
+    """Settings of a server that have passed all checks."""
 
     source: ModelSource
     cfg: Config

@@ -326,7 +326,7 @@ class Router(nn.Module):
 
     def softmax_routing(self) -> SoftmaxRouting | None:
         """Return the routing of this router in evaluation if it needs only the largest logits and a softmax."""
-        is_post = self._score.decoding_is_post()
+        is_post = self._score.decodes_softmax_after_choice()
         by_scores = self._choice.scores_decide and self.expert_bias is None and self._part.router.num_groups == 1
         if is_post is None or not by_scores:
             return None

@@ -69,7 +69,7 @@ class SoftmaxScore(RouterScorePart):
         """Return the bytes of `softmax`."""
         return self.softmax.saved_bytes(top_k, num_choices, value_bytes)
 
-    def decoding_is_post(self) -> bool | None:
+    def decodes_softmax_after_choice(self) -> bool | None:
         """Return whether `softmax` takes the softmax of the chosen logits."""
         return self.softmax.is_post
 

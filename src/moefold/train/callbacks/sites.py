@@ -343,7 +343,7 @@ class SiteRounds(Callback):
     def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
         outer = _outer_of(context)
-        sent = outer.send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
+        sent = outer.vector_to_send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
         exchange: Future[ExchangeResult] | None = None
         if len(round_.members) > 1:
             assert self._meeting is not None
@@ -393,7 +393,7 @@ class SiteRounds(Callback):
             decoded = exchanged.decoded[: len(taken.delta)] if taken.is_finite else taken.delta
             outer.keep_residual(taken.fragments, taken.delta, decoded)
         round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.delta, exchanged.mean)
-        outer.pending = outer.receive(round_, flight.sent, exchanged, flight.round.members)
+        outer.pending = outer.with_received_values(round_, flight.sent, exchanged, flight.round.members)
         self._record |= {
             "members": len(flight.round.members),
             "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
