@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     curves = read_metric_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
         raise ConfigError(
-            f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
+            f"--layer {arguments.layer} is not an MoE layer of {str(arguments.run)!r}; "
             f"choose one of {', '.join(map(str, balance.layers))}"
         )
     if arguments.picture is not None:

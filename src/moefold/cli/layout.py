@@ -175,7 +175,7 @@ def _parse_key_value(word: str) -> tuple[str, str]:
         raise ConfigError(f"{word!r}: {DERIVED[f'parallel.{key}']}")
     if key not in LEGAL_KEYS:
         guess = closest_match(key, LEGAL_KEYS, cutoff=0.5)
-        raise ConfigError(f"{word!r} is no key of a layout{f'; did you mean {guess}?' if guess else ''}; {legal}")
+        raise ConfigError(f"{word!r} is not a key of a layout{f'; did you mean {guess}?' if guess else ''}; {legal}")
     return key, value.strip()
 
 

@@ -70,7 +70,7 @@ class Meeting:
             case "get":
                 text_field(message, "key")
             case other:
-                raise BadRequestError(f"{str(other)[:40]!r} is no request")
+                raise BadRequestError(f"{str(other)[:40]!r} is not a request")
 
     def answer(self, message: Message, connection: int, waited_s: float) -> Message | None:
         """Return the answer to a request that was entered; None: not yet.
@@ -273,7 +273,7 @@ class Meeting:
         round_ = self._rounds.get(int_field(message, "round"))
         voters = None if round_ is None else round_.voting_group_of(number)
         if voters is None:
-            raise BadRequestError(f"site {number} is no member of the round")
+            raise BadRequestError(f"site {number} is not a member of the round")
         if not voters.votes:
             voters.first_vote_s = self._clock()
         voters.votes[number] = bool(message.get("ok"))

@@ -69,7 +69,7 @@ class AttentionStatistics:
 
     def add_plan(self, plan: AttentionPlan) -> None:
         """Add the tasks of a plan to the checksum."""
-        for column in (plan.documents_K, plan.firsts_K, plan.stops_K, plan.hosts_K):
+        for column in (plan.documents_K, plan.firsts_K, plan.stops_K, plan.compute_ranks_K):
             self.plans_crc = crc32(column.tobytes(), self.plans_crc)
 
     def begin_round(self) -> int:
@@ -185,7 +185,7 @@ class RankTasks:
         number = int(np.flatnonzero(rank.members == rank.group.rank)[0])
         own_tokens = plan.placement.slots(number).reshape(num_samples, -1).T.ravel()
         queries, keys = plan.needed_tokens(number)
-        chosen = plan.hosts_K == number
+        chosen = plan.compute_ranks_K == number
         stops = plan.stops_K[chosen]
         ranges = [
             np.stack((needed.rows_of(firsts[chosen]), needed.rows_of(stops - 1) + 1), 1)

@@ -42,7 +42,7 @@ class PromptSampler(Sampler):
 
     def annotated_sample(self, index: int) -> Sample:
         """Raise NotImplementedError: samples are packed rollouts, and a prompt does not determine them."""
-        raise NotImplementedError("prompts are no samples")
+        raise NotImplementedError("prompts are not samples")
 
     def origin(self, index: int) -> str:
         """Return the location of a prompt."""

@@ -26,7 +26,7 @@ class StateSpec(NamedTuple):
     is_count: bool = False
     """Whether the state is the count of steps, a single number on each rank with the name `step`."""
     is_kept: bool = False
-    """Whether the state is no moment: no reset, no move off the device. The optimizer has it in `kept_states`."""
+    """True if the state is not a moment: no reset, no move off the device. The optimizer has it in `kept_states`."""
 
 
 class MatrixWork(NamedTuple):
