@@ -227,14 +227,14 @@ class LongLineError(ValueError):
         super().__init__(f"line {number:,} is longer than {limit:,} bytes")
 
 
-def have_same_content(first: Path, other: Path) -> bool:
+def have_same_content(first: Path, second: Path) -> bool:
     """Return whether two regular files have equal content, reading one block of each at a time.
 
     Raises:
         OSError: a file cannot be read or is not regular.
     """
-    with open_regular(first) as first_file, open_regular(other) as other_file:
-        if first.stat().st_size != other.stat().st_size:
+    with open_regular(first) as first_file, open_regular(second) as other_file:
+        if first.stat().st_size != second.stat().st_size:
             return False
         while True:
             block = first_file.read(_BLOCK_BYTES)

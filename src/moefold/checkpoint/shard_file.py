@@ -70,12 +70,12 @@ class _StorageRef:
 class _TensorArgs:
     """Placeholder that records the arguments of `torch._utils._rebuild_tensor_v2`."""
 
-    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> None:
+    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> None:
         self.storage = storage
         self.offset = offset
         self.size = size
         self.stride = stride
-        self.dtype = others[2] if len(others) > 2 else None
+        self.dtype = more[2] if len(more) > 2 else None
 
 
 def check_shards(folder: Path, shards: Iterable[StoredShard]) -> None:

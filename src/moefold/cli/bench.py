@@ -57,8 +57,8 @@ def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, dev
         experts = args.experts or max_fitting_experts(shape, size, free_memory_bytes(device))
         cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
         progress.report("building the model")
-        ours = our_step(cfg, shape.part, device, args.routing)
-        measured = measure_step(ours, ours.build(), args.steps, args.clock, progress.report)
+        our_part = our_step(cfg, shape.part, device, args.routing)
+        measured = measure_step(our_part, our_part.build(), args.steps, args.clock, progress.report)
     write_report(args, measured.as_dict() | {"shape": shape.name}, format_report(shape, measured))
     return 0
 

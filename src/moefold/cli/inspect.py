@@ -177,8 +177,8 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
     title = f"experts of layer {balance.layers[index]} over time"
     console.print(Text(title, style="bold"))
     console.print(_legend(edges, blocks, "few", "2x the mean or more, x none"))
-    shown, left_out = _extremes(shares[-1])
-    for expert in shown:
+    shown_experts, left_out = _extremes(shares[-1])
+    for expert in shown_experts:
         console.print(
             _heat_row(f"expert {expert}", shares[:, expert], blocks, lambda share: share / 2, marks_zero=True)
         )

@@ -108,5 +108,5 @@ def _columns(rates: Sequence[SiteRate]) -> list[Column]:
     settings = rates[0].settings
     overlap = "=every" if settings.overlap == settings.every else f" {settings.overlap}"
     intervals = [f"{rate.settings.every:,}" for rate in rates]
-    sent = [format_bytes(rate.bytes_per_day) for rate in rates]
-    return [numbers(f"every, overlap{overlap}", intervals), numbers("a day", sent)]
+    sent_bytes = [format_bytes(rate.bytes_per_day) for rate in rates]
+    return [numbers(f"every, overlap{overlap}", intervals), numbers("a day", sent_bytes)]

@@ -108,12 +108,12 @@ def _write(
     from moefold.bench.device_fit import device_toml, fit_device, predictions
 
     device = fit_device(base, measured, args.file.stem)
-    kept = KEPT_KEYS if measured.collectives else f"{KEPT_KEYS}, and all links"
+    kept_keys = KEPT_KEYS if measured.collectives else f"{KEPT_KEYS}, and all links"
     comments = [
         f"Measured by moefold {__version__} probe in {measured.dtype}; ranks: {rank_env.world_size}, "
         f"{rank_env.local_world_size} a machine.",
         f"{machine}.",
-        f"Not measured, but copied from {base.name}: {kept}.",
+        f"Not measured, but copied from {base.name}: {kept_keys}.",
     ]
     rows = list(predictions(device, measured))
     try:

@@ -253,10 +253,10 @@ class SiteLinks:
             self._group.allgather([received], [payload]).wait()
         else:
             me = self._members.index(self._number)
-            other = 1 - me
+            peer = 1 - me
             groups = (self._group, self._return_group)
             received[me] = payload
-            works = (groups[me].send([payload], other, 0), groups[other].recv([received[other]], other, 0))
+            works = (groups[me].send([payload], peer, 0), groups[peer].recv([received[peer]], peer, 0))
             for work in works:
                 work.wait()
         return [content.view(values.dtype) for content in received]

@@ -174,7 +174,9 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
                 taken[name] = build_table(name, keys[key], default_of(section, key))
             except ConfigError as error:
                 problems[name] = error
-            remaining[section] = {other: value for other, value in remaining[section].items() if other != key}
+            remaining[section] = {
+                name_left: value for name_left, value in remaining[section].items() if name_left != key
+            }
     raise_missing(problems.values())
     return remaining, taken, problems
 
@@ -219,15 +221,15 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     before: Any = tree
     for name in names:
         before = before.get(name) if isinstance(before, dict) else None
-    lost: Tree = {}
+    dropped: Tree = {}
     path = f"{section}.{key}"
     is_kind = group_at(path) is not None
     value = placed(value, folder) if is_kind else value
     if path == "model.layers":
         value = _counted(keys, {key: value}).get(key, value) if key in keys else value
     if is_kind and isinstance(value, str) and value != NONE and isinstance(before, dict):
-        kept, lost = settings_of_other_kind(path, before, value)
-        value_of_part: Any = {"kind": value, **kept} if kept else value
+        carried, dropped = settings_of_other_kind(path, before, value)
+        value_of_part: Any = {"kind": value, **carried} if carried else value
         put(tree, names, NONE)
         put(tree, names, value_of_part)
     else:
@@ -236,8 +238,8 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
             value = merged(path, before, value)
             put(tree, names, NONE)
         put(tree, names, value)
-    left_out = ", ".join(f"{path}.{name}={brief_value(lost[name])}" for name in lost)
-    return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if lost else ""
+    left_out = ", ".join(f"{path}.{name}={brief_value(dropped[name])}" for name in dropped)
+    return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if dropped else ""
 
 
 def _override_value(section: str, key: str, text: str) -> Any:

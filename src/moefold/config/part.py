@@ -213,9 +213,9 @@ def without_source(value: Any, *names: str) -> Any:
     if not isinstance(value, dict):
         return value
     source: Any = value["from"] if isinstance(value.get("from"), dict) else {}
-    kept = {name: fact for name, fact in source.items() if names and name not in names}
+    source_facts = {name: fact for name, fact in source.items() if names and name not in names}
     plain = {key: without_source(entry, *names) for key, entry in value.items() if key != "from" or not source}
-    return plain | ({"from": kept} if kept else {})
+    return plain | ({"from": source_facts} if source_facts else {})
 
 
 @cache

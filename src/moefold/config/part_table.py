@@ -208,15 +208,15 @@ def settings_of_other_kind(
     if not isinstance(mark, KindOf):
         return {}, {}
     if split_file_kind(kind) is not None:
-        named, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
-        part, _ = _class_of(name, mark, named, origin)
+        kind_name, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
+        part, _ = _class_of(name, mark, kind_name, origin)
     elif kind in kinds(mark.group):
         part = find_part(mark.group, kind)
     else:
         return {}, {}
     own_settings = settings_of(part)
-    kept = {key: value for key, value in settings.items() if key in own_settings}
-    return kept, {key: value for key, value in settings.items() if key not in own_settings}
+    shared = {key: value for key, value in settings.items() if key in own_settings}
+    return shared, {key: value for key, value in settings.items() if key not in own_settings}
 
 
 def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -412,7 +412,9 @@ def _problem(name: str, part: Any, key: str, value: Any, kind: str, message: str
     if kind == "missing":
         return Problem(f"{name}.{key}", None, "is missing, and has no default", f"write {name}.{key}=VALUE")
     choices = getattr(_hints(part)[key], "__args__", ())
-    guess = closest_match(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else None
+    guess = (
+        closest_match(value, [word for word in choices if isinstance(word, str)]) if isinstance(value, str) else None
+    )
     rule = message.replace("Input should ", "must ", 1).removeprefix("Value error, ")
     if kind in ("list_type", "tuple_type"):
         is_text = "str" in str(_hints(part)[key])

@@ -126,8 +126,8 @@ SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
 def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
     """Return the invalid slots of rows, or slots that contradict the facts of their schedule; like `find_fault`."""
     slots = [slot for row in rows for slot in row]
-    if wrong := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
-        return f" has {', '.join(map(str, wrong))} in one slot; a slot is one action, or F and then B"
+    if undeclared := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
+        return f" has {', '.join(map(str, undeclared))} in one slot; a slot is one action, or F and then B"
     if not splits_backward and any(slot[0].kind == "W" for slot in slots):
         return " has W actions, and splits_backward=False; set it to True"
     return ""

@@ -20,5 +20,5 @@ class Problem:
     def __str__(self) -> str:
         """Return the message: `key=value rule; way out`."""
         text = str(self.value).lower() if isinstance(self.value, bool) else repr(self.value)
-        shown = "" if self.value is None else f"={text}"
-        return f"{self.key}{shown} {self.rule}" + (f"; {self.way_out}" if self.way_out else "")
+        value = "" if self.value is None else f"={text}"
+        return f"{self.key}{value} {self.rule}" + (f"; {self.way_out}" if self.way_out else "")

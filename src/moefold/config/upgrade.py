@@ -164,9 +164,9 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         path, owner = str(place), place.key
         kind = _kind_at(owner, sections, base)
         if place.setting == KIND:
-            other = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
-            if value and other:
-                put(sections, owner.split("."), other)
+            kind_there = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
+            if value and kind_there:
+                put(sections, owner.split("."), kind_there)
             elif not value or kind not in place.kinds:
                 unread.append(name)
             continue
@@ -212,9 +212,9 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
     period = sites.get("every", default_of("sites", "every"))
     old, new = (find_part("site_method", kind)().values(period) for kind in (before, after))
     defaults = {key: default_of("sites", key) for key in {**old, **new}}
-    kept = {key: off for key, off in {**SITES_OFF, **SITES_MORE}.items() if method_of[key] == after}
-    kept |= {key: old.get(key, off) for key, off in defaults.items() if new.get(key, off) != old.get(key, off)}
-    sites |= {"method": after} | {key: value for key, value in kept.items() if key not in sites}
+    settings = {key: off for key, off in {**SITES_OFF, **SITES_MORE}.items() if method_of[key] == after}
+    settings |= {key: old.get(key, off) for key, off in defaults.items() if new.get(key, off) != old.get(key, off)}
+    sites |= {"method": after} | {key: value for key, value in settings.items() if key not in sites}
     return True
 
 

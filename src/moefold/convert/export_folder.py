@@ -529,8 +529,8 @@ def _write_tensors(
                 chunks = target.chunks(source, mapping, hf_name)
                 digests |= _write_chunks(writer, chunks, target.locations, thread, on_bytes)
             source.clear_cache()
-    mine = {name: digest.hexdigest() for name, digest in digests.items()}
-    return {name: digest for digests in world.all_gather_object(mine) for name, digest in digests.items()}
+    rank_digests = {name: digest.hexdigest() for name, digest in digests.items()}
+    return {name: digest for digests in world.all_gather_object(rank_digests) for name, digest in digests.items()}
 
 
 def _write_chunks(
@@ -557,8 +557,8 @@ def _write_chunks(
 def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, str], world: World) -> None:
     """Read the tensors of quantised files again, and compare them with the written tensors. Collective."""
     names = sorted(locations)[world.rank :: world.size]
-    wrong = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
-    raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(wrong)}" if wrong else "")
+    damaged = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
+    raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(damaged)}" if damaged else "")
 
 
 def _manifest_entries(

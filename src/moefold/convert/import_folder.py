@@ -333,5 +333,5 @@ def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
 
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:
     """Hash tensors, each in one process."""
-    mine = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
-    return {name: digest for digests in world.all_gather_object(mine) for name, digest in digests.items()}
+    own_digests = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
+    return {name: digest for digests in world.all_gather_object(own_digests) for name, digest in digests.items()}

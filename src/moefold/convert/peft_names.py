@@ -292,8 +292,10 @@ def read_stacked(
                 )
             pairs |= fitting[0].unstack(a, b, rank)
     untrained = _untrained_halves(pairs, parameters)
-    kept = {name: pair for name, pair in pairs.items() if leaf(name) not in untrained}
-    return {half: values for name, pair in kept.items() for half, values in zip(adapter_names(name), pair, strict=True)}
+    trained = {name: pair for name, pair in pairs.items() if leaf(name) not in untrained}
+    return {
+        half: values for name, pair in trained.items() for half, values in zip(adapter_names(name), pair, strict=True)
+    }
 
 
 def _untrained_halves(pairs: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:

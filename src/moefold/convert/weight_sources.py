@@ -300,8 +300,8 @@ def assemble_rows(
         if piece is None:
             continue
         ours = source.read(piece.name, piece.region())
-        first, *others = piece.hf_region()
-        box = (slice(first.start - rows.start, first.stop - rows.start, first.step), *others)
+        first, *columns = piece.hf_region()
+        box = (slice(first.start - rows.start, first.stop - rows.start, first.step), *columns)
         copy_permuted(values[box], ours.reshape(piece.permuted_size()).permute(piece.inverse_permutation()))
     return values
 
@@ -376,8 +376,8 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
     target = target.squeeze()
     source = source.squeeze().to(target.dtype)
     if target.dim() > 2 and source.stride(-1) != 1 and source.stride(-2) == 1:
-        for inner, other in zip(target, source, strict=True):
-            copy_permuted(inner, other)
+        for inner, source_rows in zip(target, source, strict=True):
+            copy_permuted(inner, source_rows)
         return
     if source.dim() == 2 and source.stride(0) == 1 and not target.is_contiguous():
         source = source.contiguous()
@@ -460,12 +460,12 @@ class AdaptedSource:
         pairs = {weight: adapter_names(weight) for weight in base.shapes}
         self.adapted = frozenset(weight for weight, (a, _) in pairs.items() if a in adapters.shapes)
         used = {adapter for weight in self.adapted for adapter in pairs[weight]}
-        wrong = sorted(adapters.shapes.keys() ^ used)
-        wrong += [weight for weight in self.adapted if not _fits(base.shapes[weight], adapters, pairs[weight])]
-        if wrong:
+        unmatched = sorted(adapters.shapes.keys() ^ used)
+        unmatched += [weight for weight in self.adapted if not _fits(base.shapes[weight], adapters, pairs[weight])]
+        if unmatched:
             raise ConfigError(
                 f"checkpoint {str(self.path)!r} has adapters of another model than its base weights, which differ in "
-                f"{format_list(wrong)}"
+                f"{format_list(unmatched)}"
             )
 
     def dtype(self, name: str) -> torch.dtype:

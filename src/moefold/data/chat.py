@@ -353,11 +353,11 @@ def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> 
         return ChatTemplate(BYTES_TEMPLATE, location="bytes", special_tokens={})
     source = folder.templates.get(DEFAULT_TEMPLATE)
     if source is None:
-        others = ", ".join(map(repr, sorted(folder.templates)))
+        known_names = ", ".join(map(repr, sorted(folder.templates)))
         raise ConfigError(
             f"data.tokenizer={data.tokenizer!r} has no chat template: neither {TEMPLATE_FILE} nor a chat_template "
             f"in {SETTINGS_FILE} is in {folder.file.parent}"
-            + (f", only templates named {others}" if others else "")
+            + (f", only templates named {known_names}" if known_names else "")
             + "; set data.chat_template to a file with one"
         )
     return ChatTemplate(

@@ -254,9 +254,9 @@ def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, 
             if kind == "text" and isinstance(item.get("text"), str):
                 reject_surrogates(item["text"], place)
                 continue
-            named = f"a part of type {kind!r}" if kind else "a part without a type"
+            its_kind = f"a part of type {kind!r}" if kind else "a part without a type"
             raise ConfigError(
-                f'{place} has no text: its content has {named}, and only {{"type": "text", "text": "..."}} is read; '
+                f'{place} has no text: its content has {its_kind}, and only {{"type": "text", "text": "..."}} is read; '
                 "fix or remove it"
             )
         if len(content) == 1:

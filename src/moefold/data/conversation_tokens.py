@@ -125,9 +125,9 @@ def tokenize_conversations(
                 report.skipped.refuse(error)
             refused.add(req.location)
     used = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
-    kept = [chat for chat in used if chat is not None]
-    encoded = tokenizer.encode_with_offsets([chat.text for chat in kept])
-    prompts_of = iter(_encode_prompts(kept, encoded, tokenizer))
+    valid = [chat for chat in used if chat is not None]
+    encoded = tokenizer.encode_with_offsets([chat.text for chat in valid])
+    prompts_of = iter(_encode_prompts(valid, encoded, tokenizer))
     tokens_of = iter(encoded)
     for req, chat in zip(conversations, used, strict=True):
         if chat is None:

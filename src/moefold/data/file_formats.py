@@ -347,8 +347,8 @@ def unknown_column_message(column: str, columns: Mapping[str, Any] | list[str]) 
     """Return the message for a missing column, with the nearest name or the existing columns."""
     names = sorted(columns)
     guess = closest_match(column, names)
-    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    hint = f"the columns are {shown}" if names else "there are no columns"
+    listed_names = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    hint = f"the columns are {listed_names}" if names else "there are no columns"
     if guess:
         hint = f"did you mean {guess!r}?"
     return f"no column {column!r}; {hint}"
@@ -422,9 +422,9 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
     from pyarrow import ArrowException
 
     file = open_parquet(path)
-    chosen = list(range(file.num_row_groups) if row_groups is None else row_groups)
-    row = sum(file.metadata.row_group(group).num_rows for group in range(chosen[0])) if chosen else 0
-    batches = file.iter_batches(_BATCH_ROWS, row_groups=chosen, columns=[column])
+    groups = list(range(file.num_row_groups) if row_groups is None else row_groups)
+    row = sum(file.metadata.row_group(group).num_rows for group in range(groups[0])) if groups else 0
+    batches = file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=[column])
     while True:
         try:
             batch = next(batches, None)

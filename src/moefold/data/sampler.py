@@ -54,12 +54,12 @@ class IndexRanges:
         """Return the number of these sample numbers in other ranges, which are also ascending and disjoint."""
         total = 0
         first = 0
-        for mine in self.ranges:
-            while first < len(others) and others[first].stop <= mine.start:
+        for span in self.ranges:
+            while first < len(others) and others[first].stop <= span.start:
                 first += 1
             position = first
-            while position < len(others) and others[position].start < mine.stop:
-                total += min(mine.stop, others[position].stop) - max(mine.start, others[position].start)
+            while position < len(others) and others[position].start < span.stop:
+                total += min(span.stop, others[position].stop) - max(span.start, others[position].start)
                 position += 1
         return total
 
@@ -426,9 +426,9 @@ class Mixture(Sampler):
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files in all parts; each part ignores the names of other parts."""
-        wanted = frozenset(names)
+        dropped_names = frozenset(names)
         for source in self._parts:
-            source.drop_files(wanted)
+            source.drop_files(dropped_names)
 
     def is_dropped(self, index: int) -> bool:
         """Return whether the sample is dropped in its part."""
@@ -439,14 +439,14 @@ class Mixture(Sampler):
     def num_dropped(self) -> int:
         """Estimated number of dropped samples in an epoch, from each part's share."""
         length = len(self)
-        lost = [
+        fractions = [
             source.num_dropped / len(source) * self._count(number, length)
             for number, source in enumerate(self._parts)
             if len(source)
         ]
         if all(source.num_dropped == len(source) for source in self._parts):
             return length
-        return min(length - 1, math.ceil(sum(lost)))
+        return min(length - 1, math.ceil(sum(fractions)))
 
     def state(self, index: int) -> Any:
         """Return the states of the parts; None if no part has a state."""

@@ -584,10 +584,10 @@ def _check_same_job(out: Path, info: dict[str, Any]) -> None:
     if stored.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
         # A call that failed before its first shard does not restrict the input of this call.
         return
-    wrong = [key for key, value in info.items() if stored.get(key) != value]
-    if wrong:
+    changed = [key for key, value in info.items() if stored.get(key) != value]
+    if changed:
         raise ConfigError(
-            f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[wrong[0]]}); choose another "
+            f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[changed[0]]}); choose another "
             "folder or remove it"
         )
 

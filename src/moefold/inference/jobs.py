@@ -327,8 +327,8 @@ def _token_ids(request: EvalRequest, source: ModelSource) -> tuple[np.ndarray | 
     """Return the ids or their file, and their name in messages."""
     override = request.options.tokenizer
     if isinstance(request.tokens, Path):
-        named = "--tokenizer " if override else "the model's tokenizer "
-        reworded = ((r"set data\.tokenizer to that one", "name ids of the model's"), (r"data\.tokenizer=", named))
+        source_name = "--tokenizer " if override else "the model's tokenizer "
+        reworded = ((r"set data\.tokenizer to that one", "name ids of the model's"), (r"data\.tokenizer=", source_name))
         with reworded_errors(*reworded):
             check_made_by(request.tokens, source, override)
         return request.tokens, f"--tokens {str(request.tokens)!r}"

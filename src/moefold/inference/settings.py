@@ -201,9 +201,9 @@ def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
             if section == "parallel" and key in UNUSED_AXIS_KEYS:
                 raise ConfigError(f"{name} has no effect here: {UNUSED_AXIS_KEYS[key]}; leave it out")
             if name not in legal and (section != "parallel" or key in ("dp", "edp")):
-                shown = next(iter(flat_settings({name: keys[key]})), name)
+                path = next(iter(flat_settings({name: keys[key]})), name)
                 raise ConfigError(
-                    f"{shown} cannot be set here: the model determines it, or it is not used; "
+                    f"{path} cannot be set here: the model determines it, or it is not used; "
                     f"the keys are {', '.join(sorted(legal))}"
                 )
 

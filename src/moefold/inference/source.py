@@ -98,8 +98,8 @@ def checkpoint_source(path: Path) -> ModelSource:
         ConfigError: the metadata cannot be read, or has another version.
     """
     meta = read_meta(path)
-    others = ("seed", "seq_len")
-    data = {key: value for key, value in meta.order.items() if key not in others and "." not in key}
+    keys = ("seed", "seq_len")
+    data = {key: value for key, value in meta.order.items() if key not in keys and "." not in key}
     cfg = parse_run_config({"model": meta.model | {"preset": ""}, "data": data}, path / META_FILE)
     run = find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")

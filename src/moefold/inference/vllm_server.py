@@ -153,10 +153,10 @@ class VllmClient:
         served = str(dtype).removeprefix("torch.")
         if served == self.dtype:
             return
-        other = f"; or set run.dtype={served!r}" if served in VLLM_DTYPES else ""
+        alternative = f"; or set run.dtype={served!r}" if served in VLLM_DTYPES else ""
         raise VllmError(
             f"rollout.url={self.url!r} computes in {served}, and training in run.dtype={self.dtype!r}, so sampling "
-            f"would differ by more than rounding; start it by: {self._command()}{other}"
+            f"would differ by more than rounding; start it by: {self._command()}{alternative}"
         )
 
     def _longer(self) -> str:

@@ -88,8 +88,10 @@ def format_diagnosis(reports: Mapping[int, RankReport], world_size: int, reason:
     blamed = [rank for rank in diagnosis.ranks if rank in reports]
     lines = [f"moefold: {_headline(diagnosis, reports)}"]
     lines += [f"  {text}" for text in _group_by_activity(reports, blamed, is_blamed=True)]
-    others = [rank for rank, report in reports.items() if rank not in diagnosis.ranks and report.exit_status is None]
-    lines += [f"  {text}" for text in _group_by_activity(reports, others, is_blamed=False)]
+    other_ranks = [
+        rank for rank, report in reports.items() if rank not in diagnosis.ranks and report.exit_status is None
+    ]
+    lines += [f"  {text}" for text in _group_by_activity(reports, other_ranks, is_blamed=False)]
     lines.append(f"  the run ends: {reason}; see docs/failures.md")
     return "\n".join(lines)
 
@@ -163,10 +165,10 @@ def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
     for rank, report in present.items():
         group = report.snapshot.group
         count = report.snapshot.counts.get(group, 0)
-        for other, other_report in present.items():
+        for peer, other_report in present.items():
             if other_report.snapshot.counts.get(group, count) < count:
                 waits.waiting.add(rank)
-                waits.awaited.add(other)
+                waits.awaited.add(peer)
     return waits
 
 

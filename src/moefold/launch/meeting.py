@@ -106,7 +106,7 @@ class Meeting:
         """Return the answer to a joining site: the site that gives it the state, a request to wait, or the end."""
         if number in self._transfer_answers:
             return self._transfer_answers.pop(number)
-        if not [other for other in self.sites.living if not self.sites[other].is_joining]:
+        if not [joined for joined in self.sites.living if not self.sites[joined].is_joining]:
             return {"ended": True}
         return {"wait": True}
 
@@ -212,7 +212,7 @@ class Meeting:
         # No site gives its state after the last round, so a site that is left out could not finish.
         if len(requests) < _quorum(settings) or any(request.is_last for request in requests.values()):
             return timeout_s
-        past = (self._rounds[other] for other in sorted(self._rounds))
+        past = (self._rounds[index] for index in sorted(self._rounds))
         grace_s = settings.get("sites.grace_s", 0) or estimate_grace_s(past)
         return timeout_s if grace_s is None else min(grace_s, timeout_s)
 

@@ -47,8 +47,8 @@ class MeetingKeys:
 
     def forget(self) -> None:
         """Delete the keys of connections and transfers that are over."""
-        kept = {*self._epochs.values(), *self._transfers.values()}
-        self._values = {key: value for key, value in self._values.items() if key.partition("/")[0] in kept}
+        living_names = {*self._epochs.values(), *self._transfers.values()}
+        self._values = {key: value for key, value in self._values.items() if key.partition("/")[0] in living_names}
         self._num_bytes = sum(len(key) + len(value) for key, value in self._values.items())
 
     def connect(self, group: tuple[int, ...]) -> str:

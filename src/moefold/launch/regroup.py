@@ -311,19 +311,19 @@ class Regroup:
         Raises:
             NoLossError: no member is lost at the end of the wait.
         """
-        lost = self.lost()
-        gone = set(self._find_gone()) - lost
-        if (lost | gone).isdisjoint(self.current.members) and waited_s > min(LOSS_WAIT_S, self._timeout_s):
+        lost_ranks = self.lost()
+        gone = set(self._find_gone()) - lost_ranks
+        if (lost_ranks | gone).isdisjoint(self.current.members) and waited_s > min(LOSS_WAIT_S, self._timeout_s):
             # No process on the machine of a lost node is left to report it.
             gone |= set(self._find_silent()) - set(self._arrived(number))
             # Another survivor may have recorded them meanwhile.
-            lost = self.lost()
-            gone -= lost
-            if (lost | gone).isdisjoint(self.current.members):
+            lost_ranks = self.lost()
+            gone -= lost_ranks
+            if (lost_ranks | gone).isdisjoint(self.current.members):
                 raise NoRankLostError
-        is_loss = not (lost | gone).isdisjoint(self.current.members)
+        is_loss = not (lost_ranks | gone).isdisjoint(self.current.members)
         if is_loss and waited_s > self._timeout_s:
-            silent = set(self.current.ranks) - set(self._arrived(number)) - lost - gone
+            silent = set(self.current.ranks) - set(self._arrived(number)) - lost_ranks - gone
             for rank in silent:
                 # It must not write further files of the run.
                 self._kill(rank)
@@ -335,27 +335,27 @@ class Regroup:
         """Return the facts of the survivors, by job rank; None until every rank has arrived or is lost."""
         arrived = self._arrived(number)
         # Read after the arrivals: a loss that was reported before the last of them is known here.
-        lost = self.lost()
-        if lost.isdisjoint(self.current.members) or not set(self.current.ranks) <= lost | set(arrived):
+        lost_ranks = self.lost()
+        if lost_ranks.isdisjoint(self.current.members) or not set(self.current.ranks) <= lost_ranks | set(arrived):
             return None
-        return {rank: facts for rank, facts in sorted(arrived.items()) if rank not in lost}
+        return {rank: facts for rank, facts in sorted(arrived.items()) if rank not in lost_ranks}
 
     def _is_first(self, number: int) -> bool:
         """Return whether this rank was the first to arrive."""
-        lost = self.lost()
-        return next((rank for rank in self._arrived(number) if rank not in lost), self._rank) == self._rank
+        lost_ranks = self.lost()
+        return next((rank for rank in self._arrived(number) if rank not in lost_ranks), self._rank) == self._rank
 
     def _publish(self, key: str, survivors: dict[int, Any], choose: ChooseMembers) -> None:
-        lost = tuple(sorted(set(self.current.ranks) - set(survivors)))
+        lost_ranks = tuple(sorted(set(self.current.ranks) - set(survivors)))
         try:
-            members, plan = choose(survivors, lost)
+            members, plan = choose(survivors, lost_ranks)
         except CannotChooseError:
             return
         except RunError as error:
             self._store.compare_set(key, "", json.dumps({"refused": str(error)}))
             return
         spares = tuple(rank for rank in survivors if rank not in members)
-        generation = RankGeneration(self.current.number + 1, tuple(members), spares, lost, plan)
+        generation = RankGeneration(self.current.number + 1, tuple(members), spares, lost_ranks, plan)
         self._store.compare_set(key, "", json.dumps(asdict(generation)))
 
     def _arrived(self, number: int) -> dict[int, Any]:

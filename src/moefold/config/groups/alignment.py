@@ -232,8 +232,8 @@ def template_problems(template: str) -> Iterator[Problem]:
         if missing := [name for name in ("prompt", "reward") if name not in fields]:
             way_out = "write both {prompt} and {reward}, or {reward:.2f} for 2 digits"
             yield Problem(key, template, f"lacks {{{missing[0]}}}", way_out)
-        elif others := sorted(fields - {"prompt", "reward"}):
-            yield Problem(key, template, f"has the field {{{others[0]}}}", "only {prompt} and {reward} are filled in")
+        elif extra := sorted(fields - {"prompt", "reward"}):
+            yield Problem(key, template, f"has the field {{{extra[0]}}}", "only {prompt} and {reward} are filled in")
         else:
             fill_template(template, "", 0.0)
     except (ValueError, IndexError, KeyError, AttributeError) as error:

@@ -170,13 +170,13 @@ class OptimizerPart(Part):
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the keys of moments, and of the backward pass, if there are none."""
         name = f"{self.key}={self.kind!r}"
-        other = "choose train.optimizer='adamw'"
+        way_out = "choose train.optimizer='adamw'"
         if not self.has_states:
-            yield UnusedKeys("train.reset_moments_every train.offload_optimizer", f"{name} has no moments", other)
+            yield UnusedKeys("train.reset_moments_every train.offload_optimizer", f"{name} has no moments", way_out)
         if not self.needs_gradients:
-            yield UnusedKeys("train.clip_grad", f"{name} has no gradients to clip", other)
+            yield UnusedKeys("train.clip_grad", f"{name} has no gradients to clip", way_out)
             yield UnusedKeys(
                 "train.recompute train.memory_budget_gib train.offload",
                 f"{name} has no backward pass, for which activations would be saved",
-                other,
+                way_out,
             )

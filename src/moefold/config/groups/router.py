@@ -278,13 +278,13 @@ class ChoicePart(Part):
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the keys of the losses and biases that balance the experts; see base class."""
-        other = "choose moe.choice='topk'"
+        way_out = "choose moe.choice='topk'"
         if not self.scores_decide:
             yield UnusedKeys(
-                "moe.aux_kind model.ffn.moe.active_experts", f"{self.key}={self.kind!r} balances by itself", other
+                "moe.aux_kind model.ffn.moe.active_experts", f"{self.key}={self.kind!r} balances by itself", way_out
             )
         if self.sets_bias:
-            yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", other)
+            yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", way_out)
 
     def formula(self) -> ChoiceFormula | None:
         """Return the choice in float64; None: the part has no formula."""

@@ -302,8 +302,8 @@ class OpenGeneration:
     def _score(self, logits_MV: Tensor | None, scored: Sequence["_Scored"]) -> None:
         """Record the log-probabilities of tokens of prompts; collective over the ranks of these requests."""
         groups = self._chain.groups
-        wanted = [self._open[token.number].request.prompt_alternatives or 0 for token in scored]
-        count = max(wanted)
+        alternatives = [self._open[token.number].request.prompt_alternatives or 0 for token in scored]
+        count = max(alternatives)
         found_DM = torch.zeros(1 + 2 * count, len(scored), dtype=torch.float64, device=groups.device)
         if logits_MV is not None:
             tokens_M = copy_to_device(torch.tensor([token.token for token in scored]), groups.device)
@@ -313,7 +313,7 @@ class OpenGeneration:
                 assert stage is not None
                 found_DM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
         rows = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
-        for token, num_best, (log_prob, *best) in zip(scored, wanted, rows, strict=True):
+        for token, num_best, (log_prob, *best) in zip(scored, alternatives, rows, strict=True):
             score = PromptScore(log_prob, _alternatives(token.token, log_prob, best, num_best))
             self._open[token.number].prompt_scores[token.position] = score
 
@@ -438,7 +438,7 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
     """
     half = len(best) // 2
     pairs = zip(best[: min(count, half)], best[half:], strict=False)
-    return tuple((int(other), log_prob if other == token else value) for other, value in pairs)
+    return tuple((int(token_id), log_prob if token_id == token else value) for token_id, value in pairs)
 
 
 def _pass_tensors(

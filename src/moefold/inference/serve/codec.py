@@ -179,8 +179,8 @@ class PromptEncoder:
         return None if rules == LogitRules() else rules
 
     def _check_ids(self, ids: Sequence[int] | frozenset[int], param: str) -> None:
-        if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
-            raise ApiError(f"{param}: id {wrong[0]} is outside the vocabulary of {self._vocab_size}", param=param)
+        if unknown_ids := [token for token in ids if not 0 <= token < self._vocab_size]:
+            raise ApiError(f"{param}: id {unknown_ids[0]} is outside the vocabulary of {self._vocab_size}", param=param)
 
 
 def _known_variables(variables: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
@@ -263,13 +263,13 @@ class SampleText:
 
     def echo(self, prompt: Sequence[int], new: NewToken) -> ChoiceText:
         """Return the prompt of a completion, with the log-probabilities reported with its first token."""
-        shown = [token for token in prompt if token not in self._encoded.skipped_ids]
+        visible = [token for token in prompt if token not in self._encoded.skipped_ids]
         tokens = []
         if self._request.has_log_probs:
             tokens = [self._with_alternatives(prompt[0], None, ())]
             for token, score in zip(prompt[1:], new.prompt_scores, strict=True):
                 tokens.append(self._with_alternatives(token, score.log_prob, score.alternatives))
-        return ChoiceText(text=self._tokenizer.decode(shown), tokens=tokens)
+        return ChoiceText(text=self._tokenizer.decode(visible), tokens=tokens)
 
     def _split(self, text: str, reason: str | None) -> tuple[str, list[Mapping[str, Any]], str | None]:
         """Return the text without calls, the calls, and the reason for the end."""
@@ -287,9 +287,11 @@ class SampleText:
     def _with_alternatives(
         self, token: int, log_prob: float | None, alternatives: Sequence[tuple[int, float]]
     ) -> TokenLogProb:
-        others = tuple(TokenLogProb(piece=self._piece(other), log_prob=value) for other, value in alternatives)
+        candidates = tuple(
+            TokenLogProb(piece=self._piece(candidate), log_prob=value) for candidate, value in alternatives
+        )
         is_shown = token not in self._encoded.skipped_ids
-        return TokenLogProb(piece=self._piece(token), log_prob=log_prob, alternatives=others, is_shown=is_shown)
+        return TokenLogProb(piece=self._piece(token), log_prob=log_prob, alternatives=candidates, is_shown=is_shown)
 
     def _piece(self, token: int) -> bytes:
         return self._table.pieces[token] if token < len(self._table.pieces) else b""

@@ -240,12 +240,12 @@ def _bias(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 def _schema(fields: SharedFields) -> str:
     """Return the JSON schema that the answer must follow; empty: any text."""
-    wanted = fields.response_format
-    if wanted is None or wanted.type == "text":
+    answer_format = fields.response_format
+    if answer_format is None or answer_format.type == "text":
         return ""
-    if wanted.type == "json_object":
+    if answer_format.type == "json_object":
         return json.dumps({"type": "object"})
-    schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
+    schema = None if answer_format.json_schema is None else answer_format.json_schema.json_schema
     if schema is None:
         raise ApiError("response_format.json_schema.schema is required", param="response_format")
     return json.dumps(schema)
@@ -448,7 +448,8 @@ class ResponseBuilder:
         if self._is_chat:
             return {
                 "content": [
-                    _chat_log_prob(token) | {"top_logprobs": [_chat_log_prob(other) for other in token.alternatives]}
+                    _chat_log_prob(token)
+                    | {"top_logprobs": [_chat_log_prob(candidate) for candidate in token.alternatives]}
                     for token in choice.tokens
                 ],
                 "refusal": None,
@@ -464,7 +465,7 @@ class ResponseBuilder:
             "top_logprobs": [
                 None
                 if token.log_prob is None
-                else {other.text: other.log_prob for other in (*reversed(token.alternatives), token)}
+                else {candidate.text: candidate.log_prob for candidate in (*reversed(token.alternatives), token)}
                 for token in choice.tokens
             ],
             "text_offset": offsets,

@@ -172,15 +172,15 @@ def _array_parser(begin: str, end: str = "") -> CallParser:
             value, stop = decoded
             calls = [_call_of(entry) for entry in (value if isinstance(value, list) else [value])]
             return ParsedCalls(calls, _skip_mark(text, stop, end))
-        named = _MISTRAL_NAME.match(text, start)
-        if named is None:
+        match = _MISTRAL_NAME.match(text, start)
+        if match is None:
             if "{" in text[start:] or len(text) - start > 256:
                 raise NoCallError
             return _wait(is_end)
-        decoded = _decoded(text, named.end(), is_end=is_end)
+        decoded = _decoded(text, match.end(), is_end=is_end)
         if decoded is None:
             return None
-        return ParsedCalls([_call_of({"name": named[1], "arguments": decoded[0]})], _skip_mark(text, decoded[1], end))
+        return ParsedCalls([_call_of({"name": match[1], "arguments": decoded[0]})], _skip_mark(text, decoded[1], end))
 
     return parse
 
@@ -213,10 +213,10 @@ def _parse_llama(text: str, is_end: bool, tool_use: ToolUse) -> ParsedCalls | No
     stop = decoded[1]
     if text[_skip(text, stop) :].startswith(";"):
         tail = text[_skip(text, stop, ";") :]
-        others = _parse_llama(tail, is_end, tool_use)
-        if others is None:
+        more = _parse_llama(tail, is_end, tool_use)
+        if more is None:
             return None
-        return ParsedCalls([*calls, *others.calls], len(text) - len(tail) + others.length)
+        return ParsedCalls([*calls, *more.calls], len(text) - len(tail) + more.length)
     # Another call may follow.
     return ParsedCalls(calls, stop) if is_end or text[_skip(text, stop) :] else None
 
@@ -381,9 +381,9 @@ class CallReader:
         return text, calls
 
     def _counted(self, calls: Sequence[Call]) -> list[Call]:
-        kept = list(calls) if self._tool_use.allows_many else list(calls[:1])
-        self.num_calls += len(kept)
-        return kept
+        counted = list(calls) if self._tool_use.allows_many else list(calls[:1])
+        self.num_calls += len(counted)
+        return counted
 
     def _is_call(self, text: str) -> bool:
         assert self._format is not None
