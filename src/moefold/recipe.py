@@ -113,9 +113,9 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
         raise ConfigError(
             f"run.steps={run['steps']} and run.epochs={run['epochs']} both give the length of the run; leave one out"
         )
-    other = "steps" if lengths[0] == "epochs" else "epochs"
-    message = f"run.{lengths[0]}={run[lengths[0]]} replaces run.{other}={run[other]} of the recipe"
-    run[other] = MAX_STEPS if other == "steps" else 0
+    other_key = "steps" if lengths[0] == "epochs" else "epochs"
+    message = f"run.{lengths[0]}={run[lengths[0]]} replaces run.{other_key}={run[other_key]} of the recipe"
+    run[other_key] = MAX_STEPS if other_key == "steps" else 0
     return [message]
 
 

@@ -615,8 +615,8 @@ def title_of(path: str) -> str:
     """Return the title of a number in a chart or a table."""
     word = path.partition(".")[2] or path
     ending = next((ending for ending in _UNITS if word.endswith(ending)), "")
-    named = SHOWN[path].title if path in SHOWN else ""
-    return named or word.removesuffix(ending).replace("_", " ") + _UNITS.get(ending, "")
+    title = SHOWN[path].title if path in SHOWN else ""
+    return title or word.removesuffix(ending).replace("_", " ") + _UNITS.get(ending, "")
 
 
 def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
@@ -783,7 +783,7 @@ def definitions_text() -> str:
         lines += [group.title, ""]
         for metric in group.metrics:
             unit = f"  ({metric.unit})" if metric.unit else ""
-            other = f"; elsewhere: {metric.elsewhere}" if metric.elsewhere else ""
-            lines += [f"  {metric.name}{unit}", f"      {metric.counts}{other}"]
+            elsewhere = f"; elsewhere: {metric.elsewhere}" if metric.elsewhere else ""
+            lines += [f"  {metric.name}{unit}", f"      {metric.counts}{elsewhere}"]
         lines.append("")
     return "\n".join(lines)

@@ -338,8 +338,8 @@ def attend_pages(
         for start in range(0, len(singles), size):
             chunk = slice(start, start + size)
             last = max(rows.last_positions[i] for i in singles[chunk])
-            chosen = index[chunk]
-            attend(chosen, tables[chunk], last, (len(chosen), 1))
+            chunk_rows = index[chunk]
+            attend(chunk_rows, tables[chunk], last, (len(chunk_rows), 1))
     for i, span in rows.chunks:
         attend(span, rows.tables_NP[i : i + 1], rows.last_positions[i], (1, rows.counts[i]))
     return out

@@ -129,11 +129,11 @@ class OuterOptimizer(OuterWeights):
             sent: result of `difference`.
             decoded: `sent` as the sites decoded it.
         """
-        lost = sent - decoded
+        rounding = sent - decoded
         # Weights that are not finite, which the sites do not read, leave no residual for the next round.
-        lost = torch.where(lost.isfinite(), lost, 0.0)
+        rounding = torch.where(rounding.isfinite(), rounding, 0.0)
         names = self.names(fragments)
-        for (_, (residual,)), values in zip(self.visit(names, ["residual"]), self.parts(names, lost), strict=True):
+        for (_, (residual,)), values in zip(self.visit(names, ["residual"]), self.parts(names, rounding), strict=True):
             residual.copy_(values)
 
     @torch.no_grad()

@@ -73,9 +73,9 @@ class Transfers(NamedTuple):
 
     def rows(self, source: int, destination: int) -> Integers:
         """Return the numbers of the tokens that are sent from one rank to another, ascending, int64."""
-        chosen = (self.sources_X == source) & (self.destinations_X == destination)
-        run, offset = expand(self.lengths_X[chosen])
-        tokens: Integers = self.firsts_X[chosen][run] + offset
+        is_sent = (self.sources_X == source) & (self.destinations_X == destination)
+        run, offset = expand(self.lengths_X[is_sent])
+        tokens: Integers = self.firsts_X[is_sent][run] + offset
         return tokens
 
     def sent_by(self, rank: int, num_ranks: int) -> tuple[Integers, list[int]]:
@@ -86,10 +86,10 @@ class Transfers(NamedTuple):
         """Return the tokens whose rows a rank receives, by source, and the number from each source."""
         return self._tokens(self.destinations_X == rank, self.sources_X, num_ranks)
 
-    def _tokens(self, chosen: NDArray[np.bool_], peers: Integers, num_ranks: int) -> tuple[Integers, list[int]]:
-        run, offset = expand(self.lengths_X[chosen])
-        counts = sum_by(peers[chosen], self.lengths_X[chosen], num_ranks)
-        return self.firsts_X[chosen][run] + offset, counts.tolist()
+    def _tokens(self, is_chosen: NDArray[np.bool_], peers: Integers, num_ranks: int) -> tuple[Integers, list[int]]:
+        run, offset = expand(self.lengths_X[is_chosen])
+        counts = sum_by(peers[is_chosen], self.lengths_X[is_chosen], num_ranks)
+        return self.firsts_X[is_chosen][run] + offset, counts.tolist()
 
     def between(self, members: Integers) -> "Transfers":
         """Return the transfers between the members of a group, given the member of each rank of the round."""
@@ -192,11 +192,11 @@ class AttentionPlan:
 
     def needed_tokens(self, rank: int) -> tuple[TokenRanges, TokenRanges]:
         """Return the tokens whose queries a rank computes, and the tokens whose keys and values it needs for them."""
-        chosen = self.compute_ranks_K == rank
-        compute_ranks = self.compute_ranks_K[chosen]
-        stops = self.stops_K[chosen]
+        is_own = self.compute_ranks_K == rank
+        compute_ranks = self.compute_ranks_K[is_own]
+        stops = self.stops_K[is_own]
         queries, keys = (
-            TokenRanges(*_union(compute_ranks, firsts[chosen], stops, self.placement.shape.num_tokens)[1:])
+            TokenRanges(*_union(compute_ranks, firsts[is_own], stops, self.placement.shape.num_tokens)[1:])
             for firsts in (self.firsts_K, self.first_keys)
         )
         return queries, keys
@@ -237,9 +237,9 @@ class AttentionPlan:
         is_sent = sources != destinations
         if rank is not None:
             is_sent &= (sources == rank) | (destinations == rank)
-        chosen = np.flatnonzero(is_sent)
-        chosen = chosen[np.lexsort((begins[chosen], sources[chosen], destinations[chosen]))]
-        return Transfers(sources[chosen], destinations[chosen], begins[chosen], (ends - begins)[chosen])
+        sent_ids = np.flatnonzero(is_sent)
+        sent_ids = sent_ids[np.lexsort((begins[sent_ids], sources[sent_ids], destinations[sent_ids]))]
+        return Transfers(sources[sent_ids], destinations[sent_ids], begins[sent_ids], (ends - begins)[sent_ids])
 
 
 def pairs_before(rows: Integers, window: int) -> Integers:
@@ -396,9 +396,9 @@ class _Balancer:
         """Return the tasks of a rank, in descending order of their pairs for each row that would be sent."""
         plan = self._plan
         first, stop = np.searchsorted(plan.compute_ranks_K, (source, source + 1))
-        chosen = slice(first, stop)
-        rows = 2 * plan.stops_K[chosen] - plan.firsts_K[chosen] - plan.first_keys[chosen]
-        return [int(first + i) for i in np.argsort(-(plan.pairs[chosen] // rows), kind="stable")]
+        tasks = slice(first, stop)
+        rows = 2 * plan.stops_K[tasks] - plan.firsts_K[tasks] - plan.first_keys[tasks]
+        return [int(first + i) for i in np.argsort(-(plan.pairs[tasks] // rows), kind="stable")]
 
     def _give(self, source: int, task: int, *, may_overfill: bool) -> Iterable[_Move]:
         """Give rows from the end of a task until it is empty or less than half a block of its rows is too much.

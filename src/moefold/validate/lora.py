@@ -28,10 +28,10 @@ def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[str]:
         yield f"lora.targets=[] adapts nothing; name {_listed(names)}, or set lora.rank=0"
     for target in lora.targets:
         if target not in names:
-            ours = MATRIX_OF.get(target.rpartition(".")[2].lower(), "")
+            matrix = MATRIX_OF.get(target.rpartition(".")[2].lower(), "")
             yield (
                 f"lora.targets={target!r} names no matrix of this model that can be adapted; "
-                f"{f'moefold calls it {ours}; ' if ours else ''}choose {_listed(names)}"
+                f"{f'moefold calls it {matrix}; ' if matrix else ''}choose {_listed(names)}"
             )
     for name, weight in adapted_weights(model, lora).items():
         limit = min(weight.shape[-2:])

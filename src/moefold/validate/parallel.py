@@ -157,8 +157,8 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     if spec.runs_equal_rounds and count % rounds:
         # Multiples of pp are legal, so the nearest legal numbers are within pp.
         near = range(max(1, count - p.pp), count + p.pp + 1)
-        legal = [other for other in near if other % max(1, other // p.pp) == 0]
-        batches = nearest_numbers(batch, [other * step for other in legal], count=2)
+        legal = [candidate for candidate in near if candidate % max(1, candidate // p.pp) == 0]
+        batches = nearest_numbers(batch, [candidate * step for candidate in legal], count=2)
         yield (
             f"parallel.schedule={spec.kind!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {reason}; "
             f"choose train.global_batch_size={batches}"
@@ -385,9 +385,7 @@ def validate_degrees(cfg: Config) -> Iterator[str]:
         messages = list(rule(cfg, degree))
         if not messages:
             continue
-        legal = [
-            other for other in divisors(_divisible_sizes(cfg.parallel)[name]) if _fixes_violations(cfg, name, other)
-        ]
+        legal = [n for n in divisors(_divisible_sizes(cfg.parallel)[name]) if _fixes_violations(cfg, name, n)]
         way_out = f", or parallel.{name}={nearest_numbers(degree, legal)}" if legal else ""
         for message in messages:
             yield message + way_out
@@ -536,10 +534,10 @@ def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train:
             "there is none; choose ep=2 or more, or overlap_experts=false"
         )
     if not (schedule := chosen_in(parallel, SchedulePart)).pairs_passes():
-        *others, last = map(repr, overlapped_schedules())
+        *first_names, last = map(repr, overlapped_schedules())
         yield (
             f"{OVERLAP_EXPERTS_SETTING} needs a schedule with a phase of one forward and one backward pass, and "
-            f"parallel.schedule={schedule.kind!r} has none; choose schedule={', '.join(others)} or {last}, or "
+            f"parallel.schedule={schedule.kind!r} has none; choose schedule={', '.join(first_names)} or {last}, or "
             "overlap_experts=false"
         )
     if parallel.zero == 3:

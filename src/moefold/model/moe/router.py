@@ -38,12 +38,12 @@ def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
     """
     # The clamp distinguishes a value of -inf, which may still be chosen, from an expert that is already chosen.
     candidates_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
-    chosen = []
+    chosen_ids = []
     for _ in range(top_k):
         best_T1 = candidates_TE.argmax(1, keepdim=True)
         candidates_TE.scatter_(1, best_T1, float("-inf"))
-        chosen.append(best_T1)
-    return torch.cat(chosen, 1)
+        chosen_ids.append(best_T1)
+    return torch.cat(chosen_ids, 1)
 
 
 def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, sums_top2: bool) -> Tensor:
