@@ -57,9 +57,9 @@ class Subject:
     name: str
     lines: Callable[["Recipe"], Iterable[str]]
     is_quick: bool = True
-    """Whether `make check` computes it: without torch, within a tenth of a second."""
+    """True if `make check` computes it: without torch, within a tenth of a second."""
     may_refuse: bool = False
-    """Whether a recipe may have no answer; the message is the fact then."""
+    """True if a recipe may have no answer; the message is the fact then."""
 
 
 class Recipe:

@@ -149,7 +149,7 @@ class PushResult:
     url: str
     """URL of the commit."""
     keeps_card: bool
-    """Whether the README.md of the repository was kept instead of the folder's."""
+    """True if the README.md of the repository was kept instead of the folder's."""
 
 
 def push_folder(

@@ -76,7 +76,7 @@ class ShownCurve:
     """Number of recorded points in the range, some of which are in `steps`."""
     num_nonfinite: int
     is_zero: bool
-    """Whether all values of the run are 0."""
+    """True if all values of the run are 0."""
 
 
 class _Column:
@@ -88,7 +88,7 @@ class _Column:
         self.rows = array("I")
         self.values = array("d")
         self.is_count = True
-        """Whether all values were integers in the file."""
+        """True if all values were integers in the file."""
 
     def append(self, row: int, value: float) -> None:
         self.rows.append(row)

@@ -48,7 +48,7 @@ class CheckpointRow:
     size_bytes: int
     faults: list[str]
     is_best: bool = False
-    """Whether the checkpoint has the lowest held-out loss of the folder."""
+    """True if the checkpoint has the lowest held-out loss of the folder."""
 
 
 def print_checkpoints(console: Console, folder: Path, rows: Sequence[CheckpointRow]) -> None:

@@ -51,7 +51,7 @@ class _AsyncCollective:
     backward: CollectiveLauncher
     wire_format: WireFormat
     resumes_forward: bool
-    """Whether an overlapped forward pass is resumed while the backward pass waits."""
+    """True if an overlapped forward pass is resumed while the backward pass waits."""
     pending: tuple[Tensor, dist.Work | None] | None = None
 
     def wait(self) -> Tensor:

@@ -83,7 +83,7 @@ class Part:
     """False if no result depends on the part: the oracle of `moefold verify` does not read it."""
 
     is_of_layers: ClassVar[bool] = False
-    """Whether each layer has its own part, chosen by `model.layers` (`config/layers.py`)."""
+    """True if each layer has its own part, chosen by `model.layers` (`config/layers.py`)."""
     is_for_training: ClassVar[bool] = False
     """True if inference does not read the part: its rules apply only to training."""
 

@@ -23,7 +23,7 @@ class SmallSizes:
     ep: int
     etp: int
     shards_heads: bool
-    """Whether the ranks of cp share the heads (`ContextPart.shards_heads`)."""
+    """True if the ranks of cp share the heads (`ContextPart.shards_heads`)."""
     num_groups: int
     """Groups of experts."""
     top_groups: int

@@ -189,7 +189,7 @@ class HeadSize:
 
     default: int = 0
     is_derived: bool = False
-    """Whether transformers ignores the key and divides hidden_size; then other values are rejected."""
+    """True if transformers ignores the key and divides hidden_size; then other values are rejected."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read head_dim."""
@@ -210,7 +210,7 @@ class SharedExperts:
 
     hf_key: str = "n_shared_experts"
     allows_none: bool = False
-    """Whether 0 means no shared expert; if not, transformers creates tensors of width 0, which are not read."""
+    """True if 0 means no shared expert; if not, transformers creates tensors of width 0, which are not read."""
     default: int | None = None
     width_key: str = "moe_intermediate_size"
 
@@ -381,9 +381,9 @@ class LatentHeadSizes:
     """Derived sizes of latent attention: `qk_head_dim`, and `head_dim`, which has three meanings."""
 
     has_head_dim: bool = True
-    """Whether to check head_dim, which has another meaning in hybrid models."""
+    """If True, check head_dim, which has another meaning in hybrid models."""
     writes_head_dim: bool = False
-    """Whether to write head_dim, the rotated size in the family's class of transformers (LongCat)."""
+    """If True, write head_dim, the rotated size in the family's class of transformers (LongCat)."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Reject sizes that differ from the sizes of the parts of a head."""

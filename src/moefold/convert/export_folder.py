@@ -190,17 +190,17 @@ class ExportOptions:
     shard_bytes: int | None = None
     """Size limit of a file; 0: a single file; None: as in the imported folder, else `MAX_SHARD_BYTES`."""
     check: bool = False
-    """Whether to read the result back and compare every byte."""
+    """If True, read the result back and compare every byte."""
     leaves_out_mtp: bool = False
-    """Whether to leave out the multi-token prediction (MTP) layers."""
+    """If True, leave out the multi-token prediction (MTP) layers."""
     mtp_inside: bool = False
-    """Whether to write MTP layers among the other layers even if transformers reports them as unexpected."""
+    """If True, write MTP layers among the other layers even if transformers reports them as unexpected."""
     quantize: QuantizationKind = "none"
     """Quantisation. fp8: matrices in blocks of 128 x 128. mxfp4: the experts of gpt-oss."""
     base: Path | None = None
     """Base weights for merging the adapters of a checkpoint; None: the folder in its metadata."""
     verify: bool = True
-    """Whether to compare the checkpoint's files with their hashes first; False: only their sizes."""
+    """If True, compare the checkpoint's files with their hashes first; False: only their sizes."""
 
 
 def export_folder(

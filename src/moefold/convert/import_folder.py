@@ -58,11 +58,11 @@ class ImportOptions:
     """User options of an import."""
 
     check: bool = False
-    """Whether to read the result back and compare every byte."""
+    """If True, read the result back and compare every byte."""
     needs_tokenizer: bool = True
-    """Whether to reject a folder without a tokenizer that moefold can read."""
+    """If True, reject a folder without a tokenizer that moefold can read."""
     leaves_out_mtp: bool = False
-    """Whether to leave out the multi-token prediction (MTP) layers."""
+    """If True, leave out the multi-token prediction (MTP) layers."""
     ignored_keys: tuple[str, ...] = ()
     """Keys of the folder's JSON files that may have any value."""
 

@@ -149,7 +149,7 @@ class StackedParameter:
     pieces: tuple[SliceMapping, ...]
     """Our matrices, in the order of the outputs."""
     is_swapped: bool
-    """Whether PEFT interprets the outputs as inputs, so that they are in its A."""
+    """True if PEFT interprets the outputs as inputs, so that they are in its A."""
 
     @property
     def module(self) -> str:

@@ -152,7 +152,7 @@ class RenderedChat:
     prompts: tuple[str, ...] = ()
     """The text that inference continues for each of these turns."""
     is_marked: bool = False
-    """Whether the template marks the assistant's output itself; if not, the prompts determine its beginning."""
+    """True if the template marks the assistant's output itself; if not, the prompts determine its beginning."""
     altered_turn: int = 0
     """1-based number of a turn that the template writes incompletely because others follow; 0: none."""
 

@@ -158,7 +158,7 @@ class DataFiles:
     settings: Mapping[str, str]
     """Names of the files of tokenizer and chat template, by role."""
     by_folder: bool
-    """Whether names below a folder have a meaning: they determine splits and formats (huggingface)."""
+    """True if names below a folder have a meaning: they determine splits and formats (huggingface)."""
 
 
 def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:

@@ -63,7 +63,7 @@ class ConversationToRender:
     untrained: frozenset[int] = frozenset()
     """Indices of the assistant's messages that belong to the prompt, and have no targets."""
     has_label: bool = False
-    """Whether to set `LABEL_BIT`."""
+    """If True, set `LABEL_BIT`."""
 
     def request(self) -> ChatRequest:
         """Return the request to the template."""

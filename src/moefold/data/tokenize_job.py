@@ -313,7 +313,7 @@ class ShardWriter:
     tokenizer_name: str
     column: str
     skip_bad_rows: bool = False
-    """Whether to skip and count lines and rows without text."""
+    """If True, skip and count lines and rows without text."""
 
     def load_tokenizer(self) -> OffsetTokenizer:
         """Load the tokenizer: bytes or a tokenizer.json.

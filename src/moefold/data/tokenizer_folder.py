@@ -46,11 +46,11 @@ class TokenizerClass:
     special_tokens: Mapping[str, str]
     """Special tokens of the class unless a file declares others."""
     takes_unk_token: bool
-    """Whether the BPE model uses the declared unk_token."""
+    """True if the BPE model uses the declared unk_token."""
     replaces_post_processor: bool
-    """Whether the settings add_bos_token and add_eos_token replace the post-processor of a tokenizer.json."""
+    """True if the settings add_bos_token and add_eos_token replace the post-processor of a tokenizer.json."""
     reads_merges: bool
-    """Whether the class reads vocab.json and merges.txt if there is no tokenizer.json."""
+    """True if the class reads vocab.json and merges.txt if there is no tokenizer.json."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class TokenizerWorker:
     _post_processor: Any
     """Post-processor of the tokenizer, which `encode` uses only on request."""
     _cleans_up: bool
-    """Whether spaces before punctuation are removed from the text of ids."""
+    """True if spaces before punctuation are removed from the text of ids."""
 
     def load(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Load a tokenizer.json, or vocab.json and merges.txt; return the class of its model."""

@@ -71,11 +71,11 @@ class EvalOptions(ModelOptions):
     seq_len: int | None = None
     """Tokens of a sequence; None: train.seq_len of the run, or the model's context length up to 2048."""
     keep_tail: bool = False
-    """Whether to evaluate the tokens after the last whole sequence as a shorter sequence."""
+    """If True, evaluate the tokens after the last whole sequence as a shorter sequence."""
     batch_size: int = 8
     """Sequences of each data-parallel rank at a time."""
     force: bool = False
-    """Whether to replace an existing file of logits."""
+    """If True, replace an existing file of logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +83,11 @@ class GenerateOptions(SamplingOptions):
     """Settings of a generation, except the model, its prompts and the sampling."""
 
     chat: bool = False
-    """Whether prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
+    """True if prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
     system: str = ""
     """System message before each prompt."""
     ignore_eos: bool = False
-    """Whether to continue after an end-of-text token."""
+    """If True, continue after an end-of-text token."""
     cache_gib: float = 0.0
     """GiB of the KV cache of a rank; 0: enough for all prompts, up to 64 on a data-parallel rank."""
 
@@ -150,7 +150,7 @@ class GenerateJob:
     settings: EngineSettings
     sampling: SamplingParams
     is_chat: bool = False
-    """Whether the prompts are messages, whose ids include the chat template around them."""
+    """True if the prompts are messages, whose ids include the chat template around them."""
     stop_string: str = ""
     """Text that ends a continuation if no single token does."""
 

@@ -50,7 +50,7 @@ class RolloutRequest(SamplingOptions):
     count: int = 0
     """Number of prompts; 0: all prompts of the files, or 256 problems."""
     held_out: bool = False
-    """Whether to use problems that no training uses."""
+    """If True, use problems that no training uses."""
     reward: Sequence[str] = ()
     """Names of reward functions; empty for a task: its verifier."""
     reward_weight: Sequence[float] = ()
@@ -63,7 +63,7 @@ class RolloutRequest(SamplingOptions):
     cache_gib: float = 0.0
     force: bool = False
     skip_bad_rows: bool = False
-    """Whether to skip rows of the files that are not prompts, and log their number."""
+    """If True, skip rows of the files that are not prompts, and log their number."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Score:
     log_likelihood: float
     """Sum of the tokens' log-probabilities, in nats."""
     is_greedy: bool
-    """Whether each token is the argmax at its position."""
+    """For each token, True if it is the argmax at its position."""
 
 
 @dataclass(frozen=True)

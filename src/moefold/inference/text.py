@@ -213,7 +213,7 @@ class StopStringFilter:
         self._stop_strings = [stop for stop in stop_strings if stop]
         self._pending_text = ""
         self.is_stopped = False
-        """Whether a stop string was found."""
+        """True if a stop string was found."""
 
     def push(self, text: str) -> str:
         """Add text and return the text that can be emitted."""

@@ -24,13 +24,13 @@ class RankReport:
     reported_at_s: float
     """Time of the last report, as time.time()."""
     has_responded: bool = True
-    """Whether the rank answered the request for a last report."""
+    """True if the rank answered the request for a last report."""
     process_state: str = ALIVE
     """State of the rank's process as seen by another rank of the same machine."""
     source_location: str = ""
     """Source line that the rank's main thread executes."""
     is_communicating: bool = False
-    """Whether `source_location` is inside torch's communication."""
+    """True if `source_location` is inside torch's communication."""
     exit_status: int | None = None
     """Exit status, if the rank deregistered."""
 

@@ -92,7 +92,7 @@ class _SiteProcess:
         self.outputs = ((out, sys.stdout), (err, sys.stderr))
         self.status: int | None = None
         self.is_ended = False
-        """Whether the site was ordered to end, as too few sites are left."""
+        """True if the site was ordered to end, as too few sites are left."""
 
 
 def _fork(

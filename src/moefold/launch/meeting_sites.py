@@ -32,7 +32,7 @@ class Site:
     connection: int | None
     last_word_s: float
     is_joining: bool = False
-    """Whether the site lacks rounds and waits for the state of another site; rounds do not wait for it."""
+    """True if the site lacks rounds and waits for the state of another site; rounds do not wait for it."""
 
     @property
     def is_paired(self) -> bool:

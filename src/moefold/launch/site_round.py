@@ -30,9 +30,9 @@ class RoundRequest:
     digest: int
     timeout_s: float
     is_last: bool
-    """Whether no step follows the round; then no state is given after it."""
+    """True if no step follows the round; then no state is given after it."""
     merges: bool
-    """Whether all sites take the mean of their weights, under every topology."""
+    """True if all sites take the mean of their weights, under every topology."""
 
 
 @dataclass

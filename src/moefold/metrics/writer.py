@@ -42,7 +42,7 @@ class AuxiliaryOutputs:
         self._report = report
         self._failed: set[str] = set()
         self.rejects_settings = False
-        """Whether a ConfigError is raised, so that the user can correct it: only before the first step."""
+        """True if a ConfigError is raised, so that the user can correct it: only before the first step."""
 
     def has_failed(self, name: str) -> bool:
         """Return whether an output has failed."""

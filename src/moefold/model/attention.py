@@ -140,7 +140,7 @@ class TokenMixer(nn.Module, ABC):
     """
 
     selects_keys: ClassVar[bool] = False
-    """Whether each query attends to selected keys: `forward` then takes a `Selection`."""
+    """True if each query attends to selected keys: `forward` then takes a `Selection`."""
     fused_refusal: ClassVar[str] = "a layer of another class"
     """Reason why no kernel for whole layers computes this class; "" if a kernel does, see `fused_block.py`."""
 

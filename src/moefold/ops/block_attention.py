@@ -175,7 +175,7 @@ class FlashMask:
     """
 
     is_causal: bool
-    """Whether a query attends to no key after its place."""
+    """True if a query attends to no key after its place."""
     window_left: int = -1
     """Maximum number of keys before its place that a query attends to; -1: no limit."""
     segments: Segments | None = None

@@ -154,11 +154,11 @@ class _Documents:
     """Documents of the tokens of each chunk."""
 
     is_same: Tensor
-    """Whether two tokens of a chunk are of one document, bool [N, B, 1, C, C]."""
+    """True where two tokens of a chunk are of one document, bool [N, B, 1, C, C]."""
     is_first: Tensor
-    """Whether a token's document began before its chunk, bool [N, B, 1, C, 1]."""
+    """True where a token's document began before its chunk, bool [N, B, 1, C, 1]."""
     is_last: Tensor
-    """Whether a token is in the same document as the last token of its chunk, bool [N, B, 1, C, 1]."""
+    """True where a token is in the same document as the last token of its chunk, bool [N, B, 1, C, 1]."""
 
 
 def _documents(is_start_SB: Tensor | None, size: int) -> _Documents | None:

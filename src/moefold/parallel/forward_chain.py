@@ -22,7 +22,7 @@ class ForwardChain:
     """
 
     fetches_experts = False
-    """Whether ranks read each other's experts from shared memory."""
+    """True if ranks read each other's experts from shared memory."""
 
     def __init__(self, stages: Sequence[Transformer], stage_plan: StagePlan, groups: ParallelGroups) -> None:
         self.stages = list(stages)

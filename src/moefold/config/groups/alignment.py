@@ -68,11 +68,11 @@ class AlignmentPart(Part):
     data_kind: ClassVar[str] = ""
     """Required `data.kind`; empty: any kind except preferences."""
     changes_training: ClassVar[bool] = True
-    """Whether rewards or preferences change the data or the loss."""
+    """True if rewards or preferences change the data or the loss."""
     has_reference: ClassVar[bool] = False
-    """Whether completions are compared with the initial weights."""
+    """True if completions are compared with the initial weights."""
     selects_rows: ClassVar[bool] = False
-    """Whether the method chooses or weighs conversations (`select`)."""
+    """True if the method chooses or weighs conversations (`select`)."""
 
     @property
     def preference(self) -> "PreferencePart | None":
@@ -171,9 +171,9 @@ class PreferencePart(AlignmentPart):
     data_kind: ClassVar[str] = "preference"
     has_reference: ClassVar[bool] = True
     is_per_token: ClassVar[bool] = False
-    """Whether scores are divided by the number of tokens."""
+    """True if scores are divided by the number of tokens."""
     labelled: ClassVar[bool] = False
-    """Whether a row is one completion with a label; its second sequence is the completion of another prompt."""
+    """True if a row is one completion with a label; its second sequence is the completion of another prompt."""
     mean_metrics: ClassVar[tuple[str, ...]] = ("chosen_reward", "rejected_reward", "margin", "accuracy")
     """Recorded metrics, which are means over pairs."""
 

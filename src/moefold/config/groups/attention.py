@@ -89,7 +89,7 @@ class AttentionCore:
     selected: int = 0
     """Maximum keys of a query, selected by an indexer; 0: all."""
     values_in_keys: bool = False
-    """Whether the values are a part of the keys, which is read once."""
+    """True if the values are a part of the keys, which is read once."""
     index_width: int = 0
     """Width of the key of the layer's own indexer; 0: no indexer."""
     index_flops: int = 0
@@ -195,7 +195,7 @@ class AttentionFrame:
     norm_eps: float
     """Epsilon of the norms of heads."""
     zero_centered_norms: bool
-    """Whether the norms of heads multiply by 1 + weight."""
+    """True if the norms of heads multiply by 1 + weight."""
     score_factor: float
     """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
 
@@ -209,13 +209,13 @@ class AttentionPart(Part):
     is_of_layers: ClassVar[bool] = True
     of_layers: ClassVar[frozenset[str]] = frozenset({"span", "has_rope"})
     has_adapters: ClassVar[bool] = False
-    """Whether the module of the attention adds low-rank adapters to its matrices."""
+    """True if the module of the attention adds low-rank adapters to its matrices."""
     has_temperature: ClassVar[bool] = False
-    """Whether layers without RoPE may have an attention temperature (`temperature`)."""
+    """True if layers without RoPE may have an attention temperature (`temperature`)."""
     has_score_factor: ClassVar[bool] = False
-    """Whether attention scores are multiplied by the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
+    """True if attention scores are multiplied by the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
-    """Whether states of a fixed size take the place of a KV cache."""
+    """True if states of a fixed size take the place of a KV cache."""
     own_recompute_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of `train.recompute` that only this kind has: projections from latents to heads, which the core saves. A
     module has an attribute PART_checkpoint for each, an `OutputCheckpoint`."""
@@ -224,7 +224,7 @@ class AttentionPart(Part):
     span: SpanPart | None = None
     """Limit of the context of a query; None: only causality."""
     has_rope: bool = True
-    """Whether queries and keys have RoPE."""
+    """True if queries and keys have RoPE."""
 
     @property
     def fuses_head_norms(self) -> bool:

@@ -31,9 +31,9 @@ class ResidualPart(Part):
     group: ClassVar[str] = "residual"
     key: ClassVar[str] = "model.residual"
     norms_input: ClassVar[bool] = True
-    """Whether the inputs of attention and of the feed-forward network have a norm."""
+    """True if the inputs of attention and of the feed-forward network have a norm."""
     norms_output: ClassVar[bool] = False
-    """Whether their outputs have a norm before they are added."""
+    """True if their outputs have a norm before they are added."""
     multiplier: Annotated[float, POSITIVE] = 1.0
     """Factor of the outputs of attention and of the feed-forward network where they are added to the residual stream
     (Granite)."""
@@ -74,7 +74,7 @@ class ActivationPart(Part):
     group: ClassVar[str] = "activation"
     key: ClassVar[str] = "model.ffn.moe.activation"
     is_swiglu: ClassVar[bool] = False
-    """Whether the kernels of SwiGLU compute it. Without biases they need one pass over memory."""
+    """True if the kernels of SwiGLU compute it. Without biases they need one pass over memory."""
 
     def build(self) -> Any:
         """Return an `ops.swiglu.ExpertActivation`."""

@@ -67,12 +67,12 @@ class ContextPart(Part):
     changes_maths: ClassVar[bool] = False
 
     splits_in_chunks: ClassVar[bool] = True
-    """Whether a rank holds an early and a late chunk of 2*cp chunks of a sample, for equal work, not one of cp
+    """True if a rank holds an early and a late chunk of 2*cp chunks of a sample, for equal work, not one of cp
     parts."""
     shards_heads: ClassVar[bool] = False
-    """Whether a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
+    """True if a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
     takes_selected_keys: ClassVar[bool] = False
-    """Whether sparse attention, which selects among the keys of the whole sequence, may use this kind."""
+    """True if sparse attention, which selects among the keys of the whole sequence, may use this kind."""
 
     @property
     def plan(self) -> RoundPlan:

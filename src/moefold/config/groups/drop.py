@@ -75,7 +75,7 @@ class DropScopePart(Part):
     group: ClassVar[str] = "drop_scope"
     key: ClassVar[str] = "moe.drop_scope"
     is_shared: ClassVar[bool] = True
-    """Whether the ranks of a micro-batch share a capacity; else each rank drops only its own tokens."""
+    """True if the ranks of a micro-batch share a capacity; else each rank drops only its own tokens."""
 
     def formula(self) -> Callable[[int, Positions], Positions] | None:
         """Return the positions of each capacity, from the length of a sample and the positions of each rank."""

@@ -65,7 +65,7 @@ class FeedForwardPart(Part):
     recompute_parts: ClassVar[frozenset[str]] = frozenset()
     """Parts of `train.recompute` that it may have."""
     is_routed: ClassVar[bool] = False
-    """Whether a router sends each token to some experts."""
+    """True if a router sends each token to some experts."""
 
     @property
     def routed(self) -> "RoutedPart | None":

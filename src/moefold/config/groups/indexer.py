@@ -38,7 +38,7 @@ class IndexerPart(Part):
     group: ClassVar[str] = "indexer"
     framed: ClassVar[frozenset[str]] = frozenset({"top_k", "rope_interleaved"})
     is_shared: ClassVar[bool] = False
-    """Whether an earlier layer selects the keys."""
+    """True if an earlier layer selects the keys."""
     top_k: Annotated[int, at_least(1), MaxMagnitude(MAX_SAMPLE_TOKENS)] = 2048
     """Maximum keys of a query of softmax attention."""
     num_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4

@@ -16,7 +16,7 @@ class LrSchedulePart(Part):
     group: ClassVar[str] = "lr_schedule"
     key: ClassVar[str] = "train.lr_schedule"
     ends_at_min_lr: ClassVar[bool] = False
-    """Whether the schedule has a learning rate min_lr, whose upper bound is train.lr."""
+    """True if the schedule has a learning rate min_lr, whose upper bound is train.lr."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> Annotated[float, at_least(0)]:
         """Return the learning rate of a step after the warm-up.

@@ -24,7 +24,7 @@ class StateSpec(NamedTuple):
     dtype: str = ""
     """float32 or bfloat16; empty: the type of the master weights."""
     is_count: bool = False
-    """Whether the state is the count of steps, a single number on each rank with the name `step`."""
+    """True if the state is the count of steps, a single number on each rank with the name `step`."""
     is_kept: bool = False
     """True if the state is not a moment: no reset, no move off the device. The optimizer has it in `kept_states`."""
 
@@ -95,7 +95,7 @@ class OptimizerPart(Part):
     key: ClassVar[str] = "train.optimizer"
     is_for_training: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = True
-    """Whether a step has a backward pass."""
+    """True if a step has a backward pass."""
     state_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that determine the states and their types, equal for runs that exchange states."""
     rates: ClassVar[MethodRates | None] = None

@@ -41,7 +41,7 @@ class RouterScorePart(Part):
     key: ClassVar[str] = "model.ffn.moe.router"
     framed: ClassVar[frozenset[str]] = frozenset({"scaling_factor", "num_groups", "top_groups", "expert_bias", "bias"})
     sums_top2: ClassVar[bool] = True
-    """Whether the score of a group is the sum of its two best experts, not its best expert."""
+    """True if the score of a group is the sum of its two best experts, not its best expert."""
     scaling_factor: Annotated[float, POSITIVE] = 1.0
     """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
     num_groups: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 1
@@ -147,9 +147,9 @@ class RouterSoftmaxPart(Part):
     group: ClassVar[str] = "router_softmax"
     key: ClassVar[str] = "model.ffn.moe.router.softmax"
     sum_to_one: ClassVar[bool] = False
-    """Whether the weights of a token sum to 1."""
+    """True if the weights of a token sum to 1."""
     is_post: ClassVar[bool | None] = None
-    """Whether the weights are the softmax of the chosen logits (True) or of all logits (False); None: other weights."""
+    """True if the weights are the softmax of the chosen logits, False if of all logits; None: other weights."""
 
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
@@ -245,7 +245,7 @@ class ChoiceFormula(NamedTuple):
     ranking: Callable[[OracleScores], "Tensor"]
     """Values of a micro-batch in training, [B, S, E]; in evaluation the biased scores decide."""
     has_aux_loss: bool = False
-    """Whether the load-balancing loss applies."""
+    """True if the load-balancing loss applies."""
     forced: Callable[[int, int, int], list[int]] | None = None
     """Experts from the number of a token, K and E, independent of the values; None: the best values decide."""
     bias: Callable[[list[OracleScores]], "Tensor"] | None = None
@@ -259,14 +259,14 @@ class ChoicePart(Part):
     group: ClassVar[str] = "choice"
     key: ClassVar[str] = "moe.choice"
     scores_decide: ClassVar[bool] = False
-    """Whether only the scores of a token determine its experts, in training and evaluation. Then the load-balancing
+    """True if only the scores of a token determine its experts, in training and evaluation. Then the load-balancing
     loss and updates of the expert bias balance the experts."""
     reads_micro_batch: ClassVar[bool] = False
-    """Whether the choice reads the scores of all tokens of a micro-batch."""
+    """True if the choice reads the scores of all tokens of a micro-batch."""
     is_forced: ClassVar[bool] = False
-    """Whether the choice ignores the scores, for benchmarks."""
+    """True if the choice ignores the scores, for benchmarks."""
     sets_bias: ClassVar[bool] = False
-    """Whether the thresholds of the choice become the expert bias after a step."""
+    """True if the thresholds of the choice become the expert bias after a step."""
 
     def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor | None":
         """Return the thresholds, which are subtracted from this micro-batch's scores in training, [E]; None: none."""
@@ -304,12 +304,12 @@ class BalanceScopePart(Part):
     group: ClassVar[str] = "balance_scope"
     key: ClassVar[str] = "moe.aux_kind"
     is_per_sample: ClassVar[bool] = False
-    """Whether each sample is balanced separately."""
+    """True if each sample is balanced separately."""
     accumulates: ClassVar[bool] = False
-    """Whether the counts of the micro-batches of a step add up over all data-parallel ranks, up to the current
+    """True if the counts of the micro-batches of a step add up over all data-parallel ranks, up to the current
     micro-batch; the loss then depends on dp."""
     keeps_counts: ClassVar[bool] = False
-    """Whether the counts at the end of the last step are used; they are saved in checkpoints."""
+    """True if the counts at the end of the last step are used; they are saved in checkpoints."""
 
     @property
     def is_global(self) -> bool:

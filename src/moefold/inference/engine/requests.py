@@ -122,7 +122,7 @@ class EngineSettings:
     cache: CacheKind = "latents"
     """Contents of the cache of latent attention: latents, or heads, which are larger and computed as in training."""
     share_prompts: bool = True
-    """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
+    """True if samples of equal prompts share the cache of the prompt, which is then computed once."""
 
     @classmethod
     def of_recipe(cls, rollout: RolloutConfig) -> "EngineSettings":

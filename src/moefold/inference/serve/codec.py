@@ -47,7 +47,7 @@ class EncodedRequest:
     tool_format: ToolFormat | None = None
     """Format of calls in the text; None: there are no calls, or they are forced."""
     prompt_reasons: bool | None = None
-    """Whether the prompt ends inside reasoning; None: reasoning is not separated from the answer."""
+    """True if the prompt ends inside reasoning; None: reasoning is not separated from the answer."""
     skipped_ids: frozenset[int] = field(repr=False)
     """Special tokens that are omitted from the text."""
 

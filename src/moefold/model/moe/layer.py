@@ -97,7 +97,7 @@ class MoELayer(nn.Module):
         self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()
         self.stats = RouterStats(part.num_choices)
         self.counts_without_gradients = False
-        """Whether `stats` counts forward passes that have no backward pass, in training mode."""
+        """True if `stats` counts forward passes that have no backward pass, in training mode."""
         self._num_experts = part.num_experts
         self._num_choices = part.num_choices
         self._balance = chosen_in(moe, BalanceScopePart)

@@ -71,7 +71,7 @@ class RouterOverride(Protocol):
     """Override of the router's expert choices in training."""
 
     in_evaluation: bool
-    """Whether the override also applies to forward passes in evaluation mode."""
+    """True if the override also applies to forward passes in evaluation mode."""
 
     @property
     def only_records(self) -> bool:

@@ -38,7 +38,7 @@ class TrainingContext:
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step by name, `metrics.definitions.STEP`, on every rank; empty before the first step."""
     is_resumed: bool = False
-    """Whether a checkpoint was loaded."""
+    """True if a checkpoint was loaded."""
     status: int = 0
     """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)

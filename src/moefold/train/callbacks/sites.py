@@ -46,7 +46,7 @@ class _Differences:
     fragments: tuple[int, ...]
     delta: Tensor
     is_finite: bool
-    """Whether the weights of all ranks of the site were finite."""
+    """True if the weights of all ranks of the site were finite."""
     tokens: int
     """Tokens of this site when the differences were taken."""
     began_s: float

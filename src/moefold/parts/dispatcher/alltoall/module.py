@@ -74,7 +74,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
 
     takes_any_tokens = True
     _permutes_before_wait = True
-    """Whether the rows to send are known before the split sizes."""
+    """True if the rows to send are known before the split sizes."""
 
     def __init__(
         self,
