@@ -198,7 +198,7 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
 
     Args:
         cfg: the recipe.
-        largest: largest world size to consider; None: no limit.
+        largest: largest world size to consider; None if there is no limit.
     """
     p = cfg.parallel
     count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)

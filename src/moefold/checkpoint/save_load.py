@@ -449,7 +449,7 @@ def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Ten
     Args:
         path: the checkpoint.
         metadata: its index.
-        moments: moments of this rank; None: no parameter of the rank is trained.
+        moments: moments of this rank; None if no parameter of the rank is trained.
 
     Raises:
         ConfigError: the two differ; raised on every rank.

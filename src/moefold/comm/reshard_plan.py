@@ -60,7 +60,7 @@ def plan_reshard(
         target: the mapping that needs them; it may lack layers of multi-token prediction.
         itemsize: bytes of an element in a message, by tensor of the target.
         max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket; at least one element.
-        ranks_per_node: consecutive ranks that share a node; None: all do.
+        ranks_per_node: consecutive ranks that share a node; None if all do.
         first_target: number of the first rank of the target mapping, where rank 0 is the first of the source mapping.
             0: both have the same ranks; otherwise at least the number of ranks of the source mapping.
 

@@ -155,7 +155,7 @@ class ModelConfig(Section):
 
     @cached_property
     def routed(self) -> RoutedPart | None:
-        """Feed-forward network of all MoE layers; None: the model has no MoE layers."""
+        """Feed-forward network of all MoE layers; None if the model has no MoE layers."""
         return next((layer.ffn.routed for layer in self.all_layers if layer.ffn.routed), None)
 
     @property

@@ -126,7 +126,7 @@ def _failure(parts: list[Any], method: str, error: BaseException, code: CodeType
     Args:
         parts: class of the part, or several classes of one package if any of them may have failed.
         method: the method, for the text after "fails in"; empty: the first called function of its package or file.
-        code: code object of the method, for calls that do not match its signature; None: it has no line.
+        code: code object of the method, for calls that do not match its signature; None if it has no line.
     """
     part = parts[0]
     names = _modules_of(error)

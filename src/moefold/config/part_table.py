@@ -120,7 +120,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
 
     Args:
         value: a kind, or a table with `kind` and settings; the settings of a table without kinds; "none": no table.
-        default: the default of the key, whose kind a table without `kind` has; None: no default.
+        default: the default of the key, whose kind a table without `kind` has; None if there is no default.
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.

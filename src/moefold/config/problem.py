@@ -11,7 +11,7 @@ class Problem:
     key: str
     """Recipe key, as "section.key"."""
     value: Any
-    """Value of the key; None: not shown."""
+    """Value of the key; None if not shown."""
     rule: str
     """Rule on the value, or its incompatibility; follows key and value in the message."""
     way_out: str = ""

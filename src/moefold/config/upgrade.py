@@ -254,7 +254,7 @@ def _expanded(pattern: str, words: Mapping[str, str], num_layers: int) -> list[s
 
 
 def _kind_at(path: str, tree: Any, base: Any) -> str | None:
-    """Return the kind of a part in a recipe, its preset or by default; "" for a table without kinds; None: no table."""
+    """Return the kind of a part in a recipe, its preset or by default; "" without kinds, None without a table."""
     section, _, key = path.partition(".")
     if not key:
         return ""

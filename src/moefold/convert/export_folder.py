@@ -103,7 +103,7 @@ class WeightsOrigin:
     """Files and manifest of the weights' original Hugging Face folder."""
 
     sidecar_dir: Path | None
-    """Folder of the sidecar files; None: no sidecar files."""
+    """Folder of the sidecar files; None if there are no sidecar files."""
     manifest: Manifest | None
     """Manifest of the imported folder, if it has the same family."""
 

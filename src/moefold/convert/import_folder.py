@@ -179,7 +179,7 @@ def write_checkpoint(
     Args:
         out: the checkpoint; must not exist.
         finish: called on rank 0 with the folder, to add metadata and recipe.
-        sidecar_dir: folder of the sidecar files; None: no sidecar files.
+        sidecar_dir: folder of the sidecar files; None if there are no sidecar files.
         excluded: sidecar files that are not copied.
 
     Returns:
@@ -215,7 +215,7 @@ def finish_checkpoint(
         origin: description of the source of the weights.
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
         dtype: run.dtype of the runs that trained the weights; empty if no run did.
-        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters; None: it has all weights.
+        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters; None if it has all weights.
         aux_loss: moe.aux_loss of the recipe; None: the default.
     """
     meta = CheckpointMeta(

@@ -204,7 +204,7 @@ class ChatTemplate:
 
         Args:
             messages: the turns, each with a `role` and a `content`.
-            tools: descriptions of tools, for templates that support them; None: no tools.
+            tools: descriptions of tools, for templates that support them; None if there are no tools.
             location: FILE:LINE of the conversation, for messages.
 
         Raises:
@@ -335,7 +335,7 @@ def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> 
     The folder of the tokenizer declares its templates (`read_tokenizer_folder`).
 
     Args:
-        tokenizer: the tokenizer that data.tokenizer names; None: it is read.
+        tokenizer: the tokenizer that data.tokenizer names; None if it is read.
 
     Raises:
         ConfigError: there is none, or it cannot be read.

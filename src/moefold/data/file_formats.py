@@ -226,7 +226,7 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
     """Yield the objects of a file in order: one for each non-empty line, or the elements of a JSON array.
 
     Args:
-        skip: called with the error of a line that is not an object, which is then skipped; None: the error is raised.
+        skip: called with the error of a line that is not an object, which is then skipped; None if the error is raised.
 
     Raises:
         ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.

@@ -152,7 +152,7 @@ def read_prompts(
     """Read and tokenise all prompts of the files that data.path names.
 
     Args:
-        reward_prompt: wanted reward for the text of each prompt; None: no reward.
+        reward_prompt: wanted reward for the text of each prompt.
         report: called with a message on the rows that data.skip_bad_rows skips.
 
     Raises:

@@ -235,7 +235,7 @@ def open_conversations(
 
     Args:
         skipped: files to leave out.
-        reader: conversion of rows to conversations; None: each row is a conversation.
+        reader: conversion of rows to conversations; None if each row is a conversation.
 
     Raises:
         ConfigError: a file is missing, a line is not a conversation (the message has file and line), the tokenizer has

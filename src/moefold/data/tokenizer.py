@@ -22,9 +22,9 @@ class Tokenizer(Protocol):
     vocab_size: int
     """One more than the largest id."""
     separator_id: int | None = None
-    """Id appended to every document; None: no separator."""
+    """Id appended to every document; None if there is no separator."""
     bos_id: int | None = None
-    """Declared id for the start of a text; None: no such id."""
+    """Declared id for the start of a text; None if there is no such id."""
     identity: str
     """Cache key: must stay the same for a tokenised copy to stay valid."""
     notes: tuple[str, ...] = ()

@@ -34,7 +34,7 @@ class MoefoldLM(TemplateLM):
     Alone, it loads the model in this process; `moefold lm-eval` passes a model that is sharded over ranks.
 
     Args:
-        model: a loaded model; None: it is loaded according to the arguments.
+        model: a loaded model; None if it is loaded according to the arguments.
         arguments: fields of `LmSettings`.
     """
 
@@ -116,7 +116,7 @@ class MoefoldLM(TemplateLM):
 
         Args:
             string: the text; if it begins with the text of `prefix_token_id`, no tokens are added.
-            add_special_tokens: whether to add them; None: the argument add_bos_token decides.
+            add_special_tokens: whether to add them; None if the argument add_bos_token decides.
         """
         tokenizer = self._text_tokenizer
         bos_id = tokenizer.bos_id

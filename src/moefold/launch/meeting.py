@@ -73,7 +73,7 @@ class Meeting:
                 raise BadRequestError(f"{str(other)[:40]!r} is not a request")
 
     def answer(self, message: Message, connection: int, waited_s: float) -> Message | None:
-        """Return the answer to a request that was entered; None: not yet.
+        """Return the answer to a request that was entered; None if not yet.
 
         Args:
             connection: number of its connection.

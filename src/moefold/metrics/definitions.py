@@ -417,7 +417,7 @@ ELSEWHERE = _metrics(
 
 
 def number_of(values: Mapping[str, Any], path: str) -> float | None:
-    """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None: no number."""
+    """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None if absent."""
     value: Any = values
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -721,7 +721,7 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
 
 
 def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> dict[str, Any]:
-    """Return the numbers of a step in the order of the table; None: no value.
+    """Return the numbers of a step in the order of the table.
 
     Args:
         values: values by name.

@@ -32,7 +32,7 @@ class WeightGradSink:
     """Destination of the weight gradients of one call of an autograd function."""
 
     wgrad_store: WeightGradStoreProtocol | None = None
-    """Store of the delayed weight gradients; None: autograd gets all weight gradients."""
+    """Store of the delayed weight gradients; None if autograd gets all weight gradients."""
     tracked_weights: tuple[Tensor, ...] = ()
     """The differentiable weights; autograd gets detached copies if their gradients are delayed."""
 

@@ -118,7 +118,7 @@ class Head(nn.Module):
         return local_param(weight, x.dtype)
 
     def _bias_shard(self, x: Tensor) -> Tensor | None:
-        """Return this rank's biases of the logits in the dtype of x, [V/tp], divided as the logits are; None: none."""
+        """Return this rank's biases of the logits in the dtype of x, [V/tp], divided as the logits are."""
         if self.bias is None:
             return None
         bias = local_param(self.bias, x.dtype)

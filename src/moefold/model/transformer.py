@@ -413,7 +413,7 @@ class Transformer(nn.Module):
 
         Args:
             x: tokens, int64 [B, S/cp], on the first stage, or hidden states of the previous stage, [S/(cp*tp), B, H].
-            document_bounds: bounds of the documents in the column "document_starts"; None: the host reads that column.
+            document_bounds: bounds of the documents in the column "document_starts"; None if the CPU reads it.
             columns: the columns of the micro-batch; see `Batch`.
 
         Returns:

@@ -154,7 +154,7 @@ class PagedDecoder:
     | attribute | becomes | | --- | --- | | the attributes named by `TokenMixer.caches`, such as `core_attention` | the
     cache of this layer | | `sequence_parallel` | one for any number of tokens | | `sequence_parallel` of the head |
     `PickedRows` | | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all | |
-    `eval_capacity_policy` | None: no token is dropped | | `override` of the routers, if choices are recorded |
+    `eval_capacity_policy` | None if no token is dropped | | `override` of the routers, if choices are recorded |
     `RoutingCache` | | `fused` of a layer that a kernel computes whole | `FusedBlock` | | `fused` of a stage with only
     these layers | `FusedLayers` |
 

@@ -178,7 +178,7 @@ class RankTasks:
         plan: the plan of the round.
         rank: this rank.
         num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
-        round_index: index of the round in the statistics; None: it is not counted, as all ranks have equal work.
+        round_index: index of the round in the statistics; None if it is not counted, as all ranks have equal work.
     """
 
     def __init__(self, plan: AttentionPlan, rank: RoundRank, num_samples: int, round_index: int | None) -> None:
@@ -250,7 +250,7 @@ class AttentionPlanner:
 
         Args:
             q: queries of this rank's tokens, [S/cp, B, A, D].
-            documents: their documents; None: a sample is one document.
+            documents: their documents; None if a sample is one document.
             window: sliding window; 0: no limit.
         """
         num_tokens, num_samples = q.shape[:2]

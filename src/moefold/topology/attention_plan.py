@@ -275,10 +275,10 @@ def plan_attention(
     Args:
         placement: placement of the tokens.
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
-        tolerance: see above, at least 0; None: every rank computes the rows that it holds.
+        tolerance: see above, at least 0; None if every rank computes the rows that it holds.
         block: documents are cut between ranks at multiples of this, in tokens from their start.
         pool: number of ranks that share work, a divisor of the number of ranks; 0: all.
-        nodes: node of each rank; None: all ranks are in one node.
+        nodes: node of each rank; None if all ranks are in one node.
 
     Returns:
         The plan.

@@ -53,7 +53,7 @@ class RankLoss:
 
     @property
     def restored_step(self) -> int | None:
-        """The step that is restored from memory; None: a checkpoint is loaded."""
+        """The step that is restored from memory; None if a checkpoint is loaded."""
         step: int | None = self.generation.plan["step"]
         return step
 

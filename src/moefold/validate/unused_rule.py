@@ -29,7 +29,7 @@ class UnusedKeyRule:
 
 
 def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
-    """Return reason and remedy for a key that is not read, given the values of other keys; None: it is read.
+    """Return reason and remedy for a key that is not read, given the values of other keys; None if it is read.
 
     Args:
         marks: the conditions of the key.

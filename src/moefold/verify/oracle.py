@@ -103,7 +103,7 @@ class Oracle:
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
         objective: the loss of a micro-batch; None: `train.loss`.
-        is_frozen_expert: whether a routed expert, by its index, is not trained; None: all are trained.
+        is_frozen_expert: whether a routed expert, by its index, is not trained; None if all are trained.
         reads: record of the keys that are read, shared with other oracles; None: a new record.
 
     Raises:

@@ -140,7 +140,7 @@ class OracleRouter:
         return RoutedBatch(experts, weights * is_kept, scores, logits, inputs, len(drops), context.is_token)
 
     def _choice_noise(self, layer: int, logits: Tensor, context: RoutingContext) -> Tensor | None:
-        """Return the uniform numbers of choices that are sampled in training, [B, S, N]; None: none."""
+        """Return the uniform numbers of choices that are sampled in training, [B, S, N]."""
         if self._score.noise_width is None or not context.is_training:
             return None
         width = self._score.noise_width(self._model.ffn.moe.top_k, logits.shape[-1])

@@ -54,7 +54,7 @@ class SoftmaxHeads(NamedTuple):
     gates: "Tensor | None" = None
     """Factors of the output of the heads, [B, S, A, Dv or 1]; None: 1."""
     sinks: "Tensor | None" = None
-    """Score of each head's sink, [A]; None: no sinks."""
+    """Score of each head's sink, [A]; None if there are no sinks."""
     bias: "Tensor | None" = None
     """Bias of the output, [H]; None: 0."""
     index_source: "Tensor | None" = None
@@ -238,7 +238,7 @@ class AttentionPart(Part):
 
     @property
     def selector(self) -> IndexerPart | None:
-        """Source of the selected keys of a query; None: a query attends to all keys."""
+        """Source of the selected keys of a query; None if a query attends to all keys."""
         return None
 
     @property
@@ -298,7 +298,7 @@ class AttentionPart(Part):
         return 0
 
     def saved(self, sizes: "LayerSizes") -> Counter[str] | None:
-        """Return the bytes saved for backward by part of the model, without the input; None: the caller estimates them.
+        """Return the bytes saved for backward by part of the model, without the input; None if it is unknown.
 
         Args:
             sizes: sizes of a micro-batch.
@@ -384,7 +384,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def own_indexer(self) -> IndexerPart | None:
-        """Return the layer's own indexer; None: the layer attends to all keys, or shares an earlier selection."""
+        """Return the layer's own indexer; None if the layer attends to all keys, or shares an earlier selection."""
         return None if self.shares_selection else self.indexer
 
     @property

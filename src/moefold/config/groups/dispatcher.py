@@ -219,7 +219,7 @@ class DispatcherPart(Part):
         return Transfer("ep", sent.routed * sent.row_bytes, sends_once=self.sends_once), over_etp
 
     def room(self, routed: int) -> int | None:
-        """Return the capacity of the receive buffer of a rank in rows; None: the buffer grows as needed.
+        """Return the capacity of the receive buffer of a rank in rows; None if the buffer grows as needed.
 
         Args:
             routed: routed tokens of a rank, and the rows that it receives under balanced routing.
@@ -286,5 +286,5 @@ class WirePart(Part):
         return float(computed_bytes)
 
     def formula(self) -> Callable[["Tensor"], "Tensor"] | None:
-        """Return the rounding of the input of the experts, [..., H]; None: no formula."""
+        """Return the rounding of the input of the experts, [..., H]; None if it has no formula."""
         return None

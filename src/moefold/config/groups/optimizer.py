@@ -99,7 +99,7 @@ class OptimizerPart(Part):
     state_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that determine the states and their types, equal for runs that exchange states."""
     rates: ClassVar[MethodRates | None] = None
-    """Learning rates of a recipe without `train.lr`; None: they follow from the method of training."""
+    """Learning rates of a recipe without `train.lr`; None if they follow from the method of training."""
 
     @property
     def copies_weights(self) -> bool:
@@ -143,7 +143,7 @@ class OptimizerPart(Part):
         raise missing_method(self, "passes")
 
     def formula(self) -> Callable[..., Any] | None:
-        """Return a second implementation of the update, for the oracle; None: no formula.
+        """Return a second implementation of the update, for the oracle; None if it has no formula.
 
         With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> the change that one
         step subtracts from the weight at learning rate 1, including weight decay; or a function of the learning rate,

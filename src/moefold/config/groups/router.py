@@ -28,9 +28,9 @@ class ScoreFormula(NamedTuple):
     num_summed: int
     """Number of best experts whose scores are summed to the score of a group."""
     choose: Callable[..., Any] | None = None
-    """Choices and weights for logits [B, S, E], given K and noise; None: `moe.choice` chooses."""
+    """Choices and weights for logits [B, S, E], given K and noise; None if `moe.choice` chooses."""
     noise_width: Callable[[int, int], int] | None = None
-    """Number of uniform numbers for each token in training, given K and E; None: none."""
+    """Number of uniform numbers for each token in training, given K and E."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,11 @@ class RouterScorePart(Part):
         raise NotImplementedError
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices, int64 [T, K], of a router with its own choice; None: `moe.choice` decides.
+        """Return the choices, int64 [T, K], of a router with its own choice; None if `moe.choice` decides.
 
         Args:
             logits_TE: the logits, without a gradient.
-            noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`]; None: none.
+            noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`].
         """
         return None
 
@@ -108,15 +108,15 @@ class RouterScorePart(Part):
         return 0
 
     def decodes_softmax_after_choice(self) -> bool | None:
-        """Return whether decoding in C takes the softmax of the chosen logits (True) or of all; None: it cannot."""
+        """Return whether decoding in C takes the softmax of the chosen logits (True) or of all; None if it cannot."""
         return None
 
     def fused_options(self) -> dict[str, bool] | None:
-        """Return the options of the fused router kernel for this score; None: not supported by the kernel."""
+        """Return the options of the fused router kernel for this score; None if not supported by the kernel."""
         return None
 
     def formula(self) -> ScoreFormula | None:
-        """Return the score function in float64; None: it has no formula."""
+        """Return the score function in float64; None if it has no formula."""
         return None
 
 
@@ -171,7 +171,7 @@ class RouterSoftmaxPart(Part):
         return False
 
     def uniform_weight(self, num_experts: int) -> float | None:
-        """Return the weight of a choice if all logits are equal; None: no fixed value."""
+        """Return the weight of a choice if all logits are equal; None if it is not fixed."""
         return 1 / num_experts
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
@@ -179,7 +179,7 @@ class RouterSoftmaxPart(Part):
         return 0
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula] | None:
-        """Return a function from the softmax to the whole score function in float64; None: no formula."""
+        """Return a function from the softmax to the whole score function in float64; None if it has no formula."""
         return None
 
 
@@ -247,7 +247,7 @@ class ChoiceFormula(NamedTuple):
     has_aux_loss: bool = False
     """True if the load-balancing loss applies."""
     forced: Callable[[int, int, int], list[int]] | None = None
-    """Experts from the number of a token, K and E, independent of the values; None: the best values decide."""
+    """Experts from the number of a token, K and E, independent of the values; None if the best values decide."""
     bias: Callable[[list[OracleScores]], "Tensor"] | None = None
     """Expert bias after a step, [E], from its micro-batches; None: steps toward an even load."""
 
@@ -269,7 +269,7 @@ class ChoicePart(Part):
     """True if the thresholds of the choice become the expert bias after a step."""
 
     def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor | None":
-        """Return the thresholds, which are subtracted from this micro-batch's scores in training, [E]; None: none."""
+        """Return the thresholds, which are subtracted from this micro-batch's scores in training, [E]."""
         return None
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
@@ -287,7 +287,7 @@ class ChoicePart(Part):
             yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", way_out)
 
     def formula(self) -> ChoiceFormula | None:
-        """Return the choice in float64; None: the part has no formula."""
+        """Return the choice in float64; None if it has no formula."""
         return None
 
 
@@ -317,5 +317,5 @@ class BalanceScopePart(Part):
         return self.accumulates or self.keeps_counts
 
     def formula(self) -> BalanceFormula | None:
-        """Return the pairs of counts and scores in float64; None: it has no formula."""
+        """Return the pairs of counts and scores in float64; None if it has no formula."""
         return None

@@ -85,7 +85,7 @@ class SchedulePart(Part):
         return tuple(stage % pp for stage in range(pp * num_stages))
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
-        """Return the idle seconds of a rank in one step, in closed form, which is faster; None: the rows are simulated.
+        """Return the idle seconds of a rank in one step, in closed form, or None to simulate the rows, which is slower.
 
         docs/pipeline.md has the formulas and measurements.
 

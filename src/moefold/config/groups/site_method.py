@@ -103,7 +103,7 @@ class SiteMethodPart(Part):
             precision: a value of `sites.precision`.
 
         Returns:
-            None: the planner chooses the overlap.
+            None if the planner chooses the overlap.
         """
         return None
 

@@ -130,7 +130,7 @@ class RolloutEngine:
 
         Args:
             num_pages: pages of the cache, at most as many as the settings allow.
-            constrain: starts the grammar of a request; None: no request has a grammar.
+            constrain: starts the grammar of a request; None if no request has a grammar.
         """
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))

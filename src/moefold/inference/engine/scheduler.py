@@ -76,7 +76,7 @@ class _Sequence:
         self.table = table
         self.num_cached = 0
         self.state_slot: int | None = None
-        """Slot of the recurrent state after the cached tokens; None: no state."""
+        """Slot of the recurrent state after the cached tokens."""
         self._slots = slots
 
     @property

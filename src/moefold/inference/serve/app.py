@@ -50,7 +50,7 @@ class CompletionServer:
         job: the server.
         loop: the engine loop, on another thread.
         grammars: grammars of JSON formats.
-        log: receives a line for each request; None: no access log.
+        log: receives a line for each request; None if there is no access log.
     """
 
     def __init__(

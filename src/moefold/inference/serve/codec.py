@@ -43,11 +43,11 @@ class EncodedRequest:
     stops: tuple[str, ...]
     """Texts that end a sample."""
     rules: LogitRules | None
-    """Changes of the logits; None: no changes."""
+    """Changes of the logits."""
     tool_format: ToolFormat | None = None
-    """Format of calls in the text; None: there are no calls, or they are forced."""
+    """Format of calls in the text; None if there are no calls, or they are forced."""
     prompt_reasons: bool | None = None
-    """True if the prompt ends inside reasoning; None: reasoning is not separated from the answer."""
+    """True if the prompt ends inside reasoning; None if reasoning is not separated from the answer."""
     skipped_ids: frozenset[int] = field(repr=False)
     """Special tokens that are omitted from the text."""
 

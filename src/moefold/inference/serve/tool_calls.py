@@ -34,7 +34,7 @@ class NoCallError(ValueError):
 
 
 CallParser = Callable[[str, bool, ToolUse], ParsedCalls | None]
-"""Reads the calls at the beginning of a text (text, whether it is complete, tools); None: more text is needed.
+"""Reads the calls at the beginning of a text (text, whether it is complete, tools); None if more text is needed.
 
 Raises `NoCallError` if there is no call.
 """
@@ -313,7 +313,7 @@ class CallReader:
         """Start an answer.
 
         Args:
-            tool_format: format of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
+            tool_format: format of calls in the text; None if a call is forced, and the text is JSON by `forced_schema`.
         """
         self._tool_use = tool_use
         self._format = tool_format

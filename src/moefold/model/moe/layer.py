@@ -325,7 +325,7 @@ class MoELayer(nn.Module):
     def _loss_groups(self, token_positions: TokenPositions) -> tuple[Tensor | None, int]:
         """Return the load-balancing group of each row, int64 [T], and the number of groups.
 
-        None: row i belongs to sample i modulo the number of groups.
+        None if row i belongs to sample i modulo the number of groups.
         """
         batch_size = len(token_positions.sample_ids_B)
         placed = token_positions.placed

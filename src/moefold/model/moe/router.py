@@ -99,9 +99,9 @@ class ReplayedRouting:
     first_sample: int
     """Index of this rank's first sample in the global batch."""
     replayed_NSK: Tensor | None = None
-    """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None: no replay."""
+    """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None if there is no replay."""
     recorded_NSK: Tensor | None = None
-    """Buffer for the choices in use, in the same layout; None: no recording."""
+    """Buffer for the choices in use, in the same layout; None if there is no recording."""
     is_replayed_NS: Tensor | None = None
     """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for all other tokens."""
     in_evaluation: bool = False
@@ -299,7 +299,7 @@ class Router(nn.Module):
         )
 
     def _choice_noise(self, token_positions: TokenPositions) -> Tensor | None:
-        """Return the uniform numbers in (0, 1) of choices that are sampled, float64 [T, `noise_width`]; None: none."""
+        """Return the uniform numbers in (0, 1) of choices that are sampled, float64 [T, `noise_width`]."""
         if not self._noise_width or not self.training:
             return None
         sample_ids_B, positions_S = token_positions.keys()

@@ -39,7 +39,7 @@ class SoftmaxScore(RouterScorePart):
         return self.softmax.weights(logits_TE, scores_TE, ids_TK, noise_TN, softmax)
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices of `softmax`; None: `moe.choice` decides."""
+        """Return the choices of `softmax`; None if `moe.choice` decides."""
         return self.softmax.choose(logits_TE, top_k, noise_TN)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
