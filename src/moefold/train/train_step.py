@@ -343,7 +343,7 @@ class TrainingStep:
 
         Args:
             batches: this rank's shards.
-            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: it does not poll.
+            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch.
 
         Returns:
             The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.

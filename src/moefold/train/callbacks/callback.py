@@ -101,7 +101,7 @@ class Callback:
     """Definitions of the metrics that `measure` returns."""
 
     def measure(self, context: TrainingContext, step: FinishedStep) -> Mapping[str, float | None]:
-        """Return this rank's values of `metrics` by name, before the line of the step is written; a value may be None."""
+        """Return this rank's values of `metrics` by name, before the line of the step is written, each maybe None."""
         return {}
 
     @property
