@@ -1,4 +1,4 @@
-"""Paths of remote files with one of the `PROTOCOLS`, such as `s3://`, and the methods of `pathlib.Path`.
+"""Paths of remote files with one of the `PROTOCOLS`, such as `s3://`: literal names, methods of `pathlib.Path`.
 
 A `RemotePath` is a `Path` whose operations go through fsspec. Functions that need a local file (`open`, `os.*`,
 `shutil.*`, memory mapping) raise TypeError for it, so that no local folder of that name is created by mistake.

@@ -35,7 +35,7 @@ class Job:
         return regroup
 
     def be_impatient(self, rank: int) -> None:
-        """Connect a rank again, with a timeout that is over at once."""
+        """Connect a rank again, with a timeout that is over immediately."""
         self.ranks[rank] = self._rank(rank, 0.0)
 
     def arrive(self, rank: int, count: int) -> Any:

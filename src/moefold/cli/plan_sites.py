@@ -36,14 +36,14 @@ def reject_site_options(args: argparse.Namespace, option: str, reason: str) -> N
 
 
 def print_site_plan(console: Console, plan: SitePlan) -> None:
-    """Print the least `every` of each precision, the recipe's and the chosen settings, and data parallelism."""
+    """Print the smallest `every` of each precision, the recipe's and the chosen settings, and data parallelism."""
     cost = plan.cost
     fragments = len(plan.recipe.exchanges_s)
     console.print()
     console.print(
         f"{cost.count} sites of these GPUs, {format_bytes(cost.link.bytes_per_s)}/s and {cost.link.latency_s:g} s "
-        f"between them, {fragments} fragment{'s' if fragments > 1 else ''}: the least sites.every for a utilisation of "
-        f"{TARGET:.0%}",
+        f"between them, {fragments} fragment{'s' if fragments > 1 else ''}: the smallest sites.every for a utilisation "
+        f"of {TARGET:.0%}",
         style="bold",
     )
     first = [pair[0] for pair in plan.options]

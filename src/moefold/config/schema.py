@@ -1,7 +1,7 @@
 """Recipe schema: frozen, typed dataclasses, validated by `config/load.py`.
 
 The docstring under each field is the help of its recipe key. The schema does not import torch, so that a wrong recipe
-is refused at once.
+is refused immediately.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Resolve the paths of a recipe to files, and compare their fingerprints with those in a checkpoint."""
+"""Resolve the paths of a recipe, which are literal, to files; compare their fingerprints with a checkpoint's."""
 
 import difflib
 import os

@@ -71,7 +71,7 @@ def signal_on_parent_death(signal_number: signal.Signals, parent_pid: int | None
     """Ask the kernel to send this process a signal when its parent dies (Linux only).
 
     Args:
-        parent_pid: the parent's process id; if the parent has died already, the signal is raised at once.
+        parent_pid: the parent's process id; if the parent has died already, the signal is raised immediately.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)

@@ -200,10 +200,10 @@ REPLICAS = _metrics(
     ("loss_dispersion", "", "standard deviation over mean of the losses of the dp replicas"),
     ("grad_norm_dispersion", "", "standard deviation over mean of the norms of their dense gradients"),
     ("grad_cosine", "", "mean cosine of their dense gradients before reduction, over all pairs"),
-    ("grad_cosine_min", "", "least cosine of a pair"),
+    ("grad_cosine_min", "", "smallest cosine of a pair"),
     ("expert_grad_norm_dispersion", "", "of the expert gradients of the edp replicas; likewise:"),
     ("expert_grad_cosine", "", "mean cosine"),
-    ("expert_grad_cosine_min", "", "least cosine"),
+    ("expert_grad_cosine_min", "", "smallest cosine"),
 )
 
 OFFLOAD = _metrics(
@@ -220,12 +220,12 @@ MEMORY = _metrics(
 )
 
 RANK_TIMES = _metrics(
-    ("own_min_s", "s", "time outside collectives up to the gradients, least of the ranks; on CUDA of the step before"),
+    ("own_min_s", "s", "time outside collectives up to the gradients, minimum of ranks; on CUDA of the step before"),
     ("own_median_s", "s", "the same, median of the ranks"),
     ("own_max_s", "s", "the same, largest of the ranks"),
     ("slowest_rank", "", "the rank of `own_max_s`"),
     ("data_max_s", "s", "loading the rank's shard of the batch, largest of the ranks"),
-    ("wait_min_s", "s", "time in collectives, least of the ranks: of the rank for which the others wait"),
+    ("wait_min_s", "s", "time in collectives, smallest of the ranks: of the rank for which the others wait"),
     ("wait_median_s", "s", "time in collectives, median of the ranks"),
 )
 
@@ -412,7 +412,7 @@ ELSEWHERE = _metrics(
         "tokens/s",
         "predicted tokens of a step, without padding as all samples are full, over its time and the GPUs",
     ),
-    ("plan: memory_gib", "GiB", "predicted peak of the fullest rank, the reserve left out"),
+    ("plan: memory_gib", "GiB", "predicted peak of the rank with the most memory, the reserve left out"),
 )
 
 
@@ -578,12 +578,12 @@ SHOWN = {
     "loss_metrics.rejected_reward": DisplayPlaces(_PARTS, "rejected, nats", table="preferences"),
     "loss_metrics.desirable_reward": DisplayPlaces(_PARTS, "desirable, nats", table="preferences"),
     "loss_metrics.undesirable_reward": DisplayPlaces(_PARTS, "undesirable, nats", table="preferences"),
-    "memory_gib": DisplayPlaces(_RANKS, "peak memory of the fullest rank, GiB", "memory/peak_gib"),
+    "memory_gib": DisplayPlaces(_RANKS, "largest peak memory of a rank, GiB", "memory/peak_gib"),
     "rank_times.own_max_s": DisplayPlaces(_RANKS, "work of the slowest rank, s"),
     "rank_times.own_median_s": DisplayPlaces(_RANKS, "work of the median rank, s"),
     "rank_times.own_min_s": DisplayPlaces(_RANKS, "work of the fastest rank, s"),
     "rank_times.wait_median_s": DisplayPlaces(_RANKS, "wait of the median rank, s"),
-    "rank_times.wait_min_s": DisplayPlaces(_RANKS, "least wait of a rank, s"),
+    "rank_times.wait_min_s": DisplayPlaces(_RANKS, "shortest wait of a rank, s"),
     "rank_times.data_max_s": DisplayPlaces(_RANKS, "longest data loading of a rank, s"),
     "rank_times.slowest_rank": DisplayPlaces(""),
     "offload.stored_gib": DisplayPlaces(_RANKS, "offload: stored, GiB"),

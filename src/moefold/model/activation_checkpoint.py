@@ -222,7 +222,7 @@ class _CheckpointWithoutOutput(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.recompute_context = recompute_context
         recompute_context.ctx = ctx
-        # This graph is discarded at once: bypass the enclosing hooks.
+        # This graph is discarded immediately: bypass the enclosing hooks.
         with saved_tensors_hooks(Tensor.detach, _unpack_output):
             return tuple(result.detach() for result in recompute_context.run_with_graph(tensors)[1])
 

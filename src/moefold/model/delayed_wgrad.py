@@ -1,6 +1,6 @@
 """Delayed weight gradients: interface through which a pipeline schedule splits the backward pass in two.
 
-The input gradient of a layer is needed by the previous stage at once, the weight gradients only by the optimizer
+The input gradient of a layer is needed by the previous stage immediately, the weight gradients only by the optimizer
 (arXiv:2401.10241). Modules with a `wgrad_store` pass their weight-gradient GEMMs to it instead of computing them.
 """
 

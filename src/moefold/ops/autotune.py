@@ -45,7 +45,7 @@ class TuningKey(NamedTuple):
 class Autotuner:
     """Choice of the fastest implementation by key: from recorded times, or measured where it is first needed.
 
-    A single rank uses its measurements at once. Several ranks use the first candidate, the default, until `settle`
+    A single rank uses its measurements immediately. Several ranks use the first candidate, the default, until `settle`
     gives all of them the same times; after that nothing is measured, because other ranks would wait for it.
 
     Args:
