@@ -87,7 +87,7 @@ def words_of_page(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def packed_assignments(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the lines that bind several names to several values, as in `a, b = x, y`; a swap is none of them."""
+    """Return the lines that bind several names to several values, as in `a, b = x, y`; a swap is not one of them."""
     found = []
     for node in ast.walk(tree_of(path)):
         if (

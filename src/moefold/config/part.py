@@ -158,7 +158,7 @@ def checked_build(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
     """Return the result of a part's `build`; raise RunError if it is of another class."""
     owner: Any = kind
     if not isinstance(value, owner):
-        raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, which is no {owner.__name__}")
+        raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, not a {owner.__name__}")
     built_value: Built = value
     return built_value
 

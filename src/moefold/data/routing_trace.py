@@ -193,7 +193,7 @@ class RoutingTrace:
         try:
             self.shape = _read_manifest(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self._key} has a {MANIFEST} that is no {FORMAT} manifest: {error}") from None
+            raise ConfigError(f"{self._key} has a {MANIFEST} that is not a {FORMAT} manifest: {error}") from None
         self.steps = traced_steps(self.folder)
 
     def step(self, step: int) -> TracedStep:

@@ -257,7 +257,7 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
         raise ConfigError(f'data.tokenizer={missing_file_reason(path)}, or use data.tokenizer="bytes"')
     if any(fnmatchcase(file.name, pattern) for pattern in UNREAD_FILES if pattern != SLOW_FILES[0]):
         way_out = "name its folder" if (folder / TOKENIZER_FILE).exists() else missing_file_reason(folder)
-        raise ConfigError(f"data.tokenizer={str(path)!r} is no {TOKENIZER_FILE}: {way_out}")
+        raise ConfigError(f"data.tokenizer={str(path)!r} is not a {TOKENIZER_FILE}: {way_out}")
     settings = _read_object(folder / SETTINGS_FILE)
     config = _read_object(folder / CONFIG_FILE)
     ends = _end_ids(_read_object(folder / GENERATION_FILE)) or _end_ids(config)
