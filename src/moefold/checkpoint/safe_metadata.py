@@ -260,7 +260,7 @@ class _InertObject:
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Unpickler that replaces the classes of an index by new classes, which a pickle may modify, and rejects others."""
+    """Unpickler that replaces the classes of an index by new classes, which a pickle may modify, and refuses others."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.bench.shape import BenchShape, bench_config, bench_shapes, max_fitting_experts
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
@@ -169,7 +169,7 @@ def check_output_options(args: argparse.Namespace) -> None:
     """
     if args.json not in (None, "-"):
         check_writable("--json", Path(args.json))
-        reject_existing("--json", Path(args.json), force=args.force)
+        refuse_existing("--json", Path(args.json), force=args.force)
 
 
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:

@@ -124,7 +124,7 @@ def _shorten(sentence: str, width: int) -> str:
 
 
 def _check_targets(targets: Iterable[Path], *, force: bool) -> None:
-    """Reject files that exist, unless --force is given."""
+    """Refuse files that exist, unless --force is given."""
     existing = [str(path) for path in targets if path.exists()]
     if existing and not force:
         raise ConfigError(

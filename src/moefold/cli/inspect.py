@@ -15,7 +15,7 @@ from rich.text import Text
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.screen import Column, numbers, print_columns
 from moefold.errors import ConfigError
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.metrics.definitions import MISREAD, TABLES, definitions_text
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
 from moefold.metrics.metric_curves import MetricCurve
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
         parser.error("the following arguments are required: RUN")
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
-        reject_existing("--picture", arguments.picture, force=arguments.force)
+        refuse_existing("--picture", arguments.picture, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
     from moefold.metrics.metric_curves import read_metric_curves

@@ -14,7 +14,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import DERIVED, closest_match
 from moefold.cost.stages import plan_stages, stage_cost
 from moefold.errors import ConfigError, raise_all
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.topology.layout import Layout, fold_mapping
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
-        reject_existing("--picture", arguments.picture, force=arguments.force)
+        refuse_existing("--picture", arguments.picture, force=arguments.force)
     cfg, gpus_per_node, has_recipe = parse_arguments(arguments.words)
     layout = fold_mapping(cfg.parallel)
     pipeline = stages_from_config(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None

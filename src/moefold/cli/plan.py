@@ -9,7 +9,7 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_options import add_noise_options, request_from_args
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
-from moefold.cli.plan_sites import add_site_options, reject_site_options
+from moefold.cli.plan_sites import add_site_options, refuse_site_options
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
@@ -125,7 +125,7 @@ def _check_output(args: argparse.Namespace) -> None:
         raise ConfigError(f"--take {args.take} chooses a family of a plan; leave it out, or use --fix")
     if is_other_answer:
         option = "--explain" if args.explain is not None else "--compare-folding"
-        reject_site_options(args, option, "prices no rounds between sites")
+        refuse_site_options(args, option, "prices no rounds between sites")
     if args.breakdown and args.explain is not None:
         raise ConfigError("--breakdown has no effect on --explain, which always prints it; leave --breakdown out")
 

@@ -14,7 +14,7 @@ from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
 from moefold.config.groups.context import ContextPart
 from moefold.errors import ConfigError
-from moefold.host.output_file import check_output_path, reject_existing
+from moefold.host.output_file import check_output_path, refuse_existing
 from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import check_recipe_precision
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -38,10 +38,10 @@ def check_output_paths(args: argparse.Namespace) -> None:
     """
     for path in args.timeline:
         check_timeline_file(path)
-        reject_existing("--timeline", path, force=args.force)
+        refuse_existing("--timeline", path, force=args.force)
     if args.recipe is not None:
         check_output_path("--recipe", args.recipe, (".toml",))
-        reject_existing("--recipe", args.recipe, force=args.force)
+        refuse_existing("--recipe", args.recipe, force=args.force)
     check_jitter_options(args)
     if (args.straggler or args.jitter) and not args.timeline:
         raise ConfigError("--straggler and --jitter disturb the step of --timeline; name a file with it")

@@ -24,8 +24,8 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--site-latency", type=float, metavar="S", help=help_)
 
 
-def reject_site_options(args: argparse.Namespace, option: str, reason: str) -> None:
-    """Reject options of sites that have no effect with another option.
+def refuse_site_options(args: argparse.Namespace, option: str, reason: str) -> None:
+    """Refuse options of sites that have no effect with another option.
 
     Raises:
         ConfigError: an option of sites is given.

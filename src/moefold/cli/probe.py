@@ -11,7 +11,7 @@ from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.cost.hardware import device_names, load_device
 from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
-from moefold.host.output_file import check_output_path, check_writable, reject_existing
+from moefold.host.output_file import check_output_path, check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     for option, path in (("FILE", args.file), ("--json", args.json)):
         if path is not None:
             check_writable(option, path)
-            reject_existing(option, path, force=args.force)
+            refuse_existing(option, path, force=args.force)
     for name in ("ranks", "rounds"):
         value = getattr(args, name)
         if value is not None and value < 1:

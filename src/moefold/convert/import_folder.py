@@ -60,7 +60,7 @@ class ImportOptions:
     check: bool = False
     """If True, read the result back and compare every byte."""
     needs_tokenizer: bool = True
-    """If True, reject a folder without a tokenizer that moefold can read."""
+    """If True, refuse a folder without a tokenizer that moefold can read."""
     leaves_out_mtp: bool = False
     """If True, leave out the multi-token prediction (MTP) layers."""
     ignored_keys: tuple[str, ...] = ()
@@ -297,7 +297,7 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
 
 
 def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:
-    """Hash the tensors of a folder, each in one process; reject tensors that differ from the folder's own manifest.
+    """Hash the tensors of a folder, each in one process; refuse tensors that differ from the folder's own manifest.
 
     Args:
         digests: hashes that this process has computed already.

@@ -75,7 +75,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
 
 
 def _check_initial_weights(path: Path, kind: Any) -> None:
-    """Reject adapters whose initialisation has changed the base weights: PEFT repeats it when it loads them."""
+    """Refuse adapters whose initialisation has changed the base weights: PEFT repeats it when it loads them."""
     if kind is None or isinstance(kind, bool) or (isinstance(kind, str) and kind.lower() in PLAIN_INITS):
         return
     raise ConfigError(
@@ -86,7 +86,7 @@ def _check_initial_weights(path: Path, kind: Any) -> None:
 
 
 def _check_scale(path: Path, keys: Mapping[str, Any]) -> None:
-    """Reject invalid sizes of adapters, and different scales."""
+    """Refuse invalid sizes of adapters, and different scales."""
     ranks = keys.get("rank_pattern") or {}
     if ranks.keys() != (keys.get("alpha_pattern") or {}).keys() or (ranks and keys.get("use_rslora")):
         raise ConfigError(

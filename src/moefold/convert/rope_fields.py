@@ -19,7 +19,7 @@ class RopeParameters:
 
     theta: float
     is_required: bool = False
-    """If True, reject an absent key, for families whose default is not "no scaling"."""
+    """If True, refuse an absent key, for families whose default is not "no scaling"."""
     fraction: float = 0.0
     """Default of partial_rotary_factor; 0: the family rotates all dims."""
     rotary_dim_key: str = ""

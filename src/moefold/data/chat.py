@@ -375,7 +375,7 @@ def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[fr
         (end-of-turn ids, stop string); both empty if the template has no end-of-turn marker.
 
     Raises:
-        ConfigError: the template rejects a conversation of a question and an answer.
+        ConfigError: the template refuses a conversation of a question and an answer.
     """
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _END_PROBE}]
     rendered = template.render(messages, None, "a question and an answer")

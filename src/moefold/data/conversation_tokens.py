@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
-from moefold.data.file_formats import reject_surrogates
-from moefold.data.tokenizer import OffsetTokenizer, reject_nul
+from moefold.data.file_formats import refuse_surrogates
+from moefold.data.tokenizer import OffsetTokenizer, refuse_nul
 from moefold.errors import ConfigError
 
 TOOLS = "tools"
@@ -186,10 +186,10 @@ def _checked(
             "write; set a template that does (data.chat_template), or remove the row"
         )
     # The text may also contain other fields than the content, such as names and tool calls.
-    reject_surrogates(chat.text, f"{req.location}: the rendered conversation")
+    refuse_surrogates(chat.text, f"{req.location}: the rendered conversation")
     if not chat.text:
         raise ConfigError(f"{req.location}: the chat template renders the conversation as no text; remove it")
-    reject_nul(tokenizer, [*req.messages, req.tools], f"{req.location}: the conversation")
+    refuse_nul(tokenizer, [*req.messages, req.tools], f"{req.location}: the conversation")
     return chat
 
 

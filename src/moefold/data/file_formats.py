@@ -329,11 +329,11 @@ def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:
     text = fields[column]
     if not isinstance(text, str):
         raise ColumnError(f"{location}: column {column!r} holds {json_type_name(text)}, not text; fix or remove it")
-    reject_surrogates(text, f"{location}: column {column!r}")
+    refuse_surrogates(text, f"{location}: column {column!r}")
     return text
 
 
-def reject_surrogates(text: str, subject: str) -> None:
+def refuse_surrogates(text: str, subject: str) -> None:
     """Raise ConfigError if a text has lone surrogates, which JSON can express and UTF-8 cannot encode."""
     try:
         text.encode("utf-8")

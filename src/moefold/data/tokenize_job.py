@@ -40,7 +40,7 @@ from moefold.data.input_paths import check_no_duplicates, existing_path, files_b
 from moefold.data.source_listing import is_jsonl
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
-from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, reject_nul, report_notes
+from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.data.worker_pool import run_tasks
 from moefold.errors import ConfigError
@@ -134,7 +134,7 @@ class TextColumn:
 
     def check(self, text: str, location: str) -> str:
         """Return a text if the tokenizer accepts it; else raise ConfigError."""
-        reject_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
+        refuse_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
         return text
 
     def text(self, record: JsonlRecord) -> str:

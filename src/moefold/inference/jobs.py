@@ -18,7 +18,7 @@ from moefold.data.chat import end_of_turn_marker
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
@@ -225,7 +225,7 @@ def prepare_generation(
     cfg = launched_config(source, inference, "generate", rank_env)
     with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
         tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
-    _reject_unused_chat_options(options)
+    _refuse_unused_chat_options(options)
     source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
     end_mark = ""
@@ -265,7 +265,7 @@ def prepare_generation(
     )
 
 
-def _reject_unused_chat_options(options: GenerateOptions) -> None:
+def _refuse_unused_chat_options(options: GenerateOptions) -> None:
     for value, option, name in (
         (options.chat_template, "--chat-template", "the template"),
         (options.want, f"--want {options.want}", "--want"),
@@ -384,12 +384,12 @@ def _check_logits(request: EvalRequest) -> None:
     source_file = request.tokens if request.tokens is not None else request.text
     if isinstance(source_file, Path) and path.resolve() == source_file.resolve():
         raise ConfigError(f"--logits {str(path)!r} would replace the file that is evaluated; name another one")
-    reject_existing("--logits", path, force=request.options.force)
+    refuse_existing("--logits", path, force=request.options.force)
     check_writable("--logits", path)
 
 
 def _check_disk_space(path: Path | None, dataset: TokenDataset, vocab_size: int) -> None:
-    """Reject logits that do not fit on the disk: running out of space in a memory-mapped file kills the process."""
+    """Refuse logits that do not fit on the disk: running out of space in a memory-mapped file kills the process."""
     if path is None:
         return
     needed_bytes = 4 * dataset.num_sequences * dataset.seq_len * vocab_size

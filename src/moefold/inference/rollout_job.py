@@ -12,7 +12,7 @@ from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts,
 from moefold.data.reward_prompt import override_want
 from moefold.data.synthetic_problems import Problems
 from moefold.errors import TOKENIZER_OPTION, ConfigError, reword, reworded_errors
-from moefold.host.output_file import check_output_path, reject_existing
+from moefold.host.output_file import check_output_path, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.jobs import ENGINE_OPTIONS, cache_of_requests, choose_inference_device
@@ -186,4 +186,4 @@ def _check_options(request: RolloutRequest) -> None:
     if request.sampling.temperature == 0 and request.samples > 1:
         raise ConfigError(f"--temperature 0 makes all --samples {request.samples} of a prompt equal; set --samples 1")
     check_output_path("--out", request.out, (".jsonl",))
-    reject_existing("--out", request.out, force=request.force)
+    refuse_existing("--out", request.out, force=request.force)

@@ -121,7 +121,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     tree: Tree = {}
     apply_overrides(tree, request.overrides)
     name_files(tree)
-    _reject_unknown_keys(tree, purpose)
+    _refuse_unknown_keys(tree, purpose)
     parallel = config_from_dict({"parallel": tree.get("parallel", {})}).parallel
     raise_all(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)
     if "world_size" not in tree.get("parallel", {}):
@@ -190,7 +190,7 @@ def _suggest_degrees(match: re.Match[str]) -> str:
     return f"{match['before']}; choose parallel.{match['axis']}={nearest_numbers(int(match['degree']), legal)}"
 
 
-def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
+def _refuse_unknown_keys(tree: Tree, purpose: Purpose) -> None:
     axes = [field.name for field in fields(ParallelConfig) if field.name not in UNUSED_AXIS_KEYS]
     legal = {f"parallel.{name}" for name in axes}
     if purpose == "evaluate":

@@ -11,11 +11,11 @@ from moefold.bounded_read import read_text as read_bounded
 from moefold.checkpoint.run_tokenizer import other_tokenizer_reason
 from moefold.config.data import DataConfig
 from moefold.data.chat import ChatTemplate, load_chat_template
-from moefold.data.file_formats import reject_surrogates
+from moefold.data.file_formats import refuse_surrogates
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
-from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, reject_nul, report_notes
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
 from moefold.data.tokenizer_match import compare_tokenizers
 from moefold.errors import ConfigError
@@ -71,8 +71,8 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_lab
     Raises:
         ConfigError: the text is not valid Unicode, or the model was trained on ids and the text is not numbers.
     """
-    reject_surrogates(text, source_label)
-    reject_nul(tokenizer, text, source_label)
+    refuse_surrogates(text, source_label)
+    refuse_nul(tokenizer, text, source_label)
     if source.uses_hf_text_start and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.encode_start(text)
     try:
@@ -185,17 +185,17 @@ def encode_messages(
         system: system message before each text; "": no message.
 
     Raises:
-        ConfigError: the template rejects a message, or the model was trained on token ids without a tokenizer.
+        ConfigError: the template refuses a message, or the model was trained on token ids without a tokenizer.
     """
     if isinstance(tokenizer, NumberTokenizer):
         raise ConfigError("--chat: the model was trained on bare ids and has no tokenizer; name its --tokenizer")
     encoded = []
-    reject_surrogates(system, "--system")
-    reject_nul(tokenizer, system, "--system")
+    refuse_surrogates(system, "--system")
+    refuse_nul(tokenizer, system, "--system")
     before = [{"role": "system", "content": system}] if system else []
     for message in messages:
-        reject_surrogates(message, "the prompt")
-        reject_nul(tokenizer, message, "the prompt")
+        refuse_surrogates(message, "the prompt")
+        refuse_nul(tokenizer, message, "the prompt")
         turns = [*before, {"role": "user", "content": message}]
         text = template.render_prompt(turns, "the prompt", add_generation_prompt=True)
         encoded.append(tuple(tokenizer.encode(text).tolist()))

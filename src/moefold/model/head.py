@@ -30,7 +30,7 @@ from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 CPU_CHUNK_TOKENS = 512
-"""Tokens of a loss chunk on a CPU if logits are saved; bounds temporaries (docs/log.md#2026-11-20-recomputation-and-loss-in-chunks-time-and-memory)."""
+"""Tokens of a loss chunk on a CPU if logits are saved (docs/log.md#2026-11-20-chunked-loss-and-recomputation)."""
 
 
 class Head(nn.Module):

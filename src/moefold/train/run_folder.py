@@ -172,7 +172,7 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     if moved and (newest is None or _data_difference(read_meta(newest), cfg.data, sample_order(cfg))):
         return False
     if newest is None:
-        # All checkpoints are damaged: the start rejects that. No checkpoint: a running job may be about to save one.
+        # All checkpoints are damaged: the start refuses that. No checkpoint: a running job may be about to save one.
         return bool(named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))) or (
             folder != locked_folder and is_in_use(folder)
         )
@@ -222,17 +222,17 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
     checkpoints = named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     if resume != "auto":
         source = to_path(resume)
-        # Checkpoints of later steps are rejected by name at the start.
+        # Checkpoints of later steps are refused by name at the start.
         is_same_run = any(path.resolve() == source.resolve() or step_of(path) > step_of(source) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
     newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
     if newest is None:
-        # Damaged checkpoints are rejected by name at the start.
+        # Damaged checkpoints are refused by name at the start.
         return "" if checkpoints else "it has no checkpoint to go on from"
     meta = read_meta(newest)
     settings = _read_settings(run_dir)
     if meta.origin:
-        # A checkpoint of weights only: rejected at the start, with the way out.
+        # A checkpoint of weights only: refused at the start, with the way out.
         return ""
     difference = model_differences(meta.model, cfg.model) or _data_difference(meta, cfg.data, sample_order(cfg))
     if difference:
@@ -252,7 +252,7 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
 def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
     """Describe how the data of a checkpoint's run and of the recipe differ; files of the same name count as the same.
 
-    Files that have changed under their names are rejected by name at the start.
+    Files that have changed under their names are refused by name at the start.
     """
     # Only files with different names need to be read for the answer.
     digests = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None

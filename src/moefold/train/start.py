@@ -520,7 +520,7 @@ def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -
 
 
 def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> None:
-    """Reject settings that the device does not support, and a step that does not fit into its memory."""
+    """Refuse settings that the device does not support, and a step that does not fit into its memory."""
     check_dispatch_device(cfg.model, cfg.parallel, device_type)
     check_kernel_device(cfg.run, device_type)
     check_cuda_graphs_device(cfg.run, device_type)

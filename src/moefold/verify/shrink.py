@@ -195,7 +195,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.ffn.moe.top_k
     if not moe.pad_to_capacity:
-        # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
+        # With few experts the capacity factors of the large recipe may drop nothing, which validation refuses.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
         small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=eval_factor))
     return small

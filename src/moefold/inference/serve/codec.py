@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from moefold.data.chat import ChatRequest, ChatTemplate, end_of_turn_marker
-from moefold.data.tokenizer import NumberTokenizer, Tokenizer, reject_nul
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, refuse_nul
 from moefold.data.tokenizer_process import TokenTable
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import LogitRules, NewToken
@@ -113,7 +113,7 @@ class PromptEncoder:
         tools = None if tool_use is None else tool_use.tools
         source = template.source_for(tools)
         template.check_roles(ChatRequest(request.messages, tools, "messages"))
-        reject_nul(self._tokenizer, [*request.messages, tools], "the conversation")
+        refuse_nul(self._tokenizer, [*request.messages, tools], "the conversation")
         tool_format = None
         if tool_use is not None and tool_use.forced:
             check_takes_tools(source, template.location)

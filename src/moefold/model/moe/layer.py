@@ -185,7 +185,7 @@ class MoELayer(nn.Module):
         if self.training:
             y = self._attach_losses(y, routing, routing_map, token_positions)
         if self.is_shortcut:
-            assert y_shared is not None, "rejected by validate/shortcut.py"
+            assert y_shared is not None, "refused by validate/shortcut.py"
             return y_shared, without_base(y)
         return y
 
