@@ -80,6 +80,18 @@ def test_the_machine_check_reads_the_file(tmp_path):
         check_machine(config_from_dict(recipe))
 
 
+def test_the_machine_check_refuses_an_order_that_the_loss_cannot_count(tmp_path):
+    (tmp_path / "swapped.csv").write_text("0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0\n")
+    recipe = {
+        "run": {"dir": str(tmp_path / "run")},
+        "parallel": {"world_size": 2, "pp": 2, "schedule": {"kind": "csv", "path": str(tmp_path / "swapped.csv")}},
+        "train": {"micro_batch_size": 1, "global_batch_size": 2},
+        "moe": {"aux_loss": 0.01, "aux_kind": "global_batch"},
+    }
+    with pytest.raises(ConfigError, match="parallel.schedule='csv' runs 1F1 before 1F0, and moe.aux_kind='global_"):
+        check_machine(config_from_dict(recipe))
+
+
 def test_time_passes_as_order_and_needs_allow(read):
     second = (CostItem("work", 1.0),)
     work = StageSegments(forward=second, backward=2 * second, input_gradient=second, weight_gradient=second)

@@ -119,6 +119,17 @@ def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_ba
     return ""
 
 
+def find_swapped(rows: Sequence[SlotRow]) -> tuple[Action, Action] | None:
+    """Return two forward passes of a stage of which the first is of a later micro-batch; None if all are in order."""
+    last: dict[int, Action] = {}
+    for action in (action for row in rows for slot in row for action in slot if action.kind == "F"):
+        before = last.setdefault(action.stage, action)
+        if before.micro_batch > action.micro_batch:
+            return before, action
+        last[action.stage] = action
+    return None
+
+
 SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
 """Kinds of the actions of a slot."""
 

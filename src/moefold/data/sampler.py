@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.index_shuffle import IndexShuffle, hash_ints
+from moefold.data.index_shuffle import GOLDEN, IndexShuffle, hash_ints
 from moefold.data.sample import Sample, SampleBatch, SampleSource, stack_samples
 from moefold.errors import ConfigError, RunError
 
@@ -373,7 +373,6 @@ class Split(Sampler):
 
 
 _MODULUS = 2**64
-_GOLDEN = 0x9E3779B97F4A7C15
 _OFFSET = _MODULUS // 2
 
 
@@ -411,7 +410,7 @@ class Mixture(Sampler):
         """Return the part that sample `index` comes from, and the sample's index there."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
-        number = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
+        number = bisect_right(self._ends, (index * GOLDEN + _OFFSET) % _MODULUS)
         return number, self._count(number, index)
 
     def annotated_sample(self, index: int) -> Sample:
@@ -465,12 +464,12 @@ class Mixture(Sampler):
 
 
 def _count_below(end: int, num_samples: int) -> int:
-    """Return the count of n < num_samples with (n * _GOLDEN + _OFFSET) mod _MODULUS < end, for 0 <= end <= _MODULUS."""
+    """Return the count of n < num_samples with (n * GOLDEN + _OFFSET) mod _MODULUS < end, for 0 <= end <= _MODULUS."""
     if end == 0:
         return 0
     # floor(y) - floor(y - t) is 1 where frac(y) < t, for 0 < t <= 1.
-    total = floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET)
-    return total - floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET - end + _MODULUS) + num_samples
+    total = floor_sum(num_samples, _MODULUS, GOLDEN, _OFFSET)
+    return total - floor_sum(num_samples, _MODULUS, GOLDEN, _OFFSET - end + _MODULUS) + num_samples
 
 
 def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:

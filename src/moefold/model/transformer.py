@@ -295,8 +295,13 @@ class _Shortcut:
             x = output if self._routed is None else output + self._routed
             self._routed = None
             return x
+        assert self._routed is None, "a layer with a shortcut is followed by a dense one"
         x, self._routed = output
         return x
+
+    def end(self) -> None:
+        """Check that no routed output is left: the stage would lose it."""
+        assert self._routed is None, "a stage does not end with a layer with a shortcut"
 
 
 def _new_selection() -> "Selection":
@@ -445,6 +450,7 @@ class Transformer(nn.Module):
             selections = _Selections()
             for block in self._blocks():
                 x = shortcut.add((yield from run_block(block, x, *args, selections.of(block))))
+            shortcut.end()
         if not self.is_last:
             return self._hidden_output(x)
         if "labels" not in columns:

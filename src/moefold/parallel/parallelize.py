@@ -171,6 +171,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stages=stages,
         stage_plan=plan,
         groups=groups,
+        dispatcher=selection.part,
         positions=positions,
         shards_data_parallel=for_training and cfg.parallel.zero > 0,
         message="; ".join(filter(None, (selection.message, kernels.message))),

@@ -52,8 +52,10 @@ class AttentionPlanOptions:
 class AttentionStatistics:
     """Attention work of a rank since the last reset, over its layers and passes."""
 
+    rounds: list[DocumentBounds] = field(default_factory=list)
+    """Documents of each round, in the order of the forward passes of the stage."""
     pairs: list[int] = field(default_factory=list)
-    """Visible (query, key) pairs of each round, in the order of their forward passes."""
+    """Visible (query, key) pairs of each round."""
     moved_rows: int = 0
     """Rows of queries that this rank computed for other ranks."""
     sent_bytes: int = 0
@@ -62,6 +64,7 @@ class AttentionStatistics:
 
     def reset(self) -> None:
         """Reset all counts."""
+        self.rounds.clear()
         self.pairs.clear()
         self.moved_rows = 0
         self.sent_bytes = 0
@@ -72,8 +75,9 @@ class AttentionStatistics:
         for column in (plan.documents_K, plan.firsts_K, plan.stops_K, plan.compute_ranks_K):
             self.plans_crc = crc32(column.tobytes(), self.plans_crc)
 
-    def begin_round(self) -> int:
+    def begin_round(self, bounds: DocumentBounds) -> int:
         """Return the index of a new round."""
+        self.rounds.append(bounds)
         self.pairs.append(0)
         return len(self.pairs) - 1
 
@@ -260,9 +264,10 @@ class AttentionPlanner:
                 bounds = DocumentBounds(((0,),) * num_samples)
                 self._without_documents[key] = self._build(q, bounds, window, None)
             return self._without_documents[key]
-        round_index = documents.cached("attention round", self.statistics.begin_round)
+        bounds = documents.bounds
+        round_index = documents.cached("attention round", lambda: self.statistics.begin_round(bounds))
         return documents.cached(
-            ("attention tasks", window, num_samples), lambda: self._build(q, documents.bounds, window, round_index)
+            ("attention tasks", window, num_samples), lambda: self._build(q, bounds, window, round_index)
         )
 
     def _build(self, q: Tensor, bounds: DocumentBounds, window: int, round_index: int | None) -> RankTasks:

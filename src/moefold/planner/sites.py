@@ -26,7 +26,8 @@ from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.hardware import Device, SiteLink
-from moefold.cost.site_traffic import difference_itemsize, num_trained, recipe_format, site_traffic
+from moefold.cost.site_traffic import num_trained, recipe_format, site_traffic
+from moefold.cost.state_bytes import master_dtype_bytes
 from moefold.errors import ConfigError
 
 TARGET = 0.95
@@ -227,7 +228,7 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
     sites = cfg.sites
     code = recipe_format(cfg.run, cfg.sites, precision)
     name = precision or sites.precision
-    of_method = precision is None and sites.part.wire_format(difference_itemsize(cfg.run)) is not None
+    of_method = precision is None and sites.part.wire_format(master_dtype_bytes(cfg.run)) is not None
     encode_s, decode_s = sites.part.coding_s if of_method else CODING_S[name]
     # A site also decodes its own vector, if its code is lossy.
     num_members = 2 if sites.part.in_pairs else sites.count
@@ -252,7 +253,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         step_s: step time of a site.
     """
     sites = cfg.sites
-    has_code = sites.part.wire_format(difference_itemsize(cfg.run)) is not None
+    has_code = sites.part.wire_format(master_dtype_bytes(cfg.run)) is not None
     # A residual is the error of a code, and float32 has none.
     choosable = [name for name in CODING_S if name != "float32" or not sites.residual]
     precisions = [sites.precision] if has_code else choosable
@@ -278,7 +279,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         options=options,
         chosen=chosen,
         further=_further_keys(sites, chosen.settings),
-        data_parallel=cost.data_parallel(num_trained(cfg.model, cfg.train, cfg.lora) * difference_itemsize(cfg.run)),
+        data_parallel=cost.data_parallel(num_trained(cfg.model, cfg.train, cfg.lora) * master_dtype_bytes(cfg.run)),
     )
 
 

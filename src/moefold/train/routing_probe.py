@@ -62,6 +62,7 @@ class RoutingProbe:
             self._batches = context.data.eval_batches(NUM_SAMPLES) if self._train.eval_every else []
         layers = context.training.model.moe_layers()
         routers: Sequence[Router] = [layers[number].router for number in sorted(layers)]
+        overrides = [router.override for router in routers]
         recorders = [_ChoiceRecorder() for _ in routers]
         for router, recorder in zip(routers, recorders, strict=True):
             router.override = recorder
@@ -71,8 +72,8 @@ class RoutingProbe:
                     recorder.num_samples = NUM_SAMPLES - number * self._train.global_batch_size
                 context.training.evaluate([batch])
         finally:
-            for router in routers:
-                router.override = None
+            for router, override in zip(routers, overrides, strict=True):
+                router.override = override
         chosen = [ids for recorder in recorders for ids in recorder.chosen]
         hasher = TensorHasher(context.groups.device)
         # Sites without samples have nothing to compare.

@@ -25,7 +25,6 @@ from moefold.metrics.step_metrics import (
     peak_memory_gib,
 )
 from moefold.model.loss_metrics import MISMATCH
-from moefold.parallel.expert_parallel import local_receive_load
 from moefold.parallel.gradients import local_norm_sq
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.step_guard import Mismatch, StepDecision
@@ -128,7 +127,6 @@ class StepMeter:
     ) -> None:
         self.clipped = clipped
         self._model = model
-        self._parallel = parallel
         self._routed = model.stages[0].config.routed
         self._moe_numbers = model.stages[0].config.moe_layer_numbers
         self._indexers = [indexer for stage in model.stages for indexer in stage.indexers().values()]
@@ -201,7 +199,7 @@ class StepMeter:
             packer.add(name, stats)
         packer.add_row("rank times", self._times(data_s, device), world)
         packer.add("offload", self._offload_metrics(device))
-        packer.add("receive loads", local_receive_load(self._model, self._parallel))
+        packer.add("receive loads", self._model.local_receive_load())
         by_part = torch.zeros(0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             from moefold.parallel.memory_tracking import bytes_by_part

@@ -21,8 +21,8 @@ from moefold.optim.build import build_optimizer
 from moefold.optim.lr_schedule import learning_rate, schedule_settings
 from moefold.optim.states import named_moments, reset_moments, set_learning_rate, set_step_count
 from moefold.parallel.batch import Batch
-from moefold.parallel.expert_parallel import check_receive_loads, local_receive_load
-from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
+from moefold.parallel.expert_parallel import check_receive_loads
+from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
 from moefold.parallel.gradients import clip_gradients, needs_clip
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepGuard
@@ -199,7 +199,7 @@ class TrainingStep:
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
         totals = self.meter.reduce(loss, step, flags(), data_s, memory_tracker, self._passes, rate)
         result = totals.result
-        check_receive_loads(totals.receive_loads, self._cfg.parallel, f"step {step}")
+        check_receive_loads(totals.receive_loads, self.model.dispatcher, f"step {step}")
         metrics = None if replica_check is None else replica_check.metrics(self.meter.own_loss(loss.detach())[0])
         decision = self.guard.decide(result.guarded_metrics(), result.mismatch(batch.mismatch_limit))
         recorder.set_phase("optimizer")
@@ -348,24 +348,17 @@ class TrainingStep:
         Returns:
             The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.
         """
-        self.model.train(False)
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
-        with self.model.cast_copies.fresh():
+        with self.model.evaluating("the validation"):
             for i, batch in enumerate(batches):
                 if flags is not None and i % STOP_POLL_EVERY == 0:
                     raised = self._count_flags(flags())
                 if any(raised):
                     break
                 losses.append(self.model.runner.evaluate(batch))
-        reshard_parameters(self.model.stages)
-        self.model.train(True)
         if any(raised):
             return None, raised
-        loads = local_receive_load(self.model, self._cfg.parallel)
-        if loads.numel():
-            loads = all_reduce_sum(loads, self.model.groups.world)
-        check_receive_loads(loads.cpu(), self._cfg.parallel, "the validation")
         total = torch.stack([self.meter.own_loss(loss) for loss in losses]).sum(0)
         return float(all_reduce_sum(total.double(), self.model.groups.world)), raised
 

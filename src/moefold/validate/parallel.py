@@ -4,7 +4,7 @@ Each axis has a function of (config, degree) that yields its violations, so that
 by trials with all other settings unchanged. Also rules of `parallel.overlap_experts` and `overlap_tp`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import gcd, lcm
 from typing import Any
@@ -15,7 +15,7 @@ from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.context import BALANCED, ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.drop import DropScopePart
-from moefold.config.groups.router import ChoicePart
+from moefold.config.groups.router import BalanceScopePart, ChoicePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.limits import MAX_MICRO_BATCHES
@@ -25,15 +25,16 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
 from moefold.config.part_registry import is_built_in, kinds_with
-from moefold.config.pipeline_actions import find_deadlock
+from moefold.config.pipeline_actions import SlotRow, find_deadlock, find_swapped
 from moefold.config.problem import Problem
 from moefold.config.rl import RLConfig
+from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.stages import plan_stages, with_explicit_layout
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, raise_all
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
 from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
@@ -180,9 +181,21 @@ def validate_rows(cfg: Config) -> Iterator[str]:
     if cfg.parallel.pp == 1 or is_built_in(type(chosen(cfg, SchedulePart))):
         return
     try:
-        runtime_slots(cfg.model, cfg.parallel, cfg.train)
+        rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     except ConfigError as error:
         yield str(error)
+    else:
+        yield from _validate_order(cfg, rows)
+
+
+def _validate_order(cfg: Config, rows: Sequence[SlotRow]) -> Iterator[str]:
+    """Check that micro-batches run in order where each counts the tokens of all before it."""
+    if (swapped := find_swapped(rows)) and depends_on_data_parallel_size(cfg.model, cfg.moe):
+        yield (
+            f"{describe_part(chosen(cfg, SchedulePart))} runs {swapped[0]} before {swapped[1]}, and "
+            f"moe.aux_kind={chosen(cfg, BalanceScopePart).kind!r} counts the tokens of the micro-batches before each "
+            "one; order the forward passes of a stage by micro-batch, or choose aux_kind='micro_batch'"
+        )
 
 
 def validate_pipeline_layout(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -216,16 +229,17 @@ def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator
         )
 
 
-def check_schedule_file(parallel: ParallelConfig, train: TrainConfig) -> None:
-    """Check that the schedule file is complete, does not deadlock, and gives every rank weights.
+def check_schedule_file(cfg: Config) -> None:
+    """Check that the schedule file is complete, does not deadlock, suits the losses, and gives every rank weights.
 
     Raises:
         ConfigError: it is not valid.
     """
+    parallel = cfg.parallel
     schedule = chosen_in(parallel, SchedulePart)
     if not schedule.is_for_one_mapping:
         return
-    schedule.rows(parallel.pp, parallel.virtual_stages, train.num_micro_batches(parallel.dp))
+    raise_all(_validate_order(cfg, runtime_slots(cfg.model, parallel, cfg.train)))
     ranks = schedule.stage_ranks(parallel.pp, parallel.virtual_stages)
     if parallel.pipeline_layout not in ("", "auto"):
         for message in _validate_no_empty_ranks(parallel, ranks):

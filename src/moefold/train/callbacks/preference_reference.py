@@ -20,7 +20,6 @@ from moefold.errors import ConfigError
 from moefold.model.head import ModelOutput
 from moefold.objectives.sequences import Sequences
 from moefold.parallel.batch import Batch
-from moefold.parallel.fsdp import reshard_parameters
 from moefold.train.callbacks.callback import Callback, TrainingContext
 
 
@@ -126,18 +125,11 @@ def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.
     training = context.training
     model = training.model
     groups = model.groups
-    last = model.stages[-1]
-    loss = last.loss
-    recorder = SequenceLogProbs(tuple(loss.terms))
-    last.loss = recorder
-    model.train(False)
-    with model.cast_copies.fresh():
+    recorder = SequenceLogProbs(tuple(model.stages[-1].loss.terms))
+    with model.evaluating("the pass for the log-probabilities of the reference", recorder):
         for sampler in (context.data.train_sampler, context.data.validation_sampler):
             for batch in _epoch(sampler, context):
                 model.runner.evaluate(batch)
-    reshard_parameters(model.stages)
-    model.train(True)
-    last.loss = loss
     # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
     totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
     if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:

@@ -1,7 +1,9 @@
 """Callback that exchanges the weights with the other sites of the run, by the outer optimizer."""
 
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -103,11 +105,12 @@ class SiteRounds(Callback):
         if self._sites.count == 1:
             return
         outer = _outer_of(context)
-        frozen = [p.data for p in context.training.parameters.values() if not p.requires_grad]
-        frozen_hash = {"the hash of the frozen weights": self._digest(context, frozen)} if frozen else {}
+        frozen = {name: p.data for name, p in context.training.parameters.items() if not p.requires_grad}
+        device = context.groups.device
+        frozen_hash = {"the hash of the frozen weights": hash_of_ranks(frozen, device)} if frozen else {}
         self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, context.groups.rank)
         registration = self._position(context.position.step, outer)
-        digest = self._digest(context, list(outer.weights.values()))
+        digest = hash_of_ranks(outer.weights, device)
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
         found = self._meeting.ask_until_ready(registration | weights, partial(self._poll, context))
@@ -333,7 +336,7 @@ class SiteRounds(Callback):
             "tokens": self._weight(context, taken.fragments),
             "finite": taken.is_finite,
             # The outer weights of pairs differ.
-            "digest": 0 if in_pairs else self._digest(context, list(outer.weights.values())),
+            "digest": 0 if in_pairs else hash_of_ranks(outer.weights, context.groups.device),
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
             "last": taken.due >= self._run.steps,
@@ -445,11 +448,17 @@ class SiteRounds(Callback):
         if context.log is not None:
             context.log.log_skipped_round(step, why)
 
-    def _digest(self, context: TrainingContext, tensors: Sequence[Tensor]) -> int:
-        """Return a hash of tensors of all ranks of the site; collective."""
-        hasher = TensorHasher(context.groups.device)
-        local = sum(int(hasher.digest(tensor)[1]) for tensor in tensors)
-        return int(sum(current_world().all_gather_object(local)) % 2**63)
+
+def hash_of_ranks(tensors: Mapping[str, Tensor], device: torch.device) -> int:
+    """Return a hash of the named tensors of all ranks of the site, below 2**63; collective."""
+    hasher = TensorHasher(device)
+    local = _hash({name: hasher.digest(tensor).tolist() for name, tensor in tensors.items()})
+    return _hash(current_world().all_gather_object(local))
+
+
+def _hash(value: object) -> int:
+    text = json.dumps(value, sort_keys=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _result(flight: _Flight, context: TrainingContext) -> tuple[ExchangeResult | None, str]:

@@ -115,6 +115,10 @@ class ValidatingDispatcher(Dispatcher[Any]):
         """See base class."""
         self._inner.use_permute_ops(ops)
 
+    def take_receive_load(self) -> Tensor | None:
+        """See base class."""
+        return self._inner.take_receive_load()
+
     def migration(self, metadata: Any) -> ExpertMigration | None:
         """See base class."""
         migration = self._inner.migration(metadata)
