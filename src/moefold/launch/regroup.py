@@ -215,7 +215,7 @@ class Regroup:
             choose: chooses the members from the facts of all survivors.
 
         Raises:
-            NoLossError: no member is lost, or the training has ended.
+            NoRankLostError: no member is lost, or the training has ended.
             RunError: the survivors cannot go on, or count this rank as lost.
         """
         number = self.current.number + 1
@@ -309,7 +309,7 @@ class Regroup:
         """Record lost ranks: ranks whose processes are gone, and ranks that did not arrive in time.
 
         Raises:
-            NoLossError: no member is lost at the end of the wait.
+            NoRankLostError: no member is lost at the end of the wait.
         """
         lost_ranks = self.lost()
         gone = set(self._find_gone()) - lost_ranks

@@ -129,7 +129,7 @@ class AttentionPlan:
         documents_K: index of the document of each task.
         firsts_K: number of the first token of each task.
         stops_K: number of the last token of each task, plus 1.
-        hosts_K: rank that computes each task.
+        compute_ranks_K: rank that computes each task.
     """
 
     placement: Placement
@@ -217,7 +217,7 @@ class AttentionPlan:
         """Return the runs of needed tokens that another rank holds than the rank that needs them.
 
         Args:
-            hosts: rank that needs each range of tokens, ascending.
+            compute_ranks: rank that needs each range of tokens, ascending.
             firsts: number of the first token of each range.
             stops: number of the last token of each range, plus 1.
             rank: see `exchange`.
