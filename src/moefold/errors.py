@@ -60,8 +60,8 @@ def raise_all(messages: Iterable[object]) -> None:
     """
     lines = [line for message in messages for line in getattr(message, "faults", ()) or (str(message),)]
     if lines:
-        many = f"{len(lines)} settings cannot work:\n  " + "\n  ".join(lines)
-        error = ConfigError(lines[0] if len(lines) == 1 else many)
+        listed = f"{len(lines)} settings cannot work:\n  " + "\n  ".join(lines)
+        error = ConfigError(lines[0] if len(lines) == 1 else listed)
         error.faults = tuple(lines)
         raise error
 

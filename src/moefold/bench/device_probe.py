@@ -146,8 +146,8 @@ class DeviceProbe:
     def _memory_gib(self) -> float:
         """Return the memory that one rank can allocate."""
         if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            return self._median((free + torch.cuda.memory_reserved(self._device)) / GIB)
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            return self._median((free_bytes + torch.cuda.memory_reserved(self._device)) / GIB)
         return physical_bytes() / GIB / self._local_ranks
 
     def _copy_bytes_per_s(self) -> float:

@@ -252,7 +252,7 @@ def downsample(values: Array, max_points: int) -> Array:
     table = padded.reshape(num_ranges, length)
     unknown = np.isnan(table)
     starts = np.arange(num_ranges) * length
-    picked = np.concatenate(
+    picked_rows = np.concatenate(
         [
             starts + np.where(unknown, np.inf, table).argmin(1),
             starts + np.where(unknown, -np.inf, table).argmax(1),
@@ -260,4 +260,4 @@ def downsample(values: Array, max_points: int) -> Array:
             [0, count - 1],
         ]
     )
-    return np.unique(picked[picked < count])
+    return np.unique(picked_rows[picked_rows < count])

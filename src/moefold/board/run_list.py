@@ -96,23 +96,23 @@ _STRIDE = 5
 """Distance to the next tried colour; it is coprime to 16."""
 
 
-def free_style(key: str, used: Collection[int]) -> int:
+def free_style(key: str, used_styles: Collection[int]) -> int:
     """Return the style of a run: the colour of its key, or the next colour that differs enough from all other runs.
 
     Solid lines are used first; beyond `NUM_STYLES` runs, styles repeat.
 
     Args:
-        used: styles of the other runs.
+        used_styles: styles of the other runs.
     """
     wanted_style = int(key, 16)
     colors = [(wanted_style + _STRIDE * i) % NUM_COLORS for i in range(NUM_COLORS)]
     for dash in range(NUM_DASHES):
         ring = [dash * NUM_COLORS + color for color in colors]
         # Neighbouring colours of the palette are similar.
-        apart = [style for style in ring if not {_next(style, -1), style, _next(style, 1)} & set(used)]
-        free = [style for style in ring if style not in used]
-        if free:
-            return (apart or free)[0]
+        apart = [style for style in ring if not {_next(style, -1), style, _next(style, 1)} & set(used_styles)]
+        free_styles = [style for style in ring if style not in used_styles]
+        if free_styles:
+            return (apart or free_styles)[0]
     return wanted_style % NUM_STYLES
 
 

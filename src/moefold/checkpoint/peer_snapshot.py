@@ -398,12 +398,12 @@ class PeerSnapshots:
         send_counts = [0] * groups.world.size
         send_counts[plan.layout.peers[rank]] = len(plan.sent)
         buffer = torch.zeros(0, 2, dtype=torch.int64, device=groups.device) if rows is None else rows
-        got = all_to_all(buffer, groups.world, send_counts, counts).cpu().tolist()
+        received = all_to_all(buffer, groups.world, send_counts, counts).cpu().tolist()
         digests: dict[tuple[int, BoxKey], Digest] = {
             (rank, key): (row[0], row[1]) for key, row in zip(plan.sent, local_rows, strict=True)
         }
         # Rows arrive in the order of their senders, like `copied`.
-        digests |= {key: (row[0], row[1]) for key, row in zip(plan.copied, got, strict=True)}
+        digests |= {key: (row[0], row[1]) for key, row in zip(plan.copied, received, strict=True)}
         return digests
 
     def _make_plan(self, shards: Mapping[BoxKey, Tensor], groups: ParallelGroups) -> _Plan:

@@ -79,7 +79,7 @@ def data_order_change(
         return _differences(recorded, current)
     if fingerprints is None:
         return ""
-    moved = {key: recorded[key] for key in LOCATION_KEYS}
+    locations = {key: recorded[key] for key in LOCATION_KEYS}
     old = data_files(recorded, meta.data_files)
     new = data_files(current, fingerprints)
     if unmatched := unmatched_locations(old, new, recorded, current):
@@ -96,7 +96,7 @@ def data_order_change(
     if drops_files and any(name not in dropped for name in meta.data_tokens):
         dropped = {}
     unmatched = [*dropped.values(), *more.values()]
-    return "; ".join(filter(None, [_differences(moved, current), format_list(unmatched)])) if unmatched else ""
+    return "; ".join(filter(None, [_differences(locations, current), format_list(unmatched)])) if unmatched else ""
 
 
 def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
@@ -126,10 +126,10 @@ def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
         order: `sample_order` of the recipe; `data_order_change` returns "" for it.
     """
     recorded = _recorded_order(meta)
-    moved = [key for key in LOCATION_KEYS if recorded[key] != order[key]]
+    moved_keys = [key for key in LOCATION_KEYS if recorded[key] != order[key]]
     names = {"path": "data", "tokenizer": "data.tokenizer", "chat_template": "data.chat_template"}
-    said = [f"{names[key]} at {order[key]!r} has the same content as {recorded[key]!r}" for key in moved]
-    return f"{'; '.join(said)}: continuing at sample {meta.samples}" if said else ""
+    lines = [f"{names[key]} at {order[key]!r} has the same content as {recorded[key]!r}" for key in moved_keys]
+    return f"{'; '.join(lines)}: continuing at sample {meta.samples}" if lines else ""
 
 
 def _recorded_order(meta: CheckpointMeta) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     defaults = {key: value for key, value in defaults.items() if not key.startswith(outside)}
     recorded = defaults | {key: value for key, value in recorded.items() if value != GIVEN}
     unread = _unread_tables(saved) & _unread_tables(reader or model)
-    free = keys_with("model", SAME_TENSORS)
+    free_keys = keys_with("model", SAME_TENSORS)
     for sizes, layers in ((recorded, saved.decoder_layers), (current, model.decoder_layers)):
         heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
         if "attention.head_dim" in sizes and heads and not (sizes is recorded and "attention." in outside):
@@ -257,7 +257,9 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
     keys = [
-        key for key in (*recorded, *current) if key not in free and not any(key.startswith(table) for table in unread)
+        key
+        for key in (*recorded, *current)
+        if key not in free_keys and not any(key.startswith(table) for table in unread)
     ]
     return _differences({key: recorded.get(key) for key in keys}, current)
 

@@ -100,9 +100,9 @@ class SafeReader(dcp.FileSystemReader):
             for batch in batch_by_size(items, lambda item: self._shards[item].storage_info.length, REMOTE_BATCH_BYTES):
                 for index, shard in zip(batch, fetch_all(fetch, batch), strict=True):
                     _copy_shard(shard, items[index], planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        result: Future[None] = Future()
+        result.set_result(None)
+        return result
 
     def _place(self, index: MetadataIndex) -> tuple[str, int]:
         """Return file and offset of a shard; sorting by it reads a file from start to end."""

@@ -111,15 +111,15 @@ def _differing_parts(
     transfers = snapshots.restored_parts
     targets = {name: (box, values) for (name, box), values in shards.items()}
     sent_transfers = sorted((t for t in transfers if t.source == world.rank), key=lambda t: t.target)
-    got = sorted((t for t in transfers if t.target == world.rank), key=lambda t: t.source)
+    received = sorted((t for t in transfers if t.target == world.rank), key=lambda t: t.source)
     rows = [hasher.digest(snapshots.read_part(t)) for t in sent_transfers]
     buffer = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device=groups.device)
     sends = Counter(t.target for t in sent_transfers)
-    receives = Counter(t.source for t in got)
+    receives = Counter(t.source for t in received)
     ranks = range(world.size)
     expected = all_to_all(buffer, world, [sends[rank] for rank in ranks], [receives[rank] for rank in ranks]).tolist()
     faults = []
-    for transfer, digest in zip(got, expected, strict=True):
+    for transfer, digest in zip(received, expected, strict=True):
         box, values = targets[transfer.name]
         if list(_digest(hasher, values[transfer.box.index_in(box)])) != digest:
             old = snapshots.old_ranks[transfer.source]

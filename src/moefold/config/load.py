@@ -97,10 +97,10 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         tree = check_format(tree, "the recipe")
     tables = nested(tree)
     names = {f"{section}.{key}" for section, keys in tables.items() if isinstance(keys, dict) for key in keys}
-    moved = {name: moved_key_refusal(tables, name) for name in MOVED if name in names}
+    refusals = {name: moved_key_refusal(tables, name) for name in MOVED if name in names}
     tree, wrong_preset = _with_preset(tables)
     tree, parts, wrong_parts = _take_tables(tree)
-    problems: Problems = {**_structure_problems(tree), **wrong_preset, **wrong_parts, **moved}
+    problems: Problems = {**_structure_problems(tree), **wrong_preset, **wrong_parts, **refusals}
     filled = _known_keys(tree, problems, parts.get(SiteMethodPart.key))
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
@@ -159,7 +159,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
     Raises:
         MissingPartError: see `config_from_dict`.
     """
-    taken: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     problems: Problems = {}
     remaining = dict(tree)
     for section, owner in sections().items():
@@ -171,14 +171,12 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
             try:
                 if not isinstance(keys[key], Part | Table) and not is_table_value(name, keys[key]):
                     continue
-                taken[name] = build_table(name, keys[key], default_of(section, key))
+                parts[name] = build_table(name, keys[key], default_of(section, key))
             except ConfigError as error:
                 problems[name] = error
-            remaining[section] = {
-                name_left: value for name_left, value in remaining[section].items() if name_left != key
-            }
+            remaining[section] = {other: value for other, value in remaining[section].items() if other != key}
     raise_missing(problems.values())
-    return remaining, taken, problems
+    return remaining, parts, problems
 
 
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:

@@ -542,14 +542,14 @@ def _write_chunks(
 ) -> dict[str, Any]:
     """Write the rows of some tensors chunk by chunk; return the SHA-256 of each tensor, computed by a thread."""
     digests: dict[str, Any] = {}
-    done: Counter[str] = Counter()
+    done_bytes: Counter[str] = Counter()
     for tensors in chunks:
         for name, values in tensors.items():
             data = bytes_of(values)
-            writer.write(locations[name], data, done[name])
+            writer.write(locations[name], data, done_bytes[name])
             thread.drain()
             thread.update(digests.setdefault(name, hashlib.sha256()), data)
-            done[name] += len(data)
+            done_bytes[name] += len(data)
             on_bytes(len(data))
     return digests
 

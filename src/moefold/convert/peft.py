@@ -380,9 +380,9 @@ def split_targets(
     stacked = declared_keys().stacked_by_peft.get(family.name, [])
     ambiguous = {leaf(name) for name in others}
     weights = {name for name in modules if leaf(name) in stacked}
-    leaves = {leaf(name) for name in experts}
+    leaf_names = {leaf(name) for name in experts}
     for name in modules:
         if name not in weights:
             names = (name, family.name_in_transformers(name))
-            leaves |= {*names} if leaf(name) in ambiguous else {leaf(target) for target in names}
-    return sorted(leaves), sorted(f"{name}.weight" for name in weights)
+            leaf_names |= {*names} if leaf(name) in ambiguous else {leaf(target) for target in names}
+    return sorted(leaf_names), sorted(f"{name}.weight" for name in weights)

@@ -459,8 +459,8 @@ class AdaptedSource:
         self.shapes: Mapping[str, Shape] = base.shapes
         pairs = {weight: adapter_names(weight) for weight in base.shapes}
         self.adapted = frozenset(weight for weight, (a, _) in pairs.items() if a in adapters.shapes)
-        used = {adapter for weight in self.adapted for adapter in pairs[weight]}
-        unmatched = sorted(adapters.shapes.keys() ^ used)
+        used_adapters = {adapter for weight in self.adapted for adapter in pairs[weight]}
+        unmatched = sorted(adapters.shapes.keys() ^ used_adapters)
         unmatched += [weight for weight in self.adapted if not _fits(base.shapes[weight], adapters, pairs[weight])]
         if unmatched:
             raise ConfigError(

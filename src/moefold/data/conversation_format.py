@@ -216,8 +216,8 @@ def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role not in ROLES and not any(quote + role + quote in template for quote in ("'", '"')):
-            meant = SHAREGPT_ROLES.get(role) or closest_match(role, ROLES)
-            hint = f"did you mean {meant!r}?" if meant else f"the roles are {', '.join(ROLES)}"
+            guess = SHAREGPT_ROLES.get(role) or closest_match(role, ROLES)
+            hint = f"did you mean {guess!r}?" if guess else f"the roles are {', '.join(ROLES)}"
             raise ConfigError(
                 f"{location}: message {number} has the role {role!r}, which the chat template does not name; {hint}"
             )

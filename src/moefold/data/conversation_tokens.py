@@ -124,12 +124,12 @@ def tokenize_conversations(
             if req.location not in refused:
                 report.skipped.refuse(error)
             refused.add(req.location)
-    used = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
-    valid = [chat for chat in used if chat is not None]
+    usable = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
+    valid = [chat for chat in usable if chat is not None]
     encoded = tokenizer.encode_with_offsets([chat.text for chat in valid])
     prompts_of = iter(_encode_prompts(valid, encoded, tokenizer))
     tokens_of = iter(encoded)
-    for req, chat in zip(conversations, used, strict=True):
+    for req, chat in zip(conversations, usable, strict=True):
         if chat is None:
             yield None
             continue
@@ -157,9 +157,9 @@ def _encode_prompts(
     starts: list[NDArray[np.int64]] = []
     texts: list[str] = []
     for chat, (ids, places) in zip(chats, encoded, strict=True):
-        added = np.flatnonzero(np.isin(ids, tokenizer.added_ids))
+        added_at = np.flatnonzero(np.isin(ids, tokenizer.added_ids))
         for prompt in chat.prompts:
-            before = added[places[added, 1] <= len(prompt)] if chat.text.startswith(prompt) else added[:0]
+            before = added_at[places[added_at, 1] <= len(prompt)] if chat.text.startswith(prompt) else added_at[:0]
             first = int(before[-1]) if len(before) else 0
             starts.append(ids[:first])
             texts.append(prompt[int(places[first, 0]) if first else 0 :])

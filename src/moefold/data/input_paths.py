@@ -146,11 +146,11 @@ def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) ->
 
 def check_no_duplicates(paths: tuple[Path, ...]) -> None:
     """Raise ConfigError if a file occurs twice: its text could be in both training and validation."""
-    seen: set[Path] = set()
+    seen_paths: set[Path] = set()
     for path in paths:
-        if path in seen:
+        if path in seen_paths:
             raise ConfigError(f"data.path reaches {path} twice; name every file once, alone or by its folder")
-        seen.add(path)
+        seen_paths.add(path)
 
 
 def _raise_unreadable(error: OSError) -> None:

@@ -103,9 +103,9 @@ def split_samples(num_samples: int, validation_fraction: float) -> tuple[IndexRa
 def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
     num_runs = min(num_held_out // _MIN_RANGE_SAMPLES, (num_samples - num_held_out) // _MIN_RANGE_SAMPLES, _MAX_RANGES)
     if num_runs <= 1:
-        free = num_samples - num_held_out
+        num_train = num_samples - num_held_out
         # With one or two spare samples, only a range at the very start leaves any training sample.
-        start = hash_ints(num_samples) % (free + 1) if free > 2 else 0
+        start = hash_ints(num_samples) % (num_train + 1) if num_train > 2 else 0
         return [range(start, start + num_held_out)]
     ranges = []
     for i in range(num_runs):

@@ -289,10 +289,10 @@ class TokenFileStream(TokenStream):
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} .. {stop - 1} are outside [0, {len(self)})")
         tokens = np.empty(stop - start, dtype=np.int64)
-        done = 0
+        num_read = 0
         for index, offset, length in self._file_segments(start, stop):
-            tokens[done : done + length] = self._read_segment(index, offset, length)
-            done += length
+            tokens[num_read : num_read + length] = self._read_segment(index, offset, length)
+            num_read += length
         return tokens
 
     def describe_location(self, token: int) -> str:
@@ -318,13 +318,13 @@ class TokenFileStream(TokenStream):
             BrokenShardError: the index has changed since the run began.
         """
         begins = np.zeros(stop - start, dtype=np.bool_)
-        done = 0
+        num_read = 0
         for index, offset, length in self._file_segments(start, stop):
-            segment = begins[done : done + length]
+            segment = begins[num_read : num_read + length]
             segment[self._document_ends(index).between(offset, offset + length) - offset] = True
             if offset == 0:
                 segment[0] = True
-            done += length
+            num_read += length
         return begins
 
     def find_bad_files(self) -> dict[str, BrokenShardError | OutOfVocabError]:

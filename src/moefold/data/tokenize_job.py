@@ -474,9 +474,11 @@ def tokenize_files(
         info["tokenizer_name"] = writer.tokenizer_name
         _write_info(writer.out, info | {"is_complete": False})
         _remove_tmp_files(writer.out)
-        done = {shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None}
-        new = _write_missing(writer, [shard for shard in shards if shard.number not in done], num_processes)
-        sizes = [size for _, size in sorted([*done.items(), *new])]
+        done_shards = {
+            shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None
+        }
+        new = _write_missing(writer, [shard for shard in shards if shard.number not in done_shards], num_processes)
+        sizes = [size for _, size in sorted([*done_shards.items(), *new])]
         result = TokenizationResult(
             num_documents=sum(size.num_documents for size in sizes),
             num_tokens=sum(size.num_tokens for size in sizes),

@@ -94,14 +94,14 @@ class TokenizerWorker:
 
     def pieces(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Return the bytes of each id in a text, and the ids of special tokens."""
-        added = self._tokenizer.get_added_tokens_decoder()
+        added_tokens = self._tokenizer.get_added_tokens_decoder()
         decoders = {step["type"] for step in _steps(json.loads(self._tokenizer.to_str())["decoder"])}
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         pieces = []
         for number in range(size):
             piece = self._tokenizer.id_to_token(number)
-            if number in added or piece is None:
-                pieces.append((added[number].content if number in added else "").encode())
+            if number in added_tokens or piece is None:
+                pieces.append((added_tokens[number].content if number in added_tokens else "").encode())
             elif "ByteLevel" in decoders:
                 pieces.append(_unmapped(piece))
             elif not decoders & {"Metaspace", "ByteFallback"}:
@@ -110,7 +110,7 @@ class TokenizerWorker:
                 pieces.append(bytes([int(match[1], 16)]))
             else:
                 pieces.append(piece.replace("\u2581", " ").encode())
-        special = sorted(number for number, token in added.items() if token.special)
+        special = sorted(number for number, token in added_tokens.items() if token.special)
         return {"sizes": [len(piece) for piece in pieces], "special": special}, b"".join(pieces)
 
     def serialize(self, request: dict[str, Any], payload: bytes) -> Answer:

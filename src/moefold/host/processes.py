@@ -44,8 +44,8 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for late in dict.fromkeys(received):
-            signal.raise_signal(late)
+        for signal_number in dict.fromkeys(received):
+            signal.raise_signal(signal_number)
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

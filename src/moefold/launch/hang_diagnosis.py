@@ -71,9 +71,9 @@ def diagnose(reports: Mapping[int, RankReport], world_size: int) -> Diagnosis:
     for fault, ranks in rules:
         if ranks:
             return Diagnosis(tuple(sorted(ranks)), fault)
-    late = sorted(_stragglers(present))
-    if late and len(late) < len(present):
-        return Diagnosis(tuple(late), "is late")
+    late_ranks = sorted(_stragglers(present))
+    if late_ranks and len(late_ranks) < len(present):
+        return Diagnosis(tuple(late_ranks), "is late")
     return Diagnosis((), "")
 
 
@@ -116,8 +116,8 @@ def _headline(diagnosis: Diagnosis, reports: Mapping[int, RankReport]) -> str:
 
 def _plural(symptom: str) -> str:
     first, _, tail = symptom.partition(" ")
-    many = {"is": "are", "hangs": "hang"}.get(first, first)
-    return f"{many} {tail}".replace("its process ended", "their processes ended").replace("its host", "their hosts")
+    plural = {"is": "are", "hangs": "hang"}.get(first, first)
+    return f"{plural} {tail}".replace("its process ended", "their processes ended").replace("its host", "their hosts")
 
 
 def _group_by_activity(reports: Mapping[int, RankReport], ranks: Sequence[int], *, is_blamed: bool) -> Iterator[str]:
@@ -151,10 +151,10 @@ def _stragglers(present: Mapping[int, RankReport]) -> set[int]:
     """Return the ranks that other ranks wait for and that wait for no rank themselves."""
     computing = {rank for rank, report in present.items() if not report.is_communicating}
     waits = _wait_graph(present)
-    late = waits.awaited - waits.waiting
+    late_ranks = waits.awaited - waits.waiting
     if len(computing) == len(present):
         computing = set()
-    for candidates in (late & computing, computing, late):
+    for candidates in (late_ranks & computing, computing, late_ranks):
         if candidates:
             return candidates
     return _least_advanced(present)

@@ -242,10 +242,10 @@ class Meeting:
         groups = pair_members(int_field(settings, "run.seed"), index, members) if in_pairs else [members]
         round_.answers |= dict.fromkeys(members, {"rests": True})
         # Connections between other sets of sites are dropped, except for late sites that still exchange.
-        late = [
+        open_groups = [
             voters.members for other in self._rounds.values() for voters in other.voting_groups if not voters.outcome
         ]
-        self._keys.end_all_except([*groups, *late])
+        self._keys.end_all_except([*groups, *open_groups])
         for group in groups:
             answer = self._group_answer(group, requests)
             round_.answers |= dict.fromkeys(group, answer)

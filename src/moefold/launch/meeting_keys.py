@@ -29,11 +29,11 @@ class MeetingKeys:
             BadRequestError: the store is full.
         """
         before = self._values.get(key)
-        added = len(key) + len(value) - (0 if before is None else len(key) + len(before))
-        if self._num_bytes + added > MAX_STORE_BYTES:
+        added_bytes = len(key) + len(value) - (0 if before is None else len(key) + len(before))
+        if self._num_bytes + added_bytes > MAX_STORE_BYTES:
             raise BadRequestError("the store is full")
         self._values[key] = value
-        self._num_bytes += added
+        self._num_bytes += added_bytes
 
     def get(self, key: str) -> str | None:
         """Return the value of a key; None if not yet, or it was forgotten."""

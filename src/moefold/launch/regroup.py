@@ -312,23 +312,23 @@ class Regroup:
             NoRankLostError: no member is lost at the end of the wait.
         """
         lost_ranks = self.lost()
-        gone = set(self._find_gone()) - lost_ranks
-        if (lost_ranks | gone).isdisjoint(self.current.members) and waited_s > min(LOSS_WAIT_S, self._timeout_s):
+        gone_ranks = set(self._find_gone()) - lost_ranks
+        if (lost_ranks | gone_ranks).isdisjoint(self.current.members) and waited_s > min(LOSS_WAIT_S, self._timeout_s):
             # No process on the machine of a lost node is left to report it.
-            gone |= set(self._find_silent()) - set(self._arrived(number))
+            gone_ranks |= set(self._find_silent()) - set(self._arrived(number))
             # Another survivor may have recorded them meanwhile.
             lost_ranks = self.lost()
-            gone -= lost_ranks
-            if (lost_ranks | gone).isdisjoint(self.current.members):
+            gone_ranks -= lost_ranks
+            if (lost_ranks | gone_ranks).isdisjoint(self.current.members):
                 raise NoRankLostError
-        is_loss = not (lost_ranks | gone).isdisjoint(self.current.members)
+        is_loss = not (lost_ranks | gone_ranks).isdisjoint(self.current.members)
         if is_loss and waited_s > self._timeout_s:
-            silent = set(self.current.ranks) - set(self._arrived(number)) - lost_ranks - gone
+            silent = set(self.current.ranks) - set(self._arrived(number)) - lost_ranks - gone_ranks
             for rank in silent:
                 # It must not write further files of the run.
                 self._kill(rank)
-            gone |= silent
-        for rank in gone:
+            gone_ranks |= silent
+        for rank in gone_ranks:
             report_lost(self._base, rank)
 
     def _survivors(self, number: int) -> dict[int, Any] | None:

@@ -385,8 +385,8 @@ class _StoreReporter(threading.Thread):
 
     def lost_peers(self) -> list[int]:
         """Return the other ranks of this machine that are gone without having deregistered."""
-        gone = [rank for rank, state in self.local_peer_states().items() if state == GONE]
-        return [rank for rank in gone if not self._connected_store.check([f"left/{rank}"])]
+        gone_ranks = [rank for rank, state in self.local_peer_states().items() if state == GONE]
+        return [rank for rank in gone_ranks if not self._connected_store.check([f"left/{rank}"])]
 
     def kill_peer(self, rank: int) -> None:
         """Kill the process of another rank of this machine, unless it is gone."""

@@ -650,7 +650,7 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
     Raises:
         ConfigError: an entry is not a `Metric`, a name has another form or is taken, or a reduction does not exist.
     """
-    used = {metric.name for metric in STEP}
+    used_names = {metric.name for metric in STEP}
     for metric in metrics:
         if not isinstance(metric, Metric):
             raise ConfigError(
@@ -662,14 +662,14 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
                 f"the metric {metric.name!r} of a callback must have a name of letters, digits and _, such as "
                 "dead_weights"
             )
-        if metric.name in used:
+        if metric.name in used_names:
             raise ConfigError(f"the metric {metric.name!r} of a callback exists already; give it another name")
         if metric.reduce not in REDUCTIONS:
             raise ConfigError(
                 f"the metric {metric.name!r} of a callback has reduce={metric.reduce!r}, which must be one of "
                 f"{', '.join(map(repr, REDUCTIONS))}"
             )
-        used.add(metric.name)
+        used_names.add(metric.name)
 
 
 def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str, float | None]:

@@ -276,12 +276,12 @@ class StepLine:
         """
         columns = self.columns(values, values["eval_loss"], time_left_s)
         kept_names: set[str] = set()
-        free = width + len(GAP)
+        free_width = width + len(GAP)
         for column in sorted(self._table, key=lambda column: column.rank):
             cost = len(columns.get(column.name, "")) + len(GAP)
-            if column.name in columns and (cost <= free or column.rank == 0):
+            if column.name in columns and (cost <= free_width or column.rank == 0):
                 kept_names.add(column.name)
-                free -= cost
+                free_width -= cost
         return GAP.join(text for name, text in columns.items() if name in kept_names).rstrip()
 
     def columns(self, values: Mapping[str, Any], eval_loss: float | None, time_left_s: float) -> dict[str, str]:

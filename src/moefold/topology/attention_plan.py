@@ -289,12 +289,12 @@ def plan_attention(
     pool = pool or num_ranks
     if tolerance is None or pool == 1:
         return plan
-    moved = [
+    moves = [
         move
         for first in range(0, num_ranks, pool)
         for move in _Balancer(plan, range(first, first + pool), tolerance, block, nodes).moves()
     ]
-    return _with_moves(plan, moved)
+    return _with_moves(plan, moves)
 
 
 def _tasks_at_home(placement: Placement) -> tuple[Integers, Integers, Integers, Integers]:

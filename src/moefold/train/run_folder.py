@@ -108,13 +108,13 @@ def choose_run_folder(
     reason = "a job is training it" if is_busy else _not_resumable_reason(run_dir, cfg)
     if not reason:
         return RunFolder(cfg, _changes_message(_read_settings(run_dir), cfg))
-    free = next(
+    free_dir = next(
         folder for folder in (_with_number(run_dir, number) for number in count(2)) if is_free(folder, locked_folder)
     )
     message = (
-        f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free)!r}"
+        f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free_dir)!r}"
     )
-    return RunFolder(_in_folder(configured, free), message)
+    return RunFolder(_in_folder(configured, free_dir), message)
 
 
 def _in_folder(cfg: Config, folder: Path) -> Config:
@@ -163,13 +163,13 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     if settings is None or cfg.checkpoint.resume != "auto" or not _contains_run(folder, cfg.checkpoint):
         return False
     differing = _changed_keys(settings, _settings(cfg))
-    moved = {f"data.{key}" for key in LOCATION_KEYS}.intersection(differing)
-    if any(not _is_free_to_change(key) for key in differing if key not in moved):
+    moved_keys = {f"data.{key}" for key in LOCATION_KEYS}.intersection(differing)
+    if any(not _is_free_to_change(key) for key in differing if key not in moved_keys):
         return False
     if cfg.checkpoint.dir and "checkpoint.dir" in differing:
         return False
     newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
-    if moved and (newest is None or _data_difference(read_meta(newest), cfg.data, sample_order(cfg))):
+    if moved_keys and (newest is None or _data_difference(read_meta(newest), cfg.data, sample_order(cfg))):
         return False
     if newest is None:
         # All checkpoints are damaged: the start refuses that. No checkpoint: a running job may be about to save one.

@@ -253,11 +253,11 @@ def _keep_kinds(kinds: Sequence[Any], count: int) -> list[int]:
 def _spread_kinds(layers: Sequence[Layer], count: int) -> list[int]:
     """Return layers whose feed-forward networks have the model's proportions, and both kinds if the model has both."""
     networks = [layer.ffn for layer in layers]
-    picked = [i * len(networks) // count for i in range(count)]
-    other_layers = [number for number, network in enumerate(networks) if network != networks[picked[0]]]
-    if count > 1 and other_layers and len({networks[number] for number in picked}) == 1:
-        picked[0] = other_layers[0]
-    return picked
+    picked_layers = [i * len(networks) // count for i in range(count)]
+    other_layers = [number for number, network in enumerate(networks) if network != networks[picked_layers[0]]]
+    if count > 1 and other_layers and len({networks[number] for number in picked_layers}) == 1:
+        picked_layers[0] = other_layers[0]
+    return picked_layers
 
 
 def _shared_selections(attentions: Sequence[AttentionPart], stage_sizes: Sequence[int]) -> list[bool]:

@@ -459,12 +459,12 @@ def _pass_tensors(
     tables = np.zeros((len(segments), max(page_counts, default=1)), np.int32)
     for row, segment, num_pages in zip(tables, segments, page_counts, strict=True):
         row[:num_pages] = segment.table.pages[:num_pages]
-    picked = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.number >= 0]
+    drawn_rows = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.number >= 0]
     pages = tables[segment_of_row, positions // page_positions]
     slots = pages.astype(np.int64) * page_positions + positions % page_positions
     state_slots = np.array([segment.state_slot for segment in segments], np.int64)
     tokens_R, slots_R, positions_R, tables_NP, state_slots_N, picked_N = copy_together_to_device(
-        (tokens, slots, positions, tables, state_slots, np.array(picked, np.int64)), device
+        (tokens, slots, positions, tables, state_slots, np.array(drawn_rows, np.int64)), device
     )
     lasts = [segment.first + len(segment.tokens) - 1 for segment in segments]
     num_state_slots = 1 + max((segment.state_slot for segment in segments), default=-1)
@@ -498,9 +498,11 @@ def change_logits(
         ids, values = zip(*rules.bias, strict=True)
         logits_V[list(ids)] += torch.tensor(values, dtype=logits_V.dtype, device=device)
     if rules.repetition_penalty != 1:
-        used = sorted({*request.prompt, *tokens})
-        logits = logits_V[used]
-        logits_V[used] = torch.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
+        used_tokens = sorted({*request.prompt, *tokens})
+        logits = logits_V[used_tokens]
+        logits_V[used_tokens] = torch.where(
+            logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty
+        )
     counts = Counter(tokens)
     if counts and (rules.frequency_penalty or rules.presence_penalty):
         penalties = [count * rules.frequency_penalty + rules.presence_penalty for count in counts.values()]
