@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
-from moefold.config.field import VerifyClass
+from moefold.config.field import VerifyAs
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, Table
 
@@ -637,8 +637,6 @@ def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
     read = formula_reads(part)
     names = {field.name for field in fields(part)} - part.framed - part.of_layers - set(unread)
     hints = get_type_hints(part, include_extras=True)
-    formats = {
-        name for name in names if any(isinstance(m, VerifyClass) for m in getattr(hints[name], "__metadata__", ()))
-    }
+    formats = {name for name in names if any(isinstance(m, VerifyAs) for m in getattr(hints[name], "__metadata__", ()))}
     assert names - formats <= read
     return read

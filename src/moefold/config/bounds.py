@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args
 
-from moefold.config.field import SAME_RUN, Bound, MaxMagnitude, ReadIf, Trait, VerifyClass
+from moefold.config.field import SAME_RUN, Bound, MaxMagnitude, ReadIf, Trait, VerifyAs
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.part import Part, Table, metadata_of, settings_of, tables_of
 from moefold.config.schema import Config
@@ -107,15 +107,15 @@ def keys_with(section: str, trait: Trait) -> frozenset[str]:
 def keys_of_same_run() -> frozenset[str]:
     """Return the keys that may change when a run is resumed without a line of the log (`SAME_RUN`)."""
     return frozenset(
-        name for name, marks in _marks_by_key().items() if SAME_RUN in marks and judged()[name] is not VerifyClass.START
+        name for name, marks in _marks_by_key().items() if SAME_RUN in marks and judged()[name] is not VerifyAs.START
     )
 
 
 @cache
-def judged() -> dict[str, VerifyClass | None]:
+def judged() -> dict[str, VerifyAs | None]:
     """Return how `moefold verify` judges each key, by "section.key"; None: the oracle must read it."""
     return {
-        name: next((mark for mark in reversed(marks) if isinstance(mark, VerifyClass)), None)
+        name: next((mark for mark in reversed(marks) if isinstance(mark, VerifyAs)), None)
         for name, marks in _marks_by_key().items()
     }
 

@@ -14,7 +14,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
-from moefold.config.field import SAME_RUN, ReadIf, VerifyClass
+from moefold.config.field import SAME_RUN, ReadIf, VerifyAs
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -33,21 +33,19 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: Annotated[ParallelConfig, VerifyClass.MAPPING, SAME_RUN] = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, VerifyAs.MAPPING, SAME_RUN] = field(default_factory=ParallelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    data: Annotated[DataConfig, VerifyClass.SAMPLES] = field(default_factory=DataConfig)
+    data: Annotated[DataConfig, VerifyAs.SAMPLES] = field(default_factory=DataConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     lora: Annotated[LoraConfig, ReadIf("lora.rank")] = field(default_factory=LoraConfig)
-    checkpoint: Annotated[CheckpointConfig, VerifyClass.FILES, SAME_RUN] = field(default_factory=CheckpointConfig)
-    metrics: Annotated[MetricsConfig, VerifyClass.FILES, SAME_RUN] = field(default_factory=MetricsConfig)
-    faults: Annotated[FaultsConfig, VerifyClass.FILES, SAME_RUN] = field(default_factory=FaultsConfig)
-    rl: Annotated[RLConfig, ReadIf("rl.group_size"), VerifyClass.ROLLOUTS] = field(default_factory=RLConfig)
-    rollout: Annotated[RolloutConfig, ReadIf("rl.group_size"), VerifyClass.ROLLOUTS] = field(
-        default_factory=RolloutConfig
-    )
-    reward: Annotated[RewardConfig, ReadIf("rl.group_size"), VerifyClass.ROLLOUTS] = field(default_factory=RewardConfig)
-    sites: Annotated[SitesConfig, VerifyClass.ROUNDS] = field(default_factory=SitesConfig)
+    checkpoint: Annotated[CheckpointConfig, VerifyAs.FILES, SAME_RUN] = field(default_factory=CheckpointConfig)
+    metrics: Annotated[MetricsConfig, VerifyAs.FILES, SAME_RUN] = field(default_factory=MetricsConfig)
+    faults: Annotated[FaultsConfig, VerifyAs.FILES, SAME_RUN] = field(default_factory=FaultsConfig)
+    rl: Annotated[RLConfig, ReadIf("rl.group_size"), VerifyAs.ROLLOUTS] = field(default_factory=RLConfig)
+    rollout: Annotated[RolloutConfig, ReadIf("rl.group_size"), VerifyAs.ROLLOUTS] = field(default_factory=RolloutConfig)
+    reward: Annotated[RewardConfig, ReadIf("rl.group_size"), VerifyAs.ROLLOUTS] = field(default_factory=RewardConfig)
+    sites: Annotated[SitesConfig, VerifyAs.ROUNDS] = field(default_factory=SitesConfig)
 
     @property
     def is_rl(self) -> bool:

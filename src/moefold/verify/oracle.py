@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, chosen_in, read_key
-from moefold.config.field import VerifyClass
+from moefold.config.field import VerifyAs
 from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
 from moefold.config.groups.block import ResidualFormula
 from moefold.config.groups.dispatcher import WirePart
@@ -193,7 +193,7 @@ class Oracle:
         Raises:
             NoFormulaError: there is such a key.
         """
-        counted = {None, VerifyClass.ROUNDS} if has_rounds else {None}
+        counted = {None, VerifyAs.ROUNDS} if has_rounds else {None}
         if unread := [name for name in self.reads.unread(self._recipe) if judged().get(name) in counted]:
             idle = idle_keys(self._recipe)
             values = [

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
-from moefold.config.field import SAME_TENSORS, MaxMagnitude, ReadIf, VerifyClass, at_least
+from moefold.config.field import SAME_TENSORS, MaxMagnitude, ReadIf, VerifyAs, at_least
 from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.router import RouterScorePart
 from moefold.config.limits import MAX_WIDTH
@@ -118,7 +118,7 @@ class FeedForwardPart(Part):
 class DensePart(FeedForwardPart):
     """Network that processes every token."""
 
-    intermediate_size: Annotated[int, at_least(1), MaxMagnitude(2**26), VerifyClass.SIZE] = 1024
+    intermediate_size: Annotated[int, at_least(1), MaxMagnitude(2**26), VerifyAs.SIZE] = 1024
     """Inner width of the network of dense layers."""
 
 
@@ -142,7 +142,7 @@ class RoutedPart(FeedForwardPart):
     """Experts of one MoE layer, E."""
     top_k: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 2
     """Experts chosen for each token, K."""
-    intermediate_size: Annotated[int, at_least(1), MaxMagnitude(2**26), VerifyClass.SIZE] = 512
+    intermediate_size: Annotated[int, at_least(1), MaxMagnitude(2**26), VerifyAs.SIZE] = 512
     """Inner width of one expert, F."""
     latent_size: Annotated[int, at_least(0, "0: none"), MaxMagnitude(MAX_WIDTH)] = 0
     """Width of the dispatched tokens, the input and output of the routed experts: one projection maps the hidden state
