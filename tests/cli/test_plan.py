@@ -13,7 +13,7 @@ from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
 from moefold.errors import ConfigError
 from moefold.planner.accuracy import STATED_ERROR
 from moefold.recipe import load_config
-from moefold.train.start import check_data_source
+from moefold.train.machine_checks import check_data_source
 from moefold.validate.config import check_config
 
 SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "4", "--seq-len", "64", "--global-batch-size", "4"]

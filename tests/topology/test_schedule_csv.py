@@ -8,7 +8,7 @@ from moefold.parts.schedule.csv import _read_schedule
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.schedules import stage_ranks
-from moefold.train.start import check_machine
+from moefold.train.machine_checks import check_machine
 
 ONE_F_ONE_B = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 SPLIT = "0F0,0F1,,0I0,0I1,0W0,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"

@@ -19,7 +19,8 @@ from moefold.recipe import load_config
 from moefold.topology.layout import fold
 from moefold.train.callbacks.callback import TrainingContext
 from moefold.train.callbacks.preference_reference import ReferencePass, reference_log_probs
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.data_loader import DataLoader
+from moefold.train.position import Position
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import compare_records, run_oracle
@@ -149,10 +150,9 @@ def _reference(cfg: Config, cache: str) -> np.ndarray:
     os.environ["XDG_CACHE_HOME"] = cache
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    loader = DataLoader(cfg, groups, training.model.positions)
+    loader = DataLoader(cfg, groups, training.model.positions, Position())
     loader.open(None)
-    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, Position(), StopSignals(announces=False))
-    values = reference_log_probs(run, len(loader.reference.values))
+    values = reference_log_probs(training, loader, len(loader.reference.values))
     assert training.model.stages[-1].training
     assert training.model.stages[-1].loss.terms == ("preference",)
     return values
@@ -164,11 +164,12 @@ def _refused_reference(cfg: Config, cache: str) -> str:
     with symmetric_memory():
         groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
         training = TrainingStep(parallelize(cfg, groups), cfg)
-    loader = DataLoader(cfg, groups, training.model.positions)
+    position = Position()
+    loader = DataLoader(cfg, groups, training.model.positions, position)
     loader.open(None)
     folder = Path(cfg.run.dir)
     folder.mkdir(exist_ok=True)
-    run = TrainingContext(folder, groups, training, loader, Position(), StopSignals(announces=False))
+    run = TrainingContext(folder, groups, training, loader, position, StopSignals(announces=False))
     with pytest.raises(RunError) as caught:
         ReferencePass(cfg.checkpoint).on_start(run)
     return str(caught.value)

@@ -21,7 +21,7 @@ from moefold.comm.groups import current_world
 from moefold.config.data import DataConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
-from moefold.train.data_loader import resolve_data_files
+from moefold.train.data_files import resolve_data_files
 from tests.train.tiny_runs import losses, recipe, train_rank
 
 pytestmark = pytest.mark.parity

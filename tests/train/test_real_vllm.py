@@ -17,7 +17,7 @@ from moefold.config.schema import Config
 from moefold.convert.export_folder import ExportOptions, export_folder
 from moefold.errors import ConfigError
 from moefold.inference.vllm_server import VllmClient, serve_command
-from moefold.train.start import check_vllm
+from moefold.train.machine_checks import check_vllm
 from tests.models import edit_model
 from tests.train.policy_runs import recipe, records, train_policy, under
 

@@ -16,7 +16,7 @@ from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.vllm_engine import _cut_off
 from moefold.inference.vllm_server import VllmClient, VllmError, generate_body, serve_command
-from moefold.train.start import check_vllm
+from moefold.train.machine_checks import check_vllm
 from moefold.validate.config import check_config
 from tests.slow import slow
 from tests.train.policy_runs import recipe, records, train_policy, under

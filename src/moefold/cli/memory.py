@@ -27,7 +27,7 @@ from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import format_bytes, print_escaped
 from moefold.topology.layout import Layout
-from moefold.train.start import check_data_source, check_offload_folder
+from moefold.train.machine_checks import check_data_source, check_offload_folder
 from moefold.validate.config import check_config
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_offload_device

@@ -26,7 +26,7 @@ from moefold.host.memory import available_host_memory
 from moefold.progress import ProgressCallback, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
-from moefold.train.start import check_data_source, check_replay, check_replay_content
+from moefold.train.machine_checks import check_data_source, check_replay, check_replay_content
 from moefold.validate.config import check_config
 from moefold.validate.moe import check_dispatch_device
 

@@ -12,10 +12,10 @@ held-out text.
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,6 +212,28 @@ class IndexAnnotatedSamples(PackedSamples):
         return Sample(self.sample(number), np.cumsum(begins, dtype=np.int32))
 
 
+class SampleNumbers(Protocol):
+    """Numbered samples or prompts of a run, which count its progress through the data."""
+
+    @property
+    def has_annotations(self) -> bool:
+        """True if samples may have document ids or target weights."""
+        ...
+
+    @property
+    def filled(self) -> float:
+        """Share of the inputs that are not padding, 0 to 1."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of samples in an epoch."""
+        ...
+
+    def origin(self, index: int) -> str:
+        """Return the location of a sample in the data, for a message."""
+        ...
+
+
 class Sampler(SampleSource):
     """Endless sequence of samples in the order of a run, the same under every parallel mapping.
 
@@ -255,18 +277,7 @@ class Sampler(SampleSource):
                 f"no {self.split_name} sample is left: the files of all of them are left out "
                 "(data.corrupt='skip'); restore them, or give the run other data"
             )
-        blocked = [span for span in skipped_ranges if span.stop > first]
-        if not self.num_dropped and all(span.start >= first + count for span in blocked):
-            return range(first, first + count)
-        indices: list[int] = []
-        while len(indices) < count:
-            if ends := [span.stop for span in blocked if first in span]:
-                first = max(ends)
-                continue
-            if not self.is_dropped(first):
-                indices.append(first)
-            first += 1
-        return indices
+        return next_indices(first, count, skipped_ranges, self.is_dropped if self.num_dropped else None)
 
     @property
     def num_dropped(self) -> int:
@@ -289,6 +300,31 @@ class Sampler(SampleSource):
     def restore(self, state: Any) -> None:
         """Restore a state returned by `state`; it only saves time and does not change the samples."""
         return
+
+
+def next_indices(
+    first: int, count: int, skipped_ranges: Sequence[range], is_dropped: Callable[[int], bool] | None = None
+) -> Sequence[int]:
+    """Return the next `count` numbers from `first` on, ascending, outside the skipped ranges.
+
+    Args:
+        first: the first candidate.
+        count: how many.
+        skipped_ranges: numbers to leave out.
+        is_dropped: whether to leave out a number too; None: no.
+    """
+    blocked = [span for span in skipped_ranges if span.stop > first]
+    if is_dropped is None and all(span.start >= first + count for span in blocked):
+        return range(first, first + count)
+    indices: list[int] = []
+    while len(indices) < count:
+        if ends := [span.stop for span in blocked if first in span]:
+            first = max(ends)
+            continue
+        if is_dropped is None or not is_dropped(first):
+            indices.append(first)
+        first += 1
+    return indices
 
 
 class Split(Sampler):

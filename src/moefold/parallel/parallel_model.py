@@ -21,10 +21,11 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
+from moefold.parallel.accumulation import Accumulation
 from moefold.parallel.batch import Batch
 from moefold.parallel.expert_parallel import check_receive_loads, local_receive_load
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
+from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.topology.pipeline_layout import StagePlan
 
 if TYPE_CHECKING:

@@ -70,42 +70,19 @@ class _TensorDigest:
     """False if some ranks of the axis lack the tensor and use a zero digest."""
 
 
-class ReplicaCheck:
-    """Compares replicated state, losses and gradients between ranks, on the steps that ask for it.
+class ReplicaGradients:
+    """Compares losses and gradients of the replicas on the steps that ask for it.
 
     Args:
         model: the model of this rank.
-        moments: optimizer moments by name.
-        zero: the ZeRO level; from 1 on, the gathered weights are compared too.
         comm_hooks: the communication hooks of the model's FSDP modules.
         samples: samples of each data-parallel replica in a step, without padding; empty: all have equal numbers.
     """
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        moments: Mapping[str, Tensor],
-        zero: int,
-        comm_hooks: FSDPCommHooks,
-        samples: Sequence[int] = (),
-    ) -> None:
-        groups = model.groups
-        self._samples, self._expert_samples = _samples_of_replicas(groups.layout, samples)
+    def __init__(self, model: ParallelModel, comm_hooks: FSDPCommHooks, samples: Sequence[int] = ()) -> None:
+        self._samples, self._expert_samples = _samples_of_replicas(model.groups.layout, samples)
         self._model = model
-        self._moments = moments
-        self._zero = zero
         self._comm_hooks = comm_hooks
-        self._hasher = TensorHasher(groups.device)
-        self._no_digest = torch.zeros(2, dtype=torch.int64, device=groups.device)
-        self._groups: dict[str, Group] = {
-            "tp": groups.attn.tp,
-            "dp_cp": groups.attn.dp_cp,
-            "edp": groups.moe.edp,
-            "stage": groups.attn.stage,
-            "cp": groups.attn.cp,
-            "pp": groups.pp,
-            "world": groups.world,
-        }
 
     def enable(self) -> None:
         """Collect the dot products of the gradients of the next backward passes, until `metrics`."""
@@ -138,6 +115,33 @@ class ReplicaCheck:
             self._samples,
             self._expert_samples,
         )
+
+
+class ReplicaCheck:
+    """Compares the replicated state of ranks.
+
+    Args:
+        model: the model of this rank.
+        moments: optimizer moments by name.
+        zero: the ZeRO level; from 1 on, the gathered weights are compared too.
+    """
+
+    def __init__(self, model: ParallelModel, moments: Mapping[str, Tensor], zero: int) -> None:
+        groups = model.groups
+        self._model = model
+        self._moments = moments
+        self._zero = zero
+        self._hasher = TensorHasher(groups.device)
+        self._no_digest = torch.zeros(2, dtype=torch.int64, device=groups.device)
+        self._groups: dict[str, Group] = {
+            "tp": groups.attn.tp,
+            "dp_cp": groups.attn.dp_cp,
+            "edp": groups.moe.edp,
+            "stage": groups.attn.stage,
+            "cp": groups.attn.cp,
+            "pp": groups.pp,
+            "world": groups.world,
+        }
 
     @torch.no_grad()
     def find_divergences(self, batch: Batch, host_facts: Sequence[HostFact]) -> tuple[Divergence, ...]:

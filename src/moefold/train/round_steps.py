@@ -14,7 +14,7 @@ from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutR
 from moefold.rl.rollout import RolloutGroup, SampledRouting, rollout_positions
 from moefold.rl.rollout_table import Round
 from moefold.rl.step_rows import StepRows, split_steps
-from moefold.train.batch_sharding import BatchSharder
+from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.log_probs import TrainerLogProbs
 
 
@@ -48,7 +48,7 @@ class RoundSteps:
         train: TrainConfig,
         rl: RLConfig,
         model: ParallelModel,
-        sharder: BatchSharder,
+        sharder: BatchBuilder,
         pack: Callable[[Sequence[RolloutGroup]], StepRows],
         replay: RolloutReplay | None,
         trainer: TrainerLogProbs | None,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.data.fingerprint import LOCATION_KEYS
@@ -20,20 +21,27 @@ from moefold.errors import ConfigError
 from moefold.model.head import ModelOutput
 from moefold.objectives.sequences import Sequences
 from moefold.parallel.batch import Batch
-from moefold.train.callbacks.callback import Callback, TrainingContext
+from moefold.train.callbacks.callback import CallbackStage, StageCallback, TrainingContext
+from moefold.train.data_files import DataFiles
+from moefold.train.data_loader import DataLoader
+from moefold.train.train_step import TrainingStep
 
 
-class ReferencePass(Callback):
+class ReferencePass(StageCallback):
     """Callback that fills in the column "reference_log_probs" before the first step.
 
     A new run computes it with its initial weights under its own mapping and stores it in the run folder; a resumed run
     reads it from there.
 
     Args:
+        loader: the samples of the run.
         checkpoint: section of the recipe: the run that checkpoint.resume names also has the file.
     """
 
-    def __init__(self, checkpoint: CheckpointConfig) -> None:
+    stage = CallbackStage.REFERENCE
+
+    def __init__(self, loader: DataLoader, checkpoint: CheckpointConfig) -> None:
+        self._loader = loader
         self._checkpoint = checkpoint
 
     def on_start(self, context: TrainingContext) -> None:
@@ -42,15 +50,15 @@ class ReferencePass(Callback):
         Raises:
             ConfigError: the run is resumed, and its folder has no log-probabilities for its data.
         """
-        reference = context.data.reference
+        reference = self._loader.reference
         if reference is None:
             return
-        name = _file_name(context)
+        name = _file_name(self._loader.files)
         path = context.folder / name
         if context.is_resumed:
             reference.values = self._read_on_rank0(context, name, reference.values.shape)
         else:
-            reference.values = reference_log_probs(context, len(reference.values))
+            reference.values = reference_log_probs(context.training, self._loader, len(reference.values))
         # A run that resumes from a checkpoint of another folder has its own file from now on.
         if context.is_first_rank and not (context.is_resumed and path.is_file()):
             draft = path.with_suffix(".tmp")
@@ -68,7 +76,7 @@ class ReferencePass(Callback):
         if self._checkpoint.resume not in ("auto", "never"):
             folders.append(Path(self._checkpoint.resume).resolve().parent.parent)
         if context.is_first_rank:
-            names = (name, _former_file_name(context))
+            names = (name, _former_file_name(context.data.files))
             path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
             if path is not None:
                 try:
@@ -100,35 +108,34 @@ _KEYS_OF_FORMAT_1 = {
 """Keys of [align] in every recipe so far: they are part of the names of files that a resumed run looks for."""
 
 
-def _file_name(context: TrainingContext) -> str:
+def _file_name(files: DataFiles) -> str:
     """Return a file name that depends on everything that determines the pairs or their log-probabilities."""
-    order = context.data.order | _KEYS_OF_FORMAT_1
+    order = files.order | _KEYS_OF_FORMAT_1
     order = {key: value for key, value in order.items() if key not in LOCATION_KEYS}
-    return _hashed_name([order, list(context.data.fingerprints.values())])
+    return _hashed_name([order, list(files.fingerprints.values())])
 
 
-def _former_file_name(context: TrainingContext) -> str:
+def _former_file_name(files: DataFiles) -> str:
     """Return the file name of earlier versions, which also depended on the paths of the data."""
-    fingerprints = {name: " ".join(digest.split()[:2]) for name, digest in context.data.fingerprints.items()}
-    return _hashed_name([context.data.order | _KEYS_OF_FORMAT_1, fingerprints])
+    fingerprints = {name: " ".join(digest.split()[:2]) for name, digest in files.fingerprints.items()}
+    return _hashed_name([files.order | _KEYS_OF_FORMAT_1, fingerprints])
 
 
 def _hashed_name(identity: object) -> str:
     return f"reference-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.npy"
 
 
-def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
+def reference_log_probs(training: TrainingStep, loader: DataLoader, num_pairs: int) -> NDArray[np.float64]:
     """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]; collective.
 
     The forward pass is the same as in an evaluation, under the mapping of the training.
     """
-    training = context.training
     model = training.model
     groups = model.groups
     recorder = SequenceLogProbs(tuple(model.stages[-1].loss.terms))
     with model.evaluating("the pass for the log-probabilities of the reference", recorder):
-        for sampler in (context.data.train_sampler, context.data.validation_sampler):
-            for batch in _epoch(sampler, context):
+        for sampler in (loader.train_sampler, loader.validation_sampler):
+            for batch in _epoch(sampler, loader, groups.recorder):
                 model.runner.evaluate(batch)
     # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
     totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
@@ -142,13 +149,13 @@ def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.
     return means
 
 
-def _epoch(sampler: Sampler, context: TrainingContext) -> Iterator[Batch]:
+def _epoch(sampler: Sampler, loader: DataLoader, recorder: FlightRecorder) -> Iterator[Batch]:
     """Yield this rank's shards of batches that cover each sample of an epoch."""
     if not len(sampler):
         return
-    sharder = context.data.sharder(sampler)
+    sharder = loader.sharder(sampler)
     for first in range(0, len(sampler), sharder.global_batch_size):
-        context.groups.recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
+        recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
         yield sharder.batch(first)
 
 

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from moefold.optim.outer_round import PendingRound, SentVector
 from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import fragments_due, is_probed, rounds_until, step_of_round
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
@@ -70,13 +70,15 @@ class _Flight:
     """Result of the exchange; None in a round of one site."""
 
 
-class SiteRounds(Callback):
+class SiteRounds(StageCallback):
     """Callback that takes the outer step of a round. A round that is skipped changes nothing.
 
     Args:
         run, model, train, sites: sections of the recipe.
         settings: the settings that all sites must share, from `equal_settings`.
     """
+
+    stage = CallbackStage.ROUNDS
 
     def __init__(
         self, run: RunConfig, model: ModelConfig, train: TrainConfig, sites: SitesConfig, settings: dict[str, Any]
@@ -122,7 +124,7 @@ class SiteRounds(Callback):
             self._join(context)
             self._begin_joined(context)
 
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._run.steps
         outer = _outer_of(context)
@@ -132,22 +134,23 @@ class SiteRounds(Callback):
         if due and (step.number >= due or is_last):
             context.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(context)
-            step.sites = self._apply(context, is_overlapped=True)
+            step = replace(step, sites=self._apply(context, is_overlapped=True))
             self._give(context)
         elif fragments:
             outer.skip()
         if not fragments:
-            return
+            return step
         context.groups.recorder.set_phase("exchanging weights with the other sites")
         overlap = 0 if is_last else self._sites.overlap
         if not self._begin(context, step.number, fragments, overlap):
             self._join(context)
-            step.is_last = context.position.step == self._run.steps
             self._begin_joined(context)
-        elif not overlap or self._flight is None:
+            return replace(step, is_last=context.position.step == self._run.steps)
+        if not overlap or self._flight is None:
             self._decide(context)
-            step.sites = self._apply(context, is_overlapped=False)
+            step = replace(step, sites=self._apply(context, is_overlapped=False))
             self._give(context)
+        return step
 
     def on_rollback(self, context: TrainingContext) -> None:
         """Discard the round under way, as the weights of its differences are gone; in runs of one site."""
@@ -271,9 +274,8 @@ class SiteRounds(Callback):
         _outer_of(context).carried = carried
         _outer_of(context).adopt(num_rounds, context.position.tokens)
         context.training.restore_moment_updates(moment_updates)
-        context.position.step = step_of_round(self._run, self._model, self._sites, index) + min(
-            since, self._sites.overlap
-        )
+        step = step_of_round(self._run, self._model, self._sites, index)
+        context.position.adopt(step + min(since, self._sites.overlap))
 
     def _begin(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
         """Take the differences of fragments, and start to exchange them; collective.

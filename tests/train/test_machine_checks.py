@@ -9,7 +9,7 @@ from moefold.config.schema import Config
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.train.start import (
+from moefold.train.machine_checks import (
     check_data_source,
     check_packages,
     check_replay,

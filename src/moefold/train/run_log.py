@@ -1,4 +1,4 @@
-"""Files of the run folder and the progress line, and the callback that writes the metrics of a step to them."""
+"""Files of the run folder and the progress line, on rank 0."""
 
 import shlex
 import sys
@@ -21,17 +21,13 @@ from moefold.metrics.step_line import Progress, StepLine
 from moefold.metrics.step_metrics import describe_straggler
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
-from moefold.train.data_loader import DataEvent
+from moefold.train.due import is_due
 from moefold.train.run_summary import closing_lines
 from moefold.train.signals import StopSignals
+from moefold.train.step_data import DataEvent
 
 if TYPE_CHECKING:
     from moefold.train.step_fault import StepFault
-
-
-def is_due(every: int, step: int) -> bool:
-    """Return whether an event with period `every` happens after a step; 0: never."""
-    return every > 0 and step % every == 0
 
 
 class RunLog:
