@@ -199,7 +199,8 @@ class Meeting:
             return
         is_last = any(requests[number].is_last for number in members)
         merges = any(requests[number].merges for number in members)
-        is_refused = self._answer_members(index, round_, members, requests, in_pairs=is_paired and not merges)
+        of_members = {number: requests[number] for number in members}
+        is_refused = self._answer_members(index, round_, of_members, in_pairs=is_paired and not merges)
         if not is_refused and not is_last:
             sender = next((number for voters in round_.voting_groups for number in voters.members), members[0])
             round_.answers[sender] = round_.answers[sender] | self._assign_joining_site(index, [sender])
@@ -217,18 +218,13 @@ class Meeting:
         return timeout_s if grace_s is None else min(grace_s, timeout_s)
 
     def _answer_members(
-        self,
-        index: int,
-        round_: MeetingRound,
-        members: tuple[int, ...],
-        requests: Mapping[int, RoundRequest],
-        *,
-        in_pairs: bool,
+        self, index: int, round_: MeetingRound, requests: Mapping[int, RoundRequest], *, in_pairs: bool
     ) -> bool:
         """Set the answers to the members of a round; return whether it is refused because their weights differ."""
+        members = tuple(requests)
         settings = self.sites[members[0]].settings
         quorum = _quorum(settings)
-        digests = {number: requests[number].digest for number in members}
+        digests = {number: request.digest for number, request in requests.items()}
         common: Message = {}
         if len(members) < quorum:
             common = {"skip": f"only {describe_sites(members)}, and sites.quorum needs {quorum}"}
@@ -242,9 +238,7 @@ class Meeting:
         groups = pair_members(int_field(settings, "run.seed"), index, members) if in_pairs else [members]
         round_.answers |= dict.fromkeys(members, {"rests": True})
         # Connections between other sets of sites are dropped, except for late sites that still exchange.
-        open_groups = [
-            voters.members for other in self._rounds.values() for voters in other.voting_groups if not voters.outcome
-        ]
+        open_groups = [v.members for other in self._rounds.values() for v in other.voting_groups if not v.outcome]
         self._keys.end_all_except([*groups, *open_groups])
         for group in groups:
             answer = self._group_answer(group, requests)
