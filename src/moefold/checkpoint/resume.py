@@ -159,9 +159,8 @@ def _classify_differences(
     dropped, more = separate_dropped_files(
         meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
     )
-    return dropped | {
-        name: f"data file {name} was left out ({reason})" for name, reason in meta.data_lost.items()
-    }, more
+    left_out = {name: f"data file {name} was left out ({reason})" for name, reason in meta.data_lost.items()}
+    return dropped | left_out, more
 
 
 def find_resume(cfg: Config) -> Path | None:
@@ -256,11 +255,7 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
             sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
-    keys = [
-        key
-        for key in (*recorded, *current)
-        if key not in free_keys and not any(key.startswith(table) for table in unread)
-    ]
+    keys = [key for key in (*recorded, *current) if key not in free_keys and not key.startswith(tuple(unread))]
     return _differences({key: recorded.get(key) for key in keys}, current)
 
 
