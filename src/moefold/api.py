@@ -104,8 +104,8 @@ def plan(
     from moefold.planner.planner import Planner
     from moefold.planner.query import PlanOptions, plan_request
 
-    named = {"num_gpus": num_gpus, "seq_len": seq_len, "global_batch_size": global_batch_size, "fix": fix}
-    arguments: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    given_fields = {"num_gpus": num_gpus, "seq_len": seq_len, "global_batch_size": global_batch_size, "fix": fix}
+    arguments: dict[str, Any] = {name: value for name, value in given_fields.items() if value is not None}
     for name, value in arguments.items():
         other = None if options is None else getattr(options, name)
         if other and other != value:

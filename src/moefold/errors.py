@@ -143,8 +143,8 @@ MAX_LISTED = 3
 
 def format_list(items: Sequence[str]) -> str:
     """Join the first items of a list, with the number of the remaining ones."""
-    shown = ", ".join(items[:MAX_LISTED])
-    return shown if len(items) <= MAX_LISTED else f"{shown} and {len(items) - MAX_LISTED} more"
+    listed = ", ".join(items[:MAX_LISTED])
+    return listed if len(items) <= MAX_LISTED else f"{listed} and {len(items) - MAX_LISTED} more"
 
 
 class RunError(Exception):

@@ -65,7 +65,7 @@ def words_to_avoid(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def stray_lazy_comments(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the comments about a lazy import that no import follows, at once or as the first line of a block."""
+    """Return the comments about a lazy import that no import follows, immediately or as the first line of a block."""
     lines = path.read_text().splitlines()
     found = []
     for number, line in enumerate(lines, 1):
@@ -87,7 +87,7 @@ def words_of_page(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def packed_assignments(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the lines that bind several names to several values, as in `a, b = x, y`; a swap is none of them."""
+    """Return the lines that bind several names to several values, as in `a, b = x, y`; a swap is not one of them."""
     found = []
     for node in ast.walk(tree_of(path)):
         if (

@@ -61,7 +61,7 @@ TORCHRUN = "from torch.distributed.run import main; main()"
 
 
 class ForkedAgent(Job):
-    """torchrun on one node that starts at once, as it is forked, and its ranks."""
+    """torchrun on one node that starts immediately, as it is forked, and its ranks."""
 
     def __init__(self, words: Sequence[str], log: Path, *, meet_at: str) -> None:
         self.log = log

@@ -21,7 +21,7 @@ from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
-from moefold.launch.fitting import check_training
+from moefold.launch.memory_check import check_training
 from moefold.planner.query import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
@@ -136,8 +136,8 @@ def _report_formulas(
     if as_json:
         ranks = [
             {"rank": rank, **asdict(memory), "total": memory.total + models.total(), "further_weights": dict(models)}
-            | ({"host_snapshots": kept} if kept else {})
-            for rank, memory, models, kept in zip(first, formulas, further, snapshots, strict=True)
+            | ({"host_snapshots": snapshot} if snapshot else {})
+            for rank, memory, models, snapshot in zip(first, formulas, further, snapshots, strict=True)
         ]
         for record, parts in zip(ranks, sampling, strict=False):
             record["sampling"] = dict(parts)
@@ -303,8 +303,8 @@ def rank_imbalance(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int)
         return None
     num_local_experts = len(counts) // layout.ep
     ep_rank = layout.moe.coordinate(rank, "ep")
-    mine: int = sum(counts[ep_rank * num_local_experts : (ep_rank + 1) * num_local_experts])
-    return mine * layout.ep / sum(counts)
+    rank_tokens: int = sum(counts[ep_rank * num_local_experts : (ep_rank + 1) * num_local_experts])
+    return rank_tokens * layout.ep / sum(counts)
 
 
 def format_size(size: int) -> str:

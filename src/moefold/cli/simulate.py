@@ -23,7 +23,7 @@ from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
-from moefold.host.output_file import reject_existing
+from moefold.host.output_file import refuse_existing
 from moefold.metrics.reader import read_steps
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     check_priced_stage(cfg.model, cfg.train, cfg.lora)
     for path in args.timeline:
         check_timeline_file(path)
-        reject_existing("--timeline", path, force=args.force)
+        refuse_existing("--timeline", path, force=args.force)
     if cfg.is_rl:
         _report_sampling(cfg.rl, args)
     check_imbalance(args.imbalance, cfg.model.ffn.moe.num_experts)

@@ -159,16 +159,16 @@ def verify(
     print_escaped(_format_worst(errors, steps))
     if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))
-    wrong = by_cause((difference for difference in errors if difference.error > TOLERANCE), oracle.initial)
-    if not wrong:
+    causes = by_cause((difference for difference in errors if difference.error > TOLERANCE), oracle.initial)
+    if not causes:
         print_escaped(f"equal: all {len(errors)} numbers and tensors agree within {TOLERANCE:.0e}")
         return 0
-    print_escaped(f"NOT equal: {len(wrong)} of {len(errors)} numbers and tensors differ by more than {TOLERANCE:.0e}")
+    print_escaped(f"NOT equal: {len(causes)} of {len(errors)} numbers and tensors differ by more than {TOLERANCE:.0e}")
     print_escaped(
-        "\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MAX_LISTED_DIFFERENCES])
+        "\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in causes[:MAX_LISTED_DIFFERENCES])
     )
-    if len(wrong) > MAX_LISTED_DIFFERENCES:
-        print_escaped(f"  and {len(wrong) - MAX_LISTED_DIFFERENCES} more")
+    if len(causes) > MAX_LISTED_DIFFERENCES:
+        print_escaped(f"  and {len(causes) - MAX_LISTED_DIFFERENCES} more")
     return 1
 
 
@@ -244,9 +244,9 @@ def _header(
 
 def _format_steps(oracle: "OracleRecord", ranks: Sequence["DistributedRecord"], reference: str) -> str:
     lines = [f"{'':8}{'loss':16}{reference:20}{'gradient norm':16}{reference}"]
-    for i, (mine, theirs) in enumerate(zip(ranks[0].steps, oracle.steps, strict=True)):
-        losses = f"{mine.loss:<16.12f}{theirs.loss:<20.12f}"
-        lines.append(f"step {i + 1:<3}{losses}{mine.grad_norm:<16.12f}{theirs.grad_norm:.12f}")
+    for i, (rank_step, oracle_step) in enumerate(zip(ranks[0].steps, oracle.steps, strict=True)):
+        losses = f"{rank_step.loss:<16.12f}{oracle_step.loss:<20.12f}"
+        lines.append(f"step {i + 1:<3}{losses}{rank_step.grad_norm:<16.12f}{oracle_step.grad_norm:.12f}")
     return "\n".join(lines) + "\n"
 
 

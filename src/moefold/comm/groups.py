@@ -290,7 +290,7 @@ def errors_on_all_ranks(world: World) -> Iterator[None]:
 def fake_rank(parallel: ParallelConfig, rank: int) -> Iterator[ParallelGroups]:
     """Create the groups of one rank of a recipe on the meta device; no other process group may exist meanwhile.
 
-    Collectives return at once and transfer nothing.
+    Collectives return immediately and transfer nothing.
     """
     layout = fold_mapping(parallel)
     dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args
 
-from moefold.config.field import SAME_RUN, Bound, Judged, Most, ReadIf, Trait
+from moefold.config.field import SAME_RUN, Bound, MaxMagnitude, ReadIf, Trait, VerifyAs
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.part import Part, Table, metadata_of, settings_of, tables_of
 from moefold.config.schema import Config
@@ -74,7 +74,9 @@ def max_integer(section: str, key: str) -> int:
 
 def _own_maximum(section: str, key: str) -> int | None:
     """Return the largest magnitude that the annotation of a key sets, or None."""
-    return next((entry.value for entry in metadata_of(sections()[section])[key] if isinstance(entry, Most)), None)
+    return next(
+        (entry.value for entry in metadata_of(sections()[section])[key] if isinstance(entry, MaxMagnitude)), None
+    )
 
 
 @cache
@@ -90,7 +92,7 @@ def own_maxima() -> dict[str, int]:
         path: entry.value
         for path in kind_settings()
         for entry in metadata_of(owner_of(path))[last_name(path)]
-        if isinstance(entry, Most)
+        if isinstance(entry, MaxMagnitude)
     }
     return key_maxima | part_maxima
 
@@ -106,15 +108,15 @@ def keys_with(section: str, trait: Trait) -> frozenset[str]:
 def keys_of_same_run() -> frozenset[str]:
     """Return the keys that may change when a run is resumed without a line of the log (`SAME_RUN`)."""
     return frozenset(
-        name for name, marks in _marks_by_key().items() if SAME_RUN in marks and judged()[name] is not Judged.START
+        name for name, marks in _marks_by_key().items() if SAME_RUN in marks and judged()[name] is not VerifyAs.START
     )
 
 
 @cache
-def judged() -> dict[str, Judged | None]:
+def judged() -> dict[str, VerifyAs | None]:
     """Return how `moefold verify` judges each key, by "section.key"; None: the oracle must read it."""
     return {
-        name: next((mark for mark in reversed(marks) if isinstance(mark, Judged)), None)
+        name: next((mark for mark in reversed(marks) if isinstance(mark, VerifyAs)), None)
         for name, marks in _marks_by_key().items()
     }
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
-from moefold.config.field import Bound, Most
+from moefold.config.field import Bound, MaxMagnitude
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
 from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
 from moefold.config.part_registry import (
@@ -119,7 +119,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
 
     Args:
         value: a kind, or a table with `kind` and settings; the settings of a table without kinds; "none": no table.
-        default: the default of the key, whose kind a table without `kind` has; None: no default.
+        default: the default of the key, whose kind a table without `kind` has; None if there is no default.
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.
@@ -206,15 +206,15 @@ def settings_of_other_kind(
     if not isinstance(mark, KindOf):
         return {}, {}
     if split_file_kind(kind) is not None:
-        named, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
-        part, _ = _class_of(name, mark, named, origin)
+        kind_name, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
+        part, _ = _class_of(name, mark, kind_name, origin)
     elif kind in kinds(mark.group):
         part = find_part(mark.group, kind)
     else:
         return {}, {}
     own_settings = settings_of(part)
-    kept = {key: value for key, value in settings.items() if key in own_settings}
-    return kept, {key: value for key, value in settings.items() if key not in own_settings}
+    shared = {key: value for key, value in settings.items() if key in own_settings}
+    return shared, {key: value for key, value in settings.items() if key not in own_settings}
 
 
 def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -408,7 +408,9 @@ def _problem(name: str, part: Any, key: str, value: Any, kind: str, message: str
     if kind == "missing":
         return Problem(f"{name}.{key}", None, "is missing, and has no default", f"write {name}.{key}=VALUE")
     choices = getattr(_hints(part)[key], "__args__", ())
-    guess = closest_match(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else None
+    guess = (
+        closest_match(value, [word for word in choices if isinstance(word, str)]) if isinstance(value, str) else None
+    )
     rule = message.replace("Input should ", "must ", 1).removeprefix("Value error, ")
     if kind in ("list_type", "tuple_type"):
         is_text = "str" in str(_hints(part)[key])
@@ -459,7 +461,7 @@ def _bounds_of(hint: Any) -> Callable[[Any], Any]:
         for entry in entries:
             if isinstance(entry, Bound) and not entry.is_legal(value):
                 raise ValueError(entry.rule)
-            if isinstance(entry, Most) and abs(value) > entry.value:
+            if isinstance(entry, MaxMagnitude) and abs(value) > entry.value:
                 raise ValueError(f"must be at most {entry.value}")
         return value
 

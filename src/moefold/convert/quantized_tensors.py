@@ -51,18 +51,18 @@ def dequantize_tensors(
     """
     is_fp8 = quantization["quant_method"] == "fp8"
     pairs = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
-    wrong = [
+    undescribed = [
         f"tensor {name} of type {stored.dtype} lacks its other part"
         for name, stored in pairs.items()
         if stored.dtype in QUANTIZED_DTYPES
     ]
-    wrong += [
+    undescribed += [
         f"tensor {name} does not fit the shape {list(t.values.shape)} of its values"
         for name, t in pairs.items()
         if isinstance(t, DequantizedTensor) and not t.has_matching_parts()
     ]
-    if wrong:
-        raise ConfigError(f"{str(folder)!r}: {format_list(sorted(wrong))}")
+    if undescribed:
+        raise ConfigError(f"{str(folder)!r}: {format_list(sorted(undescribed))}")
     return pairs
 
 

@@ -59,7 +59,7 @@ class TokenizerChoice:
     """Tokenizer of an exported folder. The default keeps the imported tokenizer, if any."""
 
     file: Path | None = None
-    """The run's tokenizer.json to copy; None: no copy."""
+    """The run's tokenizer.json to copy."""
     sidecar_files: Mapping[str, Path] = field(default_factory=dict)
     """Files to copy with the tokenizer, by their names in the folder."""
     excluded: tuple[str, ...] = ()

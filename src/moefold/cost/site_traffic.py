@@ -172,7 +172,7 @@ def _shards(parallel: ParallelConfig, weight: ParamSpec) -> DataParallelShards:
 
 
 def _padded_numel(shards: DataParallelShards, code: CodedSize, owners: int = 1) -> int:
-    """Return the elements that the shards of a parameter take on all ranks that shard it, of one of its owners."""
+    """Return the elements of all shards of a parameter, or of one owner's part of it, each padded to whole blocks."""
     num_full, rest = divmod(shards.total_rows, shards.rows)
     full = code.padded(shards.rows * shards.row_numel // owners)
     return num_full * full + code.padded(rest * shards.row_numel // owners)

@@ -40,7 +40,7 @@ class DocumentBoundaries:
 
     stream: TokenStream
     end_id: int | None
-    """Token that ends a document and belongs to it; None: the index by `moefold tokenize` has the boundaries."""
+    """Token that ends a document and belongs to it; None if the index by `moefold tokenize` has the boundaries."""
 
     @property
     def identity(self) -> tuple[str | int, ...]:

@@ -161,7 +161,7 @@ def write_tokens(
     Args:
         chunks: the documents; each is followed by the tokenizer's separator, if any.
         report: called with the bytes of source text, some megabytes at a time.
-        index: receives the end of each document, int64; None: no index.
+        index: receives the end of each document, int64; None if there is no index.
     """
     dtype = smallest_dtype(tokenizer.vocab_size)
     separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)

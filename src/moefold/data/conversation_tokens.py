@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
-from moefold.data.file_formats import reject_surrogates
-from moefold.data.tokenizer import OffsetTokenizer, reject_nul
+from moefold.data.file_formats import refuse_surrogates
+from moefold.data.tokenizer import OffsetTokenizer, refuse_nul
 from moefold.errors import ConfigError, Setting
 
 TOOLS = "tools"
@@ -124,12 +124,12 @@ def tokenize_conversations(
             if req.location not in refused:
                 report.skipped.refuse(error)
             refused.add(req.location)
-    used = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
-    kept = [chat for chat in used if chat is not None]
-    encoded = tokenizer.encode_with_offsets([chat.text for chat in kept])
-    prompts_of = iter(_encode_prompts(kept, encoded, tokenizer))
+    usable = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
+    valid = [chat for chat in usable if chat is not None]
+    encoded = tokenizer.encode_with_offsets([chat.text for chat in valid])
+    prompts_of = iter(_encode_prompts(valid, encoded, tokenizer))
     tokens_of = iter(encoded)
-    for req, chat in zip(conversations, used, strict=True):
+    for req, chat in zip(conversations, usable, strict=True):
         if chat is None:
             yield None
             continue
@@ -157,9 +157,9 @@ def _encode_prompts(
     starts: list[NDArray[np.int64]] = []
     texts: list[str] = []
     for chat, (ids, places) in zip(chats, encoded, strict=True):
-        added = np.flatnonzero(np.isin(ids, tokenizer.added_ids))
+        added_at = np.flatnonzero(np.isin(ids, tokenizer.added_ids))
         for prompt in chat.prompts:
-            before = added[places[added, 1] <= len(prompt)] if chat.text.startswith(prompt) else added[:0]
+            before = added_at[places[added_at, 1] <= len(prompt)] if chat.text.startswith(prompt) else added_at[:0]
             first = int(before[-1]) if len(before) else 0
             starts.append(ids[:first])
             texts.append(prompt[int(places[first, 0]) if first else 0 :])
@@ -186,10 +186,10 @@ def _checked(
             f"write; set a template that does ({Setting('data.chat_template')}), or remove the row"
         )
     # The text may also contain other fields than the content, such as names and tool calls.
-    reject_surrogates(chat.text, f"{req.location}: the rendered conversation")
+    refuse_surrogates(chat.text, f"{req.location}: the rendered conversation")
     if not chat.text:
         raise ConfigError(f"{req.location}: the chat template renders the conversation as no text; remove it")
-    reject_nul(tokenizer, [*req.messages, req.tools], f"{req.location}: the conversation")
+    refuse_nul(tokenizer, [*req.messages, req.tools], f"{req.location}: the conversation")
     return chat
 
 

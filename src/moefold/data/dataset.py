@@ -250,8 +250,8 @@ class _DatasetBuilder:
             texts = _texts(data, split, self._skipped)
             self.cached_path = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
             files = (read_npy_header(self.cached_path),)
-        lost = () if self.token_file_set is None else self.token_file_set.dropped
-        stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=lost, is_indexed=data.document_index)
+        dropped = () if self.token_file_set is None else self.token_file_set.dropped
+        stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=dropped, is_indexed=data.document_index)
         if data.packing == "best_fit":
             from moefold.data.best_fit import recipe_best_fit
 

@@ -203,7 +203,7 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
         TextTable(name, path, split, data.column, data.subset, data.revision)
         for name, path in zip(names, paths, strict=True)
     ]
-    return TextTables(tuple(table for listed in tables for table in _exclude_files(listed, skipped)))
+    return TextTables(tuple(table for split_tables in tables for table in _exclude_files(split_tables, skipped)))
 
 
 def _exclude_files(table: TextTable, skipped: Set[Path]) -> list[TextTable]:

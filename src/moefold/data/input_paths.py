@@ -1,4 +1,4 @@
-"""Resolve the paths of a recipe to files, and compare their fingerprints with those in a checkpoint."""
+"""Resolve the paths of a recipe, which are literal, to files; compare their fingerprints with a checkpoint's."""
 
 import difflib
 import os
@@ -147,12 +147,12 @@ def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) ->
 
 def check_no_duplicates(paths: tuple[Path, ...]) -> None:
     """Raise ConfigError if a file occurs twice: its text could be in both training and validation."""
-    seen: set[Path] = set()
+    seen_paths: set[Path] = set()
     for path in paths:
-        if path in seen:
+        if path in seen_paths:
             rule = f"reaches {path} twice"
             raise ConfigError(Problem("data.path", None, rule, "name every file once, alone or by its folder"))
-        seen.add(path)
+        seen_paths.add(path)
 
 
 def _raise_unreadable(error: OSError) -> None:
@@ -209,18 +209,18 @@ def separate_dropped_files(
     Returns:
         The files that are lost, or were always skipped and have changed, with descriptions; and other differences.
     """
-    lost = {}
-    others = {}
+    dropped = {}
+    more = {}
     left_out = [name for name, digest in saved.items() if digest == SKIPPED] if tokens else []
     file_of = {str(Path(name).with_suffix(suffix)): name for name in [*left_out, *tokens] for suffix in ENDS_SUFFIXES}
     for name, difference in differences.items():
         if name in tokens or name in left_out:
-            lost[name] = difference
+            dropped[name] = difference
         elif name in file_of:
-            lost[file_of[name]] = difference
+            dropped[file_of[name]] = difference
         else:
-            others[name] = difference
-    return lost, others
+            more[name] = difference
+    return dropped, more
 
 
 def is_below(file: Path, root: Path) -> bool:
@@ -235,15 +235,15 @@ def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[s
         path: data.path of the run.
         tokens: names of its token files, in the order of `files`; empty if unknown.
     """
-    listed = list(files)
+    file_names = list(files)
     tokens = list(tokens)
-    if odd := [name for name in listed if not Path(name).name]:
+    if odd := [name for name in file_names if not Path(name).name]:
         raise TypeError(f"data_files names no file: {odd[0]!r}")
     for key, names in (("data_tokens", tokens), ("data_lost", list(dropped))):
-        if odd := [name for name in names if name not in listed]:
+        if odd := [name for name in names if name not in file_names]:
             raise TypeError(f"{key} names {odd[0]!r}, which is not among data_files")
-    wanted = frozenset(tokens)
-    if tokens != [name for name in listed if name in wanted]:
+    token_names = frozenset(tokens)
+    if tokens != [name for name in file_names if name in token_names]:
         raise TypeError("data_tokens has another order than data_files")
     paths = path if isinstance(path, list) else [path]
     roots = [Path(root) for root in paths if isinstance(root, str)]

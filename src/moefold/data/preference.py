@@ -178,8 +178,8 @@ def pack_pairs(
 def cut_lengths(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """Cut pairs to `size` tokens: a sequence keeps half of them, or what the other does not need; [pairs, 2]."""
     half = size // 2
-    other = lengths[:, ::-1]
-    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, size - np.minimum(other, size)))
+    other_lengths = lengths[:, ::-1]
+    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, size - np.minimum(other_lengths, size)))
     return cut
 
 
@@ -213,13 +213,13 @@ def _read_labelled(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRen
             waiting.append((record, prompt, completion, label))
     if not waiting:
         return
-    other = next((completion for key, completion in first_completions.items() if key != waiting_hash), None)
-    if other is None:
+    partner = next((completion for key, completion in first_completions.items() if key != waiting_hash), None)
+    if partner is None:
         raise ConfigError(
             f"{waiting[0][0].location}: all rows have one prompt, and kto compares with the completion of another "
             "prompt; give rows of several prompts"
         )
-    yield from _with_mismatch(waiting, other)
+    yield from _with_mismatch(waiting, partner)
 
 
 def _read_labelled_alone(record: JsonlRecord) -> list[ConversationToRender]:

@@ -54,12 +54,12 @@ class IndexRanges:
         """Return the number of these sample numbers in other ranges, which are also ascending and disjoint."""
         total = 0
         first = 0
-        for mine in self.ranges:
-            while first < len(others) and others[first].stop <= mine.start:
+        for span in self.ranges:
+            while first < len(others) and others[first].stop <= span.start:
                 first += 1
             position = first
-            while position < len(others) and others[position].start < mine.stop:
-                total += min(mine.stop, others[position].stop) - max(mine.start, others[position].start)
+            while position < len(others) and others[position].start < span.stop:
+                total += min(span.stop, others[position].stop) - max(span.start, others[position].start)
                 position += 1
         return total
 
@@ -103,9 +103,9 @@ def split_samples(num_samples: int, validation_fraction: float) -> tuple[IndexRa
 def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
     num_runs = min(num_held_out // _MIN_RANGE_SAMPLES, (num_samples - num_held_out) // _MIN_RANGE_SAMPLES, _MAX_RANGES)
     if num_runs <= 1:
-        free = num_samples - num_held_out
+        num_train = num_samples - num_held_out
         # With one or two spare samples, only a range at the very start leaves any training sample.
-        start = hash_ints(num_samples) % (free + 1) if free > 2 else 0
+        start = hash_ints(num_samples) % (num_train + 1) if num_train > 2 else 0
         return [range(start, start + num_held_out)]
     ranges = []
     for i in range(num_runs):
@@ -460,9 +460,9 @@ class Mixture(Sampler):
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files in all parts; each part ignores the names of other parts."""
-        wanted = frozenset(names)
+        dropped_names = frozenset(names)
         for source in self._parts:
-            source.drop_files(wanted)
+            source.drop_files(dropped_names)
 
     def is_dropped(self, index: int) -> bool:
         """Return whether the sample is dropped in its part."""
@@ -473,14 +473,14 @@ class Mixture(Sampler):
     def num_dropped(self) -> int:
         """Estimated number of dropped samples in an epoch, from each part's share."""
         length = len(self)
-        lost = [
+        fractions = [
             source.num_dropped / len(source) * self._count(number, length)
             for number, source in enumerate(self._parts)
             if len(source)
         ]
         if all(source.num_dropped == len(source) for source in self._parts):
             return length
-        return min(length - 1, math.ceil(sum(lost)))
+        return min(length - 1, math.ceil(sum(fractions)))
 
     def state(self, index: int) -> Any:
         """Return the states of the parts; None if no part has a state."""

@@ -67,19 +67,19 @@ class Rewards:
             order = np.lexsort((members, -reward, self.prompt_N[members]))
             prompts = self.prompt_N[members][order]
             is_best = np.concatenate(([True], prompts[1:] != prompts[:-1]))
-            kept = np.sort(members[order[is_best]])
+            selected = np.sort(members[order[is_best]])
         else:
             cutoff = float(np.quantile(reward, number)) if kind == "quantile" else number
-            kept = members[reward >= cutoff]
-            if not len(kept):
+            selected = members[reward >= cutoff]
+            if not len(selected):
                 raise ConfigError(
                     f"align.method.threshold={threshold!r} keeps none of {len(members)} conversations, whose "
                     f"rewards lie in [{reward.min():g}, {reward.max():g}]; lower it"
                 )
         return ScaledMembers(
-            kept,
-            message=f"align.method='filter' keeps {len(kept)} of {len(members)} conversations: mean reward "
-            f"{self.reward_N[kept].mean():.4g} instead of {reward.mean():.4g}",
+            selected,
+            message=f"align.method='filter' keeps {len(selected)} of {len(members)} conversations: mean reward "
+            f"{self.reward_N[selected].mean():.4g} instead of {reward.mean():.4g}",
         )
 
     def weight(self, members: NDArray[np.int64], beta: float, cap: float) -> ScaledMembers:

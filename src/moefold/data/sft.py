@@ -63,7 +63,7 @@ class ConversationToRender:
     untrained: frozenset[int] = frozenset()
     """Indices of the assistant's messages that belong to the prompt, and have no targets."""
     has_label: bool = False
-    """Whether to set `LABEL_BIT`."""
+    """If True, set `LABEL_BIT`."""
 
     def request(self) -> ChatRequest:
         """Return the request to the template."""
@@ -235,7 +235,7 @@ def open_conversations(
 
     Args:
         skipped: files to leave out.
-        reader: conversion of rows to conversations; None: each row is a conversation.
+        reader: conversion of rows to conversations; None if each row is a conversation.
 
     Raises:
         ConfigError: a file is missing, a line is not a conversation (the message has file and line), the tokenizer has

@@ -347,7 +347,7 @@ def _named_splits(names: Sequence[str]) -> dict[str, list[str]]:
     if by_split:
         return by_split
     for patterns in data_files.ALL_DEFAULT_PATTERNS:
-        by_split = {str(split): _matching(names, wanted) for split, wanted in patterns.items()}
+        by_split = {str(split): _matching(names, pattern) for split, pattern in patterns.items()}
         if by_split := {split: files for split, files in by_split.items() if files}:
             return by_split
     return {}
@@ -374,14 +374,14 @@ def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[s
     defaults = [name for name, config in by_name.items() if config.get("default") or name == "default"]
     if not subset and len(by_name) == 1:
         defaults = list(by_name)
-    wanted = subset or next(iter(defaults), "")
-    if wanted not in by_name:
+    config_name = subset or next(iter(defaults), "")
+    if config_name not in by_name:
         fault = f"data.subset={subset!r} is none of" if subset else "data.subset is empty, and must be one of"
         raise ConfigError(f"{fault} the configurations of {folder}: {', '.join(by_name)}")
-    config = by_name[wanted]
-    if others := sorted(map(str, config.keys() - _CONFIG_KEYS)):
+    config = by_name[config_name]
+    if unread := sorted(map(str, config.keys() - _CONFIG_KEYS)):
         raise ConfigError(
-            f"the {_CARD} of {folder} sets {others[0]!r} for its reader, which has no effect here; name the files in "
+            f"the {_CARD} of {folder} sets {unread[0]!r} for its reader, which has no effect here; name the files in "
             f"{Setting('data.path')}"
         )
     below = str(config.get("data_dir", "")).removeprefix("./").rstrip("/")
@@ -397,10 +397,10 @@ def _files_of_patterns(patterns: Any, names: Sequence[str], folder: Path) -> dic
     from datasets import data_files
 
     try:
-        wanted = data_files.sanitize_patterns(patterns)
+        sanitized = data_files.sanitize_patterns(patterns)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the {_CARD} of {folder} has data_files that are not understood ({error})") from error
-    return {str(split): _matching(names, [str(p).removeprefix("./") for p in few]) for split, few in wanted.items()}
+    return {str(split): _matching(names, [str(p).removeprefix("./") for p in few]) for split, few in sanitized.items()}
 
 
 def _configurations(folder: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ class TextFile:
     size_bytes: int
     mtime_ns: int
     is_named: bool
-    """Whether the recipe names the file itself, not its folder; such a file may not be skipped."""
+    """True if the recipe names the file itself, not its folder; such a file may not be skipped."""
 
 
 @dataclass(frozen=True, slots=True)

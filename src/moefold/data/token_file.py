@@ -267,8 +267,8 @@ class TokenFileStream(TokenStream):
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files by name; names of other files are ignored."""
-        wanted = frozenset(names)
-        self._dropped |= {index for index, file in enumerate(self._files) if file.name in wanted}
+        dropped_names = frozenset(names)
+        self._dropped |= {index for index, file in enumerate(self._files) if file.name in dropped_names}
 
     @property
     def dropped_tokens(self) -> list[range]:
@@ -289,10 +289,10 @@ class TokenFileStream(TokenStream):
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} .. {stop - 1} are outside [0, {len(self)})")
         tokens = np.empty(stop - start, dtype=np.int64)
-        done = 0
+        num_read = 0
         for index, offset, length in self._file_segments(start, stop):
-            tokens[done : done + length] = self._read_segment(index, offset, length)
-            done += length
+            tokens[num_read : num_read + length] = self._read_segment(index, offset, length)
+            num_read += length
         return tokens
 
     def describe_location(self, token: int) -> str:
@@ -318,13 +318,13 @@ class TokenFileStream(TokenStream):
             BrokenShardError: the index has changed since the run began.
         """
         begins = np.zeros(stop - start, dtype=np.bool_)
-        done = 0
+        num_read = 0
         for index, offset, length in self._file_segments(start, stop):
-            segment = begins[done : done + length]
+            segment = begins[num_read : num_read + length]
             segment[self._document_ends(index).between(offset, offset + length) - offset] = True
             if offset == 0:
                 segment[0] = True
-            done += length
+            num_read += length
         return begins
 
     def find_bad_files(self) -> dict[str, BrokenShardError | OutOfVocabError]:
@@ -594,20 +594,20 @@ def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped:
     Raises:
         ConfigError: the files differ: the run would read files that the recipe does not name, or renumber its samples.
     """
-    theirs = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}
-    ours = _count_tokens(data, skipped | token_file_set.dropped.keys())
-    wrong = [f"{name} is none of {Setting('data.path')}" for name in theirs if name not in ours]
-    wrong += [f"{name} is not in the checkpoint" for name in ours if name not in theirs]
-    wrong += [
-        f"{name} holds {ours[name]} tokens, and {count} in the checkpoint"
-        for name, count in theirs.items()
-        if ours.get(name, count) != count
+    recorded = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}
+    current = _count_tokens(data, skipped | token_file_set.dropped.keys())
+    faults = [f"{name} is none of {Setting('data.path')}" for name in recorded if name not in current]
+    faults += [f"{name} is not in the checkpoint" for name in current if name not in recorded]
+    faults += [
+        f"{name} holds {current[name]} tokens, and {count} in the checkpoint"
+        for name, count in recorded.items()
+        if current.get(name, count) != count
     ]
-    if not wrong and list(theirs) != list(ours):
-        wrong = ["they are in another order"]
-    if wrong:
+    if not faults and list(recorded) != list(current):
+        faults = ["they are in another order"]
+    if faults:
         raise ConfigError(
-            f"the checkpoint names other token files than the recipe: {format_list(wrong)}; its run used other data: "
+            f"the checkpoint names other token files than the recipe: {format_list(faults)}; its run used other data: "
             "resume from another checkpoint, or start a new run with its weights (checkpoint.init_from)"
         )
 

@@ -22,9 +22,9 @@ class Tokenizer(Protocol):
     vocab_size: int
     """One more than the largest id."""
     separator_id: int | None = None
-    """Id appended to every document; None: no separator."""
+    """Id appended to every document; None if there is no separator."""
     bos_id: int | None = None
-    """Declared id for the start of a text; None: no such id."""
+    """Declared id for the start of a text; None if there is no such id."""
     identity: str
     """Cache key: must stay the same for a tokenised copy to stay valid."""
     notes: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def report_notes(tokenizer: Tokenizer) -> None:
         logger.warning("note: %s", note)
 
 
-def reject_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
+def refuse_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
     """Check that texts of data have no NUL character with the tokenizer "bytes", whose byte 0 ends documents.
 
     A NUL of a chat template is allowed, because it is not part of a text of data.
@@ -192,8 +192,8 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[NDArray[np.
     """Return the ids of texts of documents, without separators.
 
     Raises:
-        ConfigError: a text cannot be tokenised, or has a character that would end the document (`reject_nul`).
+        ConfigError: a text cannot be tokenised, or has a character that would end the document (`refuse_nul`).
     """
     for text in texts:
-        reject_nul(tokenizer, text, "a text")
+        refuse_nul(tokenizer, text, "a text")
     return tokenizer.encode_batch(texts)

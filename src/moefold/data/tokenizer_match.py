@@ -27,10 +27,10 @@ def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: s
     for folder in sorted({file.path.parent for file in files}):
         info = read_tokenize_info(folder)
         made_with = str(info.get("tokenizer", "")).split()
-        ours = tokenizer.identity.split()
+        identity = tokenizer.identity.split()
         if not made_with:
             unknown.append(str(folder))
-        elif made_with[0] == ours[0]:
+        elif made_with[0] == identity[0]:
             continue
         elif info.get("format") == 1 and made_with[0] != "bytes" and isinstance(tokenizer, JsonTokenizer):
             if made_with[0] != tokenizer.folder.process.sha256:

@@ -84,7 +84,7 @@ def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
     """Return the bytes and separators of the text that data.path names; stops counting at `stop_at`."""
     roots = data_paths(data.path, "text")
     for root in roots:
-        _reject_json_lines(root)
+        _refuse_json_lines(root)
     num_files = 0
     size_bytes = 0
     for root in roots:
@@ -104,8 +104,8 @@ def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
     return size_bytes
 
 
-def _reject_json_lines(root: Path) -> None:
-    """Reject JSON lines as plain text: a model would learn braces, names of fields and escapes.
+def _refuse_json_lines(root: Path) -> None:
+    """Refuse JSON lines as plain text: a model would learn braces, names of fields and escapes.
 
     A named file is detected by its suffix or its first line, and a folder by the suffixes of all its files.
 

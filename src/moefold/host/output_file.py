@@ -7,8 +7,8 @@ from pathlib import Path
 from moefold.errors import ConfigError, Setting
 
 
-def reject_existing(option: str, path: Path, *, force: bool) -> None:
-    """Reject a file that exists, unless it may be replaced; raise ConfigError if it exists, and `force` is False."""
+def refuse_existing(option: str, path: Path, *, force: bool) -> None:
+    """Refuse a file that exists, unless it may be replaced; raise ConfigError if it exists, and `force` is False."""
     if path.is_file() and not force:
         raise ConfigError(
             f"{Setting(option)} {path} exists already; add {Setting('--force')} to replace it, or name another file"

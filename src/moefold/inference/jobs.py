@@ -18,7 +18,7 @@ from moefold.data.chat import end_of_turn_marker
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError, Problem, Setting, spelled_as
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
@@ -49,7 +49,7 @@ from moefold.inference.text import (
     stop_token_ids,
 )
 from moefold.launch.accelerator import DEVICE_NAMES
-from moefold.launch.fitting import check_inference, choose_checked_device
+from moefold.launch.memory_check import check_inference, choose_checked_device
 from moefold.validate.rollout_experts import check_fetching_ranks
 from moefold.validate.train import check_kernel_device
 
@@ -66,11 +66,11 @@ class EvalOptions(ModelOptions):
     seq_len: int | None = None
     """Tokens of a sequence; None: train.seq_len of the run, or the model's context length up to 2048."""
     keep_tail: bool = False
-    """Whether to evaluate the tokens after the last whole sequence as a shorter sequence."""
+    """If True, evaluate the tokens after the last whole sequence as a shorter sequence."""
     batch_size: int = 8
     """Sequences of each data-parallel rank at a time."""
     force: bool = False
-    """Whether to replace an existing file of logits."""
+    """If True, replace an existing file of logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,11 @@ class GenerateOptions(SamplingOptions):
     """Settings of a generation, except the model, its prompts and the sampling."""
 
     chat: bool = False
-    """Whether prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
+    """True if prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
     system: str = ""
     """System message before each prompt."""
     ignore_eos: bool = False
-    """Whether to continue after an end-of-text token."""
+    """If True, continue after an end-of-text token."""
     cache_gib: float = 0.0
     """GiB of the KV cache of a rank; 0: enough for all prompts, up to 64 on a data-parallel rank."""
 
@@ -116,7 +116,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class EvalJob:
-    """Checked evaluation."""
+    """Settings of an evaluation that have passed all checks."""
 
     source: ModelSource
     cfg: Config
@@ -145,7 +145,7 @@ class GenerateJob:
     settings: EngineSettings
     sampling: SamplingParams
     is_chat: bool = False
-    """Whether the prompts are messages, whose ids include the chat template around them."""
+    """True if the prompts are messages, whose ids include the chat template around them."""
     stop_string: str = ""
     """Text that ends a continuation if no single token does."""
 
@@ -218,7 +218,7 @@ def prepare_generation(
     inference = InferenceRequest.of(options, request.overrides)
     cfg = launched_config(source, inference, "generate", rank_env)
     tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
-    _reject_unused_chat_options(options)
+    _refuse_unused_chat_options(options)
     source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
     end_mark = ""
@@ -258,7 +258,7 @@ def prepare_generation(
     )
 
 
-def _reject_unused_chat_options(options: GenerateOptions) -> None:
+def _refuse_unused_chat_options(options: GenerateOptions) -> None:
     for value, setting, name in (
         (options.chat_template, Setting("--chat-template"), "the template"),
         (options.want, Setting("--want", options.want), str(Setting("--want"))),
@@ -370,12 +370,12 @@ def _check_logits(request: EvalRequest) -> None:
     if isinstance(source_file, Path) and path.resolve() == source_file.resolve():
         rule = "would replace the file that is evaluated"
         raise ConfigError(Problem("--logits", str(path), rule, "name another one"))
-    reject_existing("--logits", path, force=request.options.force)
+    refuse_existing("--logits", path, force=request.options.force)
     check_writable("--logits", path)
 
 
 def _check_disk_space(path: Path | None, dataset: TokenDataset, vocab_size: int) -> None:
-    """Reject logits that do not fit on the disk: running out of space in a memory-mapped file kills the process."""
+    """Refuse logits that do not fit on the disk: running out of space in a memory-mapped file kills the process."""
     if path is None:
         return
     needed_bytes = 4 * dataset.num_sequences * dataset.seq_len * vocab_size

@@ -150,9 +150,9 @@ def applies_chat_template(argv: Sequence[str]) -> bool:
     Raises:
         ConfigError: the option names a template.
     """
-    if named := [value for option, value in _parse_options(argv) if option == "--apply_chat_template"]:
+    if values := [value for option, value in _parse_options(argv) if option == "--apply_chat_template"]:
         raise ConfigError(
-            f"--apply_chat_template {named[0]} names one of several templates, but a model has only one here; leave "
+            f"--apply_chat_template {values[0]} names one of several templates, but a model has only one here; leave "
             "the name out, or give a template file with --model_args chat_template=FILE"
         )
     return "--apply_chat_template" in argv

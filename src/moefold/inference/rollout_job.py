@@ -12,7 +12,7 @@ from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts,
 from moefold.data.reward_prompt import override_want
 from moefold.data.synthetic_problems import Problems
 from moefold.errors import ConfigError, spelled_as
-from moefold.host.output_file import check_output_path, reject_existing
+from moefold.host.output_file import check_output_path, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.jobs import cache_of_requests, choose_inference_device
@@ -54,7 +54,7 @@ class RolloutRequest(SamplingOptions):
     count: int = 0
     """Number of prompts; 0: all prompts of the files, or 256 problems."""
     held_out: bool = False
-    """Whether to use problems that no training uses."""
+    """If True, use problems that no training uses."""
     reward: Sequence[str] = ()
     """Names of reward functions; empty for a task: its verifier."""
     reward_weight: Sequence[float] = ()
@@ -67,7 +67,7 @@ class RolloutRequest(SamplingOptions):
     cache_gib: float = 0.0
     force: bool = False
     skip_bad_rows: bool = False
-    """Whether to skip rows of the files that are not prompts, and log their number."""
+    """If True, skip rows of the files that are not prompts, and log their number."""
 
 
 @dataclass(frozen=True)
@@ -184,4 +184,4 @@ def _check_options(request: RolloutRequest) -> None:
     if request.sampling.temperature == 0 and request.samples > 1:
         raise ConfigError(f"--temperature 0 makes all --samples {request.samples} of a prompt equal; set --samples 1")
     check_output_path("--out", request.out, (".jsonl",))
-    reject_existing("--out", request.out, force=request.force)
+    refuse_existing("--out", request.out, force=request.force)

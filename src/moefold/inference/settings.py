@@ -118,7 +118,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     tree: Tree = {}
     apply_overrides(tree, request.overrides)
     name_files(tree)
-    _reject_unknown_keys(tree, purpose)
+    _refuse_unknown_keys(tree, purpose)
     parallel = config_from_dict({"parallel": tree.get("parallel", {})}).parallel
     raise_all(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)
     if "world_size" not in tree.get("parallel", {}):
@@ -176,7 +176,7 @@ def launched_config(
     return cfg
 
 
-def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
+def _refuse_unknown_keys(tree: Tree, purpose: Purpose) -> None:
     axes = [field.name for field in fields(ParallelConfig) if field.name not in UNUSED_AXIS_KEYS]
     legal = {f"parallel.{name}" for name in axes}
     if purpose == "evaluate":
@@ -187,9 +187,9 @@ def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
             if section == "parallel" and key in UNUSED_AXIS_KEYS:
                 raise ConfigError(Problem(name, None, f"has no effect here: {UNUSED_AXIS_KEYS[key]}", "leave it out"))
             if name not in legal and (section != "parallel" or key in ("dp", "edp")):
-                shown = next(iter(flat_settings({name: keys[key]})), name)
+                path = next(iter(flat_settings({name: keys[key]})), name)
                 raise ConfigError(
-                    f"{shown} cannot be set here: the model determines it, or it is not used; "
+                    f"{path} cannot be set here: the model determines it, or it is not used; "
                     f"the keys are {', '.join(sorted(legal))}"
                 )
 

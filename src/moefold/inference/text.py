@@ -11,11 +11,11 @@ from moefold.bounded_read import read_text as read_bounded
 from moefold.checkpoint.run_tokenizer import other_tokenizer_reason
 from moefold.config.data import DataConfig
 from moefold.data.chat import ChatTemplate, load_chat_template
-from moefold.data.file_formats import reject_surrogates
+from moefold.data.file_formats import refuse_surrogates
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
-from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, reject_nul, report_notes
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
 from moefold.data.tokenizer_match import compare_tokenizers
 from moefold.errors import ConfigError, Problem, Setting, spelled_as
@@ -78,8 +78,8 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_lab
     Raises:
         ConfigError: the text is not valid Unicode, or the model was trained on ids and the text is not numbers.
     """
-    reject_surrogates(text, source_label)
-    reject_nul(tokenizer, text, source_label)
+    refuse_surrogates(text, source_label)
+    refuse_nul(tokenizer, text, source_label)
     if source.uses_hf_text_start and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.encode_start(text)
     try:
@@ -199,18 +199,18 @@ def encode_messages(
         system: system message before each text; "": no message.
 
     Raises:
-        ConfigError: the template rejects a message, or the model was trained on token ids without a tokenizer.
+        ConfigError: the template refuses a message, or the model was trained on token ids without a tokenizer.
     """
     if isinstance(tokenizer, NumberTokenizer):
         rule = ": the model was trained on bare ids and has no tokenizer"
         raise ConfigError(Problem("--chat", None, rule, f"name its {Setting('--tokenizer')}"))
     encoded = []
-    reject_surrogates(system, f"{Setting('--system')}")
-    reject_nul(tokenizer, system, f"{Setting('--system')}")
+    refuse_surrogates(system, f"{Setting('--system')}")
+    refuse_nul(tokenizer, system, f"{Setting('--system')}")
     before = [{"role": "system", "content": system}] if system else []
     for message in messages:
-        reject_surrogates(message, "the prompt")
-        reject_nul(tokenizer, message, "the prompt")
+        refuse_surrogates(message, "the prompt")
+        refuse_nul(tokenizer, message, "the prompt")
         turns = [*before, {"role": "user", "content": message}]
         text = template.render_prompt(turns, "the prompt", add_generation_prompt=True)
         encoded.append(tuple(tokenizer.encode(text).tolist()))
@@ -228,7 +228,7 @@ class StopStringFilter:
         self._stop_strings = [stop for stop in stop_strings if stop]
         self._pending_text = ""
         self.is_stopped = False
-        """Whether a stop string was found."""
+        """True if a stop string was found."""
 
     def push(self, text: str) -> str:
         """Add text and return the text that can be emitted."""

@@ -61,7 +61,7 @@ class ProgramRanks:
             port=_free_port() if world.is_rank0 else 0,
         )
         processes = world.all_gather_object(process)
-        peers = [rank for rank, other in enumerate(processes) if other.machine == process.machine]
+        peers = [rank for rank, peer in enumerate(processes) if peer.machine == process.machine]
         local_rank = peers.index(world.rank)
         self.rank_env = RankEnv(
             rank=world.rank,

@@ -190,7 +190,7 @@ class JobRequest:
     mem: str = ""
     """Memory of a node, such as 512G (GiB)."""
     exclusive: bool | None = None
-    """Whether the job shares its nodes with no other job; None: the default, True."""
+    """True if the job shares its nodes with no other job; None: the default, True."""
     partition: str = ""
     account: str = ""
     qos: str = ""

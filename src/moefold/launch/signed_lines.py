@@ -83,9 +83,9 @@ def parse_object(content: bytes) -> Message:
     try:
         message = json.loads(content)
     except (ValueError, RecursionError):
-        raise BadLineError("the content is no JSON") from None
+        raise BadLineError("the content is not JSON") from None
     if not isinstance(message, dict):
-        raise BadLineError("the content is no JSON object")
+        raise BadLineError("the content is not a JSON object")
     return message
 
 

@@ -33,7 +33,7 @@ class Allocation:
     part: str
     phase: Phase
     is_tagged: bool = False
-    """Whether the part was set explicitly, independent of the part that allocated the storage."""
+    """True if the part was set explicitly, independent of the part that allocated the storage."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class FlashPages:
         if k_RGD.shape != v_RGD.shape:
             return f"flash attention takes no values of {v_RGD.shape[-1]} with keys of {k_RGD.shape[-1]}"
         if page_positions % CUDA_PAGE_POSITIONS:
-            return f"pages of {page_positions} positions are no multiple of {CUDA_PAGE_POSITIONS}"
+            return f"pages of {page_positions} positions are not a multiple of {CUDA_PAGE_POSITIONS}"
         return device_refusal(q_RAD.device)
 
     def __call__(

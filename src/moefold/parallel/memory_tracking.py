@@ -190,7 +190,7 @@ def _tracked_methods(model: ParallelModel) -> Iterator[tuple[object, str, str]]:
 
 
 def tag_states(
-    tracker: MemoryTracker, stages: list[Transformer], optimizer: torch.optim.Optimizer, others: Iterable[Tensor] = ()
+    tracker: MemoryTracker, stages: list[Transformer], optimizer: torch.optim.Optimizer, batch: Iterable[Tensor] = ()
 ) -> None:
     """Tag the tensors that exist before a step: weights, buffers, moments and others."""
     for stage in stages:
@@ -199,7 +199,7 @@ def tag_states(
         if stage.rope is not None:
             tracker.tag("buffers", (stage.rope.cos, stage.rope.sin))
     tracker.tag("optimizer", states_on_device(optimizer))
-    tracker.tag("batch", others)
+    tracker.tag("batch", batch)
 
 
 def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:

@@ -57,7 +57,7 @@ class ShardedStages:
     positions: Tensor
     """Sequence positions of this rank, int64 [S/cp]."""
     shards_data_parallel: bool
-    """Whether data-parallel ranks shard the weights."""
+    """True if data-parallel ranks shard the weights."""
     message: str = ""
     """Log message about the resolved open choices of the recipe; empty if it left nothing open."""
     offload: "ActivationOffload | None" = None

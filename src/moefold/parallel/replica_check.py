@@ -45,8 +45,8 @@ class Divergence:
         holders = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         if len(self.ranks) == len(self.members):
             return f"{self.what} differs between {holders} ({self.axis}), and no majority shows which is right"
-        others = len(self.members) - len(self.ranks)
-        return f"{self.what} on {holders} differs from the {others} other ranks that hold it ({self.axis})"
+        num_others = len(self.members) - len(self.ranks)
+        return f"{self.what} on {holders} differs from the {num_others} other ranks that hold it ({self.axis})"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class ReplicaCheck:
         if self._all_match(by_axis):
             return ()
         divergences = [d for axis, group_digests in by_axis.items() for d in self._compare(axis, group_digests)]
-        return tuple(dict.fromkeys(d for listed in current_world().all_gather_object(divergences) for d in listed))
+        return tuple(dict.fromkeys(d for of_rank in current_world().all_gather_object(divergences) for d in of_rank))
 
     def _all_match(self, digests_by_axis: Mapping[str, list[_TensorDigest]]) -> bool:
         """Return whether the members of every group have equal digests; every rank checks all groups."""

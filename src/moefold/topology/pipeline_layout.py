@@ -126,7 +126,7 @@ class _LayoutParser:
     def read(self) -> list[LayoutSymbol]:
         symbols = self._parse_sequence(opened_at=None)
         if not symbols:
-            raise LayoutSyntaxError("it is empty; the least is 'EtL'")
+            raise LayoutSyntaxError("it is empty; the shortest layout is 'EtL'")
         return symbols
 
     def _parse_sequence(self, opened_at: int | None) -> list[LayoutSymbol]:

@@ -45,7 +45,7 @@ class ReferenceModel:
         for parameter in self._model.named_parameters.values():
             parameter.requires_grad_(False)
         self.is_reset = False
-        """Whether the weights are the policy's at a reset, which checkpoints must contain."""
+        """True if the weights are the policy's at a reset, which checkpoints must contain."""
 
     @property
     def source(self) -> str:

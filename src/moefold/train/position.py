@@ -20,7 +20,7 @@ class Position:
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Samples to skip, each as first and end."""
     restarts_data: bool = field(default=False, init=False)
-    """Whether the checkpoint to load counts samples of other data."""
+    """True if the checkpoint to load counts samples of other data."""
 
     @property
     def skipped_ranges(self) -> tuple[range, ...]:

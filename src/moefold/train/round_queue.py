@@ -95,7 +95,7 @@ class RoundQueue:
 
         Args:
             path: the checkpoint.
-            state: its state of reinforcement learning; None: it has no rounds for this run.
+            state: its state of reinforcement learning; None if it has no rounds for this run.
             step: its optimizer steps.
             open_prompt: returns a prompt by its number.
 

@@ -28,7 +28,7 @@ class RoundStep:
     """This rank's shard of its rollouts."""
     metrics: dict[str, Any]
     routing: BatchRouting | None = None
-    """Choices of experts to replay; None: the routers choose."""
+    """Choices of experts to replay; None if the routers choose."""
 
 
 class RoundSteps:
@@ -39,8 +39,8 @@ class RoundSteps:
         model: the model in training.
         sharder: builds the batches.
         pack: packs the rollouts of one step, and returns the rows of this rank.
-        replay: replays the choices of experts; None: the routers choose.
-        trainer: computes log-probabilities of the weights that sampled; None: the loss reads none.
+        replay: replays the choices of experts; None if the routers choose.
+        trainer: computes log-probabilities of the weights that sampled; None if the loss reads none.
     """
 
     def __init__(

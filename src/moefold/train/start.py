@@ -21,8 +21,8 @@ from moefold.data.dataset import NEEDS_PROGRAM, prepare
 from moefold.data.fingerprint import fingerprint
 from moefold.errors import ConfigError, Problem
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
-from moefold.launch.fitting import check_training, choose_checked_device
-from moefold.recipe import LoadedRecipe, fitting_after_loss, with_world_size
+from moefold.launch.memory_check import check_training, choose_checked_device
+from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
 from moefold.remote_path import check_protocol, to_path
 from moefold.terminal import print_escaped
 from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config
@@ -142,7 +142,7 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
             f"faults.on_loss='regroup': {launcher} {end}; start the job with `moefold train` on one machine or with "
             "srun --kill-on-bad-exit=0, or set faults.on_loss='stop' and parallel.elastic=true"
         )
-    if not fitting_after_loss(cfg):
+    if not world_sizes_after_rank_loss(cfg):
         p = cfg.parallel
         raise ConfigError(
             f"faults.on_loss='regroup': no number of ranks from faults.min_ranks={cfg.faults.min_ranks} to "
@@ -250,7 +250,7 @@ def _plan_mapping(cfg: Config, keys: frozenset[str], rank_env: RankEnv | None) -
 
 
 def _check_device(cfg: Config, rank_env: RankEnv | None, device_type: str) -> None:
-    """Reject settings that the device does not support, and a step that does not fit into its memory."""
+    """Refuse settings that the device does not support, and a step that does not fit into its memory."""
     check_dispatch_device(cfg.model, cfg.parallel, device_type)
     check_kernel_device(cfg.run, device_type)
     check_cuda_graphs_device(cfg.run, device_type)

@@ -292,7 +292,7 @@ class TrainingStep:
 
         Args:
             batches: this rank's shards.
-            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.
+            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch.
 
         Returns:
             The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.

@@ -77,8 +77,8 @@ def _module_obstacles(
     """Return the obstacles to graphs of attention."""
     yield "parallel.zero=3", p.zero == 3 and p.world_size > 1, "a graph keeps the weights that ZeRO 3 frees"
     splits_backward = p.pp > 1 and chosen_in(p, SchedulePart).splits_backward
-    late = "a delayed weight gradient reads memory that the next replay overwrites"
-    yield f"parallel.schedule='{p.schedule}'", splits_backward, late
+    obstacle = "a delayed weight gradient reads memory that the next replay overwrites"
+    yield f"parallel.schedule='{p.schedule}'", splits_backward, obstacle
     pattern = f"model.layers={model.layers!r}"
     recomputed = "linear attention is recomputed in the backward pass, and each graph would keep the memory for it"
     yield pattern, model.has_linear_attention, recomputed

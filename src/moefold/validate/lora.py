@@ -27,9 +27,9 @@ def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[Problem]:
         yield Problem("lora.targets", [], "adapts nothing", f"name {_listed(names)}, or set lora.rank=0")
     for target in lora.targets:
         if target not in names:
-            ours = MATRIX_OF.get(target.rpartition(".")[2].lower(), "")
+            matrix = MATRIX_OF.get(target.rpartition(".")[2].lower(), "")
             rule = "names no matrix of this model that can be adapted"
-            way_out = f"{f'moefold calls it {ours}; ' if ours else ''}choose {_listed(names)}"
+            way_out = f"{f'moefold calls it {matrix}; ' if matrix else ''}choose {_listed(names)}"
             yield Problem("lora.targets", target, rule, way_out)
     for name, weight in adapted_weights(model, lora).items():
         limit = min(weight.shape[-2:])

@@ -146,8 +146,8 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[Problem]:
     if spec.runs_equal_rounds and count % rounds:
         # Multiples of pp are legal, so the nearest legal numbers are within pp.
         near = range(max(1, count - p.pp), count + p.pp + 1)
-        legal = [other for other in near if other % max(1, other // p.pp) == 0]
-        batches = nearest_numbers(batch, [other * step for other in legal], count=2)
+        legal = [candidate for candidate in near if candidate % max(1, candidate // p.pp) == 0]
+        batches = nearest_numbers(batch, [candidate * step for candidate in legal], count=2)
         rule = f"with pp={p.pp} runs micro-batches in {rounds} equal rounds, {reason}"
         yield Problem("parallel.schedule", spec.kind, rule, f"choose train.global_batch_size={batches}")
     factor = spec.min_micro_batches_per_rank

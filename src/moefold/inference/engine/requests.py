@@ -58,9 +58,9 @@ class Request:
     num_alternatives: int = 0
     """Number of most likely tokens at each position whose log-probabilities `NewToken` reports."""
     rules: LogitRules | None = None
-    """Changes of the logits; None: no changes."""
+    """Changes of the logits."""
     prompt_alternatives: int | None = None
-    """Number of most likely tokens reported with the log-probability of each token of the prompt; None: no report."""
+    """Number of most likely tokens reported with the log-probability of each token of the prompt."""
 
     @property
     def max_positions(self) -> int:
@@ -83,7 +83,7 @@ class Completion:
     """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
     expert_ids: NDArray[np.integer] | None = field(default=None, compare=False)
     """Experts of each token of prompt and completion, except the last token, which is never an input of the model, in
-    each MoE layer of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None: not recorded."""
+    each MoE layer of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None if not recorded."""
 
 
 class PromptScore(NamedTuple):
@@ -102,7 +102,7 @@ class NewToken(NamedTuple):
     token: int
     log_prob: float
     finish_reason: FinishReason | None
-    """None: the sample continues."""
+    """None if the sample continues."""
     alternatives: tuple[tuple[int, float], ...] = ()
     """The `Request.num_alternatives` most likely tokens with their log-probabilities, in descending order."""
     prompt_scores: tuple[PromptScore, ...] = ()
@@ -122,7 +122,7 @@ class EngineSettings:
     cache: CacheKind = "latents"
     """Contents of the cache of latent attention: latents, or heads, which are larger and computed as in training."""
     share_prompts: bool = True
-    """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
+    """True if samples of equal prompts share the cache of the prompt, which is then computed once."""
 
     @classmethod
     def of_recipe(cls, rollout: RolloutConfig) -> "EngineSettings":

@@ -42,7 +42,7 @@ class ServeOptions(SamplingOptions):
     max_body_kib: int = 1024
     """Largest body of a request, in KiB."""
     reasoning: bool = False
-    """Whether answers of chats have the text between <think> and </think> as `reasoning_content`."""
+    """True if answers of chats have the text between <think> and </think> as `reasoning_content`."""
     api_key: str = field(default="", repr=False)
     """Key that clients must send; empty: no key."""
     access_log: str = ""
@@ -51,7 +51,7 @@ class ServeOptions(SamplingOptions):
 
 @dataclass(frozen=True)
 class ServeJob:
-    """Checked server."""
+    """Settings of a server that have passed all checks."""
 
     source: ModelSource
     cfg: Config

@@ -95,13 +95,13 @@ def _forward_backward(kernel: NormKernel, grad: Tensor, x: Tensor, weight: Tenso
     return y, scale_N1, *kernel.backward(grad, x, weight, scale_N1)
 
 
-def _supports(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
+def _supports(x: Tensor, weight: Tensor, *more: Tensor) -> bool:
     return (
         x.dtype in TOLERANCES
         and x.numel() > 0
         and weight.shape == x.shape[-1:]
         and weight.is_contiguous()
-        and all(t.is_cpu and t.dtype == x.dtype for t in (x, weight, *others))
+        and all(t.is_cpu and t.dtype == x.dtype for t in (x, weight, *more))
     )
 
 

@@ -29,14 +29,14 @@ class ZeroBubbleV(SchedulePart):
             builder.add(first, "F")
         builder.add(second, "FIW" * (pp - rank))
         started = 2 * pp - 1 - rank
-        done = pp
-        while done < started or started < drawn:
+        num_done = pp
+        while num_done < started or started < drawn:
             if started < drawn:
                 builder.add(first, "F")
                 started += 1
             builder.add(first, "IW")
             builder.add(second, "FIW")
-            done += 1
+            num_done += 1
         for _ in range(rank):
             builder.add(first, "I")
             builder.add(second, "I")

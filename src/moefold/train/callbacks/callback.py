@@ -40,7 +40,7 @@ class TrainingContext:
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step by name, `metrics.definitions.STEP`, on every rank; empty before the first step."""
     is_resumed: bool = False
-    """Whether a checkpoint was loaded."""
+    """True if a checkpoint was loaded."""
     status: int = 0
     """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)
@@ -109,7 +109,7 @@ class FinishedStep:
     num_tokens: int
     """Input tokens of the global batch, without padding."""
     is_last: bool = _set_in(CallbackStage.ROUNDS)
-    """Whether the run ends. A site that takes over the state of another site may be at its last step."""
+    """True if the run ends. A site that takes over the state of another site may be at its last step."""
     signals: tuple[Signals, ...] = _set_in(CallbackStage.ROUNDS, CallbackStage.EVALUATION)
     """Signals that stop the run after this step."""
     rl: dict[str, Any] | None = _set_in(CallbackStage.EVALUATION, default=None)
@@ -137,7 +137,7 @@ class Callback:
     """Definitions of the metrics that `measure` returns."""
 
     def measure(self, context: TrainingContext, step: FinishedStep) -> Mapping[str, float | None]:
-        """Return this rank's values of `metrics` by name, before the line of the step is written; None: no value."""
+        """Return this rank's values of `metrics` by name, before the line of the step is written, each maybe None."""
         return {}
 
     @property

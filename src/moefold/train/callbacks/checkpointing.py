@@ -36,7 +36,7 @@ class SaveHistory:
     resumed_from: Path | None = None
     """The checkpoint that the run resumed from, if any."""
     saved_step: int | None = None
-    """Step of the last save that was started; None: no save, so a checkpoint in the folder is from another run."""
+    """Step of the last save that was started; None if none was: a checkpoint in the folder is from another run."""
     snapshots: "PeerSnapshots | None" = None
     """Snapshots of this process, if the recipe takes any."""
     restored_step: int | None = None

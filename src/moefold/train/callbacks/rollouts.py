@@ -97,7 +97,7 @@ class RolloutLogging(StageCallback):
         self._file: TextIO | None = None
         self._silent_steps = 0
         self._reports_none = False
-        """Whether the log has reported that no rollout has a reward."""
+        """True if the log has reported that no rollout has a reward."""
 
     def on_start(self, context: TrainingContext) -> None:
         """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""

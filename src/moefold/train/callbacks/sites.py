@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
-from moefold.comm.site_links import Exchanged, Probe, SiteRound
+from moefold.comm.site_links import ExchangeResult, Probe, SiteRound
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
@@ -26,7 +26,7 @@ from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import PendingRound, Sent
+from moefold.optim.outer_round import PendingRound, SentVector
 from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import fragments_due, is_probed, rounds_until, step_of_round
@@ -48,7 +48,7 @@ class _Differences:
     fragments: tuple[int, ...]
     delta: Tensor
     is_finite: bool
-    """Whether the weights of all ranks of the site were finite."""
+    """True if the weights of all ranks of the site were finite."""
     tokens: int
     """Tokens of this site when the differences were taken."""
     began_s: float
@@ -64,9 +64,9 @@ class _Flight:
     """An exchange under way; the sites have not voted on it yet."""
 
     taken: _Differences
-    sent: Sent
+    sent: SentVector
     round: SiteRound
-    exchange: "Future[Exchanged] | None"
+    exchange: "Future[ExchangeResult] | None"
     """Result of the exchange; None in a round of one site."""
 
 
@@ -93,7 +93,7 @@ class SiteRounds(StageCallback):
         self._num_skipped = 0
         self._probe = RoutingProbe(model, train, sites.number)
         self._logged_wait = ""
-        self._gift: Message | None = None
+        self._transfer_order: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
 
     def on_start(self, context: TrainingContext) -> None:
@@ -111,11 +111,11 @@ class SiteRounds(StageCallback):
         device = context.groups.device
         frozen_hash = {"the hash of the frozen weights": hash_of_ranks(frozen, device)} if frozen else {}
         self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, context.groups.rank)
-        hello = self._position(context.position.step, outer)
+        registration = self._position(context.position.step, outer)
         digest = hash_of_ranks(outer.weights, device)
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
-        found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
+        found = self._meeting.ask_until_ready(registration | weights, partial(self._poll, context))
         if found == "stopped":
             return
         # The round after the present step will still follow.
@@ -218,7 +218,7 @@ class SiteRounds(StageCallback):
             context.log.message(f"after step {before}: {taken} {context.position.step}")
 
     def _begin_joined(self, context: TrainingContext) -> None:
-        """Begin the round that the giver begins after it has given its state, if there is one; collective.
+        """Begin the round that the sender begins after it has sent its state, if there is one; collective.
 
         Where a round is exchanged during the whole next round, the state is given between two rounds of the same step.
         """
@@ -229,7 +229,7 @@ class SiteRounds(StageCallback):
 
     def _give(self, context: TrainingContext) -> None:
         """Send the state of this site to a joining site, if the meeting point orders it; local to each rank."""
-        order, self._gift = self._gift, None
+        order, self._transfer_order = self._transfer_order, None
         if order is None or self._meeting is None or self._meeting.links is None:
             return
         context.groups.recorder.set_phase(f"sending the state to site {order['to']}")
@@ -297,7 +297,7 @@ class SiteRounds(StageCallback):
         if "missed" in answer:
             return False
         self._meeting.raise_if_refused(answer)
-        self._gift = answer.get("give")
+        self._transfer_order = answer.get("give")
         if "rests" in answer:
             # A site without a pair in this round: its difference keeps growing.
             self._record["members"] = 1
@@ -348,8 +348,8 @@ class SiteRounds(StageCallback):
     def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
         outer = _outer_of(context)
-        sent = outer.send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
-        exchange: Future[Exchanged] | None = None
+        sent = outer.vector_to_send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
+        exchange: Future[ExchangeResult] | None = None
         if len(round_.members) > 1:
             assert self._meeting is not None
             assert self._meeting.links is not None
@@ -398,7 +398,7 @@ class SiteRounds(StageCallback):
             decoded = exchanged.decoded[: len(taken.delta)] if taken.is_finite else taken.delta
             outer.keep_residual(taken.fragments, taken.delta, decoded)
         round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.delta, exchanged.mean)
-        outer.pending = outer.receive(round_, flight.sent, exchanged, flight.round.members)
+        outer.pending = outer.with_received_values(round_, flight.sent, exchanged, flight.round.members)
         self._record |= {
             "members": len(flight.round.members),
             "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
@@ -463,12 +463,12 @@ def _hash(value: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _result(flight: _Flight, context: TrainingContext) -> tuple[Exchanged | None, str]:
+def _result(flight: _Flight, context: TrainingContext) -> tuple[ExchangeResult | None, str]:
     """Wait for an exchange of this rank and return its result, or the reason of its failure."""
     if flight.exchange is None:
         vector, num_coded, num_gathered = flight.sent
         gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
-        return Exchanged(vector, vector, 0, 0.0, gathered), ""
+        return ExchangeResult(vector, vector, 0, 0.0, gathered), ""
     try:
         while True:
             try:

@@ -70,7 +70,7 @@ class DeepEP(DispatcherPart):
         if faults.check_dispatch:
             yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"
         if p.overlap_experts:
-            yield "deep_ep waits for its all-to-all at once, and parallel.overlap_experts=true computes meanwhile"
+            yield "deep_ep waits for its all-to-all immediately, and parallel.overlap_experts=true computes meanwhile"
         if run.device == "cpu":
             yield f"deep_ep needs CUDA GPUs, and {Setting('run.device', 'cpu')}"
 
