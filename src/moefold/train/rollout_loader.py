@@ -31,7 +31,7 @@ from moefold.rl.step_rows import pack_step
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.data_loader import DataLoader, Position
 from moefold.train.kl_reference import KLReference, ReferenceModel
-from moefold.train.log_probs import TrainerLogProbs
+from moefold.train.log_probs import LogProbCapture
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_sampler import PromptSampler
 from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource
@@ -98,9 +98,9 @@ class RolloutLoader(DataLoader):
         """
         super().__init__(cfg, groups, model.positions, position=position)
         self._model = model
-        self._trainer: TrainerLogProbs | None = None
+        self._capture: LogProbCapture | None = None
         if "trainer_log_probs" in columns:
-            self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
+            self._capture = LogProbCapture(cfg.rollout.temperature, tuple(model.stages[-1].loss.terms))
         self._link = link
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         self.sampling = LocalSampling(cfg, groups, model, reward, self._tokenizer)
@@ -140,7 +140,7 @@ class RolloutLoader(DataLoader):
             self.train_sharder,
             lambda step_groups: pack_step(step_groups, *parts),
             self.sampling.replay,
-            self._trainer,
+            self._capture,
         )
         self.queue = RoundQueue(cfg.run, cfg.train, cfg.rl, self._open_source(self.train_sampler))
 

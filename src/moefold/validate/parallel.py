@@ -185,16 +185,18 @@ def validate_rows(cfg: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
     else:
-        yield from _validate_order(cfg, rows)
+        yield from _validate_order(cfg.model, cfg.moe, cfg.parallel, rows)
 
 
-def _validate_order(cfg: Config, rows: Sequence[SlotRow]) -> Iterator[str]:
+def _validate_order(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, rows: Sequence[SlotRow]
+) -> Iterator[str]:
     """Check that micro-batches run in order where each counts the tokens of all before it."""
-    if (swapped := find_swapped(rows)) and depends_on_data_parallel_size(cfg.model, cfg.moe):
+    if (swapped := find_swapped(rows)) and depends_on_data_parallel_size(model, moe):
         yield (
-            f"{describe_part(chosen(cfg, SchedulePart))} runs {swapped[0]} before {swapped[1]}, and "
-            f"moe.aux_kind={chosen(cfg, BalanceScopePart).kind!r} counts the tokens of the micro-batches before each "
-            "one; order the forward passes of a stage by micro-batch, or choose aux_kind='micro_batch'"
+            f"{describe_part(chosen_in(parallel, SchedulePart))} runs {swapped[0]} before {swapped[1]}, and "
+            f"moe.aux_kind={chosen_in(moe, BalanceScopePart).kind!r} counts the tokens of the micro-batches before "
+            "each one; order the forward passes of a stage by micro-batch, or choose aux_kind='micro_batch'"
         )
 
 
@@ -229,17 +231,16 @@ def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator
         )
 
 
-def check_schedule_file(cfg: Config) -> None:
+def check_schedule_file(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, train: TrainConfig) -> None:
     """Check that the schedule file is complete, does not deadlock, suits the losses, and gives every rank weights.
 
     Raises:
         ConfigError: it is not valid.
     """
-    parallel = cfg.parallel
     schedule = chosen_in(parallel, SchedulePart)
     if not schedule.is_for_one_mapping:
         return
-    raise_all(_validate_order(cfg, runtime_slots(cfg.model, parallel, cfg.train)))
+    raise_all(_validate_order(model, moe, parallel, runtime_slots(model, parallel, train)))
     ranks = schedule.stage_ranks(parallel.pp, parallel.virtual_stages)
     if parallel.pipeline_layout not in ("", "auto"):
         for message in _validate_no_empty_ranks(parallel, ranks):
