@@ -42,7 +42,7 @@ def check_machine(cfg: Config) -> None:
         ConfigError: the first fault found.
     """
     check_writable(cfg.run, cfg.checkpoint)
-    check_schedule_file(cfg)
+    check_schedule_file(cfg.model, cfg.moe, cfg.parallel, cfg.train)
     check_resume(cfg.checkpoint)
     check_initial_weights(cfg.model, cfg.lora, cfg.checkpoint, cfg.rl)
     check_packages(cfg.model, cfg.parallel, cfg.metrics)

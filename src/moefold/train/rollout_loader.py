@@ -31,7 +31,7 @@ from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import DataFiles
 from moefold.train.kl_reference import KLReference, ReferenceModel
-from moefold.train.log_probs import TrainerLogProbs
+from moefold.train.log_probs import LogProbCapture
 from moefold.train.position import Position
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource
@@ -117,9 +117,9 @@ class RolloutLoader:
         self.files = DataFiles(cfg, position)
         self.events: list[DataEvent] = []
         self._model = model
-        self._trainer: TrainerLogProbs | None = None
+        self._capture: LogProbCapture | None = None
         if "trainer_log_probs" in columns:
-            self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
+            self._capture = LogProbCapture(cfg.rollout.temperature, tuple(model.stages[-1].loss.terms))
         self._link = link
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         self.sampling = LocalSampling(cfg, groups, model, reward, self._tokenizer)
@@ -157,7 +157,7 @@ class RolloutLoader:
             self.train_sharder,
             lambda step_groups: pack_step(step_groups, *parts),
             self.sampling.replay,
-            self._trainer,
+            self._capture,
         )
         self.queue = RoundQueue(cfg.run, cfg.train, cfg.rl, self._open_source(prompts.train))
 
