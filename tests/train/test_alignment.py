@@ -15,9 +15,11 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
-from moefold.train.callbacks.preference_reference import reference_log_probs
+from moefold.train.callbacks.callback import TrainingContext
+from moefold.train.callbacks.preference_reference import ReferencePass
 from moefold.train.data_loader import DataLoader
 from moefold.train.position import Position
+from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed
@@ -145,9 +147,11 @@ def _reference(cfg: Config, cache: str) -> np.ndarray:
     os.environ["XDG_CACHE_HOME"] = cache
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    loader = DataLoader(cfg, groups, training.model.positions, Position())
+    position = Position()
+    loader = DataLoader(cfg, groups, training.model.positions, position)
     loader.open(None)
-    values = reference_log_probs(training, loader, len(loader.reference.values))
+    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, position, StopSignals(announces=False))
+    values = ReferencePass(loader, cfg.checkpoint).log_probs(run, len(loader.reference.values))
     assert training.model.stages[-1].training
     assert training.model.stages[-1].loss.terms == ("preference",)
     return values

@@ -18,7 +18,7 @@ from moefold.config.schema import Config
 from moefold.cost.flops import step_flops_per_token
 from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
-from moefold.objectives.recipe_loss import loss_columns, policy_loss
+from moefold.objectives.recipe_loss import policy_loss
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext
@@ -111,8 +111,7 @@ class Trainer:
         cfg = self._cfg
         reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
         self._resources.enter_context(reward)
-        columns = loss_columns(model.stages[0].loss)
-        loader = RolloutLoader(cfg, self._groups, model, columns, reward, self._position, link)
+        loader = RolloutLoader(cfg, self._groups, model, reward, self._position, link)
         return loader, [
             RolloutRounds(loader),
             RewardEvaluation(loader, cfg.train.eval_every, cfg.run.steps, cfg.rl.reset_patience),
