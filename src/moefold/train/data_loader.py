@@ -4,7 +4,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from moefold.parallel.batch import Batch
 from moefold.train.batch_sharding import BatchSharder, WeightedSamples
 from moefold.train.data_files import DataFingerprints, RunDataFiles
 from moefold.train.position import Position
-from moefold.train.step_data import DataEvent
+
+if TYPE_CHECKING:
+    from moefold.train.step_data import DataEvent
 
 T = TypeVar("T")
 

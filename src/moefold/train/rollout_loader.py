@@ -236,7 +236,7 @@ class RolloutLoader:
 
     @property
     def message(self) -> str:
-        """How exact sampling is, and what a resumed run does not have; for the start of the run."""
+        """A message about exactness, and about rounds that a resumed run samples again."""
         return "; ".join(filter(None, self._messages))
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
