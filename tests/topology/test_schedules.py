@@ -101,7 +101,7 @@ class WrittenRows(SchedulePart):
 )
 def test_wrong_rows_of_another_package_are_refused_by_name(text: str, fault: str) -> None:
     parallel = ParallelConfig(world_size=2, pp=2, schedule=WrittenRows(text=text))
-    found = list(validate_rows(Config(parallel=parallel, train=TrainConfig(global_batch_size=2))))
+    found = list(map(str, validate_rows(Config(parallel=parallel, train=TrainConfig(global_batch_size=2)))))
     name = f"parallel.schedule='{__name__}:WrittenRows' (a program)"
     assert [message[: len(name + fault)] for message in found] == ([name + fault] if fault else [])
     if fault:

@@ -287,7 +287,7 @@ def test_a_completion_ends_at_the_stop_condition():
     ("change", "message"),
     [
         ({"folder": ""}, "rollout.folder='' must name the Hugging Face folder"),
-        ({"timeout_s": 600.0}, "rollout.timeout_s=600 must be less than faults.timeout_s=600"),
+        ({"timeout_s": 600.0}, "rollout.timeout_s=600.0 must be less than faults.timeout_s=600.0"),
         ({"experts": "fetch"}, "samples under the mapping of the server"),
         ({"url": "localhost:8000"}, "rollout.url='localhost:8000' must begin with http:// or https://"),
     ],

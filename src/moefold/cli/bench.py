@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.bench.shape import BenchShape, bench_config, bench_shapes, max_fitting_experts
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
+from moefold.errors import ConfigError, spelled_as
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.progress import WorkProgress
@@ -146,9 +146,10 @@ def shape_from_args(args: argparse.Namespace) -> BenchShape:
 
 def device_type_from_args(args: argparse.Namespace) -> str:
     """Resolve --device, and check that the clock of --clock can time it. Imports torch."""
+    from moefold.launch.accelerator import DEVICE_NAMES
     from moefold.launch.ranks import choose_device
 
-    with reworded_errors(*DEVICE_OPTION):
+    with spelled_as(DEVICE_NAMES):
         device = choose_device(args.device, 1, None)
     if device == "cuda" and args.clock == "cpu":
         raise ConfigError("--clock cpu cannot time a GPU; leave it out, or set --device cpu")

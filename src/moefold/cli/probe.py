@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.cost.hardware import device_names, load_device
-from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
+from moefold.errors import ConfigError, spelled_as
 from moefold.host.output_file import check_output_path, check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.progress import WorkProgress
@@ -48,16 +48,17 @@ def run(argv: list[str]) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
-    with reworded_errors((r"--gpu", "--base")):
+    with spelled_as({"--gpu": "--base"}):
         if args.base is not None:
             load_device(args.base)
     rank_env = read_rank_env()
     if rank_env is not None and args.ranks not in (None, rank_env.world_size):
         raise ConfigError(f"--ranks {args.ranks}: the launcher started {rank_env.world_size} ranks; leave --ranks out")
+    from moefold.launch.accelerator import DEVICE_NAMES
     from moefold.launch.detect_hardware import detect_machine
     from moefold.launch.ranks import choose_device, run_ranks
 
-    with reworded_errors(*DEVICE_OPTION):
+    with spelled_as(DEVICE_NAMES):
         num_ranks = args.ranks or (
             rank_env.world_size if rank_env is not None else _default_ranks(choose_device(args.device, 1, None))
         )

@@ -21,7 +21,7 @@ from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
-from moefold.errors import ConfigError, reworded_errors
+from moefold.errors import ConfigError
 from moefold.host.memory import available_host_memory
 from moefold.progress import ProgressCallback, WorkProgress
 from moefold.recipe import load_config
@@ -136,8 +136,10 @@ def verify(
 
     base = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
     if base is not None:
-        with reworded_errors((r"^", "--against one-rank: ")):
+        try:
             check_config(base)
+        except ConfigError as error:
+            raise error.with_start("--against one-rank: ") from error
     parts = (part for section in fields(cfg) for part in parts_in(getattr(cfg, section.name)))
     outside = {describe_part(part): None for part in parts if not type(part).formula.__module__.startswith("moefold.")}
     notes = (*notes, ONE_RANK_NOTE if base else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if base or outside else notes

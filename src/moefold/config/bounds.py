@@ -9,27 +9,28 @@ from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.part import Part, Table, metadata_of, settings_of, tables_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types, kind_settings, last_name, owner_of, sections
+from moefold.errors import Problem
 
 
-def range_problems(cfg: Config) -> Iterator[str]:
+def range_problems(cfg: Config) -> Iterator[Problem]:
     """Yield one message for each key whose value is out of its range."""
     for section, key, bound in bounds():
         value = getattr(getattr(cfg, section), key)
         if not bound.is_legal(value):
-            yield f"{section}.{key}={value!r} {bound.rule}"
+            yield Problem(f"{section}.{key}", value, f"{bound.rule}")
     for section, owner in sections().items():
         for key in tables_of(owner):
             yield from _table_problems(f"{section}.{key}", getattr(getattr(cfg, section), key))
 
 
-def _table_problems(path: str, table: Any) -> Iterator[str]:
+def _table_problems(path: str, table: Any) -> Iterator[Problem]:
     """Yield one message for each setting of a part or table, and of its own tables, that is out of its range."""
     owner: Any = type(table)
     if not isinstance(table, Part | Table):
         return
     for setting, rule in _bounds_of(owner):
         if not rule.is_legal(value := getattr(table, setting)):
-            yield f"{path}.{setting}={value!r} {rule.rule}"
+            yield Problem(f"{path}.{setting}", value, f"{rule.rule}")
     for key in tables_of(owner):
         yield from _table_problems(f"{path}.{key}", getattr(table, key))
 

@@ -21,9 +21,8 @@ from moefold.config.part_registry import (
     kinds_with,
 )
 from moefold.config.plugins import origin_of, rebuild
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import RunError
+from moefold.errors import Problem, RunError
 
 Built = TypeVar("Built")
 

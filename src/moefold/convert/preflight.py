@@ -34,7 +34,7 @@ from moefold.convert.hf_config import (
 from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
 from moefold.convert.known_keys import KeyReport
 from moefold.convert.run_config import missing_parts
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.host.rank_env import RankEnv
 from moefold.hub import is_hub_url, snapshot
 from moefold.remote_copy import local_copy
@@ -256,12 +256,12 @@ def check_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig) -> No
     if not lora.init_from:
         return
     path = resolve_weights_folder(weights_path(lora.init_from))
-    name = f"lora.init_from={lora.init_from!r}"
+    name = Setting("lora.init_from", lora.init_from)
     stored = {} if is_hf_folder(path) else read_meta(path).lora
     if not stored:
-        raise ConfigError(f"{name} has no adapters; name a checkpoint of a run with lora.rank, or leave it out")
+        raise ConfigError(name.problem("has no adapters", "name a checkpoint of a run with lora.rank, or leave it out"))
     if reason := adapters_unsupported_reason(stored, lora, str(path)):
-        raise ConfigError(f"{name} {reason}")
+        raise ConfigError(name.problem(reason))
     base = resolve_weights_folder(weights_path(checkpoint.init_from))
     if folder_digest(base) != stored["base_digest"]:
         raise ConfigError(

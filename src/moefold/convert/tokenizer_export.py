@@ -35,7 +35,7 @@ from moefold.data.tokenizer_folder import (
     read_tokenizer_folder,
     tokenizer_file,
 )
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError, Problem, format_list
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import is_remote
 
@@ -109,7 +109,7 @@ def choose_tokenizer(
             return TokenizerChoice(messages=(note,))
     try:
         if reason := _unusable_reason(file, recorded):
-            raise ConfigError(f"data.tokenizer={name!r} {reason}")
+            raise ConfigError(Problem("data.tokenizer", name, reason))
         separator = JsonTokenizer(file.resolve()).separator_id
     except ConfigError as error:
         note = f"no tokenizer is written: {error}; put the file of the training back there and export again"

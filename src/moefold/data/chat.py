@@ -30,7 +30,7 @@ from moefold.data.tokenizer_folder import (
     read_template,
     read_tokenizer_folder,
 )
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 
@@ -312,12 +312,12 @@ class ChatTemplate:
             return ConfigError(
                 f"{location}: the chat template of {self.location} renders turn {answer['moved']} differently when "
                 "others follow, so its position cannot be found; put {% generation %} and {% endgeneration %} "
-                "around the assistant's output, in a template of your own: data.chat_template=FILE"
+                f"around the assistant's output, in a template of your own: {Setting('data.chat_template')}=FILE"
             )
         if "refused" in answer:
             return ConfigError(
-                f"{location}: the chat template of {self.location} refuses the conversation ({answer['refused']}); "
-                "fix the conversation, remove it, or set data.chat_template"
+                f"{location}: the chat template of {self.location} refuses the conversation ({answer['refused']}); fix "
+                f"the conversation, remove it, or set {Setting('data.chat_template')}"
             )
         text: str = answer["text"]
         return RenderedChat(
@@ -355,10 +355,10 @@ def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> 
     if source is None:
         known_names = ", ".join(map(repr, sorted(folder.templates)))
         raise ConfigError(
-            f"data.tokenizer={data.tokenizer!r} has no chat template: neither {TEMPLATE_FILE} nor a chat_template "
-            f"in {SETTINGS_FILE} is in {folder.file.parent}"
+            f"{Setting('data.tokenizer', data.tokenizer)} has no chat template: neither {TEMPLATE_FILE} nor a "
+            f"chat_template in {SETTINGS_FILE} is in {folder.file.parent}"
             + (f", only templates named {known_names}" if known_names else "")
-            + "; set data.chat_template to a file with one"
+            + f"; set {Setting('data.chat_template')} to a file with one"
         )
     return ChatTemplate(
         source,

@@ -20,7 +20,7 @@ from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
 from moefold.data.file_formats import refuse_surrogates
 from moefold.data.tokenizer import OffsetTokenizer, refuse_nul
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 TOOLS = "tools"
 REASONING = "reasoning of answers (reasoning_content)"
@@ -60,10 +60,10 @@ class RowReport:
         if self.mismatched:
             notes.append(
                 f"the chat template of {self._template}: in {len(self.mismatched)} rows, the prompt at inference has "
-                f"other tokens than the conversation in training (first: {next(iter(self.mismatched))}): a token "
-                "spans the end of the prompt, or the prompt does not begin a turn as the conversation does. All tokens "
-                "of the answer are trained. To make them equal, end the generation prompt with a special token, where "
-                "a finished turn begins (data.chat_template)"
+                f"other tokens than the conversation in training (first: {next(iter(self.mismatched))}): a token spans "
+                "the end of the prompt, or the prompt does not begin a turn as the conversation does. All tokens of "
+                "the answer are trained. To make them equal, end the generation prompt with a special token, where a "
+                f"finished turn begins ({Setting('data.chat_template')})"
             )
         if self.altered:
             notes.append(
@@ -75,7 +75,7 @@ class RowReport:
             notes.append(
                 f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {field} (first: "
                 f"{next(iter(rows))}), so that the model does not see them. Set a template that does "
-                "(data.chat_template), or remove them from the rows"
+                f"({Setting('data.chat_template')}), or remove them from the rows"
             )
         return notes
 
@@ -183,7 +183,7 @@ def _checked(
     if calls and "tool_call" not in template.source_for(req.tools):
         raise ConfigError(
             f"{req.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
-            "write; set a template that does (data.chat_template), or remove the row"
+            f"write; set a template that does ({Setting('data.chat_template')}), or remove the row"
         )
     # The text may also contain other fields than the content, such as names and tool calls.
     refuse_surrogates(chat.text, f"{req.location}: the rendered conversation")
@@ -267,7 +267,11 @@ class SkippedRows:
         self.first = self.first or str(error)
         self.count += 1
 
-    def note(self, setting: str = "data.skip_bad_rows") -> str:
+    def note(self) -> str:
         """Return a message with the number and the first error; empty if there is none."""
         rows = "row" if self.count == 1 else "rows"
-        return f"{setting}: {self.count:,} {rows} skipped; the first: {self.first}" if self.count else ""
+        return (
+            f"{Setting('data.skip_bad_rows')}: {self.count:,} {rows} skipped; the first: {self.first}"
+            if self.count
+            else ""
+        )

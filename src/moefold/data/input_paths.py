@@ -7,7 +7,7 @@ from glob import escape
 from pathlib import Path
 
 from moefold.config.suggestions import HubKind, download_advice
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
 
 MIN_SIMILARITY = 0.75
@@ -36,9 +36,8 @@ def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
     names = (path,) if isinstance(path, str) else path
     names = tuple(name for name in names if name)
     if not names:
-        raise ConfigError(
-            f'data.path is empty, but data.kind="{kind}" reads from it; name a file, a folder or a list of them'
-        )
+        rule = f'is empty, but data.kind="{kind}" reads from it'
+        raise ConfigError(Problem("data.path", None, rule, "name a file, a folder or a list of them"))
     paths = tuple(existing_path("data.path", name) for name in names)
     check_no_duplicates(paths)
     return paths
@@ -63,12 +62,14 @@ def existing_path(key: str, name: str) -> Path:
             missing = missing.parent
         folder = missing.parent
         if not folder.is_dir():
-            raise ConfigError(f"{key}={name!r} does not exist: {folder} is a file, not a folder")
+            raise ConfigError(f"{Setting(key, name)} does not exist: {folder} is a file, not a folder")
         similar = difflib.get_close_matches(
             missing.name, _candidate_names(folder, missing.name), n=1, cutoff=MIN_SIMILARITY
         )
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{key}={name!r} cannot be reached ({error}); name a readable file or folder") from error
+        raise ConfigError(
+            f"{Setting(key, name)} cannot be reached ({error}); name a readable file or folder"
+        ) from error
     advice = (
         download_advice(name, _HUB_KIND_BY_KEY[key], allows_bare_name="tokenizer" in key)
         if key in _HUB_KIND_BY_KEY
@@ -76,7 +77,7 @@ def existing_path(key: str, name: str) -> Path:
     )
     otherwise = advice or f"{folder} holds no similar name"
     hint = f"did you mean {str(folder / similar[0])!r}?" if similar else otherwise
-    raise ConfigError(f"{key}={name!r} does not exist; {hint}")
+    raise ConfigError(f"{Setting(key, name)} does not exist; {hint}")
 
 
 def _fetched(key: str, name: str) -> Path:
@@ -97,7 +98,7 @@ def _fetched(key: str, name: str) -> Path:
             return local_copy(str(remote.parent), (*TOKENIZER_PATTERNS, escape(remote.name))) / remote.name
         return local_copy(str(remote), TOKENIZER_PATTERNS)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
+        raise error.with_start(f"{Setting(key)}: ") from None
 
 
 def name_below(root: str, relative: Path) -> str:
@@ -149,12 +150,14 @@ def check_no_duplicates(paths: tuple[Path, ...]) -> None:
     seen_paths: set[Path] = set()
     for path in paths:
         if path in seen_paths:
-            raise ConfigError(f"data.path reaches {path} twice; name every file once, alone or by its folder")
+            rule = f"reaches {path} twice"
+            raise ConfigError(Problem("data.path", None, rule, "name every file once, alone or by its folder"))
         seen_paths.add(path)
 
 
 def _raise_unreadable(error: OSError) -> None:
-    raise ConfigError(f"data.path: {error.filename} is not readable ({error.strerror}); give read access") from error
+    rule = f": {error.filename} is not readable ({error.strerror})"
+    raise ConfigError(Problem("data.path", None, rule, "give read access")) from error
 
 
 SKIPPED = "skipped"
@@ -245,4 +248,4 @@ def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[s
     paths = path if isinstance(path, list) else [path]
     roots = [Path(root) for root in paths if isinstance(root, str)]
     if odd := [name for name in tokens if not any(is_below(Path(name), root) for root in roots)]:
-        raise TypeError(f"data_tokens names {odd[0]!r}, which is not below data.path")
+        raise TypeError(f"data_tokens names {odd[0]!r}, which is not below {Setting('data.path')}")

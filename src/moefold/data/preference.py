@@ -28,7 +28,7 @@ from moefold.data.sft import (
     conversation_location,
     hold_out,
 )
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 Messages = list[Message]
 
@@ -143,7 +143,9 @@ def pack_pairs(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         # With labels, a row may become two pairs.
-        location = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
+        location = (
+            f"pair {number} of {Setting('data.path')}" if _is_labelled(align) else conversation_location(data, number)
+        )
         raise ConfigError(
             f"{location}: the pair has {int(lengths[number].sum())} tokens, and "
             f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
@@ -153,9 +155,8 @@ def pack_pairs(
     num_targets = conversations.count_targets(cut.ravel()).reshape(-1, 2)
     pairs = np.flatnonzero(num_targets.all(1))
     if not len(pairs):
-        raise ConfigError(
-            f"data.path: none of {len(lengths)} pairs has both completions within train.seq_len={seq_len}; raise it"
-        )
+        rule = f": none of {len(lengths)} pairs has both completions within train.seq_len={seq_len}"
+        raise ConfigError(Problem("data.path", None, rule, "raise it"))
     reference = ReferenceLogProbs(num_targets)
     training, validation = (
         PackedPairs(conversations, split, reference, align, seq_len=seq_len, pad_id=pad_id)
@@ -163,8 +164,8 @@ def pack_pairs(
     )
     if reports:
         logger.warning(
-            "data.path: %d pairs, %d skipped without a completion within train.seq_len, %d cut to %d tokens; "
-            "%d samples to train on",
+            f"{Setting('data.path')}: %d pairs, %d skipped without a completion within train.seq_len, %d cut to %d "
+            "tokens; %d samples to train on",
             len(lengths),
             len(lengths) - len(pairs),
             int(is_long[pairs].sum()),

@@ -15,7 +15,7 @@ from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
 from moefold.data.synthetic_problems import Problems, check_task_tokenizer
 from moefold.data.tokenizer import Tokenizer, refuse_nul
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 PROMPT_COLUMN = "prompt"
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})
@@ -162,7 +162,7 @@ def read_prompts(
     prompts = list(_usable_prompts(_PromptReader(data, tokenizer, reward_prompt), data, check, skipped))
     if not prompts:
         raise ConfigError(
-            f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
+            f"{Setting('data.path', data.path)} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
             + (f" ({note})" if (note := skipped.note()) else "")
         )
     if report is not None and (note := skipped.note()):

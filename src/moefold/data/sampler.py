@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moefold.data.index_shuffle import GOLDEN, IndexShuffle, hash_ints
 from moefold.data.sample import Sample, SampleBatch, SampleSource, stack_samples
-from moefold.errors import ConfigError, RunError
+from moefold.errors import ConfigError, Problem, RunError
 
 _MAX_RANGES = 64
 _MIN_RANGE_SAMPLES = 8
@@ -393,10 +393,9 @@ class Split(Sampler):
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         if not len(self):
-            raise ConfigError(
-                "data.validation_fraction=0 holds no sample out; set it above 0, "
-                "or train.eval_every=0 to train without evaluation"
-            )
+            rule = "holds no sample out"
+            way_out = "set it above 0, or train.eval_every=0 to train without evaluation"
+            raise ConfigError(Problem("data.validation_fraction", 0, rule, way_out))
         epoch, place = divmod(index, len(self))
         return self._members[self._shuffled_position(epoch, place)]
 

@@ -33,7 +33,7 @@ from moefold.data.sft import (
 )
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 
 FORMAT_VERSION = 1
 _WORDS = 4
@@ -106,10 +106,8 @@ class Rewards:
         """Return the rewards of the members; raise ConfigError if all are equal."""
         reward = self.reward_N[members]
         if len(reward) and reward.min() == reward.max():
-            raise ConfigError(
-                f"align.method={method!r} has no effect: all {len(members)} rewards in the column "
-                f"{self._column!r} are {reward[0]:g}; give other rewards, or leave align out"
-            )
+            rule = f"has no effect: all {len(members)} rewards in the column {self._column!r} are {reward[0]:g}"
+            raise ConfigError(Problem("align.method", method, rule, "give other rewards, or leave align out"))
         return reward
 
 

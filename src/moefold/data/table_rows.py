@@ -40,7 +40,7 @@ from moefold.data.file_formats import (
 )
 from moefold.data.input_paths import files_below
 from moefold.data.source_listing import table_suffix
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def _check_split(split: str, splits: Mapping[str, Any], folder: Path) -> None:
     if split not in splits:
         guess = closest_match(split, splits)
         hint = f"did you mean {guess!r}?" if guess else f"the splits are {', '.join(sorted(splits)) or 'none'}"
-        raise ConfigError(f"data.split={split!r} is not in {folder}; {hint}")
+        raise ConfigError(Problem("data.split", split, f"is not in {folder}", hint))
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:
@@ -327,11 +327,12 @@ def _files_of_one_format(names: Sequence[str], folder: Path) -> list[str]:
     best = [suffix for suffix in best if suffix not in (".json", ".txt")] or best
     if len(best) > 1:
         raise ConfigError(
-            f"{folder} has as many files in {best[0]} as in {best[1]} for this split; name the files in data.path"
+            f"{folder} has as many files in {best[0]} as in {best[1]} for this split; name the files in "
+            f"{Setting('data.path')}"
         )
     if left_out := [name for name in names if table_suffix(Path(name)) != best[0]]:
         suffix = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        logger.warning("data.path: %s is read in %s; left out %s%s", folder, best[0], left_out[0], suffix)
+        logger.warning(f"{Setting('data.path')}: %s is read in %s; left out %s%s", folder, best[0], left_out[0], suffix)
     return [name for name in names if table_suffix(Path(name)) == best[0]]
 
 
@@ -381,7 +382,7 @@ def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[s
     if unread := sorted(map(str, config.keys() - _CONFIG_KEYS)):
         raise ConfigError(
             f"the {_CARD} of {folder} sets {unread[0]!r} for its reader, which has no effect here; name the files in "
-            "data.path"
+            f"{Setting('data.path')}"
         )
     below = str(config.get("data_dir", "")).removeprefix("./").rstrip("/")
     prefix = f"{below}/" if below else ""

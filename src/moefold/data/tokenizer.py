@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from moefold.config.data import DataConfig
 from moefold.data.input_paths import existing_path
 from moefold.data.tokenizer_process import TokenTable
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     """
     if data.kind in ("synthetic", "program"):
         if data.tokenizer != "bytes":
-            raise ConfigError(f'data.tokenizer={data.tokenizer!r} is not used by data.kind="{data.kind}"; leave it out')
+            rule = f'is not used by data.kind="{data.kind}"'
+            raise ConfigError(Problem("data.tokenizer", data.tokenizer, rule, "leave it out"))
         return NumberTokenizer(vocab_size)
     if data.kind == "tokens" and data.tokenizer == "bytes" and vocab_size != ByteTokenizer.vocab_size:
         return NumberTokenizer(vocab_size)
@@ -146,7 +147,7 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"model.vocab_size={vocab_size} must be at least the tokenizer's {tokenizer.vocab_size} "
-            f"(data.tokenizer={data.tokenizer!r}); set model.vocab_size={tokenizer.vocab_size} or more"
+            f"({Setting('data.tokenizer', data.tokenizer)}); set model.vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
 

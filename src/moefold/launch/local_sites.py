@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, ConfigError
+from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, ConfigError, Problem
 from moefold.host.listen import listen
 from moefold.host.processes import signal_on_parent_death
 from moefold.host.rank_env import RankEnv
@@ -61,10 +61,8 @@ def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv
         ConfigError: a launcher started this process, or there are too few GPUs.
     """
     if rank_env is not None:
-        raise ConfigError(
-            "sites.number=-1 starts all sites on this machine, and a launcher started this process as a rank of one "
-            "job; set sites.number and sites.meet for each job"
-        )
+        rule = "starts all sites on this machine, and a launcher started this process as a rank of one job"
+        raise ConfigError(Problem("sites.number", -1, rule, "set sites.number and sites.meet for each job"))
     gpus: list[str] = []
     if device != "cpu" and not has_no_gpu():
         # Lazy import: without a GPU driver, only the sites import torch.

@@ -28,7 +28,7 @@ from moefold.config.sites import SitesConfig
 from moefold.cost.hardware import Device, SiteLink
 from moefold.cost.site_traffic import num_trained, recipe_format, site_traffic
 from moefold.cost.state_bytes import master_dtype_bytes
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 TARGET = 0.95
 """Utilisation that settings are chosen for."""
@@ -323,9 +323,9 @@ def with_site_settings(cfg: Config, plan: SitePlan) -> Config:
     settings = plan.chosen.settings
     if settings.every > cfg.run.steps:
         raise ConfigError(
-            f"a utilisation of {TARGET:.0%} needs sites.every={settings.every}, which is above run.steps="
-            f"{cfg.run.steps}; raise run.steps, take a faster --site-link, or merge once after the last step by "
-            "sites.first=run.steps"
+            f"a utilisation of {TARGET:.0%} needs sites.every={settings.every}, which is above "
+            f"run.steps={cfg.run.steps}; raise run.steps, take a faster {Setting('--site-link')}, or merge once after "
+            "the last step by sites.first=run.steps"
         )
     sites = replace(
         cfg.sites,
@@ -360,15 +360,19 @@ def resolve_sites(
     if link is not None and latency_s is not None:
         link = replace(link, latency_s=latency_s)
     if link is None and (count is not None or latency_s is not None):
-        option = f"--sites {count}" if count is not None else f"--site-latency {latency_s:g}"
+        option = f"{Setting('--sites', count)}" if count is not None else f"{Setting('--site-latency', latency_s):g}"
         raise ConfigError(
-            f"{option} needs the bandwidth between sites: add --site-link BYTES_PER_S, or [site_link] with bytes_per_s "
-            "and latency_s to the device's file"
+            f"{option} needs the bandwidth between sites: add {Setting('--site-link')} BYTES_PER_S, or [site_link] "
+            "with bytes_per_s and latency_s to the device's file"
         )
     if number == 1:
         if bytes_per_s is not None or latency_s is not None:
-            option = f"--site-link {bytes_per_s:g}" if bytes_per_s is not None else f"--site-latency {latency_s:g}"
-            raise ConfigError(f"{option} has no effect: sites.count=1 has no other site; add --sites")
+            option = (
+                f"{Setting('--site-link', bytes_per_s):g}"
+                if bytes_per_s is not None
+                else f"{Setting('--site-latency', latency_s):g}"
+            )
+            raise ConfigError(f"{option} has no effect: sites.count=1 has no other site; add {Setting('--sites')}")
         return cfg, None
     # A recipe without rounds gets one at the latest at its end.
     every = cfg.sites.every if cfg.sites.is_active else min(cfg.sites.every, cfg.run.steps)
@@ -377,8 +381,8 @@ def resolve_sites(
 
 def _check_options(count: int | None, bytes_per_s: float | None, latency_s: float | None) -> None:
     if count is not None and count < 2:
-        raise ConfigError(f"--sites {count} must be at least 2: one site has nothing to exchange")
+        raise ConfigError(f"{Setting('--sites', count)} must be at least 2: one site has nothing to exchange")
     if bytes_per_s is not None and not 0 < bytes_per_s < math.inf:
-        raise ConfigError(f"--site-link {bytes_per_s:g} must be above 0: bytes a second, one way")
+        raise ConfigError(f"{Setting('--site-link', bytes_per_s):g} must be above 0: bytes a second, one way")
     if latency_s is not None and not 0 <= latency_s < math.inf:
-        raise ConfigError(f"--site-latency {latency_s:g} must be at least 0: seconds of a message, one way")
+        raise ConfigError(f"{Setting('--site-latency', latency_s):g} must be at least 0: seconds of a message, one way")

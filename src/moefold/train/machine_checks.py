@@ -19,7 +19,7 @@ from moefold.config.train import TrainConfig
 from moefold.cost.kv_cache import cache_sizes
 from moefold.data.routing_trace import RoutingTrace, trace_shape
 from moefold.data.validate_source import check_data
-from moefold.errors import ConfigError, reworded_errors
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.host.listen import is_loopback
 from moefold.host.rank_env import RankEnv
 from moefold.remote_path import RemoteError, RemotePath, check_remote_writable, is_remote, to_path
@@ -94,16 +94,16 @@ def check_resume(checkpoint: CheckpointConfig) -> None:
     if checkpoint.resume in ("auto", "never"):
         return
     path = to_path(checkpoint.resume)
-    name = f"checkpoint.resume={checkpoint.resume!r}"
+    name = Setting("checkpoint.resume", checkpoint.resume)
     if path.is_dir():
         if inner := _list_checkpoints(path):
-            raise ConfigError(f"{name} is a folder of checkpoints; name one, such as {str(inner[-1])!r}")
+            raise ConfigError(name.problem("is a folder of checkpoints", f"name one, such as {str(inner[-1])!r}"))
         return
     if path.exists():
         raise ConfigError(f"{name} is a file; a checkpoint is a folder, such as RUN_DIR/checkpoints/step-000100")
     siblings = [str(sibling) for sibling in _list_checkpoints(path.parent)[-5:]]
     hint = f"the checkpoints there are {', '.join(siblings)}" if siblings else "set 'auto' for the newest one, if any"
-    raise ConfigError(f"{name} does not exist; {hint}")
+    raise ConfigError(name.problem("does not exist", hint))
 
 
 def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: CheckpointConfig, rl: RLConfig) -> None:
@@ -124,12 +124,14 @@ def check_initial_weights(model: ModelConfig, lora: LoraConfig, checkpoint: Chec
         if path:
             from moefold.convert.preflight import init_from_unsupported_reason, weights_path
 
-            with reworded_errors((r"^'", f"{key}: '")):
+            try:
                 folder = weights_path(path)
+            except ConfigError as error:
+                raise error.with_start(f"{key}: ") from error
             if reason := init_from_unsupported_reason(
                 model, folder, checkpoint.ignore_keys, is_dense=key == "checkpoint.upcycle.dense"
             ):
-                raise ConfigError(f"{key}={path!r}: {reason}")
+                raise ConfigError(Problem(key, path, f": {reason}"))
 
 
 def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: TrainConfig) -> None:
@@ -142,10 +144,8 @@ def check_replay(run: RunConfig, model: ModelConfig, moe: MoEConfig, train: Trai
         return
     trace = RoutingTrace(Path(moe.replay), "moe.replay")
     if trace.folder.resolve() == (Path(run.dir) / TRACE_FOLDER).resolve():
-        raise ConfigError(
-            f"moe.replay={moe.replay!r} is the trace of this very run, which a new start removes; "
-            "choose another run.dir"
-        )
+        rule = "is the trace of this very run, which a new start removes"
+        raise ConfigError(Problem("moe.replay", moe.replay, rule, "choose another run.dir"))
     trace.check_replay(trace_shape(model, train), run.steps)
 
 
@@ -173,7 +173,7 @@ def probe_folder(key: str, path: str) -> None:
     Raises:
         ConfigError: the file cannot be created.
     """
-    name = f"{key}={path!r}"
+    name = Setting(key, path)
     if is_remote(path):
         if path.startswith("memory://"):
             raise ConfigError(f"{name} would end with the process; name a folder, or a URL of a store such as s3://")
@@ -189,7 +189,7 @@ def probe_folder(key: str, path: str) -> None:
             existing = existing.parent
         if not existing.is_dir():
             relation = "is" if existing == folder.absolute() else f"lies below {str(existing)!r}, which is"
-            raise ConfigError(f"{name} {relation} a file; choose a folder")
+            raise ConfigError(name.problem(f"{relation} a file", "choose a folder"))
         with tempfile.TemporaryFile(dir=existing):
             return
     except OSError as error:
@@ -209,10 +209,9 @@ def check_meeting_point(sites: SitesConfig) -> None:
 
     host, _ = parse_address(sites.meet, "sites.meet")
     if not read_secret(sites.secret, "sites.secret") and not is_loopback(host):
-        raise ConfigError(
-            f"sites.meet={sites.meet!r} is another machine, and there is no shared secret; name its file with "
-            f"sites.secret, or set {SECRET_VARIABLE}"
-        )
+        rule = "is another machine, and there is no shared secret"
+        way_out = f"name its file with sites.secret, or set {SECRET_VARIABLE}"
+        raise ConfigError(Problem("sites.meet", sites.meet, rule, way_out))
 
 
 def check_offload_folder(train: TrainConfig) -> None:
@@ -228,10 +227,9 @@ def check_offload_folder(train: TrainConfig) -> None:
     probe_folder("train.offload_dir", train.offload_dir)
     above = Path(train.offload_dir).absolute().parent
     if not above.exists():
-        raise ConfigError(
-            f"train.offload_dir={train.offload_dir!r} lies in {str(above)!r}, which does not exist; name a folder "
-            f"of a local disk, or make {str(above)!r} if it is meant"
-        )
+        rule = f"lies in {str(above)!r}, which does not exist"
+        way_out = f"name a folder of a local disk, or make {str(above)!r} if it is meant"
+        raise ConfigError(Problem("train.offload_dir", train.offload_dir, rule, way_out))
 
 
 def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> None:
@@ -253,7 +251,7 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     is_first = rank_env is None or rank_env.rank == 0
     ignored_keys = cfg.checkpoint.ignore_keys
     if is_first and (reason := init_from_unsupported_reason(cfg.model, Path(rollout.folder), ignored_keys)):
-        raise ConfigError(f"rollout.folder={rollout.folder!r} cannot be used: {reason}")
+        raise ConfigError(Problem("rollout.folder", rollout.folder, f"cannot be used: {reason}"))
     replays, _ = replays_routing(cfg.model, cfg.moe, cfg.rl, is_exact=False)
     try:
         vllm_server(cfg.run, cfg.train, cfg.rollout, returns_experts=replays).check(max_tokens=max_tokens)
@@ -275,13 +273,11 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
     rollout = cfg.rollout
     settings = EngineSettings.of_recipe(cfg.rollout)
     longest = Request(prompt=(0,) * max(1, cfg.train.seq_len + 1 - rollout.max_tokens), max_tokens=rollout.max_tokens)
-    words = ("a larger cache_gib", "a larger rollout.cache_gib"), ("fewer slots", "fewer rollout.slots")
-    with reworded_errors((r"\bcache_gib=", "rollout.cache_gib="), (r"\bslots=", "rollout.slots="), *words):
-        mappings = [rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg]
-        if cfg.rl.staleness and cfg.train.eval_every:
-            mappings.append(cfg)
-        for mapping in mappings:
-            sizes = cache_sizes(mapping, device_type)
-            num_pages = cache_pages(sizes, settings)
-            assert num_pages is not None
-            check_requests([longest], num_pages, sizes.page_positions)
+    mappings = [rollout_config(cfg) if has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout) else cfg]
+    if cfg.rl.staleness and cfg.train.eval_every:
+        mappings.append(cfg)
+    for mapping in mappings:
+        sizes = cache_sizes(mapping, device_type)
+        num_pages = cache_pages(sizes, settings)
+        assert num_pages is not None
+        check_requests([longest], num_pages, sizes.page_positions)

@@ -15,7 +15,7 @@ from moefold.checkpoint.save_load import Resume
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate_trace
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.step_line import Progress, StepLine
 from moefold.metrics.step_metrics import describe_straggler
@@ -70,9 +70,9 @@ class RunLog:
             self._dir.mkdir(parents=True, exist_ok=True)
             write_config_json(cfg, self._dir / "config.json")
         except OSError as error:
-            raise ConfigError(
-                f"run.dir={cfg.run.dir!r} cannot be written: {error.strerror}; free disk space, or set another run.dir"
-            ) from error
+            rule = f"cannot be written: {error.strerror}"
+            way_out = "free disk space, or set another run.dir"
+            raise ConfigError(Problem("run.dir", cfg.run.dir, rule, way_out)) from error
         with ExitStack() as stack:
             line = StepLine(cfg.run.steps, is_gpu=self._is_gpu, evaluates=cfg.train.eval_every > 0)
             progress = Progress(

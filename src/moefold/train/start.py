@@ -19,7 +19,7 @@ from moefold.config.schema import Config, config_to_dict
 from moefold.config.train import TrainConfig
 from moefold.data.dataset import NEEDS_PROGRAM, prepare
 from moefold.data.fingerprint import fingerprint
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 from moefold.host.rank_env import RankEnv, check_world_size, is_torchrun
 from moefold.launch.memory_check import check_training, choose_checked_device
 from moefold.recipe import LoadedRecipe, with_world_size, world_sizes_after_rank_loss
@@ -85,10 +85,9 @@ def set_up_run(recipe: LoadedRecipe, rank_env: RankEnv | None, program_data: "Pr
     store = None
     if cfg.parallel.mapping == "auto":
         if cfg.rollout.ranks:
-            raise ConfigError(
-                f"parallel.mapping='auto' gives every rank to training, and rollout.ranks={cfg.rollout.ranks} only "
-                "sample; set the degrees of parallel, or rollout.ranks=0"
-            )
+            rule = f"gives every rank to training, and rollout.ranks={cfg.rollout.ranks} only sample"
+            way_out = "set the degrees of parallel, or rollout.ranks=0"
+            raise ConfigError(Problem("parallel.mapping", "auto", rule, way_out))
         cfg, store = _plan_mapping(cfg, recipe.explicit_keys, rank_env)
     if rank_env is not None and cfg.parallel.elastic:
         cfg = with_world_size(cfg, rank_env.world_size)
@@ -155,7 +154,7 @@ def _check_regroup(cfg: Config, rank_env: RankEnv | None) -> None:
 def _check_program_data(train: TrainConfig, data: DataConfig, program_data: "ProgramData | None") -> None:
     """Check that a program passes samples if and only if the recipe asks for them, and that they fit the recipe."""
     if program_data is not None and data.kind != "program":
-        raise ConfigError(f'data.kind={data.kind!r} must be "program" where a program passes the data')
+        raise ConfigError(Problem("data.kind", data.kind, 'must be "program" where a program passes the data'))
     if program_data is None and data.kind == "program":
         raise ConfigError(NEEDS_PROGRAM)
     if program_data is not None:

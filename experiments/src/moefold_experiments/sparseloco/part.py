@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from moefold.config.field import Bound, VerifyAs
 from moefold.config.groups.site_method import SiteMethodPart
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     import torch

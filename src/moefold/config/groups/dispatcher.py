@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part
-from moefold.config.problem import Problem
+from moefold.errors import Problem, Setting
 
 if TYPE_CHECKING:
     import torch
@@ -187,12 +187,13 @@ class DispatcherPart(Part):
         is_spread = p.ep * p.etp > 1
         if self.needs_spread_experts and has_experts and not is_spread:
             yield self._problem(
-                "sends tokens between the ranks of ep and etp, and parallel.ep=1, parallel.etp=1",
+                f"sends tokens between the ranks of ep and etp, and {Setting('parallel.ep', 1)}, "
+                f"{Setting('parallel.etp', 1)}",
                 "choose 'alltoall' or 'auto', or ep or etp of 2 or more",
             )
         if self.needs_whole_experts and p.etp > 1:
             yield self._problem(
-                f"sends tokens to whole experts, and parallel.etp={p.etp} shards the experts",
+                f"sends tokens to whole experts, and {Setting('parallel.etp', p.etp)} shards the experts",
                 "choose 'alltoall', or etp=1",
             )
         if self.needs_whole_experts and moe.pad_to_capacity:
@@ -202,7 +203,8 @@ class DispatcherPart(Part):
             )
         if is_spread and not self.spreads_experts:
             yield self._problem(
-                f"needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}", "choose 'alltoall' or 'allgather'"
+                f"needs ep=etp=1, and {Setting('parallel.ep', p.ep)}, {Setting('parallel.etp', p.etp)}",
+                "choose 'alltoall' or 'allgather'",
             )
 
     def _problem(self, rule: str, way_out: str) -> Problem:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.part import Part
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,9 @@ from moefold.config.field import MaxMagnitude, VerifyAs, at_least
 from moefold.config.groups.attention import AttentionCore, AttentionPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes

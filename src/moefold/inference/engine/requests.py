@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from moefold.config.rl import RolloutConfig
 from moefold.cost.kv_cache import CacheKind
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.inference.sampling import SamplingParams
 
 FinishReason = Literal["eos", "length", "stop"]
@@ -134,11 +134,14 @@ class EngineSettings:
     def check(self) -> None:
         """Check the ranges of the settings; raise ConfigError if a setting is out of its range."""
         if self.slots < 1:
-            raise ConfigError(f"slots={self.slots} must be at least 1")
+            raise ConfigError(Problem("rollout.slots", self.slots, "must be at least 1"))
         if self.pass_tokens < self.slots:
             raise ConfigError(
-                f"pass_tokens={self.pass_tokens} must be at least slots={self.slots}: each sample that is decoded adds "
-                "one token to a pass; choose fewer slots or more tokens"
+                f"{Setting('rollout.pass_tokens', self.pass_tokens)} must be at least "
+                f"{Setting('rollout.slots', self.slots)}: each sample that is decoded adds one token to a pass; choose "
+                "fewer slots or more tokens"
             )
         if not 0 <= self.cache_gib < float("inf"):
-            raise ConfigError(f"cache_gib={self.cache_gib:g} must be at least 0 (0: what the requests need)")
+            raise ConfigError(
+                f"{Setting('rollout.cache_gib', self.cache_gib):g} must be at least 0 (0: what the requests need)"
+            )

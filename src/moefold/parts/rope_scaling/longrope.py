@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import at_least
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

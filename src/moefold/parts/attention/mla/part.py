@@ -20,10 +20,10 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes

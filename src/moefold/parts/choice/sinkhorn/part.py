@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.field import MaxMagnitude, at_least
 from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart
-from moefold.config.problem import Problem
 from moefold.config.routing import no_bias_problems
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

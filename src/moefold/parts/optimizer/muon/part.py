@@ -9,7 +9,7 @@ from moefold.config.field import BELOW_ONE, MaxMagnitude, at_least
 from moefold.config.groups.optimizer import MatrixWork, StateSpec
 from moefold.config.model import has_dense_layers, has_moe_layers
 from moefold.config.param_spec import ParamSpec
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 from moefold.parts.optimizer.adamw.part import AdamW
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from moefold.config.chosen import chosen_in
 from moefold.config.field import POSITIVE, SAME_TENSORS
 from moefold.config.groups.router import ChoicePart, RouterSoftmaxPart, ScoreFormula, Softmax
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
