@@ -97,7 +97,7 @@ TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
 )
 """Methods whose allocations belong to a part; calls inside may belong to other parts."""
 TRACKED_LAYERS: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
-"""As above, for `forward_method`."""
+"""Layers whose `forward_method` has allocations that belong to a part."""
 DISPATCH_PART = "dispatch buffers"
 DISPATCH_METHODS = (
     "dispatch_preprocess",

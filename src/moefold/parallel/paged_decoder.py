@@ -137,7 +137,7 @@ class PickedRows:
     def __init__(self, inner: SequenceParallel) -> None:
         self._inner = inner
         self.rows_N = torch.zeros(0, dtype=torch.int64)
-        """These rows, int64 [N]."""
+        """The rows that are kept, int64 [N]."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of all tp ranks and select some: [R/tp, 1, H] -> [N, 1, H]."""

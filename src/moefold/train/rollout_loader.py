@@ -240,7 +240,7 @@ class RolloutLoader:
 
     @property
     def message(self) -> str:
-        """How exact sampling is, and what a resumed run does not have; for the start of the run."""
+        """Notes on exact sampling and on what a resumed run lacks, for the start of the run."""
         return "; ".join(filter(None, self._messages))
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
