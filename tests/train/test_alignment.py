@@ -171,7 +171,7 @@ def _refused_reference(cfg: Config, cache: str) -> str:
     folder.mkdir(exist_ok=True)
     run = TrainingContext(folder, groups, training, loader, position, StopSignals(announces=False))
     with pytest.raises(RunError) as caught:
-        ReferencePass(cfg.checkpoint).on_start(run)
+        ReferencePass(loader, cfg.checkpoint).on_start(run)
     return str(caught.value)
 
 
