@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
+from moefold.comm.private_torch import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.head import Head

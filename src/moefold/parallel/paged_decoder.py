@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moefold.comm.host_copy import copy_to_device
-from moefold.comm.torch_compat import has_forward_hooks
+from moefold.comm.private_torch import has_forward_hooks
 from moefold.config.cache_pages import PAGE_POSITIONS, page_positions
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
