@@ -22,7 +22,7 @@ SIGNAL_STATUS = 128
 Result = TypeVar("Result")
 Names = Mapping[str, "str | Setting"]
 _NAMES: ContextVar[Names] = ContextVar("_NAMES", default=MappingProxyType({}))
-"""How the caller of the running code names settings; see `spelled_as`."""
+"""Names that the caller of the running code has for settings; see `spelled_as`."""
 
 
 @contextmanager
@@ -61,12 +61,13 @@ class Setting:
 
     def __format__(self, spec: str) -> str:
         """Return `key=value`, or the option or argument that `spelled_as` names for the key, with its value."""
-        name, names = self.key, _NAMES.get()
+        name = self.key
+        names = _NAMES.get()
         while name in names:
-            named = names[name]
-            if isinstance(named, Setting):
-                return str(named)
-            name = named
+            spelling = names[name]
+            if isinstance(spelling, Setting):
+                return str(spelling)
+            name = spelling
         if not name or self.value is None:
             return name
         is_apart = name.startswith("--") or " " in name or (name.isupper() and name != self.key)

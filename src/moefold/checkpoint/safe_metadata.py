@@ -31,7 +31,7 @@ from torch.futures import Future
 from moefold.bounded_read import batch_by_size, open_regular, read_bytes
 from moefold.checkpoint.manifest import check_file_name, regular_file
 from moefold.checkpoint.shard_file import StoredShard, read_shard
-from moefold.comm.torch_compat import StorageInfo
+from moefold.comm.private_torch import StorageInfo
 from moefold.remote_path import RemotePath
 
 METADATA_FILE = ".metadata"

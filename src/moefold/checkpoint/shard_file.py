@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.bounded_read import open_regular
-from moefold.comm.torch_compat import StorageInfo
+from moefold.comm.private_torch import StorageInfo
 from moefold.remote_path import RemotePath
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")

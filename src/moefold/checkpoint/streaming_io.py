@@ -35,7 +35,7 @@ from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
 from moefold.checkpoint.shard_file import OnArchive, StoredShard, read_shard
 from moefold.comm.groups import World
-from moefold.comm.torch_compat import StorageInfo
+from moefold.comm.private_torch import StorageInfo
 from moefold.errors import ConfigError, format_list
 
 CHUNK_BYTES = 1 << 25

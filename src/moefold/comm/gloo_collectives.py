@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.torch_compat import gloo_backend
+from moefold.comm.private_torch import gloo_backend
 
 GATHER_TAG = 2
 REDUCE_TAG = 3

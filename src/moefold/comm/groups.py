@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, FlightRecorder
-from moefold.comm.resumable import BackwardOverlap
-from moefold.comm.torch_compat import (
+from moefold.comm.private_torch import (
     FakeStore,
     fsdp_group_size,
     fsdp_param_group,
@@ -24,6 +23,7 @@ from moefold.comm.torch_compat import (
     register_shared_loop,
     release_mesh_groups,
 )
+from moefold.comm.resumable import BackwardOverlap
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.topology.communicators import Communicator, communicator_names, communicators

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import Group
-from moefold.comm.torch_compat import NvshmemOps
+from moefold.comm.private_torch import NvshmemOps
 
 ALIGNMENT_BYTES = 16
 """Rows start at multiples of this: copies between GPUs are fastest then."""

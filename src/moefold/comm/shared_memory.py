@@ -20,7 +20,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather_objects
 from moefold.comm.gloo_collectives import gathered_parts, sum_in_order, uses_gloo
 from moefold.comm.groups import Group, collective_timeout
-from moefold.comm.torch_compat import foreach_copy_
+from moefold.comm.private_torch import foreach_copy_
 from moefold.errors import RunError
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.torch_compat import gloo_group
+from moefold.comm.private_torch import gloo_group
 from moefold.comm.wire_codes import PlainCode, WireCode
 from moefold.cost.site_traffic import PART_ELEMENTS
 

@@ -83,8 +83,8 @@ def check_at_most(name: str, value: int, maximum: int) -> None:
         ConfigError: the number is larger.
     """
     if value > maximum:
-        shown = value if value.bit_length() <= MAX_INTEGER_BITS else f"({value.bit_length()} bits)"
-        raise ConfigError(f"{Setting(name, shown):s} must be at most {maximum}")
+        text = value if value.bit_length() <= MAX_INTEGER_BITS else f"({value.bit_length()} bits)"
+        raise ConfigError(f"{Setting(name, text):s} must be at most {maximum}")
 
 
 def parse_count(text: str) -> int | None:

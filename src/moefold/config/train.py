@@ -55,7 +55,7 @@ class TrainConfig(Section):
     offload_to: Annotated[Literal["host", "ssd"], ReadIf("train.offload"), VerifyAs.SPEED] = "host"
     """host: host memory, for GPUs. ssd: an unnamed file in offload_dir that is deleted with the process."""
     offload_optimizer: Annotated[Literal["none", "host", "ssd"], VerifyAs.SPEED] = "none"
-    """Where the optimizer moments are stored between steps: with the weights, in host memory (for GPUs), or in
+    """Place of the optimizer moments between steps: with the weights, in host memory (for GPUs), or in
     memory-mapped files in offload_dir. Bitwise the same result."""
     offload_dir: Annotated[str, NO_TILDE, VerifyAs.SPEED] = ""
     """Folder on a local disk (ssd), created if its parent folder exists."""

@@ -185,7 +185,7 @@ class DetectedMachine:
     num_ranks: int
     """World size of the launcher; without a launcher, the number of this machine's devices."""
     is_launched: bool
-    """Whether a launcher started the ranks."""
+    """True if a launcher started the ranks."""
     memory_gib: float
     """Memory of all ranks together; 0: use the memory of the device description."""
     host: str = ""

@@ -53,7 +53,7 @@ class StateMapping(NamedTuple):
     """Number of ranks over which dense weights and experts are sharded."""
     zero: int
     is_single: bool
-    """Whether there is one rank, without FSDP."""
+    """True if there is one rank, without FSDP."""
     has_several_micro_batches: bool
 
     @property

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from moefold.comm.flight_recorder import group_timeout
 from moefold.comm.groups import World, current_world
-from moefold.comm.torch_compat import drain_backward_queue
+from moefold.comm.private_torch import drain_backward_queue
 from moefold.errors import ConfigError, RunError
 from moefold.host.listen import is_loopback
 from moefold.host.processes import ProcessId

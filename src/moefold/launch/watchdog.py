@@ -30,7 +30,7 @@ from moefold.comm.flight_recorder import (
     format_ranks,
     read_snapshot,
 )
-from moefold.comm.torch_compat import abort_process_groups
+from moefold.comm.private_torch import abort_process_groups
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv

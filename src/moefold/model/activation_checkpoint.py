@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from moefold.comm.private_torch import innermost_saved_tensor_hooks
 from moefold.comm.resumable import Resumable
-from moefold.comm.torch_compat import innermost_saved_tensor_hooks
 from moefold.model.module_wrapper import CallContext, Function, as_resumable, wrap_calls
 
 TensorFunction = Callable[..., tuple[Tensor, ...]]

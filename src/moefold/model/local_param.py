@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.comm.torch_compat import foreach_copy_, shard_in_graph
+from moefold.comm.private_torch import foreach_copy_, shard_in_graph
 from moefold.ops.quantization.weight_cache import mark_weight, weight_identity
 
 

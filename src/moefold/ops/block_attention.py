@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.comm.torch_compat import (
+from moefold.comm.private_torch import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
     cuda_flash_attention,

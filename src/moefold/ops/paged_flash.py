@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from moefold.comm.torch_compat import cuda_flash_attention, cuda_flash_attention_reads_pages
+from moefold.comm.private_torch import cuda_flash_attention, cuda_flash_attention_reads_pages
 from moefold.config.cache_pages import CUDA_PAGE_POSITIONS
 from moefold.ops.block_attention import (
     PROBE_LSE_TOLERANCE,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.torch_compat import zeros_like_shard
+from moefold.comm.private_torch import zeros_like_shard
 from moefold.config.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 

@@ -28,8 +28,7 @@ from torch.export import register_dataclass
 from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all, reduce_scatter_into
 from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
-from moefold.comm.torch_compat import (
+from moefold.comm.private_torch import (
     as_parameter,
     fsdp_param_group,
     fsdp_reduction_group,
@@ -39,6 +38,7 @@ from moefold.comm.torch_compat import (
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
+from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim, shard_rows
 from moefold.config.run import RunConfig

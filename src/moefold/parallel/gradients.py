@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum_
 from moefold.comm.groups import Group
-from moefold.comm.torch_compat import foreach_mul_, foreach_norm, local_tensor
+from moefold.comm.private_torch import foreach_mul_, foreach_norm, local_tensor
 
 NORM_EPS = 1e-6
 """Added to the norm in the clip factor, as in torch.nn.utils.clip_grad_norm_."""

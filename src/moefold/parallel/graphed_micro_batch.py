@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moefold.comm.flight_recorder import FlightRecorder
-from moefold.comm.torch_compat import foreach_zero_
+from moefold.comm.private_torch import foreach_zero_
 from moefold.model.transformer import Transformer
 from moefold.parallel.accumulation import Accumulation
 from moefold.parallel.batch import Batch

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moefold.comm.host_copy import copy_to_device
-from moefold.comm.torch_compat import has_forward_hooks
+from moefold.comm.private_torch import has_forward_hooks
 from moefold.config.cache_pages import PAGE_POSITIONS, page_positions
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
@@ -137,7 +137,7 @@ class PickedRows:
     def __init__(self, inner: SequenceParallel) -> None:
         self._inner = inner
         self.rows_N = torch.zeros(0, dtype=torch.int64)
-        """These rows, int64 [N]."""
+        """The rows that are kept, int64 [N]."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of all tp ranks and select some: [R/tp, 1, H] -> [N, 1, H]."""

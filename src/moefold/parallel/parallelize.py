@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import allocate
+from moefold.comm.private_torch import allocate
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config

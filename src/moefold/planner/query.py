@@ -68,7 +68,7 @@ class PlanOptions:
     flops: Literal["full", "causal"] = "full"
     """Attention in the FLOP count of the MFU."""
     mtp_flops: Literal["with", "without"] | None = None
-    """Whether that count includes multi-token prediction; None counts it."""
+    """True if that count includes multi-token prediction; None counts it."""
     method: str = FOLDED
     """Part of the search."""
     offload: bool = False

@@ -20,7 +20,7 @@ from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkp
 from moefold.comm.collectives import is_collective_error
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout
 from moefold.comm.groups import current_world
-from moefold.comm.torch_compat import drain_backward_queue, forget_process_groups
+from moefold.comm.private_torch import drain_backward_queue, forget_process_groups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config

@@ -236,7 +236,7 @@ class RolloutLoader:
 
     @property
     def message(self) -> str:
-        """A message about exactness, and about rounds that a resumed run samples again."""
+        """Notes on exact sampling and on what a resumed run lacks, for the start of the run."""
         return "; ".join(filter(None, self._messages))
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:

@@ -320,7 +320,7 @@ class Trainer:
 
 
 STEPS_BETWEEN_COLLECTIONS = 50
-"""As in torchtitan (`gc_freq`). No tensor of a step is in a reference cycle, so only small objects wait for it."""
+"""Equal to `gc_freq` of torchtitan. No tensor of a step is in a reference cycle, so only small objects wait for it."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.torch_compat import set_aside_process_groups
+from moefold.comm.private_torch import set_aside_process_groups
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig

@@ -404,9 +404,7 @@ def validate_degrees(cfg: Config) -> Iterator[Problem]:
         problems = list(rule(cfg, degree))
         if not problems:
             continue
-        legal = [
-            other for other in divisors(_divisible_sizes(cfg.parallel)[name]) if _fixes_violations(cfg, name, other)
-        ]
+        legal = [n for n in divisors(_divisible_sizes(cfg.parallel)[name]) if _fixes_violations(cfg, name, n)]
         nearest = [_nearest_degrees(f"parallel.{name}", degree, legal)] if legal else []
         for problem in problems:
             if legal and isinstance(problem, DegreeProblem):

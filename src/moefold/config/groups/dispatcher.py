@@ -126,7 +126,7 @@ class DispatcherPart(Part):
     kernel_package: ClassVar[str] = ""
     """Python package of the dispatcher's kernels, for Hopper GPUs or newer; empty: the dispatcher runs anywhere."""
     package_source: ClassVar[str] = ""
-    """Where that package is built from."""
+    """Source that the package is built from."""
 
     # Behaviour.
     gathers_tokens: ClassVar[bool] = False

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import has_amx_tiles
+from moefold.comm.private_torch import has_amx_tiles
 from moefold.ops.cpu.build import CompilerError, declare, load_library
 from moefold.ops.gemm import Gemm, torch_mm_is_fastest
 

@@ -80,7 +80,7 @@ class DocumentLoads:
     seed: int = 0
     only_round: int | None = None
     is_lower_bound: bool = False
-    """Whether `load` returns a lower bound: equal work on all ranks, whole samples in a kernel, no exchange."""
+    """True if `load` returns a lower bound: equal work on all ranks, whole samples in a kernel, no exchange."""
     _rounds: dict[Any, RoundLoads] = field(default_factory=dict, repr=False, compare=False)
     _drawn: dict[int, list[SampleLengths]] = field(default_factory=dict, repr=False, compare=False)
     _pairs_of_samples: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)

@@ -67,7 +67,7 @@ class PlannedMapping:
     time: StepTime
     memory: MemoryEstimate
     attention: ContextPart | None = None
-    """How the ranks share the attention of documents; None: as the recipe says."""
+    """Sharing of the attention of documents among the ranks; None: as the recipe says."""
 
     @property
     def fold(self) -> Fold:

@@ -67,7 +67,7 @@ class SymmMem(DispatcherPart):
 
     def unsupported_here(self, device: Any) -> Iterator[str]:
         """Yield missing requirements of the machine: a GPU, the package, or NVSHMEM in torch."""
-        from moefold.comm.torch_compat import is_nvshmem_available
+        from moefold.comm.private_torch import is_nvshmem_available
 
         yield from super().unsupported_here(device)
         if not is_nvshmem_available():

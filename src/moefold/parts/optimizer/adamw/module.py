@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from moefold.comm.torch_compat import zeros_like_shard
+from moefold.comm.private_torch import zeros_like_shard
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
 from moefold.optim.states import StateStore, group_by_decay
