@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LASTING_RANKS = pytest.StashKey["LastingRanks"]()
 FROZEN_MODULES = pytest.StashKey[int]()
 MANY_MODULES = 50
+"""So many new modules are worth a garbage collection, after which they are frozen."""
 
 ignore_speed()
 
@@ -104,7 +105,7 @@ def pool(pytestconfig: pytest.Config) -> Iterator["LastingRanks"]:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the lasting ranks where the next file begins without them: an idle rank wakes up 100 times a second.
 
-    Modules that a test has imported are frozen as those of the collection, see `pytest_collection_finish`.
+    Modules that a test has imported are frozen too, like the collected ones (`pytest_collection_finish`).
     """
     if len(sys.modules) - item.config.stash[FROZEN_MODULES] >= MANY_MODULES:
         gc.collect()
