@@ -40,7 +40,7 @@ OTHER_LETTERS = {
     "cost/auto_layout_memory.py": "FW",
     "launch/job_file.py": "M",
     "parallel/pipeline_schedule.py": "FW",
-    "planner/simulator/export.py": "FW",
+    "cli/timeline_file.py": "FW",
     "planner/simulator/simulate.py": "FW",
     "planner/simulator/timeline.py": "F",
     "topology/collective_order.py": "FRW",

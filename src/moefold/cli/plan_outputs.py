@@ -12,6 +12,7 @@ from rich.console import Console
 from moefold.cli.plan_options import check_jitter_options, noise_of, parse_straggler_factors
 from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
+from moefold.cli.timeline_file import check_timeline_file, write_timeline
 from moefold.config.groups.context import ContextPart
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_output_path, refuse_existing
@@ -24,7 +25,6 @@ from moefold.planner.model_spec import ModelSpec, train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
-from moefold.planner.simulator.export import check_timeline_file, write_timeline
 from moefold.planner.simulator.simulate import simulate_mapping
 from moefold.planner.sites import with_site_settings
 from moefold.terminal import print_escaped, printable

@@ -11,6 +11,7 @@ from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_options import add_noise_options, noise_of
 from moefold.cli.plan_outputs import describe_attention, describe_documents
 from moefold.cli.plan_sites import add_site_options, describe_rate
+from moefold.cli.timeline_file import check_timeline_file, format_summary, write_timeline
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
@@ -33,7 +34,6 @@ from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.query import check_imbalance, check_priced_stage, document_loads, documents_as_dict
-from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
 from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.sites import SitePlan, plan_sites, resolve_sites

@@ -87,9 +87,6 @@ def legal_context(model: ModelConfig, parallel: ParallelConfig) -> str | Part:
 class Planner:
     """Searches the legal mappings of one request.
 
-    Args:
-        request: the request.
-
     Raises:
         ConfigError: the recipe cannot run under any mapping.
     """

@@ -88,11 +88,6 @@ class PlanOptions:
 def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
     """Build the request of a planner.
 
-    Args:
-        model: preset, recipe (.toml), or Hugging Face config.json or its folder.
-        gpu: name of a known device, or a .toml file.
-        options: further settings.
-
     Raises:
         ConfigError: the model, the device or a setting is wrong or missing.
     """
@@ -170,7 +165,6 @@ def result_as_dict(
     """Return the result in the form of `moefold plan --json`: the best mappings, best first, and each family's.
 
     Args:
-        planner: the planner that searched.
         count: number of mappings, each of another fold; None: `DEFAULT_MAPPINGS`.
         families: the best mapping of each family; None: they are searched.
     """

@@ -117,9 +117,6 @@ class SiteCost:
     """Cost model of the rounds between sites.
 
     Args:
-        link: connection of each site.
-        count: sites.
-        step_s: step time of a site.
         volumes: content of the rounds of each fragment, by precision.
         in_pairs: a site exchanges with one other site in a round, and not with all.
     """
@@ -249,8 +246,6 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
 
     Args:
         cfg: a recipe with sites under a mapping that `check_config` passed.
-        link: connection of each site.
-        step_s: step time of a site.
     """
     sites = cfg.sites
     has_code = sites.part.wire_format(master_dtype_bytes(cfg.run)) is not None
@@ -343,11 +338,8 @@ def resolve_sites(
     """Return a recipe with the sites to plan for, and their link; None if no link is given, or there is one site.
 
     Args:
-        cfg: the recipe.
         device: its device, whose link is the default.
         count: `--sites`; None: the recipe's sites.count.
-        bytes_per_s: `--site-link`.
-        latency_s: `--site-latency`.
 
     Raises:
         ConfigError: an option is out of its range, or has no effect.
