@@ -110,7 +110,15 @@ class Problem:
         return f"{start}{self.rule}" + (f"; {self.way_out}" if self.way_out else "")
 
 
-class ConfigError(ValueError):
+class _EscapedError(Exception):
+    """Error whose message is printed."""
+
+    def __str__(self) -> str:
+        """Return the message with control characters escaped."""
+        return printable(super().__str__(), MULTILINE_CHARS)
+
+
+class ConfigError(_EscapedError, ValueError):
     """Invalid setting, file or combination. The command line prints it as one message and exits 2."""
 
     _problems: tuple[Problem, ...] = ()
@@ -133,10 +141,6 @@ class ConfigError(ValueError):
         error._problems = self._problems
         return error
 
-    def __str__(self) -> str:
-        """Return the message with control characters escaped."""
-        return printable(super().__str__(), MULTILINE_CHARS)
-
 
 MAX_LISTED = 3
 """Number of items that a message lists."""
@@ -148,20 +152,12 @@ def format_list(items: Sequence[str]) -> str:
     return listed if len(items) <= MAX_LISTED else f"{listed} and {len(items) - MAX_LISTED} more"
 
 
-class RunError(Exception):
+class RunError(_EscapedError):
     """Run-time error with an explanation, not caused by a setting: exit status 1."""
 
-    def __str__(self) -> str:
-        """Return the message with control characters escaped."""
-        return printable(super().__str__(), MULTILINE_CHARS)
 
-
-class NoFormulaError(Exception):
+class NoFormulaError(_EscapedError):
     """Recipe that the oracle of `moefold verify` has no formula for: neither equal nor unequal. Exit status 3."""
-
-    def __str__(self) -> str:
-        """Return the message with control characters escaped."""
-        return printable(super().__str__(), MULTILINE_CHARS)
 
 
 def raise_all(messages: Iterable[object]) -> None:

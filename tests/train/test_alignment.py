@@ -18,7 +18,7 @@ from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
 from moefold.topology.layout import fold
 from moefold.train.callbacks.callback import TrainingContext
-from moefold.train.callbacks.preference_reference import ReferencePass, reference_log_probs
+from moefold.train.callbacks.preference_reference import ReferencePass
 from moefold.train.data_loader import DataLoader
 from moefold.train.position import Position
 from moefold.train.signals import StopSignals
@@ -150,9 +150,11 @@ def _reference(cfg: Config, cache: str) -> np.ndarray:
     os.environ["XDG_CACHE_HOME"] = cache
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    loader = DataLoader(cfg, groups, training.model.positions, Position())
+    position = Position()
+    loader = DataLoader(cfg, groups, training.model.positions, position)
     loader.open(None)
-    values = reference_log_probs(training, loader, len(loader.reference.values))
+    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, position, StopSignals(announces=False))
+    values = ReferencePass(loader, cfg.checkpoint).log_probs(run, len(loader.reference.values))
     assert training.model.stages[-1].training
     assert training.model.stages[-1].loss.terms == ("preference",)
     return values

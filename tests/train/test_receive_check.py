@@ -13,7 +13,7 @@ from moefold.parallel.expert_parallel import check_receive_loads
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.batch_sharding import BatchSharder
-from moefold.train.log_probs import TrainerLogProbs
+from moefold.train.log_probs import LogProbCapture, label_log_probs
 from moefold.train.train_step import TrainingStep
 from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 from tests.models import config_of
@@ -97,7 +97,11 @@ def _evaluate(cfg: Config) -> list[str]:
     batch = BatchSharder(data, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
     loss = model.stages[-1].loss
     errors = []
-    for evaluate in (lambda: training.evaluate([batch]), lambda: TrainerLogProbs(model, 1.0).of_batch(batch)):
+    capture = LogProbCapture(1.0, tuple(loss.terms))
+    for evaluate in (
+        lambda: training.evaluate([batch]),
+        lambda: label_log_probs(model, capture, batch, "the weights that sampled"),
+    ):
         with pytest.raises(RunError) as caught:
             evaluate()
         errors.append(str(caught.value))

@@ -31,8 +31,8 @@ def test_equal_choices_are_counted_as_sets_of_each_token():
     assert count_equal_choices(ids_MTK, (0.0, 0.5, 0.5), 0) == (0, 0)
 
 
-def _overrides_after_a_probe(cfg: Config) -> tuple[int, list[bool]]:
-    """Return the number of compared choices, and whether the router of each layer has its own override again."""
+def _probe(cfg: Config) -> tuple[list[list[int]], list[bool]]:
+    """Return the compared choices, and whether the router of each layer has its own override again."""
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
     loader = DataLoader(cfg, groups, training.model.positions)
@@ -43,15 +43,19 @@ def _overrides_after_a_probe(cfg: Config) -> tuple[int, list[bool]]:
         layer.router.override = overrides[number]
     probe = RoutingProbe(cfg.model, cfg.train, 0).read(run)
     layers = training.model.moe_layers().items()
-    return len(probe.values), [layer.router.override is overrides[number] for number, layer in layers]
+    return probe.values.tolist(), [layer.router.override is overrides[number] for number, layer in layers]
 
 
 @pytest.mark.parity
-def test_a_probe_gives_the_routers_their_override_back(pool):
+def test_a_probe_compares_the_same_tokens_and_gives_the_routers_their_override_back(pool):
     cfg = tiny(data={"validation_fraction": 0.2}, train={"eval_every": 1, "global_batch_size": 4})
-    ((num_choices, is_own),) = pool.run(1, _overrides_after_a_probe, cfg)
-    assert num_choices
+    ((choices, is_own),) = pool.run(1, _probe, cfg)
     assert is_own == [True, True]
+    # Sites may have micro-batches of different sizes.
+    wider = replace(cfg, train=replace(cfg.train, micro_batch_size=2))
+    ((of_wider, _),) = pool.run(1, _probe, wider)
+    assert of_wider == choices
+    assert len(choices) > 100
 
 
 def site_records(tmp_path, number: int) -> dict[int, dict[str, Any]]:

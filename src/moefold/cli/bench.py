@@ -12,6 +12,7 @@ from moefold.cli.command_parser import CommandParser
 from moefold.errors import ConfigError, spelled_as
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
+from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
 
@@ -146,7 +147,6 @@ def shape_from_args(args: argparse.Namespace) -> BenchShape:
 
 def device_type_from_args(args: argparse.Namespace) -> str:
     """Resolve --device, and check that the clock of --clock can time it. Imports torch."""
-    from moefold.launch.accelerator import DEVICE_NAMES
     from moefold.launch.ranks import choose_device
 
     with spelled_as(DEVICE_NAMES):

@@ -20,6 +20,7 @@ from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.launch.memory_check import check_training
 from moefold.planner.query import check_imbalance
@@ -27,7 +28,7 @@ from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import format_bytes, print_escaped
 from moefold.topology.layout import Layout
-from moefold.train.machine_checks import check_data_source, check_offload_folder
+from moefold.train.machine_checks import check_offload_folder
 from moefold.validate.config import check_config
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_offload_device
@@ -188,7 +189,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
             f"parallel.world_size={cfg.parallel.world_size} is more than the {MAX_MEASURED_RANKS} ranks that are "
             "started on one machine; add --dry"
         )
-    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     check_dispatch_device(cfg.model, cfg.parallel, "cpu")
     check_kernel_device(cfg.run, "cpu")
     check_cuda_graphs_device(cfg.run, "cpu")

@@ -13,6 +13,7 @@ from moefold.cost.hardware import device_names, load_device
 from moefold.errors import ConfigError, spelled_as
 from moefold.host.output_file import check_output_path, check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
 
@@ -54,7 +55,6 @@ def run(argv: list[str]) -> int:
     rank_env = read_rank_env()
     if rank_env is not None and args.ranks not in (None, rank_env.world_size):
         raise ConfigError(f"--ranks {args.ranks}: the launcher started {rank_env.world_size} ranks; leave --ranks out")
-    from moefold.launch.accelerator import DEVICE_NAMES
     from moefold.launch.detect_hardware import detect_machine
     from moefold.launch.ranks import choose_device, run_ranks
 

@@ -21,12 +21,13 @@ from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.host.memory import available_host_memory
 from moefold.progress import ProgressCallback, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
-from moefold.train.machine_checks import check_data_source, check_replay, check_replay_content
+from moefold.train.machine_checks import check_replay, check_replay_content
 from moefold.validate.config import check_config
 from moefold.validate.moe import check_dispatch_device
 
@@ -100,7 +101,7 @@ def run(argv: list[str]) -> int:
         cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
         message = _describe_shrinking(large.parallel, cfg.parallel)
     _check_memory(cfg.model, cfg.parallel)
-    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     steps = max(cfg.run.steps, args.steps)
     run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
     cfg = replace(cfg, run=run)

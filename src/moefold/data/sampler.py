@@ -215,15 +215,10 @@ class IndexAnnotatedSamples(PackedSamples):
 class SampleNumbers(Protocol):
     """Numbered samples or prompts of a run, which count its progress through the data."""
 
-    @property
-    def has_annotations(self) -> bool:
-        """True if samples may have document ids or target weights."""
-        ...
-
-    @property
-    def filled(self) -> float:
-        """Share of the inputs that are not padding, 0 to 1."""
-        ...
+    has_annotations: bool
+    """Samples may have document ids or target weights."""
+    filled: float
+    """Share of the inputs that are not padding, 0 to 1."""
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""

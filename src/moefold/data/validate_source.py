@@ -120,7 +120,8 @@ def _refuse_json_lines(root: Path) -> None:
         raise ConfigError(
             f'{Setting("data.path", root)} holds JSON lines, and data.kind="text" would train on their braces and '
             'field names; set data.kind="sft" for conversations, or data.kind="huggingface" with data.column for the '
-            f"text of one field, or make token files of it: `moefold tokenize {root} --column text --out tokens`"
+            f"text of one field, or make token files of that field: "
+            f"`moefold tokenize {root} --column text --out tokens`"
         )
 
 

@@ -23,7 +23,6 @@ SECRET_VARIABLE = "MOEFOLD_SITES_SECRET"
 """Environment variable with the shared secret."""
 MIN_SECRET_CHARS = 16
 NONCE_BYTES = 16
-_SIGNATURE_CHARS = 64
 
 Message = dict[str, Any]
 

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
-from moefold.topology.token_placement import Placement
+
+if TYPE_CHECKING:
+    from moefold.topology.token_placement import Placement
 
 T = TypeVar("T")
 
@@ -26,7 +28,7 @@ class DocumentBounds:
 
     of_samples: tuple[tuple[int, ...], ...]
     """For each sample the first position of every document, ascending from 0, and then S."""
-    placement: Placement | None = None
+    placement: "Placement | None" = None
     """Placement of the tokens of the round, with the documents of all its samples; None if each sample is on its cp
     ranks, as `sequence_positions` says, and this rank knows the documents of its own samples."""
 

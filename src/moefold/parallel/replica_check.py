@@ -76,10 +76,10 @@ class ReplicaGradients:
     Args:
         model: the model of this rank.
         comm_hooks: the communication hooks of the model's FSDP modules.
-        samples: samples of each data-parallel replica in a step, without padding; empty: all have equal numbers.
+        samples: samples of each data-parallel replica in a step, without padding.
     """
 
-    def __init__(self, model: ParallelModel, comm_hooks: FSDPCommHooks, samples: Sequence[int] = ()) -> None:
+    def __init__(self, model: ParallelModel, comm_hooks: FSDPCommHooks, samples: Sequence[int]) -> None:
         self._samples, self._expert_samples = _samples_of_replicas(model.groups.layout, samples)
         self._model = model
         self._comm_hooks = comm_hooks
@@ -253,9 +253,9 @@ def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArra
 
     Args:
         layout: the mapping.
-        samples: samples of each data-parallel replica; empty: all have equal numbers.
+        samples: samples of each data-parallel replica.
     """
-    replica_samples = np.array(samples or [1] * layout.dp, dtype=np.float64)
+    replica_samples = np.array(samples, dtype=np.float64)
     expert_samples = np.zeros(layout.edp)
     for rank in range(layout.world_size):
         expert_samples[layout.moe.coordinate(rank, "edp")] += replica_samples[layout.attention.coordinate(rank, "dp")]

@@ -354,6 +354,11 @@ STATE_BYTES_CANDIDATES = (BytesPerParam(4, 4, 4), BytesPerParam(4, 4, 2), BytesP
 """Dtypes of the states if a source does not print its optimizer's precision: the first that fits of float32, bfloat16
 moments, all bfloat16."""
 
+MAX_OVERESTIMATE = 1.5
+"""Estimated memory over the memory of the device up to which a row's recomputation is believed: the run did fit. The
+largest excess of such rows is 1.49, in 8 bits, whose smaller saved tensors are not counted. A row above it cannot have
+run as it is read: Llama 4 Scout on 256 GB200 without recomputation is at 3.6."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
@@ -630,7 +635,10 @@ def _open_mappings(model_spec: ModelSpec, case: PublishedCase) -> list[ParallelM
 def _first_fitting(
     model_spec: ModelSpec, case: PublishedCase, mapping: ParallelMapping
 ) -> tuple[ParallelMapping, TrainingWorkload] | None:
-    """Return the mapping with least sharding, least recomputation and the highest optimizer precision that fits."""
+    """Return the mapping with least sharding, least recomputation and the highest optimizer precision that fits.
+
+    The recomputation of the row comes first, and may exceed the memory by `MAX_OVERESTIMATE`.
+    """
     selective = [SELECTIVE_RECOMPUTE_PARTS[:i] for i in range(len(SELECTIVE_RECOMPUTE_PARTS) + 1)]
     options: list[tuple[tuple[str, ...], tuple[str, ...]]] = [(parts, ()) for parts in selective]
     if not case.is_fully_specified:
@@ -646,6 +654,7 @@ def _first_fitting(
         offload = tuple(dict.fromkeys((*mapping.offload, *offloaded)))
         tried = replace(mapping, recompute=parts, offload=offload, zero=zero)
         workload = replace(case.workload, state_bytes=states)
-        if _memory_model(model_spec.name, case.gpu, workload).estimate(tried).fits:
+        estimate = _memory_model(model_spec.name, case.gpu, workload).estimate(tried)
+        if estimate.total <= estimate.capacity * (MAX_OVERESTIMATE if parts == case.recompute else 1.0):
             return tried, workload
     return None

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.resume import data_order_change, moved_data_message, relocated, sample_order
+from moefold.checkpoint.resume import SampleOrder, data_order_change, moved_data_message, relocated
 from moefold.comm.groups import World, current_world
 from moefold.config.data import DataConfig
-from moefold.config.schema import Config
 from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
 from moefold.data.skip_corrupt import corrupt_files
@@ -55,31 +54,28 @@ def _read_fingerprints(data: DataConfig) -> DataFingerprints:
     return DataFingerprints(looks, {name: faults[file] for name, file in named_sources(data) if file in faults})
 
 
-class DataFiles:
+class RunDataFiles:
     """The data files of a run, as they are now and as the run began with them."""
 
-    def __init__(self, cfg: Config, position: Position) -> None:
+    def __init__(self, order: SampleOrder, data: DataConfig, position: Position) -> None:
         """Fingerprint the files; collective.
 
         Args:
-            cfg: the recipe.
+            order: the settings that determine the text of sample n.
+            data: section of the recipe.
             position: progress of the run.
 
         Raises:
             ConfigError: ranks see different files.
         """
-        self.order = sample_order(cfg)
-        """The settings that determine the text of sample n."""
-        self.found = resolve_data_files(cfg.data, current_world())
+        self.order = order
+        self.found = resolve_data_files(data, current_world())
+        self.fingerprints = self.found.by_name
+        """Present fingerprints of the files."""
         self.initial = self.found.by_name
         """Fingerprints at the start of the run, for its checkpoints."""
-        self._drops_files = cfg.data.drops_files
+        self._drops_files = data.drops_files
         self._position = position
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Present fingerprints of the files."""
-        return self.found.by_name
 
     def decide_restart(self, meta: CheckpointMeta) -> str:
         """Restart the data at sample 0 if it is not the data of a checkpoint; return the difference, or an empty text.

@@ -4,13 +4,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.resume import dropped_files
+from moefold.checkpoint.resume import dropped_files, sample_order
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.data import DataConfig
@@ -25,9 +25,11 @@ from moefold.data.token_file import TokenFileSet, build_token_file_set, check_sa
 from moefold.errors import format_list
 from moefold.parallel.batch import Batch
 from moefold.train.batch_sharding import BatchSharder, WeightedSamples
-from moefold.train.data_files import DataFiles, DataFingerprints
+from moefold.train.data_files import DataFingerprints, RunDataFiles
 from moefold.train.position import Position
-from moefold.train.step_data import DataEvent
+
+if TYPE_CHECKING:
+    from moefold.train.step_data import DataEvent
 
 T = TypeVar("T")
 
@@ -117,7 +119,7 @@ class DataLoader:
         self._positions = positions
         self._program_data = program_data
         self._position = position
-        self.files = DataFiles(cfg, position)
+        self.files = RunDataFiles(sample_order(cfg), cfg.data, position)
         self._shards: TokenFileSet | None = None
         self._is_dropped_evaluation_reported = False
         self.events: list[DataEvent] = []
@@ -191,11 +193,7 @@ class DataLoader:
             self.train_sampler.restore(state_dict.get("stream"))
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        """Return this rank's shard of the next global batch, and the sample numbers of the batch; collective.
-
-        Args:
-            first: first sample of the run that is not used yet.
-            skipped_ranges: samples to skip.
+        """Return this rank's shard of the next global batch, and the sample numbers of the batch; see `StepData`.
 
         Raises:
             BrokenShardError, OutOfVocabError: a file cannot be read and may not be dropped.
@@ -213,11 +211,7 @@ class DataLoader:
         return self.train_sharder.to_batch(part), samples
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
-        """Return this rank's validation batches, empty if all samples are lost; collective, raises as `next_batch`.
-
-        Args:
-            num_samples: the first samples to read; None: train.eval_samples of them.
-        """
+        """Return this rank's validation batches, empty if all samples are lost; raises as `next_batch`."""
         count = self._cfg.train.eval_samples if num_samples is None else num_samples
 
         def read() -> tuple[list[WeightedSamples], int]:

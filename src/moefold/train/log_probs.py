@@ -57,20 +57,3 @@ def label_log_probs(model: ParallelModel, capture: LogProbCapture, batch: Batch,
     capture.captured.clear()
     # A pipeline schedule may run the micro-batches in any order.
     return log_probs[sample_ids.argsort()].to(weights.dtype)
-
-
-class TrainerLogProbs:
-    """Computes the log-probabilities of batches under the current weights of a model in training.
-
-    Args:
-        model: the model in training.
-        temperature: divides the logits, as in the loss.
-    """
-
-    def __init__(self, model: ParallelModel, temperature: float) -> None:
-        self._model = model
-        self._capture = LogProbCapture(temperature, tuple(model.stages[-1].loss.terms))
-
-    def of_batch(self, batch: Batch) -> Tensor:
-        """Return the log-probability of each label, [N, S/cp], as `label_log_probs`; collective."""
-        return label_log_probs(self._model, self._capture, batch, "the weights that sampled")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.config.checkpoint import CheckpointConfig
-from moefold.config.data import DataConfig
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -42,12 +41,12 @@ def check_machine(cfg: Config) -> None:
         ConfigError: the first fault found.
     """
     check_writable(cfg.run, cfg.checkpoint)
-    check_schedule_file(cfg)
+    check_schedule_file(cfg.model, cfg.moe, cfg.parallel, cfg.train)
     check_resume(cfg.checkpoint)
     check_initial_weights(cfg.model, cfg.lora, cfg.checkpoint, cfg.rl)
     check_packages(cfg.model, cfg.parallel, cfg.metrics)
     check_replay(cfg.run, cfg.model, cfg.moe, cfg.train)
-    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     check_meeting_point(cfg.sites)
     check_offload_folder(cfg.train)
 
@@ -74,15 +73,6 @@ def check_packages(model: ModelConfig, parallel: ParallelConfig, metrics: Metric
 
         check_trackers(metrics)
     check_dispatch_package(model, parallel)
-
-
-def check_data_source(model: ModelConfig, train: TrainConfig, data: DataConfig) -> None:
-    """Check that the data can be read, holds enough tokens and fits the vocabulary.
-
-    Raises:
-        ConfigError: a file is missing or empty, or the vocabulary is smaller than the tokenizer's.
-    """
-    check_data(data, seq_len=train.seq_len, vocab_size=model.vocab_size)
 
 
 def check_resume(checkpoint: CheckpointConfig) -> None:

@@ -15,12 +15,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
+from moefold.checkpoint.resume import sample_order
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.trainer_sampler_link import JobLink
 from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer
+from moefold.objectives.recipe_loss import loss_columns
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward, check_columns
@@ -29,9 +31,9 @@ from moefold.rl.rollout_table import TABLE_KEY
 from moefold.rl.step_rows import pack_step
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.batch_sharding import BatchBuilder
-from moefold.train.data_files import DataFiles
+from moefold.train.data_files import RunDataFiles
 from moefold.train.kl_reference import KLReference, ReferenceModel
-from moefold.train.log_probs import TrainerLogProbs
+from moefold.train.log_probs import LogProbCapture
 from moefold.train.position import Position
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
 from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource
@@ -95,7 +97,6 @@ class RolloutLoader:
         cfg: Config,
         groups: ParallelGroups,
         model: ParallelModel,
-        columns: Sequence[str],
         reward: Reward,
         position: Position,
         link: JobLink | None,
@@ -106,7 +107,6 @@ class RolloutLoader:
             cfg: the recipe.
             groups: the process groups of training.
             model: the model in training.
-            columns: the columns of a batch that the loss reads.
             reward: scores the completions.
             position: progress of the run.
             link: link to the ranks of rollout.ranks; None without them.
@@ -114,12 +114,12 @@ class RolloutLoader:
         self._cfg = cfg
         self._groups = groups
         self._position = position
-        self.files = DataFiles(cfg, position)
+        self.files = RunDataFiles(sample_order(cfg), cfg.data, position)
         self.events: list[DataEvent] = []
         self._model = model
-        self._trainer: TrainerLogProbs | None = None
-        if "trainer_log_probs" in columns:
-            self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
+        self._capture: LogProbCapture | None = None
+        if "trainer_log_probs" in loss_columns(model.stages[0].loss):
+            self._capture = LogProbCapture(cfg.rollout.temperature, tuple(model.stages[-1].loss.terms))
         self._link = link
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         self.sampling = LocalSampling(cfg, groups, model, reward, self._tokenizer)
@@ -157,7 +157,7 @@ class RolloutLoader:
             self.train_sharder,
             lambda step_groups: pack_step(step_groups, *parts),
             self.sampling.replay,
-            self._trainer,
+            self._capture,
         )
         self.queue = RoundQueue(cfg.run, cfg.train, cfg.rl, self._open_source(prompts.train))
 
@@ -204,11 +204,7 @@ class RolloutLoader:
         return files | {"rl": self.kl_reference.state_dict() | table}
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts; collective.
-
-        Args:
-            first: first prompt of the run that is not used yet.
-            skipped_ranges: prompts to skip.
+        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts; see `StepData`.
 
         Raises:
             RunError: a reward function failed.

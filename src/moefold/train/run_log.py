@@ -24,9 +24,9 @@ from moefold.terminal import print_escaped
 from moefold.train.due import is_due
 from moefold.train.run_summary import closing_lines
 from moefold.train.signals import StopSignals
-from moefold.train.step_data import DataEvent
 
 if TYPE_CHECKING:
+    from moefold.train.step_data import DataEvent
     from moefold.train.step_fault import StepFault
 
 
@@ -122,7 +122,7 @@ class RunLog:
                 f"see moefold board {self._board_folder}"
             )
 
-    def log_dropped_file(self, step: int, dropped: DataEvent) -> None:
+    def log_dropped_file(self, step: int, dropped: "DataEvent") -> None:
         """Log dropped data."""
         self.log_fault({"step": step} | dropped.to_record())
         self._progress.message(f"step {step}: {dropped.describe()}, as {dropped.setting} says")

@@ -7,7 +7,7 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.data.sampler import SampleNumbers
 from moefold.parallel.batch import Batch
 from moefold.train.batch_sharding import BatchBuilder
-from moefold.train.data_files import DataFiles
+from moefold.train.data_files import RunDataFiles
 
 
 class DataEvent(Protocol):
@@ -28,7 +28,7 @@ class DataEvent(Protocol):
 class StepData(Protocol):
     """Source of the batches of a run; each rank has its own. All its methods are collective."""
 
-    files: DataFiles
+    files: RunDataFiles
     events: list[DataEvent]
     """Lost data that is not logged yet."""
 

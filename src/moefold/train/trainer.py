@@ -18,7 +18,7 @@ from moefold.config.schema import Config
 from moefold.cost.flops import step_flops_per_token
 from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
-from moefold.objectives.recipe_loss import loss_columns, policy_loss
+from moefold.objectives.recipe_loss import policy_loss
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext
@@ -27,10 +27,8 @@ from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
 from moefold.train.data_loader import DataLoader
 from moefold.train.position import Position
-from moefold.train.run_log import RunLog
 from moefold.train.run_summary import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
-from moefold.train.step_data import StepData
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
 
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from moefold.comm.trainer_sampler_link import JobLink
     from moefold.data.dataset import ProgramData
     from moefold.train.rollout_loader import RolloutLoader
+    from moefold.train.step_data import StepData
 
 
 class Trainer:
@@ -111,8 +110,7 @@ class Trainer:
         cfg = self._cfg
         reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
         self._resources.enter_context(reward)
-        columns = loss_columns(model.stages[0].loss)
-        loader = RolloutLoader(cfg, self._groups, model, columns, reward, self._position, link)
+        loader = RolloutLoader(cfg, self._groups, model, reward, self._position, link)
         return loader, [
             RolloutRounds(loader),
             RewardEvaluation(loader, cfg.train.eval_every, cfg.run.steps, cfg.rl.reset_patience),
@@ -170,6 +168,8 @@ class Trainer:
             stack.enter_context(stop)
             stack.enter_context(self._resources)
             if context.is_first_rank:
+                from moefold.train.run_log import RunLog
+
                 is_gpu = self._groups.device.type != "cpu"
                 clock = self._flight_recorder.clock
                 log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, clock, is_gpu=is_gpu)

@@ -139,19 +139,17 @@ def train_on_rank(
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    with _join_job(cfg, rank_env, device_type) as job:
-        if job.link is not None and job.split.samples(job.rank):
-            _sample(cfg, job, job.link)
-            return TrainOutcome(0, Path(cfg.run.dir))
-        return _train(cfg, (*messages, runtime_env_message(rank_env, device_type)), program, job)
+    split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
+    with _join_job(cfg.faults, split, rank_env, device_type) as job:
+        run = _RankRun(cfg, (*messages, runtime_env_message(rank_env, device_type)), program, job)
+        return run.train() if job.link is None or not split.samples(job.rank) else run.sample(job.link)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _RankJob:
     """The job as this rank has joined it."""
 
     rank: int
-    split: JobSplit
     device: torch.device
     link: JobLink | None
     """Link between the ranks that train and the ranks that only sample; None without these."""
@@ -162,14 +160,13 @@ class _Job:
 
 
 @contextmanager
-def _join_job(cfg: Config, rank_env: RankEnv, device_type: str) -> Iterator[_Job]:
+def _join_job(faults: FaultsConfig, split: JobSplit, rank_env: RankEnv, device_type: str) -> Iterator[_RankJob]:
     """Join the other ranks under a watchdog, report an error of this rank inside the context, and leave."""
     stop = StopSignals(announces=rank_env.rank == 0)
-    limit_s = cfg.faults.timeout_s
-    regroups = cfg.faults.regroups and rank_env.world_size > 1
+    limit_s = faults.timeout_s
+    regroups = faults.regroups and rank_env.world_size > 1
     watchdog = Watchdog(rank_env, limit_s, device_type, regroups=regroups)
     failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
-    split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
     regroup: Regroup | None = None
     if regroups:
         find_lost = (watchdog.gone_ranks, watchdog.silent_ranks)
@@ -180,51 +177,60 @@ def _join_job(cfg: Config, rank_env: RankEnv, device_type: str) -> Iterator[_Job
     with failing, joined as (device, link), watchdog:
         if link is not None:
             link.recorder = watchdog.flight_recorder
-        yield _Job(
-            rank=rank_env.rank, split=split, device=device, link=link, watchdog=watchdog, stop=stop, regroup=regroup
-        )
+            if split.samples(rank_env.rank):
+                watchdog.flight_recorder.first_rank = split.num_training
+        yield _RankJob(rank=rank_env.rank, device=device, link=link, watchdog=watchdog, stop=stop, regroup=regroup)
 
 
-def _sample(cfg: Config, job: _Job, link: JobLink) -> None:
-    """Sample rollouts until the training ranks have ended."""
-    from moefold.train.sampling_worker import SamplingWorker
+@dataclass(frozen=True)
+class _RankRun:
+    """The part of this rank in a run."""
 
-    recorder = job.watchdog.flight_recorder
-    recorder.first_rank = job.split.num_training
-    with job.stop:
-        # The training ranks order the stop, also after a signal.
-        SamplingWorker(cfg, fold_mapping(cfg.parallel), job.device, recorder, link).run()
+    cfg: Config
+    messages: tuple[str, ...]
+    program: ProgramParts
+    job: _RankJob
 
+    def sample(self, link: JobLink) -> TrainOutcome:
+        """Sample rollouts until the training ranks have ended."""
+        from moefold.train.sampling_worker import SamplingWorker
 
-def _train(cfg: Config, messages: Sequence[str], program: ProgramParts, job: _Job) -> TrainOutcome:
-    """Choose the run folder and train in it, through losses of ranks if the recipe regroups; collective."""
-    recorder = job.watchdog.flight_recorder
-    recorder.set_phase("choosing the folder of the run")
-    # A network file system may look different on another machine, so rank 0 decides.
-    folder = current_world().all_gather_object(choose_run_folder(cfg) if job.rank == 0 else None)[0]
-    reporting = StepReporting(program.on_step)
-    program = replace(program, callbacks=(*program.callbacks, reporting))
-    list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
-    with _RunLocks(cfg, folder) as locks:
-        training = _RankTraining(job, program, (folder.message, *messages), locks)
-        if job.regroup is not None:
-            from moefold.train.elastic import GenerationLoop
+        cfg = self.cfg
+        with self.job.stop:
+            # The training ranks order the stop, also after a signal.
+            recorder = self.job.watchdog.flight_recorder
+            SamplingWorker(cfg, fold_mapping(cfg.parallel), self.job.device, recorder, link).run()
+        return TrainOutcome(0, Path(cfg.run.dir))
 
-            loop = GenerationLoop(folder.cfg, job.regroup, job.watchdog, job.device, training.train, locks.release)
-            status = loop.run(job.stop)
-            newest = None if job.regroup.is_spare or job.regroup.rank else list_newest()
-        else:
-            status = training.train(folder.cfg, (), (), SaveHistory())
-            recorder.set_phase("listing the checkpoints")
-            newest = current_world().all_gather_object(list_newest() if job.rank == 0 else None)[0]
-    return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, newest)
+    def train(self) -> TrainOutcome:
+        """Choose the run folder and train in it, through losses of ranks if the recipe regroups; collective."""
+        job = self.job
+        job.watchdog.flight_recorder.set_phase("choosing the folder of the run")
+        # A network file system may look different on another machine, so rank 0 decides.
+        folder = current_world().all_gather_object(choose_run_folder(self.cfg) if job.rank == 0 else None)[0]
+        reporting = StepReporting(self.program.on_step)
+        program = replace(self.program, callbacks=(*self.program.callbacks, reporting))
+        list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
+        with _RunLocks(self.cfg, folder) as locks:
+            training = _RankTraining(job, program, (folder.message, *self.messages), locks)
+            if job.regroup is not None:
+                from moefold.train.elastic import GenerationLoop
+
+                loop = GenerationLoop(folder.cfg, job.regroup, job.watchdog, job.device, training.train, locks.release)
+                status = loop.run(job.stop)
+                newest = None if job.regroup.is_spare or job.regroup.rank else list_newest()
+            else:
+                status = training.train(folder.cfg, (), (), SaveHistory())
+                job.watchdog.flight_recorder.set_phase("listing the checkpoints")
+                newest = current_world().all_gather_object(list_newest() if job.rank == 0 else None)[0]
+        return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, newest)
 
 
 @dataclass(frozen=True)
 class _RankTraining:
     """Trains on this rank, with the existing process group."""
 
-    job: _Job
+    job: _RankJob
     program: ProgramParts
     first_messages: tuple[str, ...]
     """Lines to log before all others, of the first trainer."""

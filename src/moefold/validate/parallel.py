@@ -171,16 +171,18 @@ def validate_rows(cfg: Config) -> Iterator[Problem]:
     except ConfigError as error:
         yield from error.problems
     else:
-        yield from _validate_order(cfg, rows)
+        yield from _validate_order(cfg.model, cfg.moe, cfg.parallel, rows)
 
 
-def _validate_order(cfg: Config, rows: Sequence[SlotRow]) -> Iterator[Problem]:
+def _validate_order(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, rows: Sequence[SlotRow]
+) -> Iterator[Problem]:
     """Check that micro-batches run in order where each counts the tokens of all before it."""
-    if (swapped := find_swapped(rows)) and depends_on_data_parallel_size(cfg.model, cfg.moe):
-        aux_kind = Setting("moe.aux_kind", chosen(cfg, BalanceScopePart).kind)
+    if (swapped := find_swapped(rows)) and depends_on_data_parallel_size(model, moe):
+        aux_kind = Setting("moe.aux_kind", chosen_in(moe, BalanceScopePart).kind)
         rule = (
-            f"{describe_part(chosen(cfg, SchedulePart))} runs {swapped[0]} before {swapped[1]}, and {aux_kind} counts "
-            "the tokens of the micro-batches before each one"
+            f"{describe_part(chosen_in(parallel, SchedulePart))} runs {swapped[0]} before {swapped[1]}, and {aux_kind} "
+            "counts the tokens of the micro-batches before each one"
         )
         way_out = "order the forward passes of a stage by micro-batch, or choose aux_kind='micro_batch'"
         yield Problem("", None, rule, way_out)
@@ -218,17 +220,16 @@ def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator
         yield Problem("parallel.pipeline_layout", "auto", rule, way_out)
 
 
-def check_schedule_file(cfg: Config) -> None:
+def check_schedule_file(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, train: TrainConfig) -> None:
     """Check that the schedule file is complete, does not deadlock, suits the losses, and gives every rank weights.
 
     Raises:
         ConfigError: it is not valid.
     """
-    parallel = cfg.parallel
     schedule = chosen_in(parallel, SchedulePart)
     if not schedule.is_for_one_mapping:
         return
-    for problem in _validate_order(cfg, runtime_slots(cfg.model, parallel, cfg.train)):
+    for problem in _validate_order(model, moe, parallel, runtime_slots(model, parallel, train)):
         raise ConfigError(problem)
     ranks = schedule.stage_ranks(parallel.pp, parallel.virtual_stages)
     if parallel.pipeline_layout not in ("", "auto"):

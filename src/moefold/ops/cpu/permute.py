@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from moefold.ops.cpu.build import load_library
+from moefold.ops.cpu.build import declare, load_library
 from moefold.ops.expert_ops import Permutation
 from moefold.ops.permute import TorchPermuteOps
 
@@ -25,12 +25,8 @@ class CPermuteOps(TorchPermuteOps):
     def __init__(self) -> None:
         library = load_library("permute")
         sizes = [*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
-        self._combine = library.combine
-        self._combine.argtypes = [*[ctypes.c_void_p] * 4, *sizes]
-        self._combine.restype = None
-        self._combine_backward = library.combine_backward
-        self._combine_backward.argtypes = [*[ctypes.c_void_p] * 6, *sizes]
-        self._combine_backward.restype = None
+        self._combine = declare(library.combine, *[ctypes.c_void_p] * 4, *sizes)
+        self._combine_backward = declare(library.combine_backward, *[ctypes.c_void_p] * 6, *sizes)
 
     def combine(self, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None) -> Tensor:
         """See `PermuteOps`."""

@@ -11,14 +11,14 @@ from moefold.checkpoint.run_states import RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.parallel.batch import Batch
 from moefold.train.position import Position
-from moefold.train.run_log import RunLog
 from moefold.train.signals import StopSignals
-from moefold.train.step_data import StepData
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
 
 if TYPE_CHECKING:
     from moefold.metrics.definitions import Metric
+    from moefold.train.run_log import RunLog
+    from moefold.train.step_data import StepData
 
 
 @dataclass
@@ -30,12 +30,12 @@ class TrainingContext:
     groups: ParallelGroups
     training: TrainingStep
     """Model, optimizer and guard; `training.model.stages` are the stages of this rank."""
-    data: StepData
+    data: "StepData"
     position: Position
     stop: StopSignals
     states: RunStates = field(default_factory=RunStates)
     """The objects whose state is in checkpoints."""
-    log: RunLog | None = None
+    log: "RunLog | None" = None
     """Files of the run folder, on rank 0 only."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step by name, `metrics.definitions.STEP`, on every rank; empty before the first step."""

@@ -16,15 +16,14 @@ from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.data.fingerprint import LOCATION_KEYS
-from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
 from moefold.model.head import ModelOutput
 from moefold.objectives.sequences import Sequences
 from moefold.parallel.batch import Batch
+from moefold.train.batch_sharding import BatchSharder
 from moefold.train.callbacks.callback import CallbackStage, StageCallback, TrainingContext
-from moefold.train.data_files import DataFiles
+from moefold.train.data_files import RunDataFiles
 from moefold.train.data_loader import DataLoader
-from moefold.train.train_step import TrainingStep
 
 
 class ReferencePass(StageCallback):
@@ -58,13 +57,37 @@ class ReferencePass(StageCallback):
         if context.is_resumed:
             reference.values = self._read_on_rank0(context, name, reference.values.shape)
         else:
-            reference.values = reference_log_probs(context.training, self._loader, len(reference.values))
+            reference.values = self.log_probs(context, len(reference.values))
         # A run that resumes from a checkpoint of another folder has its own file from now on.
         if context.is_first_rank and not (context.is_resumed and path.is_file()):
             draft = path.with_suffix(".tmp")
             with draft.open("wb") as file:
                 np.save(file, reference.values)
             os.replace(draft, path)
+
+    def log_probs(self, context: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
+        """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]; collective.
+
+        The forward pass is the same as in an evaluation, under the mapping of the training.
+        """
+        loader = self._loader
+        model = context.training.model
+        groups = model.groups
+        recorder = SequenceLogProbs(tuple(model.stages[-1].loss.terms))
+        with model.evaluating("the pass for the log-probabilities of the reference", recorder):
+            for sampler in (loader.train_sampler, loader.validation_sampler):
+                for batch in _epoch(loader.sharder(sampler), len(sampler), groups.recorder):
+                    model.runner.evaluate(batch)
+        # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
+        totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
+        if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
+            for pair_ids, sums in recorder.sums:
+                is_pair = pair_ids.flatten() >= 0
+                rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
+                totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
+        totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
+        means: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
+        return means
 
     def _read_on_rank0(self, context: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
         """Read the file on rank 0, and send its array to all ranks; collective.
@@ -108,14 +131,14 @@ _KEYS_OF_FORMAT_1 = {
 """Keys of [align] in every recipe so far: they are part of the names of files that a resumed run looks for."""
 
 
-def _file_name(files: DataFiles) -> str:
+def _file_name(files: RunDataFiles) -> str:
     """Return a file name that depends on everything that determines the pairs or their log-probabilities."""
     order = files.order | _KEYS_OF_FORMAT_1
     order = {key: value for key, value in order.items() if key not in LOCATION_KEYS}
     return _hashed_name([order, list(files.fingerprints.values())])
 
 
-def _former_file_name(files: DataFiles) -> str:
+def _former_file_name(files: RunDataFiles) -> str:
     """Return the file name of earlier versions, which also depended on the paths of the data."""
     fingerprints = {name: " ".join(digest.split()[:2]) for name, digest in files.fingerprints.items()}
     return _hashed_name([files.order | _KEYS_OF_FORMAT_1, fingerprints])
@@ -125,37 +148,10 @@ def _hashed_name(identity: object) -> str:
     return f"reference-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.npy"
 
 
-def reference_log_probs(training: TrainingStep, loader: DataLoader, num_pairs: int) -> NDArray[np.float64]:
-    """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]; collective.
-
-    The forward pass is the same as in an evaluation, under the mapping of the training.
-    """
-    model = training.model
-    groups = model.groups
-    recorder = SequenceLogProbs(tuple(model.stages[-1].loss.terms))
-    with model.evaluating("the pass for the log-probabilities of the reference", recorder):
-        for sampler in (loader.train_sampler, loader.validation_sampler):
-            for batch in _epoch(sampler, loader, groups.recorder):
-                model.runner.evaluate(batch)
-    # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
-    totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
-    if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
-        for pair_ids, sums in recorder.sums:
-            is_pair = pair_ids.flatten() >= 0
-            rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
-            totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
-    totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
-    means: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
-    return means
-
-
-def _epoch(sampler: Sampler, loader: DataLoader, recorder: FlightRecorder) -> Iterator[Batch]:
+def _epoch(sharder: BatchSharder, num_samples: int, recorder: FlightRecorder) -> Iterator[Batch]:
     """Yield this rank's shards of batches that cover each sample of an epoch."""
-    if not len(sampler):
-        return
-    sharder = loader.sharder(sampler)
-    for first in range(0, len(sampler), sharder.global_batch_size):
-        recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
+    for first in range(0, num_samples, sharder.global_batch_size):
+        recorder.set_phase(f"log-probabilities of the reference, sample {first} of {num_samples}")
         yield sharder.batch(first)
 
 

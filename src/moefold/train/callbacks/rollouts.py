@@ -1,6 +1,7 @@
 """Callbacks of reinforcement learning: held-out reward, files of rollouts, and a message if nothing is learnt."""
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TextIO
@@ -10,7 +11,6 @@ from moefold.metrics.writer import MISMATCH_FILE, ROLLOUTS_FILE, truncate_metric
 from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.due import is_due, is_evaluation_due
 from moefold.train.rollout_loader import RolloutLoader
-from moefold.train.run_log import RunLog
 from moefold.train.step_fault import MismatchError
 
 SILENT_STEPS = 20
@@ -115,7 +115,7 @@ class RolloutLogging(StageCallback):
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Write the rollouts of the step if they are due."""
         if context.log is not None:
-            self._report_silence(context.log, step.number)
+            self._report_silence(context.log.message, step.number)
         if self._file is not None and is_due(self._every, step.number):
             assert context.log is not None
             text_of = self._loader.completion_text
@@ -144,7 +144,7 @@ class RolloutLogging(StageCallback):
             with suppress(OSError):
                 self._file.close()
 
-    def _report_silence(self, log: RunLog, step: int) -> None:
+    def _report_silence(self, say: Callable[[str], None], step: int) -> None:
         """Log, once each, that no rollout had a reward, and that no group had two rewards for many steps.
 
         Rewards give no gradient then.
@@ -152,7 +152,7 @@ class RolloutLogging(StageCallback):
         metrics = self._loader.metrics
         if metrics["reward"] is None and not self._reports_none:
             self._reports_none = True
-            log.message(
+            say(
                 f"step {step}: no rollout has a reward, so nothing is learnt from them: the functions of "
                 "reward.use returned None for all of them, or failed"
             )
@@ -167,7 +167,7 @@ class RolloutLogging(StageCallback):
                     f" (mean reward {reward}); use other prompts, a better start (checkpoint.init_from), a larger "
                     "rl.group_size or a higher rollout.temperature"
                 )
-            log.message(
+            say(
                 f"step {step}: no group has had two different rewards for {SILENT_STEPS} steps, so nothing is "
                 f"learnt: {cause}"
             )
