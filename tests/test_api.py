@@ -67,7 +67,7 @@ def run_programs(programs: list[str], folder: Path) -> str:
 @pytest.mark.parity
 def test_the_programs_of_the_page_run(tmp_path):
     programs = code_blocks(PAGE.read_text(), "python")
-    assert len(programs) == 5
+    assert len(programs) == 6
     printed = run_programs(programs, tmp_path)
     assert "step 6: validation loss" in printed
     assert "status 0, loss " in printed

@@ -11,7 +11,8 @@ from moefold.config.schema import Config
 from moefold.model.moe.router import ReplayedRouting
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import TrainingContext
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.data_loader import DataLoader
+from moefold.train.position import Position
 from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
@@ -35,9 +36,10 @@ def _probe(cfg: Config) -> tuple[list[list[int]], list[bool]]:
     """Return the compared choices, and whether the router of each layer has its own override again."""
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    loader = DataLoader(cfg, groups, training.model.positions)
+    position = Position()
+    loader = DataLoader(cfg, groups, training.model.positions, position)
     loader.open(None)
-    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, Position(), StopSignals(announces=False))
+    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, position, StopSignals(announces=False))
     overrides = {number: ReplayedRouting(0) for number in training.model.moe_layers()}
     for number, layer in training.model.moe_layers().items():
         layer.router.override = overrides[number]
