@@ -350,6 +350,7 @@ MAX_VIRTUAL_STAGES = 24
 SELECTIVE_RECOMPUTE_PARTS = ("norms", "expert_activation", "mla_up", "dense_mlp", "shared_experts")
 """Parts that a source without printed recomputation may recompute, cheapest first."""
 
+BELIEVED = 1.5
 STATE_BYTES_CANDIDATES = (BytesPerParam(4, 4, 4), BytesPerParam(4, 4, 2), BytesPerParam(0, 2, 2))
 """Dtypes of the states if a source does not print its optimizer's precision: the first that fits of float32, bfloat16
 moments, all bfloat16."""
@@ -646,6 +647,7 @@ def _first_fitting(
         offload = tuple(dict.fromkeys((*mapping.offload, *offloaded)))
         tried = replace(mapping, recompute=parts, offload=offload, zero=zero)
         workload = replace(case.workload, state_bytes=states)
-        if _memory_model(model_spec.name, case.gpu, workload).estimate(tried).fits:
+        found = _memory_model(model_spec.name, case.gpu, workload).estimate(tried)
+        if found.total <= found.capacity * (BELIEVED if parts == case.recompute else 1.0):
             return tried, workload
     return None
