@@ -355,9 +355,9 @@ STATE_BYTES_CANDIDATES = (BytesPerParam(4, 4, 4), BytesPerParam(4, 4, 2), BytesP
 moments, all bfloat16."""
 
 MAX_OVERESTIMATE = 1.5
-"""Estimated memory over the memory of the device up to which a row's recomputation is believed, because the run did fit.
-The largest excess of such rows is 1.45, in 8 bits, whose smaller saved tensors are not counted. A row above it cannot
-have run as it is read: Llama 4 Scout on 256 GB200 without recomputation is at 3.6."""
+"""Estimated memory over the memory of the device up to which a row's recomputation is believed: the run did fit. The
+largest excess of such rows is 1.49, in 8 bits, whose smaller saved tensors are not counted. A row above it cannot have
+run as it is read: Llama 4 Scout on 256 GB200 without recomputation is at 3.6."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
