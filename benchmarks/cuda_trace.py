@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 import moefold
 from benchmarks.sent_bytes import sent_bytes
 from benchmarks.torch_operators import around_backward, operator_arguments, operator_name, process_group_size
-from moefold.comm.torch_compat import TorchDispatchMode, storage_key, tree_leaves
+from moefold.comm.private_torch import TorchDispatchMode, storage_key, tree_leaves
 from moefold.cost.flops import keys_per_token
 from moefold.model.moe.dispatch import Dispatcher
 
@@ -557,7 +557,7 @@ def _source() -> str:
     frame: Any = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(PACKAGE) and not path.endswith("comm/torch_compat.py"):
+        if path.startswith(PACKAGE) and not path.endswith("comm/private_torch.py"):
             return f"{path.removeprefix(PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"

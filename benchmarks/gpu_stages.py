@@ -26,7 +26,7 @@ from benchmarks.race.rivals import LayerRivals
 from benchmarks.training_step import build_training_step, random_batch
 from moefold.bench.our_step import LayerStep
 from moefold.bench.shape import step_flops
-from moefold.comm.torch_compat import tree_leaves
+from moefold.comm.private_torch import tree_leaves
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device, load_device
 from moefold.launch.runtime_env import expand_segments

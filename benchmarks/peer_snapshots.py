@@ -25,7 +25,7 @@ from moefold.checkpoint.peer_snapshot import PeerSnapshots, local_boxes
 from moefold.checkpoint.save_load import checkpoint_state, write_checkpoint
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import set_aside_process_groups
+from moefold.comm.private_torch import set_aside_process_groups
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.ops.tensor_hash import TensorHasher

@@ -28,7 +28,7 @@ def _run(args: argparse.Namespace) -> int:
     except ValueError:
         raise ConfigError(f"{args.report} is no JSON") from None
     if not isinstance(report, dict):
-        raise ConfigError(f"{args.report} is no report of a benchmark")
+        raise ConfigError(f"{args.report} is not a report of a benchmark")
     check_picture("FILE", args.picture, force=args.force)
     draw_report(report, Path(args.picture))
     return 0

@@ -10,7 +10,7 @@ from benchmarks.report_plots import draw_report
 from moefold.cli import bench
 from moefold.cli.bench import add_output_options
 from moefold.errors import ConfigError
-from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path, reject_existing
+from moefold.host.output_file import PICTURE_SUFFIXES, check_output_path, refuse_existing
 
 
 def run_program(
@@ -56,7 +56,7 @@ def check_picture(option: str, name: str | None, *, force: bool) -> None:
     """
     if name is not None:
         check_output_path(option, Path(name), PICTURE_SUFFIXES)
-        reject_existing(option, Path(name), force=force)
+        refuse_existing(option, Path(name), force=force)
 
 
 def check_report_options(args: argparse.Namespace) -> None:

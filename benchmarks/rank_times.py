@@ -24,7 +24,7 @@ from benchmarks.torch_operators import operator_name
 from moefold.cli.command_parser import CommandParser
 from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import TorchDispatchMode
+from moefold.comm.private_torch import TorchDispatchMode
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config

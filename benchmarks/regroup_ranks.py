@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from moefold.comm.flight_recorder import group_timeout
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import forget_process_groups
+from moefold.comm.private_torch import forget_process_groups
 from moefold.comm.trainer_sampler_link import JobSplit
 from moefold.host.rank_env import RankEnv
 from moefold.launch.ranks import init_process_group, init_split_job, spawn_ranks

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moefold.comm.torch_compat import TorchDispatchMode, storage_key, tree_leaves
+from moefold.comm.private_torch import TorchDispatchMode, storage_key, tree_leaves
 
 T = TypeVar("T")
 

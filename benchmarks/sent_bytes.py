@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.torch_operators import operator_name, process_group_rank, process_group_size
-from moefold.comm.torch_compat import TorchDispatchMode, tree_leaves
+from moefold.comm.private_torch import TorchDispatchMode, tree_leaves
 
 
 class SentBytesCounter(TorchDispatchMode):

@@ -5,14 +5,25 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.any_speed import ignore_speed
 from tests.no_plots import leave_out_plots
+
+if TYPE_CHECKING:
+    from tests.lasting_ranks import LastingRanks
+
+LASTING_RANKS = pytest.StashKey["LastingRanks"]()
+FROZEN_MODULES = pytest.StashKey[int]()
+MANY_MODULES = 50
+"""So many new modules are worth a garbage collection, after which they are frozen."""
 
 ignore_speed()
 
@@ -31,13 +42,14 @@ def pytest_configure() -> None:
     gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect garbage again: `train/test_garbage_collection.py` counts on it.
 
     The tests and modules themselves, a million objects, are frozen: each run that a test trains in this process would
     search them several times, which takes longer than its steps.
     """
     gc.freeze()
+    session.config.stash[FROZEN_MODULES] = len(sys.modules)
     # Frozen objects are not destroyed at exit, about which triton's library complains.
     atexit.register(gc.unfreeze)
     gc.enable()
@@ -79,9 +91,30 @@ def fresh_pool() -> object:
 
 
 @pytest.fixture(scope="session")
-def pool(fresh_pool: object) -> object:
-    """Ranks of parity tests; in some folders the ranks of a file last, see `lasting_ranks.py`."""
-    return fresh_pool
+def pool(pytestconfig: pytest.Config) -> Iterator["LastingRanks"]:
+    """Ranks that serve the calls of many tests, one after another."""
+    from tests.lasting_ranks import LastingRanks
+
+    if LASTING_RANKS not in pytestconfig.stash:
+        pytestconfig.stash[LASTING_RANKS] = LastingRanks()
+    yield pytestconfig.stash[LASTING_RANKS]
+    pytestconfig.stash[LASTING_RANKS].end()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the lasting ranks where the next file begins without them: an idle rank wakes up 100 times a second.
+
+    Modules that a test has imported are frozen too, like the collected ones (`pytest_collection_finish`).
+    """
+    if len(sys.modules) - item.config.stash[FROZEN_MODULES] >= MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        item.config.stash[FROZEN_MODULES] = len(sys.modules)
+    ranks = item.config.stash.get(LASTING_RANKS, None)
+    is_last = nextitem is not None and nextitem.path != item.path
+    if ranks is not None and is_last and "pool" not in nextitem.fixturenames:
+        ranks.end()
 
 
 @pytest.fixture

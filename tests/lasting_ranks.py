@@ -1,7 +1,7 @@
-"""Ranks that serve all tests of a file: the start of ranks and the first step cost more than further calls.
+"""Ranks that serve many tests: the start of ranks and the first step cost more than further calls.
 
-A folder whose conftest.py imports `pool` from here has such ranks. Tests of a rank's state at its start, or of its end,
-ask for `fresh_pool`. A call that leaves a function of moefold replaced, or a hook of all modules, fails.
+The fixture `pool` has such ranks. Tests of a rank's state at its start, or of its end, ask for `fresh_pool`. A call
+that leaves a function of moefold replaced, or a hook of all modules, fails.
 """
 
 import faulthandler
@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,7 +21,6 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -66,8 +65,8 @@ class Ranks:
 class LastingRanks(WorkerPool):
     """Pool whose calls of equally many ranks are made by the same ranks, until one fails or sixteen were made.
 
-    A called function leaves nothing behind that the next call would see; random numbers and the environment are as at
-    the start of the rank.
+    A called function leaves nothing behind that the next call would see; random numbers, the environment and torch's
+    settings are as at the start of the rank.
     """
 
     def __init__(self) -> None:
@@ -144,9 +143,9 @@ def _serve(calls: Connection) -> None:
     """Make calls until one fails or the caller is gone."""
     environment = dict(os.environ)
     numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    settings = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.get_default_dtype()
     process = _process_state()
-    # Only the first and the last rank look: to look at a function copies the page of memory that it lies in.
-    code = _code() if dist.get_rank() in (0, dist.get_world_size() - 1) else []
+    code = _code()
     while True:
         function, args, timeout_s = calls.recv()
         faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
@@ -155,6 +154,9 @@ def _serve(calls: Connection) -> None:
         torch.set_rng_state(numbers[0])
         random.setstate(numbers[1])
         np.random.set_state(numbers[2])
+        torch.use_deterministic_algorithms(settings[0])
+        torch.set_num_threads(settings[1])
+        torch.set_default_dtype(settings[2])
         result = function(*args)
         changed = [name for name, value in _process_state().items() if value != process[name]]
         if left := ", ".join([*_left_behind(code), *changed]):
@@ -197,11 +199,3 @@ def _left_behind(code: list[tuple[Any, str, object]]) -> list[str]:
     hooks = [name for name, hooks in HOOKS.items() if hooks]
     collector = [] if gc.isenabled() and not gc.get_debug() else ["another garbage collection"]
     return [*replaced, *hooks, *collector]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LastingRanks]:
-    """Ranks of all tests of a file."""
-    ranks = LastingRanks()
-    yield ranks
-    ranks.end()

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.torch_operators import operator_name
-from moefold.comm.torch_compat import TorchDispatchMode, tree_leaves
+from moefold.comm.private_torch import TorchDispatchMode, tree_leaves
 
 ALWAYS = {
     "_ctc_loss_backward", "_histc", "bincount", "cummax", "cumprod", "grid_sampler_2d_backward", "histc", "kthvalue",

@@ -17,7 +17,7 @@ from tests.same_sharding import shorten_sharding
 
 MODULES = (
     *("pytest", "hypothesis.strategies", "numpy.ma", "pydantic.dataclasses", "multiprocessing.popen_fork"),
-    *("moefold.verify.compare", "moefold.train.callbacks.run_log", "moefold.cli.train", "moefold.train.worker"),
+    *("moefold.verify.compare", "moefold.train.run_log", "moefold.cli.train", "moefold.train.worker"),
     *("moefold.parts.optimizer.adamw.module", "moefold.parts.dispatcher.alltoall.module"),
     *("moefold.parts.attention.gqa.module", "moefold.parallel.pipeline", "moefold.parallel.pipeline_stage"),
     *(

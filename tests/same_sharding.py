@@ -16,7 +16,7 @@ ADDS = torch.ops.aten.add_.Tensor
 
 
 def shorten_sharding() -> None:
-    """Answer for these operators at once in this process and in those that are forked from it."""
+    """Answer for these operators immediately in this process and in those that are forked from it."""
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached = short_or_general
 
 

@@ -1,6 +1,8 @@
 """The Python interface: the programs of docs/api.md, ranks that are started, and refusals."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from contextlib import chdir
@@ -78,6 +80,12 @@ def test_the_page_describes_every_function():
     functions = [name for name in api.__all__ if name.islower()]
     assert functions
     assert [name for name in functions if f"`{name}(" not in page] == []
+
+
+@pytest.mark.parametrize("name", ["PlanOptions", "EvalOptions", "GenerateOptions", "SamplingParams"])
+def test_the_page_lists_every_field_of_the_options(name):
+    [listed] = re.findall(rf"`{name}\(([\w, ]+)\)`", PAGE.read_text())
+    assert listed.split(", ") == [field.name for field in dataclasses.fields(getattr(moefold, name))]
 
 
 def test_every_name_of_the_package_can_be_imported():

@@ -7,15 +7,16 @@ import torch
 import torch.distributed as dist
 
 from moefold.verify.ranks.pool import WorkerError
-from tests.lasting_ranks import pool
-
-__all__ = ["pool"]
 
 
 def _draw(word: str) -> tuple[int, float, str | None]:
     """Return the process, a random number and the environment's word; the next call must not know them."""
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.rand(1).dtype == torch.float32
     found = os.getpid(), float(torch.rand(1)), os.environ.get("WORD")
     os.environ["WORD"] = word
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_dtype(torch.float64)
     return found
 
 

@@ -18,9 +18,9 @@ def _speed_and_missing_modules() -> tuple[object, set[str]]:
     return settings().deadline, {*MODULES, "tests.preload", "moefold.parts.wire.dtype"} - found
 
 
-def test_a_rank_has_common_modules_and_no_time_limit_of_an_example(pool: WorkerPool) -> None:
+def test_a_rank_has_common_modules_and_no_time_limit_of_an_example(fresh_pool: WorkerPool) -> None:
     """The fork server leaves out modules that it cannot import, and says nothing."""
-    assert pool.run(1, _speed_and_missing_modules) == [(None, set())]
+    assert fresh_pool.run(1, _speed_and_missing_modules) == [(None, set())]
 
 
 def test_no_run_of_the_tests_draws_its_loss(pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The sharding that ranks of the tests are told at once is torch's, and torch is asked for all other operators."""
+"""The sharding that ranks of the tests are told immediately is torch's, and torch is asked for all other operators."""
 
 import pytest
 import torch

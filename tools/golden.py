@@ -57,9 +57,9 @@ class Subject:
     name: str
     lines: Callable[["Recipe"], Iterable[str]]
     is_quick: bool = True
-    """Whether `make check` computes it: without torch, within a tenth of a second."""
+    """True if `make check` computes it: without torch, within a tenth of a second."""
     may_refuse: bool = False
-    """Whether a recipe may have no answer; the message is the fact then."""
+    """True if a recipe may have no answer; the message is the fact then."""
 
 
 class Recipe:
@@ -586,7 +586,7 @@ def main(argv: list[str] | None = None) -> int:
     root = args.root.resolve()
     every = names_of(root)
     if unknown := [name for name in args.recipes if name not in every]:
-        raise SystemExit(f"golden: {unknown[0]!r} is no preset and no recipe of {root}")
+        raise SystemExit(f"golden: {unknown[0]!r} is not a preset or a recipe of {root}")
     names = args.recipes or every
     if args.against:
         flags = [flag for flag, is_set in (("--full", args.full), ("--bits", args.bits)) if is_set]

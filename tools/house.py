@@ -40,7 +40,7 @@ OTHER_LETTERS = {
     "cost/auto_layout_memory.py": "FW",
     "launch/job_file.py": "M",
     "parallel/pipeline_schedule.py": "FW",
-    "planner/simulator/export.py": "FW",
+    "cli/timeline_file.py": "FW",
     "planner/simulator/simulate.py": "FW",
     "planner/simulator/timeline.py": "F",
     "topology/collective_order.py": "FRW",
@@ -66,11 +66,11 @@ KIND_WORDS = _set(
 )
 """Values of those keys without another meaning."""
 MLA_ROOMS = ("config/model.py", "config/layers.py")
-"""Where the kind may be written out, besides the readers of Hugging Face families."""
+"""Modules in which the kind may be written out, besides the readers of Hugging Face families."""
 PART_CLASSES = ("parts/", "config/groups/")
-"""Where parts and their base classes are."""
+"""Folders of parts and of their base classes."""
 PART_LOADERS = _set("config/part_registry.py config/part.py config/chosen.py config/part_table.py")
-"""Where parts of any group differ from other values, and are checked to be of their group."""
+"""Modules in which parts of any group differ from other values, and are checked to be of their group."""
 PRODUCT = _set("planner verify convert inference rl board bench cli api lm_eval __main__")
 """Folders and modules that use the core: everything else of the package is core."""
 THAT_OF = re.compile(r"\b(that|those)\s+of\b", re.IGNORECASE)

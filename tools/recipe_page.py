@@ -47,7 +47,7 @@ def recipe_page() -> str:
     lines += [
         "## Largest values",
         "",
-        "Every number has a bound far above what any machine runs, so that a typing error is refused at once.",
+        "Every number has a bound far above what any machine runs, so that a typing error is refused immediately.",
         f"Keys that are not in the table: integers are at most {MAX_INTEGER} and other numbers at most",
         f"{MAX_NUMBER:.0e}, either sign; a string has at most {MAX_CHARACTERS} characters, and a data-parallel",
         f"rank at most {MAX_MICRO_BATCHES} micro-batches in a step.",

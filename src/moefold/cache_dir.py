@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 def default_cache_dir() -> Path:
     """Return `$XDG_CACHE_HOME/moefold`, or `~/.cache/moefold`."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):
-        return Path(named, "moefold")
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache_home):
+        return Path(cache_home, "moefold")
     return Path(os.path.expanduser("~"), ".cache", "moefold")
 
 
@@ -26,10 +26,10 @@ def cache_folders(cache_dir: Path | None) -> tuple[Path, ...]:
 
     The named or default folder is first, then this user's temporary folder, unless another user created it.
     """
-    named = cache_dir if cache_dir is not None else default_cache_dir()
+    chosen_folder = cache_dir if cache_dir is not None else default_cache_dir()
     temporary = _temporary_cache_dir()
     is_untrusted = os.path.lexists(temporary) and _is_untrusted_dir(temporary)
-    return (named,) if is_untrusted else (named, temporary)
+    return (chosen_folder,) if is_untrusted else (chosen_folder, temporary)
 
 
 def entry_key(identity: Any) -> str:

@@ -1,9 +1,14 @@
 """Exceptions whose text is the message to the user, and pip commands for missing extras."""
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from moefold.terminal import MULTILINE_CHARS, printable
 
@@ -14,16 +19,127 @@ EXIT_USER_ERROR = 2
 SIGNAL_STATUS = 128
 """Base of the exit status after a signal: 128 + its number, as in shells; 130 for Ctrl-C."""
 
+Result = TypeVar("Result")
+Names = Mapping[str, "str | Setting"]
+_NAMES: ContextVar[Names] = ContextVar("_NAMES", default=MappingProxyType({}))
+"""Names that the caller of the running code has for settings; see `spelled_as`."""
 
-class ConfigError(ValueError):
-    """Invalid setting, file or combination. The command line prints it as one message and exits 2."""
 
-    faults: tuple[str, ...] = ()
-    """Messages, one for each invalid setting."""
+@contextmanager
+def spelled_as(names: Names) -> Iterator[None]:
+    """Name settings as the caller does, in the messages that are made inside.
+
+    Args:
+        names: name of each key or option: an option of a command, an argument of a function, or words; empty for a
+            setting that the caller cannot set. A `Setting` replaces the value too.
+    """
+    token = _NAMES.set({**_NAMES.get(), **names})
+    try:
+        yield
+    finally:
+        _NAMES.reset(token)
+
+
+def keep_names(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that names settings as its caller does now, in another process too; it can be pickled."""
+    return partial(_call_with_names, dict(_NAMES.get()), function)
+
+
+def _call_with_names(names: Names, function: Callable[..., Result], *arguments: Any) -> Result:
+    with spelled_as(names):
+        return function(*arguments)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Mention of a setting in a message: `f"{Setting(key, value)}"`, or with a format; text has quotes without one."""
+
+    key: str
+    """Recipe key, as "section.key", or an option of a command."""
+    value: Any = None
+    """Value; None: not shown."""
+
+    def __format__(self, spec: str) -> str:
+        """Return `key=value`, or the option or argument that `spelled_as` names for the key, with its value."""
+        name = self.key
+        names = _NAMES.get()
+        while name in names:
+            spelling = names[name]
+            if isinstance(spelling, Setting):
+                return str(spelling)
+            name = spelling
+        if not name or self.value is None:
+            return name
+        is_apart = name.startswith("--") or " " in name or (name.isupper() and name != self.key)
+        return f"{name}{'' if name.endswith('=') else ' ' if is_apart else '='}{_shown(self.value, spec)}"
+
+    def __str__(self) -> str:
+        """Return the setting without a format of its value."""
+        return format(self, "")
+
+    def problem(self, rule: str, way_out: str = "") -> "Problem":
+        """Return the problem that the setting violates a rule."""
+        return Problem(self.key, self.value, rule, way_out)
+
+
+def _shown(value: Any, spec: str) -> str:
+    if spec and spec != "s":
+        return format(value, spec)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if spec or isinstance(value, Path) else repr(value)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Violation of a rule, as the fields of its message."""
+
+    key: str
+    """Recipe key, as "section.key", or an option; empty for a message that is in `rule`."""
+    value: Any
+    """Value of the key; None: not shown."""
+    rule: str
+    """Rule on the value, or its incompatibility; follows key and value in the message."""
+    way_out: str = ""
+    """Way out, which follows a semicolon."""
+
+    def __str__(self) -> str:
+        """Return the message: `key=value rule; way out`."""
+        joint = "" if self.rule.startswith((":", ",")) else " "
+        start = f"{Setting(self.key, self.value)}{joint}" if self.key else ""
+        return f"{start}{self.rule}" + (f"; {self.way_out}" if self.way_out else "")
+
+
+class _EscapedError(Exception):
+    """Error whose message is printed."""
 
     def __str__(self) -> str:
         """Return the message with control characters escaped."""
         return printable(super().__str__(), MULTILINE_CHARS)
+
+
+class ConfigError(_EscapedError, ValueError):
+    """Invalid setting, file or combination. The command line prints it as one message and exits 2."""
+
+    _problems: tuple[Problem, ...] = ()
+
+    def __init__(self, *arguments: object) -> None:
+        """Make the message of a text, or of problems in the names of `spelled_as`, one line each."""
+        self._problems = tuple(entry for entry in arguments if isinstance(entry, Problem))
+        lines = list(map(str, self._problems))
+        many = "\n  ".join([f"{len(lines)} settings cannot work:", *lines])
+        super().__init__(*([many] if len(lines) > 1 else lines or arguments))
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Return the fields of each line of the message; a message on no single setting has only `rule`."""
+        return self._problems or (Problem("", None, str(self)),)
+
+    def with_start(self, start: str) -> "ConfigError":
+        """Return an error on the same problems, whose message has words before it."""
+        error = ConfigError(f"{start}{self}")
+        error._problems = self._problems
+        return error
 
 
 MAX_LISTED = 3
@@ -32,71 +148,36 @@ MAX_LISTED = 3
 
 def format_list(items: Sequence[str]) -> str:
     """Join the first items of a list, with the number of the remaining ones."""
-    shown = ", ".join(items[:MAX_LISTED])
-    return shown if len(items) <= MAX_LISTED else f"{shown} and {len(items) - MAX_LISTED} more"
+    listed = ", ".join(items[:MAX_LISTED])
+    return listed if len(items) <= MAX_LISTED else f"{listed} and {len(items) - MAX_LISTED} more"
 
 
-class RunError(Exception):
+class RunError(_EscapedError):
     """Run-time error with an explanation, not caused by a setting: exit status 1."""
 
-    def __str__(self) -> str:
-        """Return the message with control characters escaped."""
-        return printable(super().__str__(), MULTILINE_CHARS)
 
-
-class NoFormulaError(Exception):
+class NoFormulaError(_EscapedError):
     """Recipe that the oracle of `moefold verify` has no formula for: neither equal nor unequal. Exit status 3."""
-
-    def __str__(self) -> str:
-        """Return the message with control characters escaped."""
-        return printable(super().__str__(), MULTILINE_CHARS)
 
 
 def raise_all(messages: Iterable[object]) -> None:
-    """Raise the collected messages and the faults of collected errors, if any, with one line for each.
-
-    Raises:
-        ConfigError: there is at least one message or fault.
-    """
-    lines = [line for message in messages for line in getattr(message, "faults", ()) or (str(message),)]
-    if lines:
-        many = f"{len(lines)} settings cannot work:\n  " + "\n  ".join(lines)
-        error = ConfigError(lines[0] if len(lines) == 1 else many)
-        error.faults = tuple(lines)
-        raise error
-
-
-DEVICE_OPTION = (
-    (r"parallel\.world_size=(\d+) needs a GPU", r"--device cuda needs a GPU"),
-    (r"run\.device=", "--device "),
-)
-"""Replacements for callers whose device is an option."""
-TOKENIZER_OPTION = ((r"data\.tokenizer=", "--tokenizer "),)
-"""Replacements for callers whose tokenizer is an option."""
-
-
-@contextmanager
-def reworded_errors(*replacements: tuple[str, str]) -> Iterator[None]:
-    """Reword errors raised inside: replace recipe keys by the command's options.
+    """Raise the collected messages and the problems of collected errors, if any, with one line for each.
 
     Args:
-        replacements: pairs of a regular expression and its replacement.
+        messages: texts, problems and errors.
 
     Raises:
-        ConfigError: the original error, reworded.
-        RunError: the original error, reworded.
+        ConfigError: there is at least one message.
     """
-    try:
-        yield
-    except (ConfigError, RunError) as error:
-        raise type(error)(reword(str(error), *replacements)) from error
+    problems = [entry for message in messages for entry in _problems_of(message)]
+    if problems:
+        raise ConfigError(*problems)
 
 
-def reword(text: str, *replacements: tuple[str, str]) -> str:
-    """Replace recipe keys of a message by the command's options, as `reworded_errors` does."""
-    for pattern, replacement in replacements:
-        text = re.sub(pattern, replacement, text)
-    return text
+def _problems_of(message: object) -> tuple[Problem, ...]:
+    if isinstance(message, ConfigError):
+        return message.problems
+    return (message if isinstance(message, Problem) else Problem("", None, str(message)),)
 
 
 def install_command(extra: str) -> str:

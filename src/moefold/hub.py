@@ -143,16 +143,18 @@ def files_to_push(folder: Path) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Pushed:
+class PushResult:
     """Result of an upload."""
 
     url: str
     """URL of the commit."""
     keeps_card: bool
-    """Whether the README.md of the repository was kept instead of the folder's."""
+    """True if the README.md of the repository was kept instead of the folder's."""
 
 
-def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message: str, overwrites_card: bool) -> Pushed:
+def push_folder(
+    folder: Path, repo: str, *, public: bool, revision: str, message: str, overwrites_card: bool
+) -> PushResult:
     """Upload the files of a folder to a model repository by one commit.
 
     The repository is created if it does not exist. Large files from an interrupted upload are not sent again.
@@ -197,7 +199,7 @@ def push_folder(folder: Path, repo: str, *, public: bool, revision: str, message
     except Exception as error:
         # The package, its network library and the file system raise many types.
         raise hub_error(repo, error) from error
-    return Pushed(str(commit.commit_url), keeps_card)
+    return PushResult(str(commit.commit_url), keeps_card)
 
 
 def check_hub_package(name: str) -> None:

@@ -113,9 +113,9 @@ def choose_length(tree: Tree, recipe: Mapping[str, Any], overrides: Sequence[str
         raise ConfigError(
             f"run.steps={run['steps']} and run.epochs={run['epochs']} both give the length of the run; leave one out"
         )
-    other = "steps" if lengths[0] == "epochs" else "epochs"
-    message = f"run.{lengths[0]}={run[lengths[0]]} replaces run.{other}={run[other]} of the recipe"
-    run[other] = MAX_STEPS if other == "steps" else 0
+    other_key = "steps" if lengths[0] == "epochs" else "epochs"
+    message = f"run.{lengths[0]}={run[lengths[0]]} replaces run.{other_key}={run[other_key]} of the recipe"
+    run[other_key] = MAX_STEPS if other_key == "steps" else 0
     return [message]
 
 
@@ -198,7 +198,7 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
 
     Args:
         cfg: the recipe.
-        largest: largest world size to consider; None: no limit.
+        largest: largest world size to consider; None if there is no limit.
     """
     p = cfg.parallel
     count = max(1, cfg.train.global_batch_size // cfg.train.micro_batch_size)
@@ -213,8 +213,8 @@ def fitting_world_sizes(cfg: Config, largest: int | None = None) -> list[int]:
     ]
 
 
-def after_loss(cfg: Config, world_size: int) -> Config:
-    """Return the recipe for the remaining ranks after a loss; the last ranks may have padding, as in elastic jobs.
+def without_lost_ranks(cfg: Config, world_size: int) -> Config:
+    """Return the recipe for the remaining ranks; the last of them may have padding, as in elastic jobs.
 
     The rules on `faults.on_loss` apply to the start of a job, so its keys have their defaults.
     """
@@ -226,10 +226,10 @@ def after_loss(cfg: Config, world_size: int) -> Config:
     return replace(changed, checkpoint=replace(changed.checkpoint, peer_every=0))
 
 
-def fitting_after_loss(cfg: Config) -> list[int]:
-    """Return the numbers of ranks that can continue a job after a loss, ascending; see faults.on_loss."""
+def world_sizes_after_rank_loss(cfg: Config) -> list[int]:
+    """Return the numbers of ranks that can continue a job which has lost ranks, ascending; see faults.on_loss."""
     limit = cfg.parallel.world_size - 1
-    sizes = fitting_world_sizes(after_loss(cfg, cfg.parallel.world_size), largest=limit)
+    sizes = fitting_world_sizes(without_lost_ranks(cfg, cfg.parallel.world_size), largest=limit)
     return [size for size in sizes if size >= cfg.faults.min_ranks]
 
 

@@ -104,9 +104,9 @@ def _lock(target: Path) -> Iterator[None]:
 
 def _delete_others(target: Path, files: Collection[str]) -> None:
     """Delete the copies of files that no longer exist."""
-    wanted = {target / name for name in files if name}
+    wanted_paths = {target / name for name in files if name}
     for path in target.rglob("*") if target.is_dir() else ():
-        if path.is_file() and path not in wanted:
+        if path.is_file() and path not in wanted_paths:
             path.unlink()
 
 

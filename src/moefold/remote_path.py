@@ -1,4 +1,4 @@
-"""Paths of remote files with one of the `PROTOCOLS`, such as `s3://`, and the methods of `pathlib.Path`.
+"""Paths of remote files with one of the `PROTOCOLS`, such as `s3://`: literal names, methods of `pathlib.Path`.
 
 A `RemotePath` is a `Path` whose operations go through fsspec. Functions that need a local file (`open`, `os.*`,
 `shutil.*`, memory mapping) raise TypeError for it, so that no local folder of that name is created by mistake.
@@ -153,14 +153,14 @@ class RemotePath(PosixPath):
         """
         with self._requests() as (filesystem, key):
             infos = filesystem.ls(key, detail=True)
-        listed = []
+        records = []
         for info in infos:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
             # A store may list the folder itself, as an empty object, or a file as its only entry.
             if str(info["name"]).rstrip("/").lstrip("/") == key.rstrip("/").lstrip("/"):
                 continue
-            listed.append(_entry(name, info))
-        return sorted(listed, key=lambda entry: entry.name)
+            records.append(_entry(name, info))
+        return sorted(records, key=lambda entry: entry.name)
 
     def files(self) -> dict[str, RemoteEntry]:
         """Return all files below a folder by their relative names; the file itself under its own name.
@@ -171,13 +171,13 @@ class RemotePath(PosixPath):
         with self._requests() as (filesystem, key):
             infos = filesystem.find(key, detail=True)
         base = key.strip("/") + "/"
-        listed = {}
+        entries = {}
         for name, info in infos.items():
             path = str(name).lstrip("/")
             relative = path.removeprefix(base) if path.startswith(base) else path.rpartition("/")[2]
             if not relative.endswith("/"):
-                listed[relative] = _entry(relative, info)
-        return dict(sorted(listed.items()))
+                entries[relative] = _entry(relative, info)
+        return dict(sorted(entries.items()))
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return kind, size and time of the last change; folders have no time.

@@ -28,13 +28,13 @@ FLOORS = {
     "base": ("host",),
     "facts": ("config", "topology", "cost", "validate", "data", "rl", "recipe"),
     "tensors": ("comm", "ops"),
-    "frame": ("model", "objectives", "offload", "optim"),
+    "model": ("model", "objectives", "offload", "optim"),
     "parts": ("parts",),
     "mapping": ("checkpoint", "metrics", "parallel"),
     "use": ("convert", "launch", "inference", "planner"),
     "training": ("train",),
-    "judges": ("verify", "bench", "board", "lm_eval"),
-    "doors": ("api", "cli", "__main__"),
+    "checks": ("verify", "bench", "board", "lm_eval"),
+    "interface": ("api", "cli", "__main__"),
 }
 """The floors by name, lowest first, each with its folders and top-level modules, lowest first.
 

@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from tests.architecture.rules import ROOT, SOURCE, name_of, python_files, tree_of
@@ -43,9 +44,23 @@ def docstrings(path: Path) -> Iterator[tuple[int, ast.AST, str]]:
                 yield getattr(node, "lineno", 1), node, text
 
 
+def field_docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each string below a field or a constant."""
+    for node in ast.walk(tree_of(path)):
+        body = getattr(node, "body", None)
+        for before, after in pairwise(body if isinstance(body, list) else []):
+            value = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(value, ast.Constant):
+                yield after.lineno, str(value.value)
+
+
 def headless(path: Path, root: Path = ROOT) -> list[str]:
     """Return the docstrings whose first line is not a sentence of the form that CONTRIBUTING.md asks for."""
-    found = []
+    found = [
+        f"{name_of(path, root)}:{line}: {text.split(chr(10))[0]}"
+        for line, text in field_docstrings(path)
+        if NO_FIRST_WORDS.match(text)
+    ]
     for line, node, text in docstrings(path):
         first = text.split("\n")[0]
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_property(node)
@@ -65,7 +80,7 @@ def words_to_avoid(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def stray_lazy_comments(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the comments about a lazy import that no import follows, at once or as the first line of a block."""
+    """Return the comments about a lazy import that no import follows, immediately or as the first line of a block."""
     lines = path.read_text().splitlines()
     found = []
     for number, line in enumerate(lines, 1):
@@ -87,7 +102,7 @@ def words_of_page(path: Path, root: Path = ROOT) -> list[str]:
 
 
 def packed_assignments(path: Path, root: Path = ROOT) -> list[str]:
-    """Return the lines that bind several names to several values, as in `a, b = x, y`; a swap is none of them."""
+    """Return the lines that bind several names to several values, as in `a, b = x, y`; a swap is not one of them."""
     found = []
     for node in ast.walk(tree_of(path)):
         if (

@@ -176,7 +176,7 @@ def test_a_rise_is_refused_with_the_places_that_are_new(counted, tmp_path):
     counted({"cost/a.py": "x.attention == 'mla'\n", "cost/b.py": ""})
     assert house.main([*arguments, "--write"], lines.append) == 0
     counted({"cost/a.py": "", "cost/b.py": "x.attention == 'mla'\n"})
-    assert house.main(arguments, lines.append) == 0, "a comparison that moves is no rise"
+    assert house.main(arguments, lines.append) == 0, "a comparison that moves is not a rise"
     counted({"cost/c.py": "y = 1\nx.attention == 'gqa'\n"})
     assert house.main(arguments, lines.append) == 1
     assert "  cost/c.py:2: x.attention == 'gqa'" in lines

@@ -3,11 +3,11 @@
 import textwrap
 from pathlib import Path
 
-from moefold.comm.torch_compat import CHECKED_TORCH_VERSIONS
+from moefold.comm.private_torch import CHECKED_TORCH_VERSIONS
 from tests.architecture import rules
 from tests.architecture.private_torch import private_torch_names
 
-OWNER = "src/moefold/comm/torch_compat.py"
+OWNER = "src/moefold/comm/private_torch.py"
 
 
 def test_private_torch_names_stand_in_their_owner() -> None:

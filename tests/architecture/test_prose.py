@@ -36,6 +36,9 @@ def test_one_binding_a_line():
         ('class C:\n    """The state of a rank."""', False),
         ('class C:\n    @property\n    def p(self):\n        """The rank."""', False),
         ('class C:\n    """Whether it is so."""', True),
+        ('class C:\n    x: bool\n    """Whether it is so."""', True),
+        ('class C:\n    x: bool\n    """True if it is so."""', False),
+        ('X = 1\n"""Where it is."""', True),
         ('class C:\n    @property\n    def p(self):\n        """Return whether it is so."""', True),
     ],
 )

@@ -78,9 +78,9 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     ("words", "message"),
     [
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
-        (["--only", "nothing"], "--only nothing is no part; the parts are step-float32"),
+        (["--only", "nothing"], "--only nothing is not a part; the parts are step-float32"),
         (["--vllm", "no-python"], "--vllm no-python does not exist; name the Python"),
-        (["--json", __file__], "is no report of this race; name another file"),
+        (["--json", __file__], "is not a report of this race; name another file"),
     ],
 )
 def test_wrong_options_are_one_message(capsys, words, message):

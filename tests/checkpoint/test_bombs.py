@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from moefold.checkpoint.part_file import StoredPart, check_parts
 from moefold.checkpoint.safe_metadata import check_opcodes
+from moefold.checkpoint.shard_file import StoredShard, check_shards
 
 HEAD = b"\x80\x04"
 BOMBS = {
@@ -60,7 +60,7 @@ def compressed(content: bytes) -> bytes:
 def check(folder: Path, content: bytes, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     # Parts lie one after another: this one is in the middle of its file.
     (folder / "f").write_bytes(b"before" + content + b"after")
-    check_parts(folder, [StoredPart("w", _StorageInfo("f", 6, len(content)), torch.Size(sizes), dtype)])
+    check_shards(folder, [StoredShard("w", _StorageInfo("f", 6, len(content)), torch.Size(sizes), dtype)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])

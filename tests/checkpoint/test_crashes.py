@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parity
 
 RANKS = 2
 STEPS_PER_LIFE = 6
-"""More than a life has time for, so that the run is not through before its last death."""
+"""More steps than a run can take before it is killed, so that every kill comes before the end."""
 LIFE_S = (0.1, 0.35)
 LAST_LIFE_S = 900.0
 """Time to train to the end."""

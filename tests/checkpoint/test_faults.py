@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -76,6 +77,9 @@ def _save_twice(cfg: Config, fault: str) -> str:
         _when_being_written(folder, lambda: folder.rename(folder.with_name("away")))
     if fault == "draft removed" and is_last:
         _when_being_written(folder, lambda: shutil.rmtree(_draft(folder), ignore_errors=True))
+    if fault == "full" and is_last:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     try:
         saver.save(_state(), TrainState(states=counted(step=2, samples=0, tokens=0)))
         saver.finish()
@@ -157,3 +161,12 @@ def test_a_folder_that_vanishes_between_saves_is_noted_and_made_anew(pool, tmp_p
     assert words == [[gone], []]
     assert [path.name for path in complete_checkpoints(first.parent)] == ["step-000002"]
     assert [path.name for path in complete_checkpoints(tmp_path / "away")] == ["step-000001"]
+
+
+@pytest.mark.parametrize("async_save", [*slow([(False,)]), True])
+def test_a_full_disk_ends_a_save_with_one_message_on_all_ranks(fresh_pool, tmp_path, async_save):
+    for error in fresh_pool.run(RANKS, _save_twice, _recipe(tmp_path, async_save), "full"):
+        assert error.startswith(f"the checkpoint of step 2 cannot be written to '{tmp_path}/checkpoints': file __1_")
+        assert "could not be written to its end" in error
+    (left,) = complete_checkpoints(tmp_path / "checkpoints")
+    assert left.name == "step-000001"

@@ -20,8 +20,8 @@ from moefold.checkpoint.peer_snapshot import (
 from moefold.checkpoint.save_load import checkpoint_state
 from moefold.checkpoint.transition_certificate import RestoredRun, certify
 from moefold.comm.groups import ParallelGroups, current_world
+from moefold.comm.private_torch import set_aside_process_groups
 from moefold.comm.sharded_tensor import local_slice
-from moefold.comm.torch_compat import set_aside_process_groups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.cost.peer_snapshot_memory import snapshot_bytes

@@ -19,7 +19,7 @@ import moefold.convert.import_folder
 import moefold.data.dataset
 import moefold.data.huggingface
 import moefold.inference.scoring
-import moefold.launch.fitting
+import moefold.launch.memory_check
 import moefold.launch.ranks  # noqa: F401
 from moefold.cli.main import COMMANDS, main
 

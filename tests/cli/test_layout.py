@@ -145,12 +145,12 @@ def test_wide_nodes_are_printed_in_parts(capsys):
     [
         (
             ["world_size=8", "wrld_size=8"],
-            "'wrld_size=8' is no key of a layout; did you mean world_size?; the keys are world_size, tp, cp, pp, ep, "
-            "etp, order, moe_order, schedule, schedule.path, virtual_stages, pipeline_layout, gpus_per_node",
+            "'wrld_size=8' is not a key of a layout; did you mean world_size?; the keys are world_size, tp, cp, pp, "
+            "ep, etp, order, moe_order, schedule, schedule.path, virtual_stages, pipeline_layout, gpus_per_node",
         ),
         (["world_size=8", "parallel.tpp=2"], "did you mean tp?"),
-        (["world_size=8", "model.layers=2"], "'model.layers=2' is no key of a layout; the keys are world_size"),
-        (["world_size=8", "parallel.zero=2"], "'parallel.zero=2' is no key of a layout"),
+        (["world_size=8", "model.layers=2"], "'model.layers=2' is not a key of a layout; the keys are world_size"),
+        (["world_size=8", "parallel.zero=2"], "'parallel.zero=2' is not a key of a layout"),
         (["world_size=8", "tp"], "'tp' must be key=value, such as tp=2"),
         (["world_size=8", "dp=2"], "'dp=2': parallel.dp follows from world_size/(tp*cp*pp)"),
         (["world_size=8", "tp=two"], "parallel.tp='two' must be an integer"),

@@ -10,10 +10,10 @@ from moefold.api import plan
 from moefold.cli.main import EXIT_FAILED, EXIT_USER_ERROR, main
 from moefold.cost.flops import train_flops_per_token
 from moefold.data.routing_trace import RoutingTraceWriter, TraceShape
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.planner.accuracy import STATED_ERROR
 from moefold.recipe import load_config
-from moefold.train.start import check_data_source
 from moefold.validate.config import check_config
 
 SMALL = ["plan", "tiny", "--gpu", "h100", "--num-gpus", "4", "--seq-len", "64", "--global-batch-size", "4"]
@@ -252,11 +252,11 @@ def test_recipe_of_a_bare_model_lists_the_missing_keys(capsys, tmp_path):
     # Data is all that it lacks.
     recipe = load_config(path)
     with pytest.raises(ConfigError, match="path/to/your/text"):
-        check_data_source(recipe.model, recipe.train, recipe.data)
+        check_data(recipe.data, seq_len=recipe.train.seq_len, vocab_size=recipe.model.vocab_size)
     corpus.write_text("Words to train on. " * 1000)
     cfg = load_config(path, [f"data.path={corpus}"])
     check_config(cfg)
-    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     # The values of a recipe are its own, and stay.
     path.write_text(text.replace("lr = 0.0003", "lr = 0.002"))
     again = tmp_path / "again.toml"

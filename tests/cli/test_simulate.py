@@ -85,7 +85,6 @@ def test_automatic_recompute_is_simulated_and_reported(recipe, capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out)["step_time_s"] > plain["step_time_s"]
     assert "train.recompute=['auto'] recomputes layer" in printed.err
-    assert "recomputes nothing" not in printed.err
 
 
 def test_stragglers_are_ranks_of_the_world():

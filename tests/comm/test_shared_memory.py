@@ -117,7 +117,7 @@ def _message(group: Group, num_bytes: int) -> str:
         ("size", "rank 0 has none"),
     ],
 )
-def test_all_ranks_name_the_rank_that_cannot_map_the_memory(pool, kind, message):
-    (text,) = set(pool.run(4, _open_elsewhere, kind))
+def test_all_ranks_name_the_rank_that_cannot_map_the_memory(fresh_pool, kind, message):
+    (text,) = set(fresh_pool.run(4, _open_elsewhere, kind))
     assert message in text
     assert text.startswith("rollout.experts='fetch' needs memory that ranks share, and ")

@@ -1,4 +1,4 @@
-"""Absurd values of any key are one message at once: no search, no list of a billion layers, no traceback."""
+"""Absurd values of any key are one message immediately: no search, no list of a billion layers, no traceback."""
 
 import os
 import re

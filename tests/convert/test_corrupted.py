@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _edit_tensors(f, lambda t: t.update({EXPERT: t[EXPERT].half()})),
         "the parts of layers.1.ffn.experts.w_down have different types: F16, F32",
     ),
-    "value that is no number": (
+    "value that is not a number": (
         lambda f: _edit_tensors(f, lambda t: t[EXPERT][3].fill_(torch.nan)),
         f"tensor {EXPERT} has NaN or infinite values (20 of 480 that were read)",
     ),

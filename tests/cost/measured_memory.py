@@ -73,6 +73,7 @@ def measured(cfg: Config) -> MeasuredMemory:
         patch.setattr(gemm, "_USES_ONEDNN_FP32", False)
         patch.setattr(CGemm, "is_fast", lambda gemm, dtype: False)
         patch.delattr("moefold.ops.cpu.permute.CPermuteOps.combine")
+        patch.delattr("moefold.ops.cpu.permute.CPermuteOps.combine_backward")
         threads = torch.get_num_threads()
         # Kernels of linear attention and of gemms hold scratch memory for each thread; the formulas count one thread.
         torch.set_num_threads(1)

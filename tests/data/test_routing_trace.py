@@ -197,7 +197,7 @@ def test_an_expert_that_does_not_exist_is_refused(number):
 )
 def test_a_manifest_that_is_none_is_refused(tmp_path, text):
     (tmp_path / MANIFEST).write_text(text)
-    with pytest.raises(ConfigError, match=r"moe.replay='.*' has a trace.json that is no moefold-routing-1 manifest"):
+    with pytest.raises(ConfigError, match=r"moe.replay='.*' has a trace.json that is not a moefold-routing-1 manifest"):
         RoutingTrace(tmp_path, "moe.replay")
 
 

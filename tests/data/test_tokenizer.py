@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moefold.config.data import DataConfig
-from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, encode_documents, load_tokenizer, reject_nul
+from moefold.data.tokenizer import ByteTokenizer, NumberTokenizer, encode_documents, load_tokenizer, refuse_nul
 from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.errors import ConfigError
 
@@ -126,8 +126,8 @@ def test_synthetic_takes_no_tokenizer():
 def test_a_nul_character_in_a_text_of_data_is_refused_where_it_ends_documents(make_tokenizer_file):
     for values in (["a", "b\0"], [{"content": ["b\0"]}]):
         with pytest.raises(ConfigError, match="f:1 holds a NUL character, .*'bytes', after 'b'; remove it, or name"):
-            reject_nul(ByteTokenizer(), values, "f:1")
-    reject_nul(ByteTokenizer(), [{"content": "b"}, None, 1], "f:1")
+            refuse_nul(ByteTokenizer(), values, "f:1")
+    refuse_nul(ByteTokenizer(), [{"content": "b"}, None, 1], "f:1")
     with pytest.raises(ConfigError, match="a text holds a NUL character"):
         encode_documents(ByteTokenizer(), ["a", "\0"])
     tokenizer = JsonTokenizer(make_tokenizer_file("</s>"))

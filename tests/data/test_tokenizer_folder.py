@@ -231,10 +231,10 @@ def test_a_vocabulary_that_transformers_would_convert_is_refused_with_the_way_ou
     (tmp_path / name).write_bytes(b"\n\x0b")
     with pytest.raises(ConfigError, match=rf"has {name}, but no tokenizer.json, .*; save one with transformers, which"):
         JsonTokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=rf"{name}' is no tokenizer.json: .* has {name}, but no tokenizer.json, "):
+    with pytest.raises(ConfigError, match=rf"{name}' is not a tokenizer.json: .* has {name}, but no tokenizer.json, "):
         JsonTokenizer(tmp_path / name)
     (tmp_path / "tokenizer.json").touch()
-    with pytest.raises(ConfigError, match=rf"{name}' is no tokenizer.json: name its folder$"):
+    with pytest.raises(ConfigError, match=rf"{name}' is not a tokenizer.json: name its folder$"):
         JsonTokenizer(tmp_path / name)
 
 

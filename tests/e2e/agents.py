@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.command import ROOT, environment
-from tests.e2e.forked import kill_all, run_forked, start_program
+from tests.e2e.forked import kill_all, run_program, start_program
 
 QUICK = "join_timeout=60,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torchrun detects a lost node, and stops waiting for more nodes, within seconds instead of half a minute."""
@@ -56,12 +56,14 @@ class ForkedProcess:
         return self._process.exitcode
 
 
+MOEFOLD = "import sys; from moefold.cli.main import main; sys.argv[0] = 'moefold'; sys.exit(main(sys.argv[1:]))"
+"""Program of the command line."""
 TORCHRUN = "from torch.distributed.run import main; main()"
 """Program of an agent that is forked: its ranks are processes of their own."""
 
 
 class ForkedAgent(Job):
-    """torchrun on one node that starts at once, as it is forked, and its ranks."""
+    """torchrun on one node that starts immediately, as it is forked, and its ranks."""
 
     def __init__(self, words: Sequence[str], log: Path, *, meet_at: str) -> None:
         self.log = log
@@ -93,8 +95,16 @@ def _torchrun_words(meet_at: str, num_ranks: int = 1, local: Sequence[str] = ())
     return [*nodes, *meeting, "-m", "moefold"]
 
 
-def run_on_ranks(words: Sequence[str], count: int, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+def run_on_ranks(
+    words: Sequence[str], count: int, timeout_s: float = 240.0, *, before: str = ""
+) -> subprocess.CompletedProcess[str]:
     """Run `moefold WORDS` to its end on ranks with torchrun's variables, but forked, without its agent and its imports.
+
+    Args:
+        words: after `moefold`.
+        count: number of ranks.
+        timeout_s: limit of each rank.
+        before: statements that each rank executes first.
 
     Returns:
         Output of all ranks in rank order, and the largest exit status.
@@ -103,7 +113,8 @@ def run_on_ranks(words: Sequence[str], count: int, timeout_s: float = 240.0) -> 
     job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
     def run_rank(rank: int) -> subprocess.CompletedProcess[str]:
-        return run_forked(words, timeout_s, ROOT, environment() | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        variables = environment() | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_program(f"{before}\n{MOEFOLD}", *words, timeout_s=timeout_s, cwd=ROOT, environment=variables)
 
     with ThreadPoolExecutor(count) as threads:
         ranks = list(threads.map(run_rank, range(count)))

@@ -129,7 +129,8 @@ def test_second_jobs_in_the_same_folders_are_refused_after_a_save_and_the_first_
         # Its locks are its own while it stands still, and it takes no time from the others.
         os.kill(first, signal.SIGSTOP)
         for folder in (run_dir, tmp_path / "other"):
-            refused.append(moefold(*small(folder, *words, "faults.timeout_s=20")))
+            # It waits for half of this time.
+            refused.append(moefold(*small(folder, *words, "faults.timeout_s=4")))
         os.kill(first, signal.SIGCONT)
         before = len(losses(run_dir))
         while len(losses(run_dir)) < before + 6:

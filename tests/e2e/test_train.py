@@ -137,7 +137,8 @@ def test_ranks_of_a_launcher_take_one_plan(one_rank, tmp_path):
 
 
 def test_a_launcher_of_another_number_of_ranks_is_one_message(tmp_path):
-    refused = run_on_ranks(small(tmp_path / "run", *FOLDED), 2)
+    hurry = "from moefold.cli import command_parser; command_parser.RANK0_REPORT_WAIT_S = 0.1"
+    refused = run_on_ranks(small(tmp_path / "run", *FOLDED), 2, before=hurry)
     assert refused.returncode != 0
     assert refused.stderr.count("moefold: error: ") == 1
     assert "parallel.world_size=8 must equal the 2 processes that the launcher started" in refused.stderr

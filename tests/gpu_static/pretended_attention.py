@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moefold.comm import torch_compat
+from moefold.comm import private_torch
 from moefold.ops import block_attention, cudnn_attention, paged_flash
 
 
@@ -195,6 +195,6 @@ def library_attention(mark: Callable[[Any], Any]) -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, (function, *users) in replaced.items():
-            for module in (torch_compat, *users):
+            for module in (private_torch, *users):
                 stack.enter_context(mock.patch.object(module, name, _on_host(function, mark)))
         yield

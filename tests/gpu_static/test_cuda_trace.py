@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from benchmarks.cuda_trace import CUDA, Trace, trace_cuda
 from benchmarks.sent_bytes import sent_bytes
-from moefold.comm.torch_compat import cuda_flash_attention
+from moefold.comm.private_torch import cuda_flash_attention
 
 pytest.importorskip("triton")
 

@@ -20,7 +20,7 @@ MOST = 20
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answer /stream without end, /read after the body, and all else at once."""
+    """Answer /stream without end, /read after the body, and all else immediately."""
     if scope["path"] == "/read":
         while (message := await receive()).get("more_body"):
             pass

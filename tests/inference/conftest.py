@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.inference.example import recipe, write_checkpoint
-from tests.lasting_ranks import pool
-
-__all__ = ["pool"]
 
 
 @pytest.fixture(scope="session")

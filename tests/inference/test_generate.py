@@ -17,6 +17,7 @@ from tests.inference.generation import (
     run_without_cache,
 )
 from tests.slow import slow
+from tests.verify.covering import few_else_slow
 
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 pytestmark = pytest.mark.parity
@@ -37,7 +38,7 @@ def name(mapping: dict[str, int]) -> str:
     return "-".join(f"{key}{value}" for key, value in mapping.items())
 
 
-@pytest.mark.parametrize("mapping", [*MAPPINGS[:5], *slow((mapping,) for mapping in MAPPINGS[5:])], ids=name)
+@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS, [MAPPINGS[1], MAPPINGS[4]]), ids=name)
 def test_logits_with_a_cache_equal_the_logits_of_the_whole_text(pool, mixtral, mapping):
     pieces = [5, 1, 3, 1, 1]
     tokens = torch.from_numpy(row_of_ids(2 * sum(pieces)).astype("int64")).view(2, -1)
@@ -52,7 +53,7 @@ def test_logits_with_a_cache_equal_the_logits_of_the_whole_text(pool, mixtral, m
         torch.testing.assert_close(found, logits[:, ends].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS[:2], ids=name)
+@pytest.mark.parametrize("mapping", few_else_slow(MAPPINGS[:2], MAPPINGS[1:2]), ids=name)
 def test_greedy_tokens_equal_transformers(pool, mixtral, mapping):
     model = theirs(recipe("mixtral", Path("unused")), "mixtral")
     for rank in pool.run(mapping.get("world_size", 1), run_generation, mixtral, mapping, GREEDY):

@@ -13,7 +13,7 @@ def is_silent(connection: socket.socket) -> None:
 
 
 def hangs_up(connection: socket.socket) -> None:
-    """Close at once."""
+    """Close immediately."""
     connection.close()
 
 

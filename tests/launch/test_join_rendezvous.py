@@ -204,7 +204,7 @@ def test_a_store_that_dies_or_stops_while_ranks_are_missing_ends_the_wait(monkey
         losing = threading.Thread(target=lose)
         losing.start()
         with pytest.raises(RunError, match=rf"rank 1 lost the store at 127\.0\.0\.1:{port} while it waited for"):
-            join_rendezvous(place, 4.0)
+            join_rendezvous(place, 2.0)
         losing.join()
     finally:
         keeper.kill()

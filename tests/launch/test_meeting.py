@@ -156,7 +156,7 @@ def test_site_that_missed_a_round_is_told_so():
 
 
 def test_site_that_starts_again_between_two_rounds_is_compared_with_weights_of_only_that_round():
-    """The others said hello before the round, with other weights than its checkpoint has after the round."""
+    """The others registered before the round, with other weights than its checkpoint has after the round."""
     point = Point(2)
     point.all_here(2)
     for site in range(2):
@@ -556,5 +556,5 @@ def test_memory_of_the_meeting_point_is_bounded(in_pairs, monkeypatch):
     keys = point.meeting._keys
     assert len(keys._values) <= 4
     assert len(point.meeting._rounds) <= 9
-    assert len(keys._gifts) + len(keys._epochs) <= 4
+    assert len(keys._transfers) + len(keys._epochs) <= 4
     assert keys._num_bytes == sum(len(k) + len(v) for k, v in keys._values.items())

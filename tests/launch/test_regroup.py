@@ -10,7 +10,7 @@ from torch.distributed import DistStoreError
 
 from moefold.errors import RunError
 from moefold.host.rank_env import RankEnv
-from moefold.launch.regroup import LostRankError, NoLossError, RankGeneration, Regroup, lost_ranks, report_lost
+from moefold.launch.regroup import LostRankError, NoRankLostError, RankGeneration, Regroup, lost_ranks, report_lost
 from moefold.launch.rendezvous import HOST, loopback_store
 
 ALL = 4
@@ -35,7 +35,7 @@ class Job:
         return regroup
 
     def be_impatient(self, rank: int) -> None:
-        """Connect a rank again, with a timeout that is over at once."""
+        """Connect a rank again, with a timeout that is over immediately."""
         self.ranks[rank] = self._rank(rank, 0.0)
 
     def arrive(self, rank: int, count: int) -> Any:
@@ -48,7 +48,7 @@ class Job:
 
         try:
             return self.ranks[rank].next({"of": rank}, choose)
-        except (NoLossError, RunError) as error:
+        except (NoRankLostError, RunError) as error:
             return error
 
     def all_arrive(self, ranks: Sequence[int], count: int) -> list[Any]:
@@ -91,7 +91,7 @@ def test_the_loss_of_a_spare_changes_nothing(job: Job) -> None:
     job.be_impatient(3)
     # A rank that regrouped by itself would have the others killed.
     job.ranks[3].current = job.ranks[0].current
-    assert isinstance(job.arrive(3, 1), NoLossError)
+    assert isinstance(job.arrive(3, 1), NoRankLostError)
     assert (job.killed, lost_ranks(job.store)) == ([], {1, 2})
     job.ranks[0].end(0)
     assert spare.result() == 0
@@ -152,7 +152,7 @@ def test_too_few_survivors_get_the_message(job: Job) -> None:
 
 def test_without_a_loss_the_error_stands(job: Job) -> None:
     job.be_impatient(0)
-    assert isinstance(job.arrive(0, 1), NoLossError)
+    assert isinstance(job.arrive(0, 1), NoRankLostError)
 
 
 def test_the_end_of_training_reaches_spares_and_late_ranks(job: Job) -> None:
@@ -161,7 +161,7 @@ def test_the_end_of_training_reaches_spares_and_late_ranks(job: Job) -> None:
     job.ranks[0].end(0)
     job.ranks[2].end(143)
     assert job.ranks[3].await_change() == 0
-    assert isinstance(job.arrive(2, 1), NoLossError)
+    assert isinstance(job.arrive(2, 1), NoRankLostError)
 
 
 def test_the_failure_of_a_member_ends_spares(job: Job) -> None:

@@ -18,7 +18,7 @@ SPLIT = JobSplit(2, 1)
 
 
 def _rank(is_stopped: bool, place: RankEnv, device_type: str) -> int:
-    """The sampling rank works for twice the limit, and each training rank waits for its message."""
+    """The sampling rank works for longer than the limit, and each training rank waits for its message."""
     watchdog = Watchdog(place, LIMIT_S)
     failing = RankErrorHandler(place, lambda: False, watchdog)
     with failing, init_split_job(place, SPLIT, device_type, LIMIT_S, watchdog.start) as (_, link), watchdog:
@@ -31,7 +31,7 @@ def _rank(is_stopped: bool, place: RankEnv, device_type: str) -> int:
             assert link.receive_object(sampling, 1) == f"for rank {place.rank}"
             return 0
         watchdog.flight_recorder.set_phase("sampling rollouts")
-        end_s = time.monotonic() + 2 * LIMIT_S
+        end_s = time.monotonic() + 1.5 * LIMIT_S
         while time.monotonic() < end_s:
             watchdog.flight_recorder.note_progress()
             time.sleep(0.1)

@@ -1,11 +1,14 @@
 """The plain forward pass of a stage and the resumable one compute the same."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
 from moefold.api import build_model
 from moefold.comm.resumable import run_to_end
+from moefold.model.transformer import Transformer, module_settings
 from tests.verify.recipes import tiny
 
 
@@ -55,3 +58,15 @@ def test_projections_without_a_slice_record_none(qkv_bias) -> None:
         assert all(shard is given for shard, given in zip(shards, (weight, bias), strict=True))
         part, _ = attention._shard_of(weight, bias, slice(1, 3), torch.float64)
         assert torch.equal(part, weight[1:3])
+
+
+def test_a_stage_that_would_lose_a_routed_output_does_not_run() -> None:
+    """Recipes with such a stage are refused; a program may build one."""
+    sizes = {"layers": 4, "layers.ffn": "moe, dense", "ffn.moe.shortcut": True}
+    cfg = tiny(model=sizes | {"ffn.moe.shared.intermediate_size": 16})
+    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    for num_layers in (2, 3):
+        stage = Transformer(cfg.model, module_settings(cfg), range(num_layers), is_first=True, is_last=False).double()
+        stage.set_positions(torch.arange(16))
+        with pytest.raises(AssertionError, match="does not end") if num_layers == 3 else nullcontext():
+            assert stage(tokens).shape == (16, 2, 16)

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 
 from moefold.ops.cpu import build as c_library
-from tests.lasting_ranks import pool
-
-__all__ = ["pool"]
 
 
 @pytest.fixture

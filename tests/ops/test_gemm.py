@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.comm.torch_compat import TorchDispatchMode
+from moefold.comm.private_torch import TorchDispatchMode
 from moefold.ops.gemm import MIN_PADDED_ROWS, PADDED_SIZES_PER_DOUBLING, TORCH_GEMM, is_faster_in_fp32, round_up_rows
 
 

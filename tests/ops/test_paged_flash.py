@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.comm.torch_compat import cuda_flash_attention, cuda_flash_attention_reads_pages
+from moefold.comm.private_torch import cuda_flash_attention, cuda_flash_attention_reads_pages
 from moefold.ops import paged_flash
 from moefold.ops.paged_flash import FlashPages, device_refusal, exact_segments, find_disagreement, probe_case
 from tests.ops.reference_flash import paged_reference_flash

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.comm.torch_compat import TorchDispatchMode
+from moefold.comm.private_torch import TorchDispatchMode
 from moefold.ops.split_gemm import UpcastLinear, split_fp32, upcast_linear
 
 BOTH = pytest.mark.parametrize("splits", [False, True], ids=["upcast", "parts"])

@@ -15,7 +15,10 @@ from tests.verify.recipes import tiny
 
 def _parameters() -> dict[str, nn.Parameter]:
     torch.manual_seed(0)
-    return {"layers.0.ffn.w_up": nn.Parameter(torch.randn(40, 30)), "head.norm.weight": nn.Parameter(torch.ones(30))}
+    return {
+        "layers.0.attention.wq": nn.Parameter(torch.randn(40, 30)),
+        "head.norm.weight": nn.Parameter(torch.ones(30)),
+    }
 
 
 def _train(given: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: int, seed: int = 1) -> None:
@@ -59,7 +62,7 @@ def test_narrow_moments_are_the_rounded_ones_and_follow_the_wide():
     start = _parameters()
     _train(wide, wide_optimizer, 30, seed=2)
     _train(narrow, optimizer, 30, seed=2)
-    name = "layers.0.ffn.w_up"
+    name = "layers.0.attention.wq"
     moved = (wide[name] - start[name]).norm()
     assert 0 < float((wide[name] - narrow[name]).norm().detach()) < 0.01 * float(moved.detach())
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode
+from moefold.comm.private_torch import CAST_OP, TorchDispatchMode
 
 
 class CountCasts(TorchDispatchMode):

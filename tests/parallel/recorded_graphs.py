@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.cuda_trace import WAITING_METHODS
 from benchmarks.torch_operators import around_backward
-from moefold.comm.torch_compat import TorchDispatchMode, storage_key, tree_leaves, tree_map_only
+from moefold.comm.private_torch import TorchDispatchMode, storage_key, tree_leaves, tree_map_only
 from moefold.parallel.cuda_graphs import Replay, T
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

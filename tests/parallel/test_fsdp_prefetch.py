@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moefold.comm.collectives import all_gather_into
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import fsdp_param_groups
+from moefold.comm.private_torch import fsdp_param_groups
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.parallel import fsdp

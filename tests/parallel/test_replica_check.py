@@ -21,7 +21,7 @@ from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.states import named_moments
 from moefold.parallel import shared_gather
-from moefold.parallel.fsdp import install_comm_hooks
+from moefold.parallel.batch import Batch
 from moefold.parallel.parallelize import parallelize
 from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
 from moefold.train.batch_sharding import BatchSharder
@@ -104,9 +104,7 @@ def _found_after_flips(cfg: Config, flips: list[tuple[str, int]]) -> list[tuple[
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
     moments = named_moments(training.optimizer, training.parameters)
-    replicas = ReplicaCheck(
-        model, moments, cfg.parallel.zero, install_comm_hooks(model.stages, groups, cfg.parallel.zero)
-    )
+    replicas = ReplicaCheck(model, moments, cfg.parallel.zero)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
     batch = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
     training.run(batch, 1)
@@ -196,7 +194,14 @@ def _found_with_an_erring_gather(cfg: Config) -> tuple[Divergence, ...]:
     experts = model.stages[0].moe_layers()[1].experts
     assert isinstance(experts, FSDPModule)
     experts.set_custom_all_gather(_ErringGather())  # type: ignore[arg-type]
-    return training.run(batch, 1).divergences
+    return _train_and_compare(training, cfg.parallel.zero, batch, 1)
+
+
+def _train_and_compare(training: TrainingStep, zero: int, batch: Batch, step: int) -> tuple[Divergence, ...]:
+    """Train a step, and return what differs between the ranks after it."""
+    training.run(batch, step)
+    moments = named_moments(training.optimizer, training.parameters)
+    return ReplicaCheck(training.model, moments, zero).find_divergences(batch, ())
 
 
 @pytest.mark.parity
@@ -221,9 +226,8 @@ def _found_with_memory_of_its_own(cfg: Config) -> tuple[Divergence, ...]:
     with patch.object(shared_gather, "open_shared_memory", open_other):
         training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
-    return training.run(
-        BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0), 1
-    ).divergences
+    loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
+    return _train_and_compare(training, cfg.parallel.zero, loader.batch(0), 1)
 
 
 @pytest.mark.parity
@@ -246,7 +250,7 @@ def _divergences_of_a_run(cfg: Config) -> list[tuple[Divergence, ...]]:
     training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
     loader = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
-    return [training.run(loader.batch(4 * i), i + 1).divergences for i in range(2)]
+    return [_train_and_compare(training, cfg.parallel.zero, loader.batch(4 * i), i + 1) for i in range(2)]
 
 
 @pytest.mark.parity

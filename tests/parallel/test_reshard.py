@@ -44,10 +44,10 @@ MAPPINGS: dict[str, dict[str, object]] = {
     "uneven layers": {"pp": 2, "tp": 2, "pipeline_layout": "Ettt|tL", "zero": 2},
     "other orders": {"tp": 2, "pp": 2, "ep": 2, "order": "pp-tp-dp-cp", "moe_order": "pp-ep-edp-etp", "zero": 1},
 }
-"""Mappings of 8 ranks."""
+"""Mappings of 8 ranks, some of them of 4 too."""
 
 
-def _recipe(name: str, **model: object) -> Config:
+def _recipe(name: str, world_size: int = 8, **model: object) -> Config:
     cfg = tiny(
         model={
             "layers": 4,
@@ -62,7 +62,7 @@ def _recipe(name: str, **model: object) -> Config:
         },
         moe={"bias_update_rate": 0.1},
         train={"global_batch_size": 8},
-        world_size=8,
+        world_size=world_size,
         **MAPPINGS[name],
     )
     return replace(cfg, run=RunConfig(seed=3, steps=4, device="cpu", dtype="float32"))
@@ -159,32 +159,32 @@ SAMPLING: dict[str, dict[str, object]] = {
 """Mappings of 8 ranks for inference."""
 
 
-def _sampling_recipe(name: str, **model: object) -> Config:
-    cfg = _recipe("data", **model)
+def _sampling_recipe(name: str, world_size: int = 8, **model: object) -> Config:
+    cfg = _recipe("data", world_size, **model)
     return replace(cfg, parallel=replace(cfg.parallel, zero=0, **SAMPLING[name]))
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "dtype"),
+    ("before", "after", "dtype", "count"),
     [
-        ("V", "tensor", "bfloat16"),
+        ("V", "tensor", "bfloat16", 4),
         *slow(
             [
-                ("context", "pipeline", "float32"),
-                ("folded", "expert tensor", "bfloat16"),
-                ("expert tensor", "data", "float64"),
-                ("interleaved", "tensor", "float32"),
-                ("other orders", "pipeline", "bfloat16"),
-                ("replicas", "expert tensor", "float32"),
-                ("pipeline", "data", "bfloat16"),
+                ("context", "pipeline", "float32", 8),
+                ("folded", "expert tensor", "bfloat16", 8),
+                ("expert tensor", "data", "float64", 8),
+                ("interleaved", "tensor", "float32", 8),
+                ("other orders", "pipeline", "bfloat16", 8),
+                ("replicas", "expert tensor", "float32", 8),
+                ("pipeline", "data", "bfloat16", 8),
             ]
         ),
     ],
 )
-def test_an_inference_model_gets_the_weights_in_its_own_dtype(pool, tmp_path, before, after, dtype):
-    recipes = (_recipe(before), _sampling_recipe(after))
+def test_an_inference_model_gets_the_weights_in_its_own_dtype(pool, tmp_path, before, after, dtype, count):
+    recipes = (_recipe(before, count), _sampling_recipe(after, count))
     train, sample = (replace(cfg, run=replace(cfg.run, dtype=dtype)) for cfg in recipes)
-    _assert_only_what_lacks_is_sent(pool.run(8, _reshard, train, sample, str(tmp_path), 4096, True))
+    _assert_only_what_lacks_is_sent(pool.run(count, _reshard, train, sample, str(tmp_path), 4096, True))
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def _allocate_most(before: Config, after: Config, *scratch_sizes: int) -> list[t
 
 def test_no_allocation_is_larger_than_half_of_the_scratch_memory(pool):
     sizes = (256, 1 << 20)
-    ranks = pool.run(8, _allocate_most, _recipe("expert tensor"), _recipe("pipeline"), *sizes)
+    ranks = pool.run(4, _allocate_most, _recipe("expert tensor", 4), _recipe("V", 4), *sizes)
     for scratch, found in zip(sizes, zip(*ranks, strict=True), strict=True):
         assert 0 < max(largest for largest, *_ in found) <= scratch // 2
         for largest, shard, buckets in found:
@@ -320,8 +320,8 @@ def _fail(before: Config, *cases: tuple[Config, int]) -> list[str]:
 
 
 def test_another_model_or_no_memory_is_an_error_on_every_rank(pool):
-    cases = (_recipe("tensor", layers=2, vocab_size=64), 4096), (_recipe("tensor"), 6)
-    messages = pool.run(8, _fail, _recipe("data"), *cases)
-    assert messages == messages[:1] * 8
+    cases = (_recipe("tensor", 4, layers=2, vocab_size=64), 4096), (_recipe("tensor", 4), 6)
+    messages = pool.run(4, _fail, _recipe("data", 4), *cases)
+    assert messages == messages[:1] * 4
     assert "the target needs embedding.weight of shape (64, 16), the source has (25, 16)" in messages[0][0]
     assert "is less than one element" in messages[0][1]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
-from moefold.config.field import Judged
+from moefold.config.field import VerifyAs
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part, Table
 
@@ -137,7 +137,7 @@ class _Rule:
         self.check_formula_of(next(base for base in self.part.__mro__ if "formula" in vars(base)))
         for name, node, place in self._attributes:
             if name not in OF_VALUES | self._own:
-                self._refuse(node, place, f"reads .{name}, which is no attribute of a tensor or of what a formula gets")
+                self._refuse(node, place, f"reads .{name}, not an attribute of a tensor or of what a formula gets")
 
     def check_formula_of(self, owner: type) -> None:
         """Check the formula that a class defines; `self` is the part."""
@@ -205,7 +205,7 @@ class _Rule:
             case ast.Import() | ast.ImportFrom():
                 self._import(_imports(node, place.module)[name], node, place, values)
             case _:
-                self._refuse(node, place, f"uses {name}, which is no constant, function or class")
+                self._refuse(node, place, f"uses {name}, which is not a constant, function or class")
 
     def _import(self, dotted: str, node: ast.AST, place: _Place, values: Scope | None = None) -> None:
         """Check the name of an import, or an attribute of it."""
@@ -236,7 +236,7 @@ class _Rule:
         path = f"{of.path}.{node.attr}".lstrip(".")
         owners = [cls for cls in of.classes if _is_field_of(cls, node.attr)]
         if not owners:
-            self._refuse(node, place, f"reads {ast.unparse(node)}, which is no field of the part")
+            self._refuse(node, place, f"reads {ast.unparse(node)}, which is not a field of the part")
         self.reads.add(path)
         arms = {arm for cls in owners for arm in _arms(cls, node.attr)}
         if not all(_is_plain(arm) or _is_inner(arm) for arm in arms):
@@ -284,7 +284,7 @@ class _Rule:
         while isinstance(found := next(_definitions(module, wanted), None), ast.Import | ast.ImportFrom):
             module, wanted = _split(_imports(found, module)[wanted])
         if not isinstance(found, ast.FunctionDef) or (name in place.scope and imported is OPAQUE):
-            self._refuse(node, place, f"hands the part to {ast.unparse(node)}, which is no function of a file")
+            self._refuse(node, place, f"hands the part to {ast.unparse(node)}, which is not a function of a file")
         if module is not place.module and not _may_use(module, place.owner):
             self._refuse(node, place, f"hands the part to {module.__name__}.{wanted}")
         order = [one.arg for one in (*found.args.posonlyargs, *found.args.args)]
@@ -329,7 +329,7 @@ class _Rule:
             is_field = name in getattr(live, "_fields", ())
             is_written = is_field or _is_constant(value) or any(_is_of(function, one, place.module) for one in defs)
             if not (name.startswith("_") or is_written):
-                self._refuse(node, place, f"uses {live.__qualname__}.{name}, which is no constant, field or method")
+                self._refuse(node, place, f"uses {live.__qualname__}.{name}, which is not a constant, field or method")
         self._own |= {*vars(live), *getattr(live, "__annotations__", ())} - frozenset(dir(ParamSpec))
         self._visit_all([*node.bases, *(one.value for one in node.keywords), *node.decorator_list, *node.body], place)
 
@@ -637,6 +637,6 @@ def check_formula(part, unread: Iterable[str] = ()) -> set[str]:
     read = formula_reads(part)
     names = {field.name for field in fields(part)} - part.framed - part.of_layers - set(unread)
     hints = get_type_hints(part, include_extras=True)
-    formats = {name for name in names if any(isinstance(m, Judged) for m in getattr(hints[name], "__metadata__", ()))}
+    formats = {name for name in names if any(isinstance(m, VerifyAs) for m in getattr(hints[name], "__metadata__", ()))}
     assert names - formats <= read
     return read

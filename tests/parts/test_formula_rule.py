@@ -245,11 +245,11 @@ WHOLE = {
     "set from outside": ("    def formula(self):\n        return 1\nMine.formula = outside\n", UNWRITTEN),
     "a field that a property hides": (
         RETURN + "Mine.eps = property(lambda self: self.build(3))\n",
-        "reads self.eps, which is no field of the part",
+        "reads self.eps, which is not a field of the part",
     ),
     "a reader of attributes": (
         "    def __getattribute__(self, name):\n        return RMSNorm\n" + RETURN,
-        "reads self.eps, which is no field of the part",
+        "reads self.eps, which is not a field of the part",
     ),
     "a field that is set when the part is made": (POST_INIT + RETURN, INIT.format("__post_init__")),
     "a field that a function sets": (RETURN + "Mine.__post_init__ = outside\n", INIT.format("__post_init__")),

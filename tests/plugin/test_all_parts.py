@@ -64,9 +64,10 @@ def test_the_package_is_installed_and_no_part_of_the_wheel():
 @pytest.mark.parametrize(
     ("forks", "by_file", "mapping"),
     [
-        (True, False, FOUR),
+        # Fast: `test_verify_judges_all_and_refuses_an_attention_without_a_formula_by_name`, on these ranks.
         *slow(
             [
+                (True, False, FOUR),
                 (True, True, FOUR),
                 *((forks, by_file, EIGHT) for forks in (True, False) for by_file in (False, True)),
             ]

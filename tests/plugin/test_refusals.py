@@ -100,7 +100,8 @@ def test_a_broken_package_is_refused_by_its_distribution_and_costs_nothing_unnam
     assert message.startswith("train.lr_schedule='half' of moefold-half 0.3 (half_plugin:Half) ")
     assert reason in message
     assert load_config(None, ["train.lr_schedule=cosine"]).train.lr_schedule.kind == "cosine"
-    assert "half_plugin" not in plugins.sys.modules or "import" not in reason
+    if "cannot be imported" in reason:
+        assert "half_plugin" not in plugins.sys.modules
 
 
 @pytest.mark.parametrize("reexported", [False, True])

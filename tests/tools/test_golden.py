@@ -117,7 +117,7 @@ def test_a_refused_fact_is_an_error_unless_the_recipe_may_have_none(texts, monke
 
 
 def test_an_unknown_recipe_is_refused():
-    with pytest.raises(SystemExit, match="'qwen' is no preset"):
+    with pytest.raises(SystemExit, match="'qwen' is not a preset"):
         golden.main(["qwen"])
 
 

@@ -51,7 +51,7 @@ def test_every_visible_pair_is_in_one_task(placement, window, tolerance, block, 
     work = [len(pairs) for pairs in by_task]
     assert list(plan.pairs) == work
     assert list(plan.pairs_of_ranks) == [
-        sum(count for count, task in zip(work, plan.tasks, strict=True) if task.host == rank)
+        sum(count for count, task in zip(work, plan.tasks, strict=True) if task.compute_rank == rank)
         for rank in range(shape.num_ranks)
     ]
 
@@ -68,8 +68,8 @@ def test_every_needed_row_reaches_its_host_once(placement, window, tolerance, bl
     keys = [set() for _ in ranks]
     for task in plan.tasks:
         pairs = _pairs_of_task(task, shape.seq_len, window)
-        queries[task.host] |= {query for query, _ in pairs}
-        keys[task.host] |= {key for _, key in pairs}
+        queries[task.compute_rank] |= {query for query, _ in pairs}
+        keys[task.compute_rank] |= {key for _, key in pairs}
     for transfers, needed in ((exchange.queries, queries), (exchange.keys, keys)):
         received = [[transfers.rows(source, rank).tolist() for source in ranks] for rank in ranks]
         for rank in ranks:
@@ -151,7 +151,7 @@ def test_rows_prefer_a_rank_of_their_node():
     moved = {}
     for name, nodes in {"none": None, "pairs": [0, 1, 1, 0]}.items():
         plan = plan_attention(placement, tolerance=1.0, block=4, nodes=nodes)
-        moved[name] = {task.host for task in plan.tasks if task.document.sample == 0} - {0}
+        moved[name] = {task.compute_rank for task in plan.tasks if task.document.sample == 0} - {0}
     assert 1 in moved["none"]
     assert moved["pairs"] - {3} < moved["none"] | {1, 2}
     assert 3 in moved["pairs"]
@@ -188,5 +188,5 @@ def test_a_plan_of_a_thousand_ranks_is_balanced_and_small(large_round, kind):
     assert home.max_over_mean > 3
     assert plan.max_over_mean < 1.1
     # Every move empties a task, satisfies a source or fills a destination: time is linear in tasks and ranks.
-    assert len(plan.hosts_K) - len(home.hosts_K) < 2 * shape.num_ranks
-    assert len(home.hosts_K) <= len(placement.ranks_M) + len(bounds_N) - 1
+    assert len(plan.compute_ranks_K) - len(home.compute_ranks_K) < 2 * shape.num_ranks
+    assert len(home.compute_ranks_K) <= len(placement.ranks_M) + len(bounds_N) - 1

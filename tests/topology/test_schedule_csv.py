@@ -8,7 +8,7 @@ from moefold.parts.schedule.csv import _read_schedule
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.schedules import stage_ranks
-from moefold.train.start import check_machine
+from moefold.train.machine_checks import check_machine
 
 ONE_F_ONE_B = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 SPLIT = "0F0,0F1,,0I0,0I1,0W0,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
@@ -77,6 +77,18 @@ def test_the_machine_check_reads_the_file(tmp_path):
         "parallel": {"world_size": 2, "pp": 2, "schedule": {"kind": "csv", "path": str(tmp_path / "none.csv")}},
     }
     with pytest.raises(ConfigError, match="none.csv' cannot be read: No such file or directory"):
+        check_machine(config_from_dict(recipe))
+
+
+def test_the_machine_check_refuses_an_order_that_the_loss_cannot_count(tmp_path):
+    (tmp_path / "swapped.csv").write_text("0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0\n")
+    recipe = {
+        "run": {"dir": str(tmp_path / "run")},
+        "parallel": {"world_size": 2, "pp": 2, "schedule": {"kind": "csv", "path": str(tmp_path / "swapped.csv")}},
+        "train": {"micro_batch_size": 1, "global_batch_size": 2},
+        "moe": {"aux_loss": 0.01, "aux_kind": "global_batch"},
+    }
+    with pytest.raises(ConfigError, match="parallel.schedule='csv' runs 1F1 before 1F0, and moe.aux_kind='global_"):
         check_machine(config_from_dict(recipe))
 
 

@@ -1,14 +1,16 @@
 """Rows of the built-in schedules are complete, and closed forms equal their execution; wrong rows are refused."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from moefold.config.groups.schedule import SchedulePart
+from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.part import make_part
 from moefold.config.part_registry import built_in_kinds
-from moefold.config.pipeline_actions import Action, SlotRow, find_deadlock
+from moefold.config.pipeline_actions import Action, SlotRow, find_deadlock, find_swapped
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.errors import ConfigError
@@ -33,12 +35,13 @@ def _shapes(name: str) -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_rows_are_complete_and_end(name: str) -> None:
-    """Check all actions of each stage on its rank, kinds of backward passes, and deadlocks."""
+    """Check all actions of each stage on its rank, kinds of backward passes, deadlocks, and the order of the stages."""
     spec = schedule_named(name)
     for pp, chunks, count in _shapes(name):
         for overlap in (False, True) if spec.pairs_passes() else (False,):
             rows = schedule_rows(name, pp, chunks, count, overlap=overlap)
             assert find_deadlock(rows) is None, (pp, chunks, count, overlap)
+            assert find_swapped(rows) is None, (pp, chunks, count, overlap)
             _assert_complete(rows, spec.stage_ranks(pp, chunks), count, splits=spec.splits_backward)
 
 
@@ -98,9 +101,27 @@ class WrittenRows(SchedulePart):
 )
 def test_wrong_rows_of_another_package_are_refused_by_name(text: str, fault: str) -> None:
     parallel = ParallelConfig(world_size=2, pp=2, schedule=WrittenRows(text=text))
-    found = list(validate_rows(Config(parallel=parallel, train=TrainConfig(global_batch_size=2))))
+    found = list(map(str, validate_rows(Config(parallel=parallel, train=TrainConfig(global_batch_size=2)))))
     name = f"parallel.schedule='{__name__}:WrittenRows' (a program)"
     assert [message[: len(name + fault)] for message in found] == ([name + fault] if fault else [])
     if fault:
         with pytest.raises(ConfigError, match="WrittenRows"):
             bubble_s(1.0, 2.0, 1.0, pp=2, vpp=1, num_micro_batches=2, schedule=parallel.schedule)
+
+
+@pytest.mark.parametrize("kind", ["global_batch", "last_global_batch", "sequence"])
+def test_swapped_micro_batches_are_refused_where_each_counts_those_before_it(kind: str) -> None:
+    swapped = WrittenRows(text="0F0 0F1 0B1 0B0/1F1 1B1 1F0 1B0")
+    cfg = Config(
+        parallel=ParallelConfig(world_size=2, pp=2, schedule=swapped),
+        train=TrainConfig(global_batch_size=2),
+        moe=MoEConfig(aux_loss=0.01, aux_kind=make_part("balance_scope", kind)),
+    )
+    fault = (
+        f"parallel.schedule='{__name__}:WrittenRows' (a program) runs 1F1 before 1F0, and moe.aux_kind='global_batch' "
+        "counts the tokens of the micro-batches before each one; order the forward passes of a stage by micro-batch, "
+        "or choose aux_kind='micro_batch'"
+    )
+    assert list(validate_rows(cfg)) == ([fault] if kind == "global_batch" else [])
+    without_loss = replace(cfg, moe=replace(cfg.moe, aux_loss=0.0))
+    assert not list(validate_rows(without_loss))

@@ -97,7 +97,7 @@ def records(cfg: Config, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return found
 
 
-def under(cfg: Config, folder: Path, **parallel: int) -> Config:
+def under(cfg: Config, folder: Path, **parallel: Any) -> Config:
     return replace(cfg, run=replace(cfg.run, dir=str(folder)), parallel=ParallelConfig(**parallel))
 
 

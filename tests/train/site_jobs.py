@@ -19,7 +19,8 @@ from moefold.config.lora import LoraConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.cost.site_traffic import difference_itemsize, recipe_format, site_traffic, wire_format
+from moefold.cost.site_traffic import recipe_format, site_traffic, wire_format
+from moefold.cost.state_bytes import master_dtype_bytes
 from moefold.host.listen import listen
 from moefold.launch.meet_server import MeetServer
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
@@ -148,7 +149,7 @@ def planned_bytes(cfg: Config, fragment: int, *, is_last: bool = False) -> int:
     if cfg.sites.part.in_pairs and is_last:
         # The vector has the blocks of the code, and is sent as it is.
         cfg = replace(cfg, sites=replace(cfg.sites, method="mean"))
-        code = wire_format("float32", difference_itemsize(cfg.run))
+        code = wire_format("float32", master_dtype_bytes(cfg.run))
     traffic = site_traffic(cfg)
     chosen = traffic if fragment < 0 else [traffic[fragment]]
     return (1 if in_pairs else cfg.sites.count - 1) * sum(part.num_bytes(code) for part in chosen)

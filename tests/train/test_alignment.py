@@ -11,17 +11,21 @@ import pytest
 import torch
 
 from moefold import generate, train_model
+from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, RunError
 from moefold.parallel.parallelize import parallelize
 from moefold.recipe import load_config
+from moefold.topology.layout import fold
 from moefold.train.callbacks.callback import TrainingContext
-from moefold.train.callbacks.preference_reference import reference_log_probs
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.callbacks.preference_reference import ReferencePass
+from moefold.train.data_loader import DataLoader
+from moefold.train.position import Position
 from moefold.train.signals import StopSignals
 from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import compare_records, run_oracle
 from moefold.verify.distributed_run import DistributedRecord, create_groups, run_distributed
+from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 from tests.slow import slow
 
 TEMPLATE = (
@@ -146,13 +150,41 @@ def _reference(cfg: Config, cache: str) -> np.ndarray:
     os.environ["XDG_CACHE_HOME"] = cache
     groups = create_groups(cfg)
     training = TrainingStep(parallelize(cfg, groups), cfg)
-    loader = DataLoader(cfg, groups, training.model.positions)
+    position = Position()
+    loader = DataLoader(cfg, groups, training.model.positions, position)
     loader.open(None)
-    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, Position(), StopSignals(announces=False))
-    values = reference_log_probs(run, len(loader.reference.values))
+    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, position, StopSignals(announces=False))
+    values = ReferencePass(loader, cfg.checkpoint).log_probs(run, len(loader.reference.values))
     assert training.model.stages[-1].training
     assert training.model.stages[-1].loss.terms == ("preference",)
     return values
+
+
+def _refused_reference(cfg: Config, cache: str) -> str:
+    """Return the error of the pass for the reference, whose experts have too little room."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    with symmetric_memory():
+        groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
+        training = TrainingStep(parallelize(cfg, groups), cfg)
+    position = Position()
+    loader = DataLoader(cfg, groups, training.model.positions, position)
+    loader.open(None)
+    folder = Path(cfg.run.dir)
+    folder.mkdir(exist_ok=True)
+    run = TrainingContext(folder, groups, training, loader, position, StopSignals(announces=False))
+    with pytest.raises(RunError) as caught:
+        ReferencePass(loader, cfg.checkpoint).on_start(run)
+    return str(caught.value)
+
+
+@pytest.mark.parity
+def test_no_reference_is_written_after_a_pass_without_room(pool, folder: Path):
+    mapping = ("parallel.world_size=2", "parallel.ep=2", "parallel.dispatcher=symm_mem")
+    skewed = ("parallel.dispatcher.receive_factor=1.0", "moe.choice=skewed", "moe.choice.share=0.9")
+    cfg = _recipe(folder, "run", "pairs", "align.method=dpo", "run.device=auto", *mapping, *skewed)
+    for error in pool.run(2, _refused_reference, cfg, str(folder / "cache")):
+        assert error.startswith("the pass for the log-probabilities of the reference is void: rank ")
+    assert not list((folder / "run").glob("reference-*"))
 
 
 def _mapping(cfg: Config, cache: str) -> DistributedRecord:

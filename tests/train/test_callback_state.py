@@ -21,7 +21,6 @@ from moefold.config.faults import FaultsConfig
 from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.train.callbacks.checkpointing import SaveHistory
-from moefold.train.data_loader import Position
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.train.worker import ProgramParts
@@ -308,22 +307,6 @@ def test_a_callback_that_the_checkpoint_of_a_rollback_lacks_is_as_it_was_built()
         states.load(saved, None)
         callback.losses.append(3.0)
     assert callback.losses == [1.0, 3.0]
-
-
-def test_a_position_keeps_the_samples_that_it_skips_through_a_rollback():
-    position = Position(step=4, samples=20, skipped=[(8, 12)])
-    saved = json.loads(json.dumps(position.state_dict()))
-    position.skipped.append((12, 17))
-    position.step = 7
-    position.load_state_dict(saved)
-    assert (position.step, position.skipped_ranges) == (4, (range(8, 12), range(12, 17)))
-    assert json.loads(json.dumps(position.state_dict()))["skipped"] == [[8, 12], [12, 17]]
-    # Samples of other data: the samples that this run skips stay.
-    other = Position(samples=20, skipped=[(0, 4)])
-    other.restarts_data = True
-    other.load_state_dict(saved)
-    assert (other.step, other.samples, other.skipped) == (4, 0, [(0, 4)])
-    assert "restarts_data" not in other.state_dict()
 
 
 def test_a_state_that_the_run_does_not_have_is_named():

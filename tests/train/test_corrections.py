@@ -41,6 +41,25 @@ def test_the_trainer_log_probs_come_from_the_weights_that_sampled(pool, tmp_path
             assert (record["rl"]["clipped"] > 0) == has_newer_weights
 
 
+# The last stage runs its micro-batches out of order.
+SWAPPED = """0F0,0F1,0F2,0F3,0B1,0B0,0B3,0B2
+1F1,1B1,1F0,1B0,1F3,1B3,1F2,1B2
+"""
+
+
+def test_log_probs_are_those_of_their_rows_where_a_schedule_swaps_micro_batches(pool, tmp_path):
+    cfg = recipe(tmp_path, 2, correction="clamp", kl=0.1, **TWO_UPDATES)
+    pool.run(1, train_policy, cfg)
+    (tmp_path / "swapped.csv").write_text(SWAPPED)
+    schedule = make_part("schedule", "csv", path=str(tmp_path / "swapped.csv"))
+    other = under(cfg, tmp_path / "mapped", world_size=2, pp=2, schedule=schedule)
+    pool.run(2, train_policy, other)
+    for expected, found in zip(records(cfg), records(other), strict=True):
+        assert found["rl"]["mismatch_max"] < 1e-12
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-9, abs=1e-12)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-9)
+
+
 def test_a_correction_without_a_mismatch_changes_no_gradient(pool, tmp_path):
     """The ratio against the trainer's log-probabilities is that against the sampler's."""
     cfg = recipe(tmp_path, 2, **TWO_UPDATES)

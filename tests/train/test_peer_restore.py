@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.checkpoint.peer_snapshot import PeerSnapshots
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import set_aside_process_groups
+from moefold.comm.private_torch import set_aside_process_groups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.part import make_part
 from moefold.config.run import RunConfig

@@ -16,8 +16,8 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.convert.export_folder import ExportOptions, export_folder
 from moefold.errors import ConfigError
-from moefold.inference.vllm_server import VllmServer, serve_command
-from moefold.train.start import check_vllm
+from moefold.inference.vllm_server import VllmClient, serve_command
+from moefold.train.machine_checks import check_vllm
 from tests.models import edit_model
 from tests.train.policy_runs import recipe, records, train_policy, under
 
@@ -107,15 +107,15 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
 def _train_without_loading(cfg: Config) -> int:
     """Train with the weights that the server was started with."""
 
-    def name_only(server: VllmServer, folder: Path, version: str) -> None:
+    def name_only(server: VllmClient, folder: Path, version: str) -> None:
         server._call("/update_weight_version", {"new_version": version})
 
-    before = VllmServer.load_weights
-    VllmServer.load_weights = name_only  # type: ignore[method-assign]
+    before = VllmClient.load_weights
+    VllmClient.load_weights = name_only  # type: ignore[method-assign]
     try:
         return train_policy(cfg)
     finally:
-        VllmServer.load_weights = before  # type: ignore[method-assign]
+        VllmClient.load_weights = before  # type: ignore[method-assign]
 
 
 def test_the_server_is_checked_and_has_the_law_of_training(pool, tmp_path, served):

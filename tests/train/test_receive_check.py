@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from moefold.comm.groups import ParallelGroups
+from moefold.config.chosen import chosen
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
 from moefold.errors import RunError
@@ -11,6 +13,7 @@ from moefold.parallel.expert_parallel import check_receive_loads
 from moefold.parallel.parallelize import parallelize
 from moefold.topology.layout import fold
 from moefold.train.batch_sharding import BatchSharder
+from moefold.train.log_probs import LogProbCapture, label_log_probs
 from moefold.train.train_step import TrainingStep
 from tests.model.moe.dispatch.symm_mem_stand_in import symmetric_memory
 from tests.models import config_of
@@ -70,9 +73,13 @@ def test_steps_equal_the_steps_of_the_all_to_all(pool, sections):
         assert mine[1] == pytest.approx(theirs[1], rel=1e-10)
 
 
+NO_ROOM = {"kind": "symm_mem", "receive_factor": 1.0}
+SKEWED = {"moe": {"choice": {"kind": "skewed", "share": 0.9}}}
+
+
 @pytest.mark.parity
 def test_a_step_without_room_stops_the_run_before_the_weights_change(pool):
-    cfg = _recipe({"kind": "symm_mem", "receive_factor": 1.0}, moe={"choice": {"kind": "skewed", "share": 0.9}})
+    cfg = _recipe(NO_ROOM, **SKEWED)
     for losses, _, error, is_unchanged in pool.run(2, _train, cfg):
         assert losses == []
         assert error.startswith("step 1 is void: rank ")
@@ -80,10 +87,41 @@ def test_a_step_without_room_stops_the_run_before_the_weights_change(pool):
         assert is_unchanged
 
 
+def _evaluate(cfg: Config) -> list[str]:
+    """Return the errors of an evaluation and of log-probabilities, which leave the model in training."""
+    with symmetric_memory():
+        groups = ParallelGroups.create(fold(world_size=2, ep=2), torch.device("cpu"))
+        training = TrainingStep(parallelize(cfg, groups), cfg)
+    model = training.model
+    data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=0).train
+    batch = BatchSharder(data, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions).batch(0)
+    loss = model.stages[-1].loss
+    errors = []
+    capture = LogProbCapture(1.0, tuple(loss.terms))
+    for evaluate in (
+        lambda: training.evaluate([batch]),
+        lambda: label_log_probs(model, capture, batch, "the weights that sampled"),
+    ):
+        with pytest.raises(RunError) as caught:
+            evaluate()
+        errors.append(str(caught.value))
+        assert model.stages[-1].training
+        assert model.stages[-1].loss is loss
+    return errors
+
+
+@pytest.mark.parity
+def test_passes_without_gradients_are_void_without_room(pool):
+    for validation, log_probs in pool.run(2, _evaluate, _recipe(NO_ROOM, **SKEWED)):
+        assert validation.startswith("the validation is void: rank ")
+        assert log_probs.startswith("the pass for the log-probabilities of the weights that sampled is void: rank ")
+
+
 def test_the_message_names_a_factor_that_suffices():
     cfg = _recipe({"kind": "symm_mem", "receive_factor": 1.5})
-    check_receive_loads(torch.tensor([0.2, 1.0]), cfg.parallel, "step 4")
+    part = chosen(cfg, DispatcherPart)
+    check_receive_loads(torch.tensor([0.2, 1.0]), part, "step 4")
     with pytest.raises(
         RunError, match=r"step 4 is void: rank 1 was to receive 1.83 times .*receive_factor=1.9 or more"
     ):
-        check_receive_loads(torch.tensor([0.2, 1.22]), cfg.parallel, "step 4")
+        check_receive_loads(torch.tensor([0.2, 1.22]), part, "step 4")

@@ -36,9 +36,9 @@ from moefold.rl.reward import Reward
 from moefold.rl.statistics import RoundStatistics
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.kl_reference import ReferenceModel
+from moefold.train.machine_checks import check_rollout_cache
 from moefold.train.rollout_source import RolloutModel
 from moefold.train.signals import StopSignals
-from moefold.train.start import check_rollout_cache
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
 from moefold.validate.memory_need import min_sampling_memory, min_training_memory

@@ -13,7 +13,7 @@ from moefold.config.schema import Config
 from moefold.errors import ConfigError
 from moefold.parallel.rollout_replay import RolloutReplay
 from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.rollouts import rollout_loader
+from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
@@ -179,7 +179,8 @@ class CountReplays(Callback):
         self.found: tuple[bool, str] = (False, "")
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        loader = rollout_loader(context)
+        loader = context.data
+        assert isinstance(loader, RolloutLoader)
         self.found = loader.sampling.replay is not None, loader.message
 
 

@@ -168,13 +168,15 @@ def test_the_summary_names_chunks_of_large_logits(tmp_path):
         (1.0, "step 20: no group", "the prompts are solved (mean reward 1.0); use other prompts"),
     ],
 )
-def test_rewards_that_teach_nothing_are_said_once(monkeypatch, reward, first, last):
+def test_rewards_that_teach_nothing_are_said_once(reward, first, last):
     said: list[str] = []
-    monkeypatch.setattr(module, "rollout_loader", lambda run: None)
-    run, callback = SimpleNamespace(log=SimpleNamespace(message=said.append)), module.RolloutLogging(0)
+    loader = SimpleNamespace(metrics={"reward": reward, "mixed_groups": 0.0})
+    run, callback = (
+        SimpleNamespace(log=SimpleNamespace(message=said.append)),
+        module.RolloutLogging(cast(Any, loader), 0),
+    )
     for number in range(1, 2 * module.SILENT_STEPS + 1):
-        step = SimpleNamespace(number=number, rl={"reward": reward, "mixed_groups": 0.0})
-        callback.after_step(cast(Any, run), cast(Any, step))
+        callback.after_step(cast(Any, run), cast(Any, SimpleNamespace(number=number)))
     assert said[0].startswith(first)
     assert last in said[-1]
     assert len(said) == 1 + (reward is None)

@@ -1,19 +1,27 @@
 """Metrics of rounds: routing compared between sites, distance of the routers, loss of the outer weights."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moefold.train.routing_probe import count_equal_choices
+from moefold.config.schema import Config
+from moefold.model.moe.router import ReplayedRouting
+from moefold.parallel.parallelize import parallelize
+from moefold.train.callbacks.callback import TrainingContext
+from moefold.train.data_loader import DataLoader, Position
+from moefold.train.routing_probe import RoutingProbe, count_equal_choices
+from moefold.train.signals import StopSignals
+from moefold.train.train_step import TrainingStep
 from moefold.verify.compare import oracle_batch
-from moefold.verify.distributed_run import open_samples
+from moefold.verify.distributed_run import create_groups, open_samples
 from moefold.verify.oracle import Oracle
 from tests.models import edit_model
 from tests.train.site_jobs import STREAMING, recipe, train_sites
 from tests.train.site_results import TOLERANCE, checkpoint, records, tensors
-from tests.verify.recipes import without_mapping
+from tests.verify.recipes import tiny, without_mapping
 
 
 def test_equal_choices_are_counted_as_sets_of_each_token():
@@ -21,6 +29,33 @@ def test_equal_choices_are_counted_as_sets_of_each_token():
     assert count_equal_choices(ids_MTK, (0.3, 0.3, 0.4), 0) == (3 + 2, 8)
     assert count_equal_choices(ids_MTK, (0.5, 0.5, 0.0), 0) == (3, 4)
     assert count_equal_choices(ids_MTK, (0.0, 0.5, 0.5), 0) == (0, 0)
+
+
+def _probe(cfg: Config) -> tuple[list[list[int]], list[bool]]:
+    """Return the compared choices, and whether the router of each layer has its own override again."""
+    groups = create_groups(cfg)
+    training = TrainingStep(parallelize(cfg, groups), cfg)
+    loader = DataLoader(cfg, groups, training.model.positions)
+    loader.open(None)
+    run = TrainingContext(Path(cfg.run.dir), groups, training, loader, Position(), StopSignals(announces=False))
+    overrides = {number: ReplayedRouting(0) for number in training.model.moe_layers()}
+    for number, layer in training.model.moe_layers().items():
+        layer.router.override = overrides[number]
+    probe = RoutingProbe(cfg.model, cfg.train, 0).read(run)
+    layers = training.model.moe_layers().items()
+    return probe.values.tolist(), [layer.router.override is overrides[number] for number, layer in layers]
+
+
+@pytest.mark.parity
+def test_a_probe_compares_the_same_tokens_and_gives_the_routers_their_override_back(pool):
+    cfg = tiny(data={"validation_fraction": 0.2}, train={"eval_every": 1, "global_batch_size": 4})
+    ((choices, is_own),) = pool.run(1, _probe, cfg)
+    assert is_own == [True, True]
+    # Sites may have micro-batches of different sizes.
+    wider = replace(cfg, train=replace(cfg.train, micro_batch_size=2))
+    ((of_wider, _),) = pool.run(1, _probe, wider)
+    assert of_wider == choices
+    assert len(choices) > 100
 
 
 def site_records(tmp_path, number: int) -> dict[int, dict[str, Any]]:

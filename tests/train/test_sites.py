@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moefold.checkpoint.inspect import differing_tensors
 from moefold.config.part import make_part
@@ -15,7 +16,7 @@ from moefold.config.sites import SitesConfig
 from moefold.cost.adapter_spec import is_adapter
 from moefold.launch.meet_client import MeetConnection
 from moefold.launch.signed_lines import Message
-from moefold.train.callbacks.sites import describe_wait
+from moefold.train.callbacks.sites import describe_wait, hash_of_ranks
 from moefold.train.site_meeting import ROUNDS_SETTING, equal_settings
 from moefold.verify.compare import oracle_batch
 from moefold.verify.distributed_run import open_samples
@@ -43,6 +44,21 @@ from tests.train.site_results import TOLERANCE, checkpoint, largest_error, recor
 from tests.verify.recipes import without_mapping
 
 pytestmark = pytest.mark.parity
+
+
+def _hashes() -> list[int]:
+    rank = dist.get_rank()
+    low, high = (torch.arange(4.0) + 8 * rank, torch.arange(4.0) + 8 * rank + 4)
+    other_rank = torch.arange(4.0) + 8 * (1 - rank)
+    pairs = ((low, high), (high, low), (other_rank, other_rank + 4), (low.clone(), high.clone()))
+    return [hash_of_ranks({"a": a, "b": b}, torch.device("cpu")) for a, b in pairs]
+
+
+def test_the_hash_of_a_site_knows_which_tensor_and_rank_has_which_values(pool):
+    (weights, swapped_names, swapped_ranks, same), others = pool.run(2, _hashes)
+    assert others == [weights, swapped_names, swapped_ranks, same]
+    assert weights == same
+    assert len({weights, swapped_names, swapped_ranks}) == 3
 
 
 ORACLE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

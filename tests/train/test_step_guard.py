@@ -31,7 +31,7 @@ def test_a_spike_is_found_once_the_window_is_full(name, wish, updates):
     judge = guard(spike=wish, spike_factor=10.0)
     for _ in range(4):
         assert judge.decide(CALM).action == "update"
-    assert judge.decide({**CALM, name: 100.0}).action == "update", "four steps are no window of five"
+    assert judge.decide({**CALM, name: 100.0}).action == "update", "four steps are not a window of five"
     verdict = judge.decide({**CALM, name: 100.0})
     assert (verdict.action, verdict.reason, verdict.updates) == (wish, "spike", updates)
     assert f"the {name} is 100" in verdict.description

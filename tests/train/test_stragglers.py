@@ -50,7 +50,8 @@ def test_only_the_slow_rank_is_named(fresh_pool, tmp_path: Path, parallel):
     cfg = replace(cfg, run=RunConfig(dir=str(tmp_path), seed=3, steps=20, device="cpu", dtype="float64"))
     fresh_pool.run(4, _train, cfg)
     (named,) = read_faults(tmp_path)
-    assert (named["kind"], named["rank"], named["step"]) == ("straggler", SLOW_RANK, named["step"])
+    assert (named["kind"], named["rank"]) == ("straggler", SLOW_RANK)
+    assert REPORT_SLOW_STEPS <= named["step"] <= cfg.run.steps
     assert named["own_s"] - named["median_s"] > PAUSE_S
     lines = [json.loads(line)["rank_times"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     # In a single step another one may have been the slowest in truth: the system did not run it for a while.

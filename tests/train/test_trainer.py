@@ -93,7 +93,7 @@ def test_a_resume_may_change_the_compute_type(pool, tmp_path, before, after, tol
     assert losses(tmp_path / "changed")[2:] != losses(tmp_path / "whole")[2:]
 
 
-def test_every_step_reports_its_own_peak_of_memory(pool, tmp_path):
+def test_the_peak_of_memory_since_the_start_never_falls(pool, tmp_path):
     pool.run(1, train_rank, recipe(tmp_path, 2))
     memory = [record["memory_gib"] for record in records(tmp_path)]
     # One process with torch in it has more than 100 MiB from the first step on.

@@ -15,8 +15,8 @@ from moefold.errors import ConfigError
 from moefold.inference.engine.requests import Completion, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.vllm_engine import _cut_off
-from moefold.inference.vllm_server import VllmError, VllmServer, generate_body, serve_command
-from moefold.train.start import check_vllm
+from moefold.inference.vllm_server import VllmClient, VllmError, generate_body, serve_command
+from moefold.train.machine_checks import check_vllm
 from moefold.validate.config import check_config
 from tests.slow import slow
 from tests.train.policy_runs import recipe, records, train_policy, under
@@ -255,7 +255,7 @@ def test_a_strange_completion_is_refused(tmp_path, served, change, message):
         "weight_versions": [{"version": "a", "start": 0, "end": 3}],
     }
     with stand_in(recipe(tmp_path), served) as server:
-        client = VllmServer(server.url, str(served), "float64", 33, 10.0)
+        client = VllmClient(server.url, str(served), "float64", 33, 10.0)
         server.answers["/inference/v1/generate"] = {"choices": [choice]}
         completion, experts = client.complete(REQUEST, SamplingParams(), "a", time.monotonic() + 10)
         assert completion == Completion(tokens=(7, 8, 9), log_probs=(-1.0,) * 3, finish_reason="length")
@@ -287,7 +287,7 @@ def test_a_completion_ends_at_the_stop_condition():
     ("change", "message"),
     [
         ({"folder": ""}, "rollout.folder='' must name the Hugging Face folder"),
-        ({"timeout_s": 600.0}, "rollout.timeout_s=600 must be less than faults.timeout_s=600"),
+        ({"timeout_s": 600.0}, "rollout.timeout_s=600.0 must be less than faults.timeout_s=600.0"),
         ({"experts": "fetch"}, "samples under the mapping of the server"),
         ({"url": "localhost:8000"}, "rollout.url='localhost:8000' must begin with http:// or https://"),
     ],

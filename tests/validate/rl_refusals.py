@@ -35,8 +35,8 @@ REINFORCEMENT = {
         "reward.weights=[0.0, 0.0] makes every reward 0; set one of them to another number"
     ),
     f"{RL} reward.use=reward.py:reward reward.timeout_s=600": (
-        "reward.timeout_s=600 must be less than faults.timeout_s=600, after which the other ranks end the run; lower "
-        "it, or raise faults.timeout_s"
+        "reward.timeout_s=600.0 must be less than faults.timeout_s=600.0, after which the other ranks end the run; "
+        "lower it, or raise faults.timeout_s"
     ),
     f"{RL} run.steps=3 checkpoint.every=0 rl.updates=4 rl.objective=clip": (
         "run.steps=3 must be a multiple of rl.updates=4: rollouts that are not trained on yet are not saved; choose 4"

@@ -3,7 +3,7 @@ import pytest
 from moefold.cost.recompute_parts import COMMON_PARTS
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.train.start import check_machine
+from moefold.train.machine_checks import check_machine
 from moefold.validate.config import check_config
 from moefold.validate.memory import check_offload_device
 

@@ -6,7 +6,7 @@ import pytest
 
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.train.start import check_machine
+from moefold.train.machine_checks import check_machine
 from moefold.validate.config import check_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -94,7 +94,7 @@ def test_check_machine_looks_at_the_data(tmp_path):
 def test_no_check_imports_torch(tmp_path):
     code = (
         "import sys; from pathlib import Path; from moefold.recipe import load_config;"
-        "from moefold.train.start import check_machine; from moefold.validate.config import check_config;"
+        "from moefold.train.machine_checks import check_machine; from moefold.validate.config import check_config;"
         "cfg = load_config(Path(sys.argv[1]), sys.argv[2:]); check_config(cfg); check_machine(cfg);"
         "print('torch' in sys.modules)"
     )

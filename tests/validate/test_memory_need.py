@@ -20,7 +20,7 @@ from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError
 from moefold.host.memory import AvailableMemory
 from moefold.host.rank_env import RankEnv
-from moefold.launch import fitting
+from moefold.launch import memory_check
 from moefold.launch.accelerator import device_without_torch, has_no_gpu
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
@@ -207,8 +207,8 @@ def test_a_cache_that_does_not_fit_is_refused_with_a_size_that_does(device_type)
     found = re.search(r"; it may fit with rollout\.cache_gib=([0-9.]+); ", text)
     assert found is not None
     assert "rollout cache " in text
-    fitting = replace(cfg, rollout=replace(cfg.rollout, cache_gib=float(found[1])))
-    assert not lack(fitting, (step + cache / 2 + GIB) / GIB, device_type)
+    frugal = replace(cfg, rollout=replace(cfg.rollout, cache_gib=float(found[1])))
+    assert not lack(frugal, (step + cache / 2 + GIB) / GIB, device_type)
 
 
 @pytest.mark.parametrize(("device_type", "positions"), [("cpu", 5 * 64), ("cuda", 2 * 256)])
@@ -252,7 +252,7 @@ def test_the_machine_is_asked_in_little_time():
     ids=["one rank", "64 ranks", "memory"],
 )
 def test_a_model_that_no_machine_holds_is_refused_before_torch_is_asked(tmp_path, monkeypatch, capsys, words):
-    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(20 * GIB, "free here"))
+    monkeypatch.setattr(memory_check, "available_host_memory", lambda: AvailableMemory(20 * GIB, "free here"))
     before_s = processor_s()
     assert main([*words, f"run.dir={tmp_path / 'run'}"]) == 2
     assert processor_s() - before_s < 2.0
@@ -266,12 +266,12 @@ def test_a_model_that_no_machine_holds_is_refused_before_torch_is_asked(tmp_path
 def test_under_a_launcher_the_first_rank_of_a_machine_counts_its_own_ranks(monkeypatch):
     cfg = recipe(name="quickstart")
     places = [RankEnv(rank, rank % 4, 8, "", 1, local_world_size=4) for rank in (0, 4, 5)]
-    hosts = [fitting.local_host_capacity(cfg.parallel, "cpu", place) for place in places]
+    hosts = [memory_check.local_host_capacity(cfg.parallel, "cpu", place) for place in places]
     assert [host.pp_ranks for host in hosts] == [(0,) * 4, (1,) * 4, (1,) * 4]
-    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(0, "free"))
-    fitting.check_training(cfg, "cpu", places[2])
+    monkeypatch.setattr(memory_check, "available_host_memory", lambda: AvailableMemory(0, "free"))
+    memory_check.check_training(cfg, "cpu", places[2])
     with pytest.raises(ConfigError, match="the 4 ranks of this machine need"):
-        fitting.check_training(cfg, "cpu", places[1])
+        memory_check.check_training(cfg, "cpu", places[1])
 
 
 def test_a_machine_checks_its_ranks_that_only_sample(monkeypatch):
@@ -285,20 +285,20 @@ def test_a_machine_checks_its_ranks_that_only_sample(monkeypatch):
     assert [part["draws of tokens"] for part in parts] == [0, drawn_bytes(rollouts_at_once(cfg), cfg.model.vocab_size)]
     sampling, training = RankEnv(4, 0, 8, "", 1, local_world_size=4), RankEnv(0, 0, 8, "", 1, local_world_size=4)
     need = 2 * sum(part.total() for part in parts) + 4 * MIN_PROCESS_BYTES
-    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(need, "free"))
+    monkeypatch.setattr(memory_check, "available_host_memory", lambda: AvailableMemory(need, "free"))
     # No rank that trains is on the machine of the others, whose model would not fit.
-    fitting.check_training(cfg, "cpu", sampling)
-    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(need - 1, "free"))
+    memory_check.check_training(cfg, "cpu", sampling)
+    monkeypatch.setattr(memory_check, "available_host_memory", lambda: AvailableMemory(need - 1, "free"))
     with pytest.raises(ConfigError, match=r"ranks of rollout\.ranks=4 do not fit into memory: the 4 ranks .*cache_gib"):
-        fitting.check_training(cfg, "cpu", sampling)
+        memory_check.check_training(cfg, "cpu", sampling)
     with pytest.raises(ConfigError, match="a step of 4 ranks on the CPU does not fit"):
-        fitting.check_training(cfg, "cpu", training)
+        memory_check.check_training(cfg, "cpu", training)
     both = need + 4 * (min_training_memory(cfg, "cpu")[0].total() + MIN_PROCESS_BYTES)
-    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(both, "free"))
-    fitting.check_training(cfg, "cpu", None)
-    monkeypatch.setattr(fitting, "available_host_memory", lambda: AvailableMemory(both - 1, "free"))
+    monkeypatch.setattr(memory_check, "available_host_memory", lambda: AvailableMemory(both, "free"))
+    memory_check.check_training(cfg, "cpu", None)
+    monkeypatch.setattr(memory_check, "available_host_memory", lambda: AvailableMemory(both - 1, "free"))
     with pytest.raises(ConfigError, match=r"ranks of rollout\.ranks=4 do not fit into memory: the 8 ranks .*cache_gib"):
-        fitting.check_training(cfg, "cpu", None)
+        memory_check.check_training(cfg, "cpu", None)
 
 
 def test_a_machine_without_a_driver_is_known_without_torch(tmp_path):

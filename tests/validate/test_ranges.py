@@ -12,7 +12,7 @@ from moefold.config.load import config_from_dict
 from moefold.config.part import Part, Table, metadata_of, required_settings, settings_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import default_of, kind_settings, owners_of, tables
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
 
@@ -108,7 +108,7 @@ def test_each_bound_refuses_what_its_rule_says(name, bound, part):
     assert outside
     for value in outside:
         cfg = _with(name, part, value)
-        assert f"{name}={value!r} {bound.rule}" in range_problems(cfg)
+        assert Problem(name, value, bound.rule) in range_problems(cfg)
         with pytest.raises(ConfigError, match=rf"^{re.escape(name)}="):
             check_config(cfg)
 

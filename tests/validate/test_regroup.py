@@ -2,7 +2,7 @@ import pytest
 
 from moefold.errors import ConfigError
 from moefold.host.rank_env import RankEnv
-from moefold.recipe import after_loss, fitting_after_loss, load_config, load_recipe
+from moefold.recipe import load_config, load_recipe, without_lost_ranks, world_sizes_after_rank_loss
 from moefold.train.start import set_up_run
 from moefold.validate.config import check_config
 
@@ -27,15 +27,15 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
 
 def test_batch_and_mapping_after_lost_ranks():
     cfg = load_config(None, [*EIGHT, "faults.min_ranks=2", "parallel.ep=2"])
-    assert fitting_after_loss(cfg) == [2, 4, 6]
-    fewer = after_loss(cfg, 6)
+    assert world_sizes_after_rank_loss(cfg) == [2, 4, 6]
+    fewer = without_lost_ranks(cfg, 6)
     check_config(fewer)
     # The last ranks of three replicas have padding.
     assert (fewer.train.global_batch_size, fewer.train.num_padding_micro_batches(fewer.parallel.dp)) == (8, 4)
     # One replica is left, which a loss ends.
     one = load_config(None, [*EIGHT, "parallel.tp=2"])
-    assert fitting_after_loss(one) == [2, 4, 6]
-    check_config(after_loss(one, 2))
+    assert world_sizes_after_rank_loss(one) == [2, 4, 6]
+    check_config(without_lost_ranks(one, 2))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ REFUSED = [
     ((*TWO, "sites.quorum=3"), "sites.quorum=3 must be at most sites.count=2"),
     ((*TWO, "sites.first=101"), "sites.first=101 must be at most run.steps=100"),
     ((*TWO, "sites.every=101"), "sites.every=101 is above run.steps=100"),
-    ((*TWO, "faults.timeout_s=100"), "sites.timeout_s=60 must be at most half of faults.timeout_s=100"),
+    ((*TWO, "faults.timeout_s=100"), "sites.timeout_s=60.0 must be at most half of faults.timeout_s=100.0"),
     ((*TWO, "parallel.zero=0", "parallel.world_size=2"), "parallel.zero=0 holds all weights"),
     ((*TWO, "parallel.elastic=true"), "parallel.elastic=true changes the shards of a site"),
     ((*TWO, "data.kind=task", "rl.group_size=8"), "set sites.count=1"),
@@ -35,7 +35,7 @@ REFUSED = [
     ((*TWO, "sites.overlap=30"), "choose at most 29, or sites.method='co2', which overlaps a whole round"),
     ((*TWO, "sites.overlap=40"), "sites.overlap=40 must be below the 30 steps between two rounds"),
     ((*TWO, "sites.fragment_layers=99"), "sites.fragment_layers=99 must be at most model.layers="),
-    ((*TWO, "sites.grace_s=61"), "sites.grace_s=61 must be at most sites.timeout_s=60"),
+    ((*TWO, "sites.grace_s=61"), "sites.grace_s=61.0 must be at most sites.timeout_s=60.0"),
     ((*TWO, "sites.overlap=1", "sites.keep_local=1"), "sites.keep_local=1 never takes the outer weights"),
     (
         (*TWO, "sites.overlap=31"),

@@ -13,7 +13,7 @@ from tests.verify import (
     sparse_cases,
     zero_expert_cases,
 )
-from tests.verify.cases import cases
+from tests.verify.cases import cases, in_one_step
 from tests.verify.same_bits_cases import OVERLAP
 
 OVERLAPPED = cases("expert overlap", OVERLAP[8:9], [*OVERLAP[:8], *OVERLAP[9:]])
@@ -26,11 +26,15 @@ FAMILY_CASES = [
 ]
 ORACLE_CASES = [
     *mapping_cases.CASES,
-    *feature_cases.CASES,
-    *FAMILY_CASES,
-    *planned_cases.CASES,
-    *placement_cases.CASES,
-    *sparse_cases.CASES,
-    *lora_cases.CASES,
-    *OVERLAPPED,
+    *in_one_step(
+        [
+            *feature_cases.CASES,
+            *FAMILY_CASES,
+            *planned_cases.CASES,
+            *placement_cases.CASES,
+            *sparse_cases.CASES,
+            *lora_cases.CASES,
+            *OVERLAPPED,
+        ]
+    ),
 ]

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from tests.verify.cases import Case, Settings, cases, data_parallel
+from tests.verify.cases import Case, Settings, cases, data_parallel, in_one_step
 from tests.verify.feature_cases import LOAN, RECOMPUTE_MODEL, SHARED, TIED, TWO_SAMPLES
 from tests.verify.recipes import LATENT
 
@@ -285,11 +285,15 @@ OPTIMIZER_OFFLOAD = [
 ]
 
 CASES: list[Case] = [
-    *cases("recomputation on one rank", RECOMPUTE_ONE_RANK[-1:], RECOMPUTE_ONE_RANK[:-1]),
-    *cases("recomputation", RECOMPUTE_MAPPED[:1], RECOMPUTE_MAPPED[1:]),
-    *cases("recomputation of latent attention", RECOMPUTE_LATENT[:1], RECOMPUTE_LATENT[1:]),
-    *cases("recomputation of routing", RECOMPUTE_ROUTING[:1], RECOMPUTE_ROUTING[1:]),
-    *cases("expert overlap", OVERLAP_ONE_STAGE, [*OVERLAP_LOANS, *OVERLAP_DEDUP, *OVERLAP]),
+    *in_one_step(
+        [
+            *cases("recomputation on one rank", RECOMPUTE_ONE_RANK[-1:], RECOMPUTE_ONE_RANK[:-1]),
+            *cases("recomputation", RECOMPUTE_MAPPED[:1], RECOMPUTE_MAPPED[1:]),
+            *cases("recomputation of latent attention", RECOMPUTE_LATENT[:1], RECOMPUTE_LATENT[1:]),
+            *cases("recomputation of routing", RECOMPUTE_ROUTING[:1], RECOMPUTE_ROUTING[1:]),
+            *cases("expert overlap", OVERLAP_ONE_STAGE, [*OVERLAP_LOANS, *OVERLAP_DEDUP, *OVERLAP]),
+        ]
+    ),
     *cases("offload on one rank", OFFLOAD_ONE_RANK[:1], OFFLOAD_ONE_RANK[1:]),
     *cases("offload with recomputation", OFFLOAD_RECOMPUTED[:1], OFFLOAD_RECOMPUTED[1:]),
     *cases("offload", OFFLOAD_MAPPED[:1], OFFLOAD_MAPPED[1:]),

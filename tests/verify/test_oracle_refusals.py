@@ -20,7 +20,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, with_key
 from moefold.config.edit import edit_model
-from moefold.config.field import Judged
+from moefold.config.field import VerifyAs
 from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.loss import OracleOutput
 from moefold.config.groups.router import ScoreFormula
@@ -57,7 +57,7 @@ QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 FORMULAS = (*Path(moefold.verify.oracle.__file__).parent.glob("oracle*.py"), Path(oracle_sites.__file__))
 SOURCES = [ast.parse(path.read_text()) for path in FORMULAS]
 FORMULA_KEYS = {name for name, mark in judged().items() if mark is None}
-SITES_FORMULA_KEYS = {name for name, mark in judged().items() if mark is Judged.ROUNDS}
+SITES_FORMULA_KEYS = {name for name, mark in judged().items() if mark is VerifyAs.ROUNDS}
 
 
 def _kinds(section: Any, prefix: str) -> dict[str, tuple[Any, ...]]:

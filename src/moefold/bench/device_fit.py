@@ -301,12 +301,12 @@ def _with_attention_rates(device: Device, measured: DeviceMeasurements) -> Devic
 def _fitted_links(links: Sequence[NetworkLink], measured: DeviceMeasurements) -> Iterator[NetworkLink]:
     """Yield the links with bandwidth and latency of the levels whose collectives were measured."""
     for index, link in enumerate(links):
-        mine = [row for row in measured.collectives if (row.stride >= measured.local_ranks) == (index > 0)]
-        if not mine or index > 1:
+        link_rows = [row for row in measured.collectives if (row.stride >= measured.local_ranks) == (index > 0)]
+        if not link_rows or index > 1:
             yield link
             continue
         inverse_bandwidth, latency = _fit_two(
-            [(row.link_bytes, row.latencies) for row in mine], [row.seconds for row in mine]
+            [(row.link_bytes, row.latencies) for row in link_rows], [row.seconds for row in link_rows]
         )
         rate = _rate_and_fraction("bytes_per_s", "fraction", link.bytes_per_s, 1.0 / inverse_bandwidth)
         is_between_machines = index == 0 and any(row.stride >= measured.local_ranks for row in measured.collectives)

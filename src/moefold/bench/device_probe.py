@@ -146,8 +146,8 @@ class DeviceProbe:
     def _memory_gib(self) -> float:
         """Return the memory that one rank can allocate."""
         if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            return self._median((free + torch.cuda.memory_reserved(self._device)) / GIB)
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            return self._median((free_bytes + torch.cuda.memory_reserved(self._device)) / GIB)
         return physical_bytes() / GIB / self._local_ranks
 
     def _copy_bytes_per_s(self) -> float:
@@ -238,12 +238,12 @@ class DeviceProbe:
         for size, stride, group in self._rank_groups():
             for num_bytes in self._sizes.collective_bytes:
                 shard = torch.zeros(ceil(num_bytes / size), dtype=torch.uint8, device=self._device)
-                sent = torch.zeros(len(shard) * size, dtype=torch.uint8, device=self._device)
+                send_buffer = torch.zeros(len(shard) * size, dtype=torch.uint8, device=self._device)
                 splits = [len(shard)] * size
                 gather_s = self._seconds(partial(all_gather, shard, group), is_collective=True)
-                yield CollectiveTime("all-gather", size, stride, len(sent), gather_s)
-                exchange_s = self._seconds(partial(all_to_all, sent, group, splits, splits), is_collective=True)
-                yield CollectiveTime("all-to-all", size, stride, len(sent), exchange_s)
+                yield CollectiveTime("all-gather", size, stride, len(send_buffer), gather_s)
+                exchange_s = self._seconds(partial(all_to_all, send_buffer, group, splits, splits), is_collective=True)
+                yield CollectiveTime("all-to-all", size, stride, len(send_buffer), exchange_s)
 
     def _rank_groups(self) -> Iterator[tuple[int, int, Group]]:
         """Yield (size, stride, group of this rank): powers of two within a machine, and one rank of each machine."""

@@ -70,12 +70,12 @@ class StepReport:
 
 
 def measure_step(
-    ours: ModelStep | LayerStep,
+    our_step: ModelStep | LayerStep,
     run: StepFunction,
     rounds: int,
     clock: str = "wall",
     on_progress: ProgressCallback = ignore_progress,
-    others: Mapping[str, StepFunction] | None = None,
+    other_steps: Mapping[str, StepFunction] | None = None,
     kernels: Mapping[str, Callable[[], None]] | None = None,
 ) -> StepReport:
     """Time our step, the roofline kernels, the steps of others and further kernels in the same rounds.
@@ -84,12 +84,12 @@ def measure_step(
         run: return value of `ours.build()`.
         rounds: measured rounds, after 2 warm-up rounds.
         clock: name of a clock of `CLOCKS`.
-        others: further steps by name.
+        other_steps: further steps by name.
         kernels: further kernels by name, which wait for the device.
     """
-    cfg = ours.cfg
-    device = ours.device
-    steps = {name: synchronized(step, device) for name, step in {OURS: run, **(others or {})}.items()}
+    cfg = our_step.cfg
+    device = our_step.device
+    steps = {name: synchronized(step, device) for name, step in {OURS: run, **(other_steps or {})}.items()}
     roofline = roofline_kernels(TORCH_DTYPES[cfg.run.dtype], device)
     kernels = {name: synchronized(kernel, device) for name, kernel in roofline.items()} | dict(kernels or {})
     timed = {**steps, **kernels}
@@ -103,13 +103,13 @@ def measure_step(
         dtype=cfg.run.dtype,
         tokens=cfg.train.tokens_per_step,
         num_experts=cfg.model.experts.num_experts,
-        routing=ours.routing,
-        load=ours.expert_load(),
+        routing=our_step.routing,
+        load=our_step.expert_load(),
         rounds=rounds,
         clock=clock,
         gemm_tflops=rates.flops_per_s / 1e12,
         copy_gbps=rates.bytes_per_s / 1e9,
-        rows=[_implementation_result(name, times_s[name], step, ours, rates) for name, step in steps.items()],
+        rows=[_implementation_result(name, times_s[name], step, our_step, rates) for name, step in steps.items()],
         kernels_s=kernels_s,
     )
 
@@ -118,21 +118,21 @@ def _implementation_result(
     name: str,
     seconds: list[float],
     step: Callable[[], None],
-    ours: ModelStep | LayerStep,
+    our_step: ModelStep | LayerStep,
     peak_rates: PeakRates,
 ) -> ImplementationResult:
     times = StepTimes(seconds)
-    flops_per_s = step_flops(ours.cfg.model, ours.cfg.train, ours.part) / times.median_s
+    flops_per_s = step_flops(our_step.cfg.model, our_step.cfg.train, our_step.part) / times.median_s
     return ImplementationResult(
         name=name,
         median_s=times.median_s,
         low_s=times.quartiles_s[0],
         high_s=times.quartiles_s[1],
         rounds_s=seconds,
-        tokens_per_s=ours.cfg.train.tokens_per_step / times.median_s,
+        tokens_per_s=our_step.cfg.train.tokens_per_step / times.median_s,
         tflops=flops_per_s / 1e12,
         mfu=flops_per_s / peak_rates.flops_per_s,
-        peak_gib=_peak_bytes(step, ours.device) / GIB,
+        peak_gib=_peak_bytes(step, our_step.device) / GIB,
     )
 
 

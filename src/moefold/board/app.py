@@ -145,10 +145,10 @@ def _static(name: str, request: Request) -> Response:
 
 
 def _runs(runs: RunList, request: Request) -> Response:
-    wanted = [key for key in request.query_params.get("want", "").split(",") if key]
+    wanted_keys = [key for key in request.query_params.get("want", "").split(",") if key]
     return _json(
         {
-            "runs": runs.summaries(wanted),
+            "runs": runs.summaries(wanted_keys),
             "folders": [str(folder) for folder in runs.folders],
             "max_chosen": MAX_OPEN,
             "smoothing": WEIGHTS,

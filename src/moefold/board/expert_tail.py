@@ -106,7 +106,7 @@ class ExpertCountsTail:
         self.header: CountsHeader | None = None
         self.problem = ""
         self.is_sampled = False
-        """Whether records were skipped because the file grew by more than `MAX_READ_BYTES` at once."""
+        """True if records were skipped because the file grew by more than `MAX_READ_BYTES` at once."""
         self._identity: tuple[int, int] | None = None
         self._num_read = 0
         self._fingerprint = b""
@@ -209,9 +209,9 @@ class TraceTail:
         self.shape: TraceShape | None = None
         self.problem = ""
         self.is_sampled = False
-        """Whether only the first samples of some step were read."""
+        """True if only the first samples of some step were read."""
         self.has_more = False
-        """Whether the last call stopped at its limit."""
+        """True if the last call stopped at its limit."""
         self._last_read: tuple[Path, int] | None = None
         self._last_step = -1
         self._ranges: StepRanges | None = None

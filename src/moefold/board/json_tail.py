@@ -199,7 +199,7 @@ class NewestValues:
         self.step = 0
         """Last step; 0 without steps."""
         self.is_cut = False
-        """Whether the file ends within a line."""
+        """True if the file ends within a line."""
         self._stamp: tuple[int, int, int] | None = None
         self._values: dict[str, NewestValue] = {}
         self._was_searched = False

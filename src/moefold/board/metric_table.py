@@ -76,7 +76,7 @@ class ShownCurve:
     """Number of recorded points in the range, some of which are in `steps`."""
     num_nonfinite: int
     is_zero: bool
-    """Whether all values of the run are 0."""
+    """True if all values of the run are 0."""
 
 
 class _Column:
@@ -88,7 +88,7 @@ class _Column:
         self.rows = array("I")
         self.values = array("d")
         self.is_count = True
-        """Whether all values were integers in the file."""
+        """True if all values were integers in the file."""
 
     def append(self, row: int, value: float) -> None:
         self.rows.append(row)
@@ -161,18 +161,18 @@ class MetricTable:
         """
         steps, values = self.column(name)
         inside = slice(int(np.searchsorted(steps, first)), int(np.searchsorted(steps, last, side="right")))
-        shown = slice(max(0, inside.start - 1), inside.stop + 1)
+        window = slice(max(0, inside.start - 1), inside.stop + 1)
         means = {
-            weight: _smoothed(steps, values, shown, float(weight))
+            weight: _smoothed(steps, values, window, float(weight))
             for weight in (weights if self.is_smoothed(name) else ())
         }
-        kept = downsample(values[shown], max_points)
+        kept_rows = downsample(values[window], max_points)
         for mean in means.values():
-            kept = np.union1d(kept, downsample(mean, min(max_points, MAX_MEAN_POINTS)))
+            kept_rows = np.union1d(kept_rows, downsample(mean, min(max_points, MAX_MEAN_POINTS)))
         return ShownCurve(
-            steps=steps[shown][kept].tolist(),
-            values=_rounded(values[shown][kept]),
-            smoothed={weight: _rounded(mean[kept]) for weight, mean in means.items()},
+            steps=steps[window][kept_rows].tolist(),
+            values=_rounded(values[window][kept_rows]),
+            smoothed={weight: _rounded(mean[kept_rows]) for weight, mean in means.items()},
             num_points=inside.stop - inside.start,
             num_nonfinite=int(np.isnan(values[inside]).sum()),
             is_zero=not np.any(values),
@@ -215,11 +215,13 @@ class MetricTable:
             del column.values[count:]
 
 
-def _smoothed(steps: Array, values: Array, shown: slice, weight: float) -> Array:
+def _smoothed(steps: Array, values: Array, window: slice, weight: float) -> Array:
     """Return the exponential mean of some rows, from all earlier points with a significant weight."""
-    start = int(np.searchsorted(steps, steps[shown.start] - reach(weight))) if shown.start < len(steps) else shown.start
-    mean = exponential_mean(steps[start : shown.stop], values[start : shown.stop], weight)
-    return mean[shown.start - start :]
+    start = (
+        int(np.searchsorted(steps, steps[window.start] - reach(weight))) if window.start < len(steps) else window.start
+    )
+    mean = exponential_mean(steps[start : window.stop], values[start : window.stop], weight)
+    return mean[window.start - start :]
 
 
 def _rounded(values: Array) -> list[float | None]:
@@ -250,7 +252,7 @@ def downsample(values: Array, max_points: int) -> Array:
     table = padded.reshape(num_ranges, length)
     unknown = np.isnan(table)
     starts = np.arange(num_ranges) * length
-    picked = np.concatenate(
+    picked_rows = np.concatenate(
         [
             starts + np.where(unknown, np.inf, table).argmin(1),
             starts + np.where(unknown, -np.inf, table).argmax(1),
@@ -258,4 +260,4 @@ def downsample(values: Array, max_points: int) -> Array:
             [0, count - 1],
         ]
     )
-    return np.unique(picked[picked < count])
+    return np.unique(picked_rows[picked_rows < count])

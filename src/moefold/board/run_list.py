@@ -55,7 +55,7 @@ class RunList:
         """Return the summary of a run with its style, which does not depend on the selected runs."""
         return reader.summary() | {"style": self._styles[reader.run.key]}
 
-    def summaries(self, wanted: Sequence[str]) -> list[dict[str, Any]]:
+    def summaries(self, wanted_keys: Sequence[str]) -> list[dict[str, Any]]:
         """Read the new data of the wanted runs, and return the summaries of all runs.
 
         `has_more` is set for a wanted run that has to wait because others used the time of this request.
@@ -64,7 +64,7 @@ class RunList:
             interval_s = SEARCH_INTERVAL_S if self._readers else EMPTY_SEARCH_INTERVAL_S
             if self._clock() - self._searched_s >= interval_s:
                 self._add_new()
-        opened = [key for key in dict.fromkeys(wanted) if key in self._readers][:MAX_OPEN]
+        opened = [key for key in dict.fromkeys(wanted_keys) if key in self._readers][:MAX_OPEN]
         start_s = self._clock()
         waiting = set()
         # Runs that were read least often are first, so that each run is read.
@@ -96,24 +96,24 @@ _STRIDE = 5
 """Distance to the next tried colour; it is coprime to 16."""
 
 
-def free_style(key: str, used: Collection[int]) -> int:
+def free_style(key: str, used_styles: Collection[int]) -> int:
     """Return the style of a run: the colour of its key, or the next colour that differs enough from all other runs.
 
     Solid lines are used first; beyond `NUM_STYLES` runs, styles repeat.
 
     Args:
-        used: styles of the other runs.
+        used_styles: styles of the other runs.
     """
-    wanted = int(key, 16)
-    colors = [(wanted + _STRIDE * i) % NUM_COLORS for i in range(NUM_COLORS)]
+    wanted_style = int(key, 16)
+    colors = [(wanted_style + _STRIDE * i) % NUM_COLORS for i in range(NUM_COLORS)]
     for dash in range(NUM_DASHES):
         ring = [dash * NUM_COLORS + color for color in colors]
         # Neighbouring colours of the palette are similar.
-        apart = [style for style in ring if not {_next(style, -1), style, _next(style, 1)} & set(used)]
-        free = [style for style in ring if style not in used]
-        if free:
-            return (apart or free)[0]
-    return wanted % NUM_STYLES
+        apart = [style for style in ring if not {_next(style, -1), style, _next(style, 1)} & set(used_styles)]
+        free_styles = [style for style in ring if style not in used_styles]
+        if free_styles:
+            return (apart or free_styles)[0]
+    return wanted_style % NUM_STYLES
 
 
 def _next(style: int, distance: int) -> int:

@@ -112,7 +112,7 @@ class RunReader:
             self._newest.read()
 
     def _row_values(self) -> dict[str, float | None | str]:
-        """Return the newest values for the row of the run; None: no value, "nan": not finite."""
+        """Return the newest values for the row of the run; None if there is no value, "nan": not finite."""
         values: dict[str, float | None | str] = {}
         for name in ("loss", "eval_loss", "rl.reward", "tokens_per_s"):
             newest = self._newest.value(name)
@@ -359,8 +359,10 @@ class RunReader:
             if line.length <= MAX_FAULT_CHARS:
                 self._faults.append(to_json_value(line.record))
             else:
-                kept = {key: line.record.get(key) for key in ("time_s", "step", "kind", "action")}
-                self._faults.append(to_json_value(kept) | {"left_out": f"{line.length:,} bytes; see {FAULTS_FILE}"})
+                kept_fields = {key: line.record.get(key) for key in ("time_s", "step", "kind", "action")}
+                self._faults.append(
+                    to_json_value(kept_fields) | {"left_out": f"{line.length:,} bytes; see {FAULTS_FILE}"}
+                )
 
     def _axes(self, max_points: int) -> dict[str, Any]:
         """Return tokens and seconds of training at some steps, to draw metrics over them."""
@@ -372,8 +374,8 @@ class RunReader:
             numbers = np.nan_to_num(values)
             if name == "time_s":
                 numbers = np.cumsum(numbers)
-            kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), max_points)).astype(np.int64))
-            axes[name] = {"steps": steps[kept].tolist(), "values": numbers[kept].tolist()}
+            kept_rows = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), max_points)).astype(np.int64))
+            axes[name] = {"steps": steps[kept_rows].tolist(), "values": numbers[kept_rows].tolist()}
         return axes
 
 
@@ -390,13 +392,13 @@ def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
         ranks: slowest rank of each step, [N].
     """
     unique, counts = np.unique(ranks, return_counts=True)
-    shown = np.sort(unique[np.argsort(-counts, kind="stable")[:MAX_SLOWEST_RANKS]])
+    shown_ranks = np.sort(unique[np.argsort(-counts, kind="stable")[:MAX_SLOWEST_RANKS]])
     edges = np.unique(np.linspace(0, len(steps), min(len(steps), MAX_SLOWEST_RANGES) + 1).astype(np.int64))
-    is_slowest = ranks[:, None] == shown
+    is_slowest = ranks[:, None] == shown_ranks
     shares = np.add.reduceat(is_slowest, edges[:-1], axis=0, dtype=np.float64) / np.diff(edges)[:, None]
     return {
-        "ranks": shown.tolist(),
-        "left_out": len(unique) - len(shown),
+        "ranks": shown_ranks.tolist(),
+        "left_out": len(unique) - len(shown_ranks),
         "steps": np.stack([steps[edges[:-1]], steps[edges[1:] - 1]], axis=1).tolist(),
         "shares": _nullable(shares),
     }

@@ -62,9 +62,11 @@ def adapters_unsupported_reason(stored: Mapping[str, Any], lora: LoraConfig, pat
             f"only has adapters of rank {stored['rank']}, and lora.rank=0 trains all weights; set the section [lora] "
             f"as it was, or begin a new run with the merged weights, in another run.dir: checkpoint.init_from={path!r}"
         )
-    ours = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
-    wrong = [f"lora.{key} {stored[key]!r} there, {value!r} here" for key, value in ours.items() if stored[key] != value]
-    return f"has other adapters: {'; '.join(wrong)}; set [lora] as it was, or another run.dir" if wrong else ""
+    settings = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
+    diffs = [
+        f"lora.{key} {stored[key]!r} there, {value!r} here" for key, value in settings.items() if stored[key] != value
+    ]
+    return f"has other adapters: {'; '.join(diffs)}; set [lora] as it was, or another run.dir" if diffs else ""
 
 
 def folder_digest(folder: Path) -> str:

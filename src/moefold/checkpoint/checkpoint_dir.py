@@ -51,9 +51,9 @@ def step_of(path: Path) -> int:
 
 
 def wrong_name_reason(path: Path, step: int) -> str:
-    """Return the fault of a checkpoint's name that has another step than its description; empty without one."""
-    right = step_path(path.parent, step).name
-    return "" if step_of(path) in (step, -1) else f"is of step {step}; rename it to {right!r}"
+    """Return why the name of a checkpoint is wrong (its metadata has another step); empty if it is right."""
+    right_name = step_path(path.parent, step).name
+    return "" if step_of(path) in (step, -1) else f"is of step {step}; rename it to {right_name!r}"
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
@@ -178,12 +178,12 @@ def _configured_checkpoint_folder(run_dir: Path) -> Path | None:
     """Return checkpoint.dir from the config.json of a run folder; None if it is not set or not a folder."""
     try:
         tree = read_json(run_dir / "config.json", MAX_CONFIG_BYTES)
-        named = tree["checkpoint"]["dir"]
+        folder_name = tree["checkpoint"]["dir"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(named, str) or not named or named.startswith(HUB_SCHEME):
+    if not isinstance(folder_name, str) or not folder_name or folder_name.startswith(HUB_SCHEME):
         return None
-    folder = to_path(named)
+    folder = to_path(folder_name)
     # The existence of a remote folder is checked when its checkpoints are listed.
     return folder if is_remote(folder) or folder.is_dir() else None
 
@@ -195,7 +195,10 @@ def locate_checkpoint(path: Path) -> Path:
         ConfigError: there is no complete checkpoint.
     """
     if (newest := newest_checkpoint(path)) is None:
-        damaged = [f"{one.name}: {format_list(quick_validate(one))}" for one in named_checkpoints(locate_folder(path))]
+        damaged = [
+            f"{checkpoint.name}: {format_list(quick_validate(checkpoint))}"
+            for checkpoint in named_checkpoints(locate_folder(path))
+        ]
         faults = f" ({format_list(damaged)})" if damaged else ""
         raise ConfigError(
             f"{str(path)!r} is not a complete checkpoint and holds none{faults}; name a checkpoint, or a run with one "

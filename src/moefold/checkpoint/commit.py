@@ -56,9 +56,9 @@ def remove_older(
         if path != best and (not keep_every or step_of(path) % keep_every) and may_remove(path):
             remove_checkpoint(path)
     if isinstance(folder, RemotePath):
-        kept = {path.name for path in named_checkpoints(folder)} | {newest.name}
+        kept_names = {path.name for path in named_checkpoints(folder)} | {newest.name}
         for unfinished in remote_step_folders(folder):
-            if unfinished.name not in kept and may_remove(unfinished):
+            if unfinished.name not in kept_names and may_remove(unfinished):
                 unfinished.delete_tree()
         return
     for path in unfinished_checkpoints(folder):

@@ -175,8 +175,8 @@ def _stamp(path: Path) -> tuple[object, ...]:
     job = "" if mark is None else mark.job
     if isinstance(path, RemotePath):
         files = path.files()
-        listed = [(name, entry.size_bytes, entry.modified_s) for name, entry in files.items()]
-        return (job,) if MANIFEST_FILE in files else (job, *listed)
+        entries = [(name, entry.size_bytes, entry.modified_s) for name, entry in files.items()]
+        return (job,) if MANIFEST_FILE in files else (job, *entries)
     if not path.name.startswith("."):
         return (job,)
     try:

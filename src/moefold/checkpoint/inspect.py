@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moefold.bounded_read import batch_by_size
-from moefold.checkpoint.part_file import check_parts
-from moefold.checkpoint.safe_metadata import SafeReader, parts_of, read_metadata
+from moefold.checkpoint.safe_metadata import SafeReader, read_metadata, shards_of
 from moefold.checkpoint.save_load import check_tensor_files, translate_read_errors
+from moefold.checkpoint.shard_file import check_shards
 
 BATCH_BYTES = 1 << 28
 """Bytes of each checkpoint in memory at a time, unless one tensor is larger."""
@@ -65,25 +65,29 @@ def differing_tensors(first: Path, second: Path, prefix: str = "") -> list[Store
     Raises:
         ConfigError: one of the checkpoints cannot be read.
     """
-    ours = _read_index(first)
-    theirs = _read_index(second)
-    names = sorted(name for name in ours.keys() | theirs.keys() if name.startswith(prefix))
+    first_index = _read_index(first)
+    second_index = _read_index(second)
+    names = sorted(name for name in first_index.keys() | second_index.keys() if name.startswith(prefix))
     diffs = []
     same = []
     for name in names:
-        if name not in theirs or name not in ours:
-            diffs.append(StoredTensorDifference(name, f"only in the {'first' if name in ours else 'second'}"))
-        elif ours[name].size != theirs[name].size:
-            diffs.append(StoredTensorDifference(name, f"shape {list(ours[name].size)} | {list(theirs[name].size)}"))
-        elif ours[name].properties.dtype != theirs[name].properties.dtype:
+        if name not in second_index or name not in first_index:
+            diffs.append(StoredTensorDifference(name, f"only in the {'first' if name in first_index else 'second'}"))
+        elif first_index[name].size != second_index[name].size:
             diffs.append(
-                StoredTensorDifference(name, f"type {ours[name].properties.dtype} | {theirs[name].properties.dtype}")
+                StoredTensorDifference(name, f"shape {list(first_index[name].size)} | {list(second_index[name].size)}")
+            )
+        elif first_index[name].properties.dtype != second_index[name].properties.dtype:
+            diffs.append(
+                StoredTensorDifference(
+                    name, f"type {first_index[name].properties.dtype} | {second_index[name].properties.dtype}"
+                )
             )
         else:
             same.append(name)
-    for batch in batch_by_size(same, lambda name: _size_bytes(ours[name]), BATCH_BYTES):
-        left = _read_tensors(first, batch, ours)
-        right = _read_tensors(second, batch, theirs)
+    for batch in batch_by_size(same, lambda name: _size_bytes(first_index[name]), BATCH_BYTES):
+        left = _read_tensors(first, batch, first_index)
+        right = _read_tensors(second, batch, second_index)
         diffs += [
             _compare(name, left[name], right[name]) for name in batch if not _is_bit_equal(left[name], right[name])
         ]
@@ -95,7 +99,7 @@ def validate_content(path: Path) -> list[str]:
     try:
         metadata = read_metadata(path)
         check_tensor_files(path, metadata)
-        check_parts(path, parts_of(metadata).values())
+        check_shards(path, shards_of(metadata).values())
     except OSError as error:
         return [f"{error.filename} cannot be read: {error.strerror}"]
     except ValueError as error:

@@ -74,7 +74,7 @@ def check_file_name(folder: Path, name: str) -> None:
 
 
 def regular_file(folder: Path, name: str) -> Path:
-    """Return the path of a regular file of a folder; reject links out of the folder, devices and pipes.
+    """Return the path of a regular file of a folder; refuse links out of the folder, devices and pipes.
 
     Raises:
         FileNotFoundError: the file does not exist.

@@ -96,9 +96,9 @@ def choose_members(
         return None
     members = dict(held_by_survivor)
     for rank in sorted(members, reverse=True):
-        others = {other: owners for other, owners in members.items() if other != rank}
-        if len(members) > count and choose_step(others, old_layout) == step:
-            members = others
+        other_members = {other: owners for other, owners in members.items() if other != rank}
+        if len(members) > count and choose_step(other_members, old_layout) == step:
+            members = other_members
     return tuple(sorted(members)) if len(members) == count else None
 
 
@@ -125,12 +125,12 @@ def choose_peers(layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
             return peers
     # Nodes of unequal sizes: choose the rank of another node with the fewest copies so far.
     copies = [0] * len(world)
-    chosen = []
+    peer_ranks = []
     for rank in world:
         peer = min((other for other in world if nodes[other] != nodes[rank]), key=lambda other: (copies[other], other))
         copies[peer] += 1
-        chosen.append(peer)
-    return tuple(chosen)
+        peer_ranks.append(peer)
+    return tuple(peer_ranks)
 
 
 def plan_copies(
@@ -398,12 +398,12 @@ class PeerSnapshots:
         send_counts = [0] * groups.world.size
         send_counts[plan.layout.peers[rank]] = len(plan.sent)
         buffer = torch.zeros(0, 2, dtype=torch.int64, device=groups.device) if rows is None else rows
-        got = all_to_all(buffer, groups.world, send_counts, counts).cpu().tolist()
+        received = all_to_all(buffer, groups.world, send_counts, counts).cpu().tolist()
         digests: dict[tuple[int, BoxKey], Digest] = {
             (rank, key): (row[0], row[1]) for key, row in zip(plan.sent, local_rows, strict=True)
         }
         # Rows arrive in the order of their senders, like `copied`.
-        digests |= {key: (row[0], row[1]) for key, row in zip(plan.copied, got, strict=True)}
+        digests |= {key: (row[0], row[1]) for key, row in zip(plan.copied, received, strict=True)}
         return digests
 
     def _make_plan(self, shards: Mapping[BoxKey, Tensor], groups: ParallelGroups) -> _Plan:
@@ -417,11 +417,11 @@ class PeerSnapshots:
         itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
         buckets = pack_buckets(transfers, itemsize, self._max_bucket_bytes)
         rank = groups.rank
-        sent = tuple((t.name, t.box) for t in transfers if t.source == rank)
+        sent_boxes = tuple((t.name, t.box) for t in transfers if t.source == rank)
         # The order of the sender follows its own list of transfers.
         copied = sorted((t for t in transfers if t.target == rank), key=lambda t: t.source)
         received = tuple((t.source, (t.name, t.box)) for t in copied)
-        return _Plan(groups, layout, buckets, dtypes, tuple(shards), sent, received, TensorHasher(groups.device))
+        return _Plan(groups, layout, buckets, dtypes, tuple(shards), sent_boxes, received, TensorHasher(groups.device))
 
     @torch.no_grad()
     def restore(self, step: int, state: Mapping[str, Tensor], world: Group, device: torch.device) -> TrainState:
@@ -492,24 +492,24 @@ def plan_restore(
     has = [(name, box, values.dtype) for (name, box), values in slot.boxes()]
     gathered = all_gather_objects((has, list(local_boxes(state))), world)
     holders: defaultdict[str, dict[Box, list[int]]] = defaultdict(dict)
-    wanted: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
+    wanted_boxes: defaultdict[str, list[tuple[int, Box]]] = defaultdict(list)
     dtypes: dict[str, torch.dtype] = {}
     for rank, (entries, keys) in enumerate(gathered):
         for name, box, dtype in entries:
             holders[name].setdefault(box, []).append(rank)
             dtypes[name] = dtype
         for name, box in keys:
-            wanted[name].append((rank, box))
-    for name, boxes in wanted.items():
+            wanted_boxes[name].append((rank, box))
+    for name, boxes in wanted_boxes.items():
         for rank, box in boxes:
-            overlaps = [box.intersect(other) for other in holders[name]]
+            overlaps = [box.intersect(held_box) for held_box in holders[name]]
             if sum(overlap.numel for overlap in overlaps if overlap is not None) != box.numel:
                 raise RunError(
                     f"the snapshot of step {slot.step} lacks a part of {name} that rank {rank} needs: it was on lost "
                     "ranks alone"
                 )
     itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
-    local, buckets = plan_box_transfers(holders, wanted, itemsize, max_bucket_bytes, world.size)
+    local, buckets = plan_box_transfers(holders, wanted_boxes, itemsize, max_bucket_bytes, world.size)
     return local, buckets, dtypes
 
 

@@ -70,31 +70,33 @@ def data_order_change(
         drops_files: token files that have become corrupt or missing are not a difference (data.corrupt="skip"): see
             `dropped_files`.
     """
-    ours = _without_want(order)
-    theirs = _recorded_order(meta)
+    current = _without_want(order)
+    recorded = _recorded_order(meta)
     if not meta.data_files:
-        return _differences(theirs, ours)
-    settings = {key: value for key, value in theirs.items() if key not in LOCATION_KEYS}
-    if _differences(settings, ours):
-        return _differences(theirs, ours)
+        return _differences(recorded, current)
+    settings = {key: value for key, value in recorded.items() if key not in LOCATION_KEYS}
+    if _differences(settings, current):
+        return _differences(recorded, current)
     if fingerprints is None:
         return ""
-    moved = {key: theirs[key] for key in LOCATION_KEYS}
-    old = data_files(theirs, meta.data_files)
-    new = data_files(ours, fingerprints)
-    if wrong := unmatched_locations(old, new, theirs, ours):
-        return _differences({key: theirs[key] for key in wrong}, ours)
+    locations = {key: recorded[key] for key in LOCATION_KEYS}
+    old = data_files(recorded, meta.data_files)
+    new = data_files(current, fingerprints)
+    if unmatched := unmatched_locations(old, new, recorded, current):
+        return _differences({key: recorded[key] for key in unmatched}, current)
     fingerprints = comparable(old, new, fingerprints)
     meta = relocated(meta, order, fingerprints)
-    lost, others = _classify_differences(meta, fingerprints)
-    if theirs["path"] != ours["path"]:
+    dropped, more = _classify_differences(meta, fingerprints)
+    if recorded["path"] != current["path"]:
         # A damaged file keeps its place: a different file at a new place is not damage.
-        changed = [name for name in lost if name not in meta.data_lost and fingerprints.get(name, SKIPPED) != SKIPPED]
-        others |= {name: lost.pop(name) for name in changed}
-    if drops_files and any(name not in lost for name in meta.data_tokens):
-        lost = {}
-    wrong = [*lost.values(), *others.values()]
-    return "; ".join(filter(None, [_differences(moved, ours), format_list(wrong)])) if wrong else ""
+        changed = [
+            name for name in dropped if name not in meta.data_lost and fingerprints.get(name, SKIPPED) != SKIPPED
+        ]
+        more |= {name: dropped.pop(name) for name in changed}
+    if drops_files and any(name not in dropped for name in meta.data_tokens):
+        dropped = {}
+    unmatched = [*dropped.values(), *more.values()]
+    return "; ".join(filter(None, [_differences(locations, current), format_list(unmatched)])) if unmatched else ""
 
 
 def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
@@ -123,11 +125,11 @@ def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
         meta: metadata of the checkpoint.
         order: `sample_order` of the recipe; `data_order_change` returns "" for it.
     """
-    theirs = _recorded_order(meta)
-    moved = [key for key in LOCATION_KEYS if theirs[key] != order[key]]
+    recorded = _recorded_order(meta)
+    moved_keys = [key for key in LOCATION_KEYS if recorded[key] != order[key]]
     names = {"path": "data", "tokenizer": "data.tokenizer", "chat_template": "data.chat_template"}
-    said = [f"{names[key]} at {order[key]!r} has the same content as {theirs[key]!r}" for key in moved]
-    return f"{'; '.join(said)}: continuing at sample {meta.samples}" if said else ""
+    lines = [f"{names[key]} at {order[key]!r} has the same content as {recorded[key]!r}" for key in moved_keys]
+    return f"{'; '.join(lines)}: continuing at sample {meta.samples}" if lines else ""
 
 
 def _recorded_order(meta: CheckpointMeta) -> dict[str, Any]:
@@ -146,18 +148,19 @@ def _without_want(order: Mapping[str, Any]) -> dict[str, Any]:
 
 def dropped_files(meta: CheckpointMeta, fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Return the token files that have changed or that the run dropped earlier, with reasons."""
-    lost = _classify_differences(meta, fingerprints)[0] | meta.data_lost
-    return {name: reason for name, reason in lost.items() if name in meta.data_tokens}
+    dropped = _classify_differences(meta, fingerprints)[0] | meta.data_lost
+    return {name: reason for name, reason in dropped.items() if name in meta.data_tokens}
 
 
 def _classify_differences(
     meta: CheckpointMeta, fingerprints: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the lost token files and the other differences, each as {name: description}."""
-    lost, others = separate_dropped_files(
+    dropped, more = separate_dropped_files(
         meta.data_files, file_differences(meta.data_files, fingerprints), meta.data_tokens
     )
-    return lost | {name: f"data file {name} was left out ({reason})" for name, reason in meta.data_lost.items()}, others
+    left_out = {name: f"data file {name} was left out ({reason})" for name, reason in meta.data_lost.items()}
+    return dropped | left_out, more
 
 
 def find_resume(cfg: Config) -> Path | None:
@@ -181,8 +184,8 @@ def resume_candidate(run: RunConfig, checkpoint: CheckpointConfig, ignored: Cont
         return None
     if checkpoint.resume != "auto":
         return to_path(checkpoint.resume)
-    named = named_checkpoints(checkpoint_folder(run, checkpoint))
-    return next((path for path in reversed(named) if str(path) not in ignored), None)
+    checkpoints = named_checkpoints(checkpoint_folder(run, checkpoint))
+    return next((path for path in reversed(checkpoints) if str(path) not in ignored), None)
 
 
 def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> None:
@@ -220,8 +223,8 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
         _check_whole_rounds(path, meta, cfg.rl)
     if wish != "auto" and cfg.checkpoint.saves:
         step = meta.step if meta else 0
-        named = named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
-        if later := [other for other in named if step_of(other) > step]:
+        checkpoints = named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
+        if later := [checkpoint for checkpoint in checkpoints if step_of(checkpoint) > step]:
             raise ConfigError(
                 f"checkpoint.resume={wish!r} starts after step {step}, but there are checkpoints of later steps, such "
                 f"as {str(later[-1])!r}, which would count as this run's; move them away, or set another "
@@ -238,22 +241,22 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
         reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
     """
     saved = model_of(stored)
-    theirs, ours = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
+    recorded, current = (_settings_of_layers(sizes) for sizes in (stored, model_sizes(model)))
     # Keys missing in a checkpoint of an older version had their defaults, except in a part of another package.
     defaults = _settings_of_layers(model_sizes(saved))
-    outside = tuple(f"{key}." for key, kind in theirs.items() if key in defaults and _is_outside(key, kind))
+    outside = tuple(f"{key}." for key, kind in recorded.items() if key in defaults and _is_outside(key, kind))
     defaults = {key: value for key, value in defaults.items() if not key.startswith(outside)}
-    theirs = defaults | {key: value for key, value in theirs.items() if value != GIVEN}
+    recorded = defaults | {key: value for key, value in recorded.items() if value != GIVEN}
     unread = _unread_tables(saved) & _unread_tables(reader or model)
-    free = keys_with("model", SAME_TENSORS)
-    for sizes, layers in ((theirs, saved.decoder_layers), (ours, model.decoder_layers)):
+    free_keys = keys_with("model", SAME_TENSORS)
+    for sizes, layers in ((recorded, saved.decoder_layers), (current, model.decoder_layers)):
         heads = [layer.attention for layer in layers if not layer.attention.is_recurrent]
-        if "attention.head_dim" in sizes and heads and not (sizes is theirs and "attention." in outside):
+        if "attention.head_dim" in sizes and heads and not (sizes is recorded and "attention." in outside):
             sizes["attention.head_dim"] = getattr(heads[0], "head_dim", 0)
         sizes["layer_windows"] = [layer.window for layer in layers]
         sizes["layer_chunks"] = [layer.chunk for layer in layers]
-    named = [key for key in (*theirs, *ours) if key not in free and not any(key.startswith(table) for table in unread)]
-    return _differences({key: theirs.get(key) for key in named}, ours)
+    keys = [key for key in (*recorded, *current) if key not in free_keys and not key.startswith(tuple(unread))]
+    return _differences({key: recorded.get(key) for key in keys}, current)
 
 
 def _is_outside(key: str, kind: Any) -> bool:
@@ -289,10 +292,10 @@ def _unread_tables(model: ModelConfig) -> set[str]:
 
 
 def _check_same_model(path: Path, meta: CheckpointMeta, model: ModelConfig) -> None:
-    wrong = model_differences(meta.model, model)
-    if wrong:
+    change = model_differences(meta.model, model)
+    if change:
         raise ConfigError(
-            f"checkpoint {str(path)!r} is of another model: {wrong}; give the recipe its sizes, or set another run.dir"
+            f"checkpoint {str(path)!r} is of another model: {change}; give the recipe its sizes, or set another run.dir"
         )
 
 
@@ -310,7 +313,7 @@ def _check_whole_rounds(path: Path, meta: CheckpointMeta, rl: RLConfig) -> None:
 def _check_same_data(
     path: Path, meta: CheckpointMeta, data: DataConfig, order: SampleOrder, fingerprints: Mapping[str, str] | None
 ) -> None:
-    if wrong := data_order_change(meta, order, fingerprints, drops_files=data.drops_files):
+    if change := data_order_change(meta, order, fingerprints, drops_files=data.drops_files):
         way_out = (
             "set data.corrupt='skip' to continue without the broken or missing files, restore them, or start the data "
             f"from the beginning in another run.dir with checkpoint.init_from={str(path)!r}"
@@ -318,7 +321,7 @@ def _check_same_data(
             else f"{_remedy(meta, data, order)}, set checkpoint.resume={str(path)!r} to continue with the new data "
             "from its start, or set another run.dir"
         )
-        raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {wrong}; {way_out}")
+        raise ConfigError(f"checkpoint {str(path)!r} took its samples from other data: {change}; {way_out}")
 
 
 def _remedy(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
@@ -339,10 +342,10 @@ def _can_skip_corrupt(
 
 
 def _differences(stored: dict[str, Any], current: dict[str, Any]) -> str:
-    wrong = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
-    if "layers" in wrong:
+    changes = {key: (value, current.get(key)) for key, value in stored.items() if current.get(key) != value}
+    if "layers" in changes:
         for key in ("layer_windows", "layer_chunks"):
-            wrong.pop(key, None)
+            changes.pop(key, None)
     # A different table is reported without its settings.
-    wrong = {key: pair for key, pair in wrong.items() if not any(key.startswith(f"{table}.") for table in wrong)}
-    return "; ".join(f"{key} {theirs!r} there, {ours!r} here" for key, (theirs, ours) in wrong.items())
+    changes = {key: pair for key, pair in changes.items() if not any(key.startswith(f"{table}.") for table in changes)}
+    return "; ".join(f"{key} {before!r} there, {now!r} here" for key, (before, now) in changes.items())

@@ -124,7 +124,7 @@ class RunStates:
 
         Args:
             states: result of `state_dict`.
-            path: the checkpoint; None: the tensors are restored by other means.
+            path: the checkpoint; None if the tensors are restored by other means.
 
         Raises:
             ConfigError: a state is malformed, or the checkpoint lacks a tensor.

@@ -102,12 +102,15 @@ def check_run_tokenizer(data: DataConfig, checkpoint: Path) -> None:
     if saved is None or name in ("", "bytes") or not tokenizer_file(saved).is_file():
         return
     path = existing_path("data.tokenizer", name)
-    ours = read_tokenizer_folder(path)
-    theirs = read_tokenizer_folder(saved)
+    present = read_tokenizer_folder(path)
+    recorded = read_tokenizer_folder(saved)
     advice = f"the run began with the one in {saved}; name that one, or start another run (run.dir)"
-    if ours.process.content_hash() != theirs.process.content_hash() or ours.end_of_text()[0] != theirs.end_of_text()[0]:
+    if (
+        present.process.content_hash() != recorded.process.content_hash()
+        or present.end_of_text()[0] != recorded.end_of_text()[0]
+    ):
         raise ConfigError(f"data.tokenizer={name!r} makes other ids of a text than the tokenizer of the run: {advice}")
-    if data.reads_rows and not data.chat_template and ours.templates != theirs.templates:
+    if data.reads_rows and not data.chat_template and present.templates != recorded.templates:
         raise ConfigError(f"data.tokenizer={name!r} has another chat template than the tokenizer of the run: {advice}")
 
 
@@ -140,16 +143,16 @@ def trained_tokenizer(checkpoint: Path, meta: CheckpointMeta) -> str:
     name = tokenizer_name(meta.order)
     if name in ("", "bytes") or is_remote(name):
         return name
-    named = tokenizer_file(Path(name).expanduser().absolute())
+    file = tokenizer_file(Path(name).expanduser().absolute())
     saved = find_run_tokenizer(checkpoint)
     copy = None if saved is None else tokenizer_file(saved)
     if copy is not None and copy.is_file():
         try:
-            return str(named if have_same_content(named, copy) else copy)
+            return str(file if have_same_content(file, copy) else copy)
         except OSError:
             return str(copy)
-    is_usable = named.is_file() and not other_tokenizer_reason(name, named, recorded_fingerprint(meta))
-    return str(named) if is_usable else ""
+    is_usable = file.is_file() and not other_tokenizer_reason(name, file, recorded_fingerprint(meta))
+    return str(file) if is_usable else ""
 
 
 def have_same_ids(first: Path, second: Path) -> bool:

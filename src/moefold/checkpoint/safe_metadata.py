@@ -30,8 +30,8 @@ from torch.futures import Future
 
 from moefold.bounded_read import batch_by_size, open_regular, read_bytes
 from moefold.checkpoint.manifest import check_file_name, regular_file
-from moefold.checkpoint.part_file import StoredPart, read_part
-from moefold.comm.torch_compat import StorageInfo
+from moefold.checkpoint.shard_file import StoredShard, read_shard
+from moefold.comm.private_torch import StorageInfo
 from moefold.remote_path import RemotePath
 
 METADATA_FILE = ".metadata"
@@ -75,14 +75,14 @@ _UNPICKLE_ERRORS = (
 class SafeReader(dcp.FileSystemReader):
     """DCP reader that does not execute code from a checkpoint's index.
 
-    `read_part` reads the tensors, without executing code.
+    `read_shard` reads the tensors, without executing code.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index with the module's `read_metadata`."""
         content = read_metadata(_folder_of(self))
         content.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        self._parts = parts_of(content)
+        self._shards = shards_of(content)
         return content
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -93,20 +93,20 @@ class SafeReader(dcp.FileSystemReader):
             items.setdefault(item.storage_index, []).append(item)
 
         def fetch(index: MetadataIndex) -> Tensor:
-            return read_part(folder, self._parts[index])
+            return read_shard(folder, self._shards[index])
 
         with ThreadPoolExecutor(REMOTE_READERS) as readers:
             fetch_all = readers.map if isinstance(folder, RemotePath) else map
-            for batch in batch_by_size(items, lambda item: self._parts[item].storage_info.length, REMOTE_BATCH_BYTES):
+            for batch in batch_by_size(items, lambda item: self._shards[item].storage_info.length, REMOTE_BATCH_BYTES):
                 for index, shard in zip(batch, fetch_all(fetch, batch), strict=True):
                     _copy_shard(shard, items[index], planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        result: Future[None] = Future()
+        result.set_result(None)
+        return result
 
     def _place(self, index: MetadataIndex) -> tuple[str, int]:
         """Return file and offset of a shard; sorting by it reads a file from start to end."""
-        place = self._parts[index].storage_info
+        place = self._shards[index].storage_info
         return place.relative_path, place.offset
 
 
@@ -150,16 +150,16 @@ def read_metadata(folder: Path) -> Metadata:
     return content
 
 
-def parts_of(content: Metadata) -> dict[MetadataIndex, StoredPart]:
+def shards_of(content: Metadata) -> dict[MetadataIndex, StoredShard]:
     """Return the shards that an index lists, each with its location."""
     places = content.storage_data or {}
-    parts = {}
+    shards = {}
     for name, stored in content.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in stored.chunks:
             index = MetadataIndex(name, chunk.offsets)
-            parts[index] = StoredPart(name, places[index], chunk.sizes, stored.properties.dtype)
-    return parts
+            shards[index] = StoredShard(name, places[index], chunk.sizes, stored.properties.dtype)
+    return shards
 
 
 def _read_pickle(path: Path) -> bytes:
@@ -260,7 +260,7 @@ class _InertObject:
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Unpickler that replaces the classes of an index by new classes, which a pickle may modify, and rejects others."""
+    """Unpickler that replaces the classes of an index by new classes, which a pickle may modify, and refuses others."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)

@@ -436,8 +436,8 @@ def _check_complete(path: Path, metadata: Metadata, state: Mapping[str, Tensor])
         raise ConfigError(f"checkpoint {str(path)!r} is damaged, it lacks {format_list(errors)}; {_RESUME_HINT}")
     optimized = {name.rpartition(".")[0] for name in state if name.startswith("optimizer.")}
     # Two optimizers may use one name for different states: states that only one optimizer has distinguish them.
-    others = [name for name in moments if name not in state and name.rpartition(".")[0] in optimized]
-    if errors := _gather_errors(others):
+    missing_moments = [name for name in moments if name not in state and name.rpartition(".")[0] in optimized]
+    if errors := _gather_errors(missing_moments):
         raise ConfigError(
             f"checkpoint {str(path)!r} is of another optimizer, it also has {format_list(errors)}; {_OPTIMIZER_HINT}"
         )
@@ -449,7 +449,7 @@ def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Ten
     Args:
         path: the checkpoint.
         metadata: its index.
-        moments: moments of this rank; None: no parameter of the rank is trained.
+        moments: moments of this rank; None if no parameter of the rank is trained.
 
     Raises:
         ConfigError: the two differ; raised on every rank.

@@ -31,11 +31,11 @@ from moefold.checkpoint.manifest import (
     validate_hashes,
     write_manifest,
 )
-from moefold.checkpoint.part_file import OnArchive, StoredPart, read_part
 from moefold.checkpoint.safe_metadata import read_metadata
 from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
+from moefold.checkpoint.shard_file import OnArchive, StoredShard, read_shard
 from moefold.comm.groups import World
-from moefold.comm.torch_compat import StorageInfo
+from moefold.comm.private_torch import StorageInfo
 from moefold.errors import ConfigError, format_list
 
 CHUNK_BYTES = 1 << 25
@@ -167,10 +167,10 @@ class CheckpointSource:
         """Load a chunk, or some rows of it."""
         places = self._metadata.storage_data
         assert places is not None
-        stored = StoredPart(name, places[MetadataIndex(f"model.{name}", chunk.offsets)], chunk.sizes, self.dtype(name))
+        stored = StoredShard(name, places[MetadataIndex(f"model.{name}", chunk.offsets)], chunk.sizes, self.dtype(name))
         with translate_read_errors(self.path):
             regular_file(self.path, stored.storage_info.relative_path)
-            return read_part(self.path, stored, rows, self.on_archive)
+            return read_shard(self.path, stored, rows, self.on_archive)
 
 
 TENSOR_FILES = "*.distcp"

@@ -110,16 +110,16 @@ def _differing_parts(
     world = groups.world
     transfers = snapshots.restored_parts
     targets = {name: (box, values) for (name, box), values in shards.items()}
-    sent = sorted((t for t in transfers if t.source == world.rank), key=lambda t: t.target)
-    got = sorted((t for t in transfers if t.target == world.rank), key=lambda t: t.source)
-    rows = [hasher.digest(snapshots.read_part(t)) for t in sent]
+    sent_transfers = sorted((t for t in transfers if t.source == world.rank), key=lambda t: t.target)
+    received = sorted((t for t in transfers if t.target == world.rank), key=lambda t: t.source)
+    rows = [hasher.digest(snapshots.read_part(t)) for t in sent_transfers]
     buffer = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device=groups.device)
-    sends = Counter(t.target for t in sent)
-    receives = Counter(t.source for t in got)
+    sends = Counter(t.target for t in sent_transfers)
+    receives = Counter(t.source for t in received)
     ranks = range(world.size)
     expected = all_to_all(buffer, world, [sends[rank] for rank in ranks], [receives[rank] for rank in ranks]).tolist()
     faults = []
-    for transfer, digest in zip(got, expected, strict=True):
+    for transfer, digest in zip(received, expected, strict=True):
         box, values = targets[transfer.name]
         if list(_digest(hasher, values[transfer.box.index_in(box)])) != digest:
             old = snapshots.old_ranks[transfer.source]
@@ -156,8 +156,8 @@ def _disagreements(what: str, digests_of_ranks: list[Mapping[BoxKey, Digest]]) -
     for key, by_rank in holders.items():
         if len(set(by_rank.values())) > 1:
             common = Counter(by_rank.values()).most_common(1)[0][0]
-            others = [rank for rank, digest in by_rank.items() if digest != common]
-            yield f"{key[0]} differs in {what} of ranks {', '.join(map(str, by_rank))}, on rank {others[0]} first"
+            different = [rank for rank, digest in by_rank.items() if digest != common]
+            yield f"{key[0]} differs in {what} of ranks {', '.join(map(str, by_rank))}, on rank {different[0]} first"
 
 
 def _without_owner(

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.bench.shape import BenchShape, bench_config, bench_shapes, max_fitting_experts
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.errors import ConfigError, spelled_as
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
+from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
 
@@ -57,8 +58,8 @@ def _measure(shape: BenchShape, args: argparse.Namespace, rank_env: RankEnv, dev
         experts = args.experts or max_fitting_experts(shape, size, free_memory_bytes(device))
         cfg = bench_config(shape, dtype=args.dtype, tokens=args.tokens, experts=experts, device=device_name)
         progress.report("building the model")
-        ours = our_step(cfg, shape.part, device, args.routing)
-        measured = measure_step(ours, ours.build(), args.steps, args.clock, progress.report)
+        our_part = our_step(cfg, shape.part, device, args.routing)
+        measured = measure_step(our_part, our_part.build(), args.steps, args.clock, progress.report)
     write_report(args, measured.as_dict() | {"shape": shape.name}, format_report(shape, measured))
     return 0
 
@@ -148,7 +149,7 @@ def device_type_from_args(args: argparse.Namespace) -> str:
     """Resolve --device, and check that the clock of --clock can time it. Imports torch."""
     from moefold.launch.ranks import choose_device
 
-    with reworded_errors(*DEVICE_OPTION):
+    with spelled_as(DEVICE_NAMES):
         device = choose_device(args.device, 1, None)
     if device == "cuda" and args.clock == "cpu":
         raise ConfigError("--clock cpu cannot time a GPU; leave it out, or set --device cpu")
@@ -169,7 +170,7 @@ def check_output_options(args: argparse.Namespace) -> None:
     """
     if args.json not in (None, "-"):
         check_writable("--json", Path(args.json))
-        reject_existing("--json", Path(args.json), force=args.force)
+        refuse_existing("--json", Path(args.json), force=args.force)
 
 
 def write_report(args: argparse.Namespace, report: Mapping[str, Any], table: str) -> None:

@@ -48,7 +48,7 @@ class CheckpointRow:
     size_bytes: int
     faults: list[str]
     is_best: bool = False
-    """Whether the checkpoint has the lowest held-out loss of the folder."""
+    """True if the checkpoint has the lowest held-out loss of the folder."""
 
 
 def print_checkpoints(console: Console, folder: Path, rows: Sequence[CheckpointRow]) -> None:
@@ -225,8 +225,8 @@ def _rm(arguments: argparse.Namespace) -> int:
     to_remove = {path.resolve() for path in arguments.checkpoints}
     for folder in sorted({path.parent for path in to_remove}):
         # Newest first: runs resume from it, and the check stops at the first intact checkpoint.
-        kept = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
-        if not arguments.force and all(map(_validate_checkpoint, kept)):
+        kept_checkpoints = [path for path in reversed(named_checkpoints(folder)) if path not in to_remove]
+        if not arguments.force and all(map(_validate_checkpoint, kept_checkpoints)):
             raise ConfigError(f"that would leave no sound checkpoint in {str(folder)!r}; add --force if you mean it")
     for path in sorted(to_remove):
         remove_checkpoint(path)

@@ -113,7 +113,7 @@ def _mark_arguments(parsers: list[argparse.ArgumentParser]) -> None:
 
 
 def _completion(prog: str, action: argparse.Action) -> dict[str, Any] | None:
-    """Return the completion of an argument in shtab's form; None: no completion, or the argument's choices."""
+    """Return the completion of an argument in shtab's form; None if it has none, or has choices."""
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if _OVERRIDE.search(metavar):
         return {"bash": "_moefold_overrides", "zsh": "_moefold_overrides", "fish": "(_moefold_overrides)"}
@@ -130,15 +130,15 @@ def _completion(prog: str, action: argparse.Action) -> dict[str, Any] | None:
 
 def _words(function: str, words: list[str]) -> dict[str, Any]:
     """Return a completion by words, or by files if no word fits."""
-    listed = " ".join(map(shlex.quote, words))
+    quoted_words = " ".join(map(shlex.quote, words))
     return {
         "bash": function,
         "zsh": function,
         "fish": f"({function})",
         "preamble": {
-            "bash": f'\n{function}() {{\n  compgen -W {shlex.quote(listed)} -- "$1"\n  compgen -f -- "$1"\n}}\n',
-            "zsh": f"\n{function}() {{\n  compadd -- {listed}\n  _files\n}}\n",
-            "fish": f"\nfunction {function}\n  printf '%s\\n' {listed}\n{_FISH_PATHS}end\n",
+            "bash": f'\n{function}() {{\n  compgen -W {shlex.quote(quoted_words)} -- "$1"\n  compgen -f -- "$1"\n}}\n',
+            "zsh": f"\n{function}() {{\n  compadd -- {quoted_words}\n  _files\n}}\n",
+            "fish": f"\nfunction {function}\n  printf '%s\\n' {quoted_words}\n{_FISH_PATHS}end\n",
         },
     }
 
@@ -149,15 +149,17 @@ def _overrides_function(shell: str) -> str:
     keys += [f"{path}=" for path in kind_settings()]
     template = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}[shell]
     values = "\n".join(_value_case(shell, key, words) for key, words in _key_values())
-    listed = " ".join(keys)
-    return template.replace("@KEYS@", shlex.quote(listed) if shell == "bash" else listed).replace("@VALUES@", values)
+    joined_keys = " ".join(keys)
+    return template.replace("@KEYS@", shlex.quote(joined_keys) if shell == "bash" else joined_keys).replace(
+        "@VALUES@", values
+    )
 
 
 def _value_case(shell: str, key: str, words: list[str]) -> str:
     """Return the case of a key in the function of a shell: the possible words of its value."""
-    listed = " ".join(map(shlex.quote, words))
+    quoted_words = " ".join(map(shlex.quote, words))
     if shell == "bash":
-        return f'    {key}) compgen -W {shlex.quote(listed)} -- "$word" ;;'
+        return f'    {key}) compgen -W {shlex.quote(quoted_words)} -- "$word" ;;'
     if shell == "zsh":
         return f"      {key}) compadd -- {' '.join(shlex.quote(f'{key}={word}') for word in words)} ;;"
     return f"    case '{key}=*'\n      printf '%s\\n' {' '.join(shlex.quote(f'{key}={word}') for word in words)}"

@@ -64,5 +64,5 @@ def conversion_summary(conversion: "Conversion", out: Path, was_checked: bool) -
     size = f"{conversion.tensors} tensors, {conversion.num_bytes / 1e9:.3g} GB"
     notes = "".join(f"\nnote: {note}" for note in conversion.messages)
     count = len(conversion.sidecar_files)
-    others = "1 other file" if count == 1 else f"{count} other files"
-    return printable(f"{out}: {size}{checked}; {others}{ignored}{notes}", MULTILINE_CHARS)
+    other_files = "1 other file" if count == 1 else f"{count} other files"
+    return printable(f"{out}: {size}{checked}; {other_files}{ignored}{notes}", MULTILINE_CHARS)

@@ -207,11 +207,11 @@ def _optional() -> Iterator[Finding]:
 def _install_command(package: str) -> str:
     """Return the pip command that installs a package in a version that moefold supports."""
     try:
-        listed = importlib.metadata.requires("moefold") or []
+        declared = importlib.metadata.requires("moefold") or []
     except importlib.metadata.PackageNotFoundError:
-        listed = []
+        declared = []
     # The development extra requires newer versions than a run.
-    needed = [line for line in listed if "extra == 'dev'" not in line.replace('"', "'")]
+    needed = [line for line in declared if "extra == 'dev'" not in line.replace('"', "'")]
     requirements = [re.split(r"\s*;", line)[0].replace(" ", "") for line in needed]
     requirement = next((line for line in requirements if re.split(r"[\[<>=!~]", line)[0] == package), package)
     return f"pip install '{requirement}'"

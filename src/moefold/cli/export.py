@@ -45,15 +45,15 @@ def run(argv: list[str]) -> int:
             verify=not args.no_verify,
         )
         # Rank 0 chooses the checkpoint for all ranks: a run may save another checkpoint meanwhile.
-        chosen = world.all_gather_object(locate_checkpoint(checkpoint))[0]
+        checkpoint_path = world.all_gather_object(locate_checkpoint(checkpoint))[0]
         if world.is_rank0:
-            report_skipped_for(checkpoint, chosen)
+            report_skipped_for(checkpoint, checkpoint_path)
         if has_adapters and not args.merge:
             from moefold.convert.peft import export_adapters
 
-            conversion = export_adapters(chosen, out, world, dtype=args.dtype, on_bytes=advance)
+            conversion = export_adapters(checkpoint_path, out, world, dtype=args.dtype, on_bytes=advance)
         else:
-            conversion = export_folder(chosen, out, world, options, on_bytes=advance)
+            conversion = export_folder(checkpoint_path, out, world, options, on_bytes=advance)
         if world.is_rank0:
             print_escaped(conversion_summary(conversion, out, args.check))
     return 0

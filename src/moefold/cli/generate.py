@@ -72,7 +72,7 @@ def _is_override(word: str) -> bool:
 
 
 def _read_prompt(rank_env: RankEnv | None) -> str:
-    """Read the prompt from standard input; rejected under a launcher, whose ranks do not share standard input."""
+    """Read the prompt from standard input; refused under a launcher, whose ranks do not share standard input."""
     if rank_env is not None:
         raise ConfigError("a prompt is missing: ranks of a launcher share no standard input; give it as an argument")
     if sys.stdin is None or sys.stdin.isatty():

@@ -65,7 +65,7 @@ def _parse_name_and_folder(words: list[str], names: set[str]) -> tuple[str, Path
         name = DEFAULT_RECIPE
         folder = words[0]
     guess = _closest_recipe(words[0], names) if words and words[0] not in names else None
-    is_part = bool(words) and any(words[0].lower() in other for other in names) and words[0] not in names
+    is_part = bool(words) and any(words[0].lower() in recipe for recipe in names) and words[0] not in names
     if name not in names or ((guess or is_part) and not Path(folder).is_dir()):
         matches = [name for name in sorted(names) if words[0].lower() in name]
         hint = f"did you mean {guess!r}?" if guess else "`moefold init --list` shows the recipes"
@@ -92,7 +92,9 @@ def _list_recipes(sentences: dict[str, str]) -> list[str]:
     for folder in sorted({name.rpartition("/")[0] for name in sentences}):
         names = [name for name in sentences if name.rpartition("/")[0] == folder]
         planned = {
-            name: [int(match[1]) for other in names if (match := re.fullmatch(rf"{re.escape(name)}-(\d+)xh100", other))]
+            name: [
+                int(match[1]) for recipe in names if (match := re.fullmatch(rf"{re.escape(name)}-(\d+)xh100", recipe))
+            ]
             for name in names
             if not PLANNED.search(name)
         }
@@ -122,7 +124,7 @@ def _shorten(sentence: str, width: int) -> str:
 
 
 def _check_targets(targets: Iterable[Path], *, force: bool) -> None:
-    """Reject files that exist, unless --force is given."""
+    """Refuse files that exist, unless --force is given."""
     existing = [str(path) for path in targets if path.exists()]
     if existing and not force:
         raise ConfigError(

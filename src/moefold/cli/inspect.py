@@ -15,7 +15,7 @@ from rich.text import Text
 from moefold.cli.command_parser import CommandParser
 from moefold.cli.screen import Column, numbers, print_columns
 from moefold.errors import ConfigError
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.metrics.definitions import MISREAD, TABLES, definitions_text
 from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
 from moefold.metrics.metric_curves import MetricCurve
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
         parser.error("the following arguments are required: RUN")
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
-        reject_existing("--picture", arguments.picture, force=arguments.force)
+        refuse_existing("--picture", arguments.picture, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
     from moefold.metrics.expert_balance import read_balance
     from moefold.metrics.metric_curves import read_metric_curves
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     curves = read_metric_curves(arguments.run)
     if arguments.layer is not None and arguments.layer not in balance.layers:
         raise ConfigError(
-            f"--layer {arguments.layer} is no MoE layer of {str(arguments.run)!r}; "
+            f"--layer {arguments.layer} is not an MoE layer of {str(arguments.run)!r}; "
             f"choose one of {', '.join(map(str, balance.layers))}"
         )
     if arguments.picture is not None:
@@ -177,8 +177,8 @@ def _print_experts(console: Console, balance: ExpertBalance, index: int, columns
     title = f"experts of layer {balance.layers[index]} over time"
     console.print(Text(title, style="bold"))
     console.print(_legend(edges, blocks, "few", "2x the mean or more, x none"))
-    shown, left_out = _extremes(shares[-1])
-    for expert in shown:
+    shown_experts, left_out = _extremes(shares[-1])
+    for expert in shown_experts:
         console.print(
             _heat_row(f"expert {expert}", shares[:, expert], blocks, lambda share: share / 2, marks_zero=True)
         )

@@ -46,20 +46,20 @@ def save_picture(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = _shown_layers(balance)
-    columns = min(COLUMNS, len(shown)) if balance.counts is not None else 1
-    rows = -(-len(shown) // columns) if balance.counts is not None else 1
+    shown_layers = _shown_layers(balance)
+    columns = min(COLUMNS, len(shown_layers)) if balance.counts is not None else 1
+    rows = -(-len(shown_layers) // columns) if balance.counts is not None else 1
     width = max(9.0, 2.0 + 2.9 * columns)
     maps_height = rows * 2.15 if balance.counts is not None else max(2.0, 0.9 + 0.16 * len(balance.layers))
     heights = [maps_height + 0.8, CURVES_HEIGHT, *[CURVES_HEIGHT for drawn in (rewards, sites) if drawn]]
     figure = Figure(figsize=(width, sum(heights)), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     maps, curves, *further = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
-    maps.suptitle(_title(balance, shown), x=0.012, ha="left", fontsize=12, color=INK, fontweight="bold")
+    maps.suptitle(_title(balance, shown_layers), x=0.012, ha="left", fontsize=12, color=INK, fontweight="bold")
     if balance.counts is None:
         _draw_layer_map(maps, balance)
     else:
-        _draw_expert_maps(maps, balance, shown, (rows, columns))
+        _draw_expert_maps(maps, balance, shown_layers, (rows, columns))
     _draw_curves(curves, balance)
     if rewards:
         _draw_rewards(further[0], rewards)
@@ -78,16 +78,18 @@ def _shown_layers(balance: ExpertBalance) -> list[int]:
         return list(range(count))
     unevenness = [summary.load_cv or 0.0 for summary in balance.summaries()]
     least_even = sorted(range(count), key=lambda i: -unevenness[i])[: MAX_MAPS // 2]
-    others = [i for i in range(count) if i not in least_even]
+    other_layers = [i for i in range(count) if i not in least_even]
     num_spread = MAX_MAPS - len(least_even)
-    return sorted(least_even + [others[round(i * (len(others) - 1) / (num_spread - 1))] for i in range(num_spread)])
+    return sorted(
+        least_even + [other_layers[round(i * (len(other_layers) - 1) / (num_spread - 1))] for i in range(num_spread)]
+    )
 
 
-def _title(balance: ExpertBalance, shown: list[int]) -> str:
+def _title(balance: ExpertBalance, shown_layers: list[int]) -> str:
     count = len(balance.layers)
     layers = f"{count} MoE layer{'s' if count > 1 else ''}"
-    if balance.counts is not None and len(shown) < count:
-        layers = f"{len(shown)} of {layers}, the {MAX_MAPS // 2} least even among them,"
+    if balance.counts is not None and len(shown_layers) < count:
+        layers = f"{len(shown_layers)} of {layers}, the {MAX_MAPS // 2} least even among them,"
     experts = f" of {balance.num_experts} experts" if balance.num_experts else ""
     name = escape_plot_text(balance.run_dir.resolve().name)
     return f"{name}: {layers}{experts}, steps {balance.steps[0]:,} to {balance.steps[-1]:,}"
@@ -106,12 +108,12 @@ def _extent(balance: ExpertBalance, rows: int) -> tuple[float, float, float, flo
     return first - 0.5, last + 0.5, rows - 0.5, -0.5
 
 
-def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown: list[int], grid: tuple[int, int]) -> None:
+def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown_layers: list[int], grid: tuple[int, int]) -> None:
     assert balance.num_experts is not None
     shares = balance.shares(MAX_BINS)
     all_axes = figure.subplots(*grid, sharex=True, sharey=True, squeeze=False)
     image = None
-    for axes, index in zip(all_axes.flat, shown, strict=False):
+    for axes, index in zip(all_axes.flat, shown_layers, strict=False):
         share_TE = shares[:, index]
         # A dead expert has no logarithm; it gets a separate colour.
         logarithm = np.log2(np.where(share_TE > 0, share_TE, np.nan))
@@ -128,7 +130,7 @@ def _draw_expert_maps(figure: Any, balance: ExpertBalance, shown: list[int], gri
         _style_map(axes)
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.xaxis.get_major_locator().set_params(integer=True, nbins=4)
-    for axes in all_axes.flat[len(shown) :]:
+    for axes in all_axes.flat[len(shown_layers) :]:
         axes.axis("off")
     for axes in all_axes[:, 0]:
         axes.set_ylabel("expert", color=INK, fontsize=9)
@@ -215,7 +217,7 @@ def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Arra
     shades = colormaps["Blues"](np.linspace(0.35, 0.95, max(2, len(balance.layers))))
     count = len(balance.layers)
     # With more layers, the shade between the two named layers shows the depth of a layer.
-    named = range(count) if count <= MAX_NAMED_LAYERS else (0, count - 1)
+    named_layers = range(count) if count <= MAX_NAMED_LAYERS else (0, count - 1)
     marker = "o" if len(steps) == 1 else ""
     for i in range(len(balance.layers)):
         axes.plot(
@@ -224,7 +226,7 @@ def _draw_lines(axes: "Axes", balance: ExpertBalance, steps: Array, values: Arra
             color=shades[i],
             linewidth=1.0,
             marker=marker,
-            label=f"layer {balance.layers[i]}" if i in named else None,
+            label=f"layer {balance.layers[i]}" if i in named_layers else None,
         )
     if len(balance.layers) > 1:
         axes.plot(steps, values.mean(1), color="#b5301f", linewidth=1.6, marker=marker, label="mean")

@@ -14,7 +14,7 @@ from moefold.config.schema import Config
 from moefold.config.suggestions import DERIVED, closest_match
 from moefold.cost.stages import plan_stages, stage_cost
 from moefold.errors import ConfigError, raise_all
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
 from moefold.topology.layout import Layout, fold_mapping
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
-        reject_existing("--picture", arguments.picture, force=arguments.force)
+        refuse_existing("--picture", arguments.picture, force=arguments.force)
     cfg, gpus_per_node, has_recipe = parse_arguments(arguments.words)
     layout = fold_mapping(cfg.parallel)
     pipeline = stages_from_config(cfg) if layout.pp > 1 and (has_recipe or cfg.parallel.pipeline_layout) else None
@@ -175,7 +175,7 @@ def _parse_key_value(word: str) -> tuple[str, str]:
         raise ConfigError(f"{word!r}: {DERIVED[f'parallel.{key}']}")
     if key not in LEGAL_KEYS:
         guess = closest_match(key, LEGAL_KEYS, cutoff=0.5)
-        raise ConfigError(f"{word!r} is no key of a layout{f'; did you mean {guess}?' if guess else ''}; {legal}")
+        raise ConfigError(f"{word!r} is not a key of a layout{f'; did you mean {guess}?' if guess else ''}; {legal}")
     return key, value.strip()
 
 

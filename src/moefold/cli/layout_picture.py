@@ -322,9 +322,9 @@ def _draw_stages(
 ) -> None:
     """Draw a row for each stage: its layers, with their kinds for a given model, and with their costs if given."""
     text = plan.layout
-    shown = text if len(text) <= MAX_LAYOUT_CHARS else f"{text[:MAX_LAYOUT_CHARS]}..."
+    layout_text = text if len(text) <= MAX_LAYOUT_CHARS else f"{text[:MAX_LAYOUT_CHARS]}..."
     canvas.text(STAGES_MARGIN, 0.36, "pipeline stages", 17, fontweight="bold")
-    canvas.text(STAGES_MARGIN, 0.72, shown, 10, family="monospace")
+    canvas.text(STAGES_MARGIN, 0.72, layout_text, 10, family="monospace")
     units = [list(_units(stage, model)) for stage in plan.stages]
     left = STAGES_MARGIN
     for kind, (fill, meaning) in UNIT_COLORS.items():

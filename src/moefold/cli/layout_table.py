@@ -84,8 +84,8 @@ def print_layout(console: Console, layout: Layout, gpus_per_node: int) -> None:
     shows_all = num_nodes <= MAX_NODES
     for node in range(num_nodes) if shows_all else (*range(EDGE_NODES), num_nodes - 1):
         if not shows_all and node == num_nodes - 1:
-            listed = "; --json lists every group" if layout.world_size <= MAX_LISTED_RANKS else ""
-            console.print(f"\n... {num_nodes - EDGE_NODES - 1} nodes left out{listed} ...")
+            group_hint = "; --json lists every group" if layout.world_size <= MAX_LISTED_RANKS else ""
+            console.print(f"\n... {num_nodes - EDGE_NODES - 1} nodes left out{group_hint} ...")
         first = node * gpus_per_node
         _print_node(console, layout, range(first, min(first + gpus_per_node, layout.world_size)), node)
     console.print()
@@ -110,13 +110,15 @@ def _print_node(console: Console, layout: Layout, ranks: range, node: int) -> No
     width = max(map(len, places.values()))
     per_table = max(1, (console.width - len("attention  rank  ")) // (width + 2))
     for first in range(0, len(ranks), per_table):
-        shown = ranks[first : first + per_table]
-        span = f"rank {shown[0]}" if len(shown) == 1 else f"ranks {shown[0]}-{shown[-1]}"
-        table = _table(f"node {node}, {span}", ("", "rank", *(f">{rank}" for rank in shown)))
+        shown_ranks = ranks[first : first + per_table]
+        span = f"rank {shown_ranks[0]}" if len(shown_ranks) == 1 else f"ranks {shown_ranks[0]}-{shown_ranks[-1]}"
+        table = _table(f"node {node}, {span}", ("", "rank", *(f">{rank}" for rank in shown_ranks)))
         for name, view in named_views(layout):
             for axis in view.axes:
                 label = name if axis == view.axes[0] else ""
-                table.add_row(label, axis, *(places[axis, rank] for rank in shown), end_section=axis == view.axes[-1])
+                table.add_row(
+                    label, axis, *(places[axis, rank] for rank in shown_ranks), end_section=axis == view.axes[-1]
+                )
         console.print()
         console.print(table)
 

@@ -78,7 +78,7 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
 
     from moefold.checkpoint.checkpoint_dir import check_file_sizes
     from moefold.cost.kv_cache import cache_sizes
-    from moefold.launch.fitting import check_inference, choose_checked_device
+    from moefold.launch.memory_check import check_inference, choose_checked_device
 
     def cache_bytes(device_type: str) -> dict[str, int]:
         sizes = cache_sizes(cfg, device_type)

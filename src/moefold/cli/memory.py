@@ -20,14 +20,15 @@ from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
-from moefold.launch.fitting import check_training
+from moefold.launch.memory_check import check_training
 from moefold.planner.query import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import format_bytes, print_escaped
 from moefold.topology.layout import Layout
-from moefold.train.start import check_data_source, check_offload_folder
+from moefold.train.machine_checks import check_offload_folder
 from moefold.validate.config import check_config
 from moefold.validate.cuda_graphs import check_cuda_graphs_device
 from moefold.validate.memory import check_offload_device
@@ -136,8 +137,8 @@ def _report_formulas(
     if as_json:
         ranks = [
             {"rank": rank, **asdict(memory), "total": memory.total + models.total(), "further_weights": dict(models)}
-            | ({"host_snapshots": kept} if kept else {})
-            for rank, memory, models, kept in zip(first, formulas, further, snapshots, strict=True)
+            | ({"host_snapshots": snapshot} if snapshot else {})
+            for rank, memory, models, snapshot in zip(first, formulas, further, snapshots, strict=True)
         ]
         for record, parts in zip(ranks, sampling, strict=False):
             record["sampling"] = dict(parts)
@@ -188,7 +189,7 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
             f"parallel.world_size={cfg.parallel.world_size} is more than the {MAX_MEASURED_RANKS} ranks that are "
             "started on one machine; add --dry"
         )
-    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     check_dispatch_device(cfg.model, cfg.parallel, "cpu")
     check_kernel_device(cfg.run, "cpu")
     check_cuda_graphs_device(cfg.run, "cpu")
@@ -303,8 +304,8 @@ def rank_imbalance(layout: Layout, ranks: Sequence["MeasuredMemory"], rank: int)
         return None
     num_local_experts = len(counts) // layout.ep
     ep_rank = layout.moe.coordinate(rank, "ep")
-    mine: int = sum(counts[ep_rank * num_local_experts : (ep_rank + 1) * num_local_experts])
-    return mine * layout.ep / sum(counts)
+    rank_tokens: int = sum(counts[ep_rank * num_local_experts : (ep_rank + 1) * num_local_experts])
+    return rank_tokens * layout.ep / sum(counts)
 
 
 def format_size(size: int) -> str:

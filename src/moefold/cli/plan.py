@@ -9,7 +9,7 @@ from pathlib import Path
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_options import add_noise_options, request_from_args
 from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
-from moefold.cli.plan_sites import add_site_options, reject_site_options
+from moefold.cli.plan_sites import add_site_options, refuse_site_options
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
@@ -80,12 +80,12 @@ def run(argv: list[str]) -> int:
         balanced = ", with the attention of drawn documents balanced for each" if has_documents else ""
         progress.report(f"searching {planner.num_folds:,} foldings of attention and experts{balanced}")
         families = best_of_families(planner)
-        chosen = choose_family(families, args.take)
-        if chosen is None:
+        chosen_family = choose_family(families, args.take)
+        if chosen_family is None:
             if not families:
                 raise ConfigError(planner.infeasible_reason())
             raise ConfigError(f"--take {args.take}: no such mapping is legal and fits; leave it out for the others")
-    best = chosen.plan
+    best = chosen_family.plan
     write_outputs(planner, best, args, argv)
     if args.json:
         print(json.dumps(result_as_dict(planner, args.top, families)))
@@ -97,17 +97,17 @@ def run(argv: list[str]) -> int:
 
         console = open_console()
         print_request(console, request)
-        print_families(console, families, chosen, request.device)
-        shown = [family.plan for family in sorted(families, key=lambda family: family is not chosen)]
+        print_families(console, families, chosen_family, request.device)
+        shown_plans = [family.plan for family in sorted(families, key=lambda family: family is not chosen_family)]
         if args.top is not None:
-            shown = planner.top_plans(args.top)
+            shown_plans = planner.top_plans(args.top)
         if args.top is not None or args.wide:
-            print_ranking(console, shown, wide=args.wide)
+            print_ranking(console, shown_plans, wide=args.wide)
         if args.breakdown:
-            print_breakdown(console, shown)
+            print_breakdown(console, shown_plans)
         if planner.site_plan is not None:
             print_site_plan(console, planner.site_plan)
-        print_footer(console, planner, (best, *shown), args, argv, time.perf_counter() - started)
+        print_footer(console, planner, (best, *shown_plans), args, argv, time.perf_counter() - started)
     return 0
 
 
@@ -125,7 +125,7 @@ def _check_output(args: argparse.Namespace) -> None:
         raise ConfigError(f"--take {args.take} chooses a family of a plan; leave it out, or use --fix")
     if is_other_answer:
         option = "--explain" if args.explain is not None else "--compare-folding"
-        reject_site_options(args, option, "prices no rounds between sites")
+        refuse_site_options(args, option, "prices no rounds between sites")
     if args.breakdown and args.explain is not None:
         raise ConfigError("--breakdown has no effect on --explain, which always prints it; leave --breakdown out")
 

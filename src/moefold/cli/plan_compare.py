@@ -79,8 +79,8 @@ def _distinct_plans(comparison: FoldingComparison) -> Iterator[tuple[str, Planne
         yield "folded" if not comparison.is_same_mapping else "both", comparison.folded
     if comparison.coupled is not None and not comparison.is_same_mapping:
         yield "coupled", comparison.coupled
-    others = [plan.mapping for plan in (comparison.folded, comparison.coupled) if plan is not None]
-    if comparison.within_dp is not None and comparison.within_dp.mapping not in others:
+    other_mappings = [plan.mapping for plan in (comparison.folded, comparison.coupled) if plan is not None]
+    if comparison.within_dp is not None and comparison.within_dp.mapping not in other_mappings:
         yield "ep in dp", comparison.within_dp
 
 

@@ -12,9 +12,10 @@ from rich.console import Console
 from moefold.cli.plan_options import check_jitter_options, noise_of, parse_straggler_factors
 from moefold.cli.plan_sites import describe_chosen, format_bytes
 from moefold.cli.screen import HEAD_WIDTH, print_prose
+from moefold.cli.timeline_file import check_timeline_file, write_timeline
 from moefold.config.groups.context import ContextPart
 from moefold.errors import ConfigError
-from moefold.host.output_file import check_output_path, reject_existing
+from moefold.host.output_file import check_output_path, refuse_existing
 from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import check_recipe_precision
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -24,7 +25,6 @@ from moefold.planner.model_spec import ModelSpec, train_flops
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.search.constraints import METHODS
 from moefold.planner.search.search import PlannedMapping
-from moefold.planner.simulator.export import check_timeline_file, write_timeline
 from moefold.planner.simulator.simulate import simulate_mapping
 from moefold.planner.sites import with_site_settings
 from moefold.terminal import print_escaped, printable
@@ -38,10 +38,10 @@ def check_output_paths(args: argparse.Namespace) -> None:
     """
     for path in args.timeline:
         check_timeline_file(path)
-        reject_existing("--timeline", path, force=args.force)
+        refuse_existing("--timeline", path, force=args.force)
     if args.recipe is not None:
         check_output_path("--recipe", args.recipe, (".toml",))
-        reject_existing("--recipe", args.recipe, force=args.force)
+        refuse_existing("--recipe", args.recipe, force=args.force)
     check_jitter_options(args)
     if (args.straggler or args.jitter) and not args.timeline:
         raise ConfigError("--straggler and --jitter disturb the step of --timeline; name a file with it")
@@ -157,7 +157,7 @@ ACCURACY_STATEMENT = (
 def print_footer(
     console: Console,
     planner: Planner,
-    shown: Sequence[PlannedMapping],
+    shown_plans: Sequence[PlannedMapping],
     args: argparse.Namespace,
     argv: Sequence[str],
     seconds: float,
@@ -166,14 +166,14 @@ def print_footer(
 
     Args:
         planner: the planner that searched.
-        shown: the mappings of the table, best first.
+        shown_plans: the mappings of the table, best first.
         args: the options.
         argv: the arguments after `moefold plan`.
         seconds: run time of the command.
     """
     console.print()
-    print_prose(console, "#1", format_mapping(shown[0]))
-    print_documents(console, planner, shown[0])
+    print_prose(console, "#1", format_mapping(shown_plans[0]))
+    print_documents(console, planner, shown_plans[0])
     gap = planner.search.gap
     # The bounds of mappings outside the beam do not include memory and messages.
     below = f"up to {gap:.0%} below" if gap else "not below"
@@ -183,11 +183,11 @@ def print_footer(
         f"{planner.num_folds:,} legal folds (tp cp pp ep etp) by a beam, in {seconds:.1f} s; lower bounds of the time "
         f"of those outside it are {below} the best.",
     )
-    print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown))}.")
+    print_prose(console, "assumed", f"{'; '.join(list_assumptions(planner.request, shown_plans))}.")
     print_prose(console, "predicted", ACCURACY_STATEMENT)
-    others = [option for option in ("--wide", "--breakdown") if option not in argv]
-    if others:
-        print_prose(console, "more", f"{', '.join(others)}, --help")
+    unused_options = [option for option in ("--wide", "--breakdown") if option not in argv]
+    if unused_options:
+        print_prose(console, "more", f"{', '.join(unused_options)}, --help")
     # On one line, so that it can be copied.
     console.print(f"{'next:':{HEAD_WIDTH}}{_next_command(planner.request, args, argv)}", soft_wrap=True)
 
@@ -221,13 +221,13 @@ def describe_attention(strategy: ContextPart, max_over_mean: float) -> str:
     return f"{strategy.kind} attention{how}; the busiest rank has {max_over_mean:.2f} times the mean work of a round"
 
 
-def list_assumptions(request: PlanRequest, shown: Sequence[PlannedMapping]) -> list[str]:
+def list_assumptions(request: PlanRequest, shown_plans: Sequence[PlannedMapping]) -> list[str]:
     """Describe the assumptions of a prediction."""
     q = request
     w = request.workload
     even = "balanced experts" if w.imbalance == 1 else f"an ep rank with {w.imbalance:g} times the mean load"
     assumptions = [f"{even} (--imbalance)", describe_margin(q.reserve_gib, q.device.memory_gib)]
-    for part in dict.fromkeys(plan.mapping.dispatcher for plan in shown):
+    for part in dict.fromkeys(plan.mapping.dispatcher for plan in shown_plans):
         if part.kernel_package:
             assumptions.append(
                 f"{part.kind} is installed; without it a run uses alltoall, which --fix dispatcher=alltoall plans for"

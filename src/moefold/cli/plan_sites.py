@@ -24,8 +24,8 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--site-latency", type=float, metavar="S", help=help_)
 
 
-def reject_site_options(args: argparse.Namespace, option: str, reason: str) -> None:
-    """Reject options of sites that have no effect with another option.
+def refuse_site_options(args: argparse.Namespace, option: str, reason: str) -> None:
+    """Refuse options of sites that have no effect with another option.
 
     Raises:
         ConfigError: an option of sites is given.
@@ -36,14 +36,14 @@ def reject_site_options(args: argparse.Namespace, option: str, reason: str) -> N
 
 
 def print_site_plan(console: Console, plan: SitePlan) -> None:
-    """Print the least `every` of each precision, the recipe's and the chosen settings, and data parallelism."""
+    """Print the smallest `every` of each precision, the recipe's and the chosen settings, and data parallelism."""
     cost = plan.cost
     fragments = len(plan.recipe.exchanges_s)
     console.print()
     console.print(
         f"{cost.count} sites of these GPUs, {format_bytes(cost.link.bytes_per_s)}/s and {cost.link.latency_s:g} s "
-        f"between them, {fragments} fragment{'s' if fragments > 1 else ''}: the least sites.every for a utilisation of "
-        f"{TARGET:.0%}",
+        f"between them, {fragments} fragment{'s' if fragments > 1 else ''}: the smallest sites.every for a utilisation "
+        f"of {TARGET:.0%}",
         style="bold",
     )
     first = [pair[0] for pair in plan.options]
@@ -108,5 +108,5 @@ def _columns(rates: Sequence[SiteRate]) -> list[Column]:
     settings = rates[0].settings
     overlap = "=every" if settings.overlap == settings.every else f" {settings.overlap}"
     intervals = [f"{rate.settings.every:,}" for rate in rates]
-    sent = [format_bytes(rate.bytes_per_day) for rate in rates]
-    return [numbers(f"every, overlap{overlap}", intervals), numbers("a day", sent)]
+    sent_bytes = [format_bytes(rate.bytes_per_day) for rate in rates]
+    return [numbers(f"every, overlap{overlap}", intervals), numbers("a day", sent_bytes)]

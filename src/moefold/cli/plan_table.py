@@ -45,11 +45,11 @@ def print_request(console: Console, request: PlanRequest) -> None:
         console.print(f"assumed: {assumed}; give yours")
 
 
-def print_families(console: Console, families: Sequence[FamilyBest], chosen: FamilyBest, device: Device) -> None:
+def print_families(console: Console, families: Sequence[FamilyBest], chosen_family: FamilyBest, device: Device) -> None:
     """Print the best mapping of each family, its distance from a measured mapping, and what is unmeasured."""
     distinct = [row for i, row in enumerate(families) if row.plan.mapping not in [o.plan.mapping for o in families[:i]]]
     times = [row.plan.time for row in distinct]
-    marks = ["#1" if row.plan.mapping == chosen.plan.mapping else "=" * row.is_tie for row in distinct]
+    marks = ["#1" if row.plan.mapping == chosen_family.plan.mapping else "=" * row.is_tie for row in distinct]
     names = [
         " and ".join(FAMILIES[other.name].title for other in families if other.plan.mapping == row.plan.mapping)
         for row in distinct

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.cost.hardware import device_names, load_device
-from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
-from moefold.host.output_file import check_output_path, check_writable, reject_existing
+from moefold.errors import ConfigError, spelled_as
+from moefold.host.output_file import check_output_path, check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv, read_rank_env
+from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.progress import WorkProgress
 from moefold.terminal import print_escaped
 
@@ -43,12 +44,12 @@ def run(argv: list[str]) -> int:
     for option, path in (("FILE", args.file), ("--json", args.json)):
         if path is not None:
             check_writable(option, path)
-            reject_existing(option, path, force=args.force)
+            refuse_existing(option, path, force=args.force)
     for name in ("ranks", "rounds"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value} must be at least 1")
-    with reworded_errors((r"--gpu", "--base")):
+    with spelled_as({"--gpu": "--base"}):
         if args.base is not None:
             load_device(args.base)
     rank_env = read_rank_env()
@@ -57,7 +58,7 @@ def run(argv: list[str]) -> int:
     from moefold.launch.detect_hardware import detect_machine
     from moefold.launch.ranks import choose_device, run_ranks
 
-    with reworded_errors(*DEVICE_OPTION):
+    with spelled_as(DEVICE_NAMES):
         num_ranks = args.ranks or (
             rank_env.world_size if rank_env is not None else _default_ranks(choose_device(args.device, 1, None))
         )
@@ -108,12 +109,12 @@ def _write(
     from moefold.bench.device_fit import device_toml, fit_device, predictions
 
     device = fit_device(base, measured, args.file.stem)
-    kept = KEPT_KEYS if measured.collectives else f"{KEPT_KEYS}, and all links"
+    kept_keys = KEPT_KEYS if measured.collectives else f"{KEPT_KEYS}, and all links"
     comments = [
         f"Measured by moefold {__version__} probe in {measured.dtype}; ranks: {rank_env.world_size}, "
         f"{rank_env.local_world_size} a machine.",
         f"{machine}.",
-        f"Not measured, but copied from {base.name}: {kept}.",
+        f"Not measured, but copied from {base.name}: {kept_keys}.",
     ]
     rows = list(predictions(device, measured))
     try:

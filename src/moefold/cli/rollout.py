@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
     from moefold.inference.sampling import SamplingParams
 
     if wrong := [word for word in arguments.overrides if not word.startswith("parallel.")]:
-        raise ConfigError(f"{wrong[0]!r} is no setting of the mapping, such as parallel.tp=2; prompts are in a file")
+        raise ConfigError(f"{wrong[0]!r} is not a setting of the mapping, such as parallel.tp=2; prompts are in a file")
     sampling = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
     request = read_options(RolloutRequest, arguments, sampling=sampling)
     job = prepare_rollouts(request, rank_env, partial(report_notices, rank_env=rank_env))
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts", action="append", default=[], metavar="FILE", help="JSON lines of prompts; may be repeated"
     )
-    parser.flag("--skip-bad-rows", "skip rows that are no prompt, and count them")
+    parser.flag("--skip-bad-rows", "skip rows that are not a prompt, and count them")
     parser.option("--task", "", None, "generated problems instead of prompts", choices=("sort", "add", "countdown"))
     parser.option("--task-size", 4, "N", "as data.task_size in a recipe (4)")
     parser.option("--count", 0, "N", "prompts; 0: all, or 256 problems (0)")

@@ -11,6 +11,7 @@ from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_options import add_noise_options, noise_of
 from moefold.cli.plan_outputs import describe_attention, describe_documents
 from moefold.cli.plan_sites import add_site_options, describe_rate
+from moefold.cli.timeline_file import check_timeline_file, format_summary, write_timeline
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.parallel import ParallelConfig
@@ -23,7 +24,7 @@ from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.stages import plan_stages
 from moefold.errors import ConfigError
-from moefold.host.output_file import reject_existing
+from moefold.host.output_file import refuse_existing
 from moefold.metrics.reader import read_steps
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.step import CostModel
@@ -33,7 +34,6 @@ from moefold.planner.lengths.distribution import histogram_names
 from moefold.planner.mapping import mapping_from_config
 from moefold.planner.model_spec import model_spec_from_config
 from moefold.planner.query import check_imbalance, check_priced_stage, document_loads, documents_as_dict
-from moefold.planner.simulator.export import check_timeline_file, format_summary, write_timeline
 from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate_mapping
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.sites import SitePlan, plan_sites, resolve_sites
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     check_priced_stage(cfg.model, cfg.train, cfg.lora)
     for path in args.timeline:
         check_timeline_file(path)
-        reject_existing("--timeline", path, force=args.force)
+        refuse_existing("--timeline", path, force=args.force)
     if cfg.is_rl:
         _report_sampling(cfg.rl, args)
     check_imbalance(args.imbalance, cfg.model.ffn.moe.num_experts)

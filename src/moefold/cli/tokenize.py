@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser
-from moefold.errors import ConfigError, reworded_errors
+from moefold.errors import ConfigError, spelled_as
 from moefold.terminal import print_escaped
 
 EPILOG = """The folder is read by data.kind="tokens" with data.path=OUT; data.document_index=true keeps attention within
@@ -29,9 +29,7 @@ def run(argv: list[str]) -> int:
 
     writer = ShardWriter(Path(arguments.out).absolute(), arguments.tokenizer, arguments.column, arguments.skip_bad_rows)
     started_s = time.perf_counter()
-    with reworded_errors(
-        (r"data\.path(=|: )", "INPUT "), (r"data\.path", "INPUT"), (r"data\.tokenizer=", "--tokenizer ")
-    ):
+    with spelled_as({"data.path": "INPUT", "data.tokenizer": "--tokenizer"}):
         result = tokenize_files(
             arguments.inputs,
             writer,

@@ -70,7 +70,7 @@ def upcycled_model(
     """
     for word in overrides:
         if not word.startswith(("model.", "checkpoint.upcycle.")):
-            raise ConfigError(f"{word!r} is no key of [model] or [checkpoint.upcycle], as model.ffn.moe.top_k=2 is")
+            raise ConfigError(f"{word!r} is not a key of [model] or [checkpoint.upcycle], as model.ffn.moe.top_k=2 is")
     keys = frozenset(word.partition("=")[0] for word in overrides)
     if "model.preset" in keys:
         raise ConfigError("model.preset has no effect on moefold upcycle: the sizes come from DENSE; leave it out")

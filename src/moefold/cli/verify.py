@@ -21,12 +21,13 @@ from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
-from moefold.errors import ConfigError, reworded_errors
+from moefold.data.validate_source import check_data
+from moefold.errors import ConfigError
 from moefold.host.memory import available_host_memory
 from moefold.progress import ProgressCallback, WorkProgress
 from moefold.recipe import load_config
 from moefold.terminal import print_escaped
-from moefold.train.start import check_data_source, check_replay, check_replay_content
+from moefold.train.machine_checks import check_replay, check_replay_content
 from moefold.validate.config import check_config
 from moefold.validate.moe import check_dispatch_device
 
@@ -100,7 +101,7 @@ def run(argv: list[str]) -> int:
         cfg = shrink(large, MAX_RANKS if args.ranks is None else args.ranks)
         message = _describe_shrinking(large.parallel, cfg.parallel)
     _check_memory(cfg.model, cfg.parallel)
-    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
     steps = max(cfg.run.steps, args.steps)
     run = replace(cfg.run, dtype="float64", device="cpu", steps=steps, kernels="plain", cuda_graphs="none")
     cfg = replace(cfg, run=run)
@@ -136,8 +137,10 @@ def verify(
 
     base = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None
     if base is not None:
-        with reworded_errors((r"^", "--against one-rank: ")):
+        try:
             check_config(base)
+        except ConfigError as error:
+            raise error.with_start("--against one-rank: ") from error
     parts = (part for section in fields(cfg) for part in parts_in(getattr(cfg, section.name)))
     outside = {describe_part(part): None for part in parts if not type(part).formula.__module__.startswith("moefold.")}
     notes = (*notes, ONE_RANK_NOTE if base else f"{OUTSIDE_NOTE}: {', '.join(outside)}") if base or outside else notes
@@ -157,16 +160,16 @@ def verify(
     print_escaped(_format_worst(errors, steps))
     if zeros := zero_gradients(oracle.gradients):
         print_escaped(_format_zeros(zeros))
-    wrong = by_cause((difference for difference in errors if difference.error > TOLERANCE), oracle.initial)
-    if not wrong:
+    causes = by_cause((difference for difference in errors if difference.error > TOLERANCE), oracle.initial)
+    if not causes:
         print_escaped(f"equal: all {len(errors)} numbers and tensors agree within {TOLERANCE:.0e}")
         return 0
-    print_escaped(f"NOT equal: {len(wrong)} of {len(errors)} numbers and tensors differ by more than {TOLERANCE:.0e}")
+    print_escaped(f"NOT equal: {len(causes)} of {len(errors)} numbers and tensors differ by more than {TOLERANCE:.0e}")
     print_escaped(
-        "\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in wrong[:MAX_LISTED_DIFFERENCES])
+        "\n".join(f"  {difference.error:8.1e}  {difference.name}" for difference in causes[:MAX_LISTED_DIFFERENCES])
     )
-    if len(wrong) > MAX_LISTED_DIFFERENCES:
-        print_escaped(f"  and {len(wrong) - MAX_LISTED_DIFFERENCES} more")
+    if len(causes) > MAX_LISTED_DIFFERENCES:
+        print_escaped(f"  and {len(causes) - MAX_LISTED_DIFFERENCES} more")
     return 1
 
 
@@ -242,9 +245,9 @@ def _header(
 
 def _format_steps(oracle: "OracleRecord", ranks: Sequence["DistributedRecord"], reference: str) -> str:
     lines = [f"{'':8}{'loss':16}{reference:20}{'gradient norm':16}{reference}"]
-    for i, (mine, theirs) in enumerate(zip(ranks[0].steps, oracle.steps, strict=True)):
-        losses = f"{mine.loss:<16.12f}{theirs.loss:<20.12f}"
-        lines.append(f"step {i + 1:<3}{losses}{mine.grad_norm:<16.12f}{theirs.grad_norm:.12f}")
+    for i, (rank_step, oracle_step) in enumerate(zip(ranks[0].steps, oracle.steps, strict=True)):
+        losses = f"{rank_step.loss:<16.12f}{oracle_step.loss:<20.12f}"
+        lines.append(f"step {i + 1:<3}{losses}{rank_step.grad_norm:<16.12f}{oracle_step.grad_norm:.12f}")
     return "\n".join(lines) + "\n"
 
 

@@ -51,7 +51,7 @@ class _AsyncCollective:
     backward: CollectiveLauncher
     wire_format: WireFormat
     resumes_forward: bool
-    """Whether an overlapped forward pass is resumed while the backward pass waits."""
+    """True if an overlapped forward pass is resumed while the backward pass waits."""
     pending: tuple[Tensor, dist.Work | None] | None = None
 
     def wait(self) -> Tensor:
@@ -108,13 +108,13 @@ def async_all_to_all(
         resumes_forward: False: the backward pass does not resume an overlapped forward pass while it waits, because
             another collective in flight at the same time does so.
     """
-    sent = list(input_splits)
+    send_counts = list(input_splits)
     received = list(output_splits)
     return _launch(
         x,
         group,
-        lambda rows: begin_all_to_all(wire_format.pack(rows), group, sent, received),
-        lambda grad: begin_all_to_all(grad, group, received, sent),
+        lambda rows: begin_all_to_all(wire_format.pack(rows), group, send_counts, received),
+        lambda grad: begin_all_to_all(grad, group, received, send_counts),
         wire_format,
         resumes_forward=resumes_forward,
     )

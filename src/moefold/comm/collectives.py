@@ -229,8 +229,8 @@ def _sync_all_to_all(x: Tensor, group: Group, input_splits: list[int], output_sp
 
 def _sync_all_gather_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
     # An all-to-all where every member sends all its rows: exact lengths, no padding to the longest.
-    sent = x.repeat(group.size, *[1] * (x.dim() - 1))
-    return _sync_all_to_all(sent, group, [x.shape[0]] * group.size, split_sizes)
+    repeated = x.repeat(group.size, *[1] * (x.dim() - 1))
+    return _sync_all_to_all(repeated, group, [x.shape[0]] * group.size, split_sizes)
 
 
 def _sync_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
@@ -240,11 +240,11 @@ def _sync_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: list[int])
 
 
 def _sync_shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-    sent = torch.stack(x.chunk(group.size, split_dim))
-    received = torch.empty_like(sent)
-    group.record_collective("all_to_all", sent)
+    send_chunks = torch.stack(x.chunk(group.size, split_dim))
+    received = torch.empty_like(send_chunks)
+    group.record_collective("all_to_all", send_chunks)
     with group.comm_timer.waiting():
-        dist.all_to_all_single(received, sent, group=group.handle)
+        dist.all_to_all_single(received, send_chunks, group=group.handle)
     return torch.cat(received.unbind(0), concat_dim)
 
 

@@ -74,6 +74,7 @@ class CommTimer:
     def read(self) -> tuple[float, float]:
         """End the interval; return its duration and its waiting time in seconds, zeros if they are not known yet."""
         if self._span_start is None:
+            self._spans.clear()
             return 0.0, 0.0
         ended = (list(self._spans), self._span_start, self._now())
         self._span_start = None

@@ -70,7 +70,7 @@ class FlightRecorder:
         self.members: Sequence[int] | None = None
         """Rank in the job of each rank of the default process group; None before the ranks regroup."""
         self.awaited_rank: int | None = None
-        """Rank of the job for whose message this rank waits, maybe longer than the timeout; None: no rank."""
+        """Rank of the job for whose message this rank waits, maybe longer than the timeout; None if it does not."""
         self.step = 0
         self._phase = "starting"
         self._phase_number = 0

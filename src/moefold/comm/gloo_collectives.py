@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.torch_compat import gloo_backend
+from moefold.comm.private_torch import gloo_backend
 
 GATHER_TAG = 2
 REDUCE_TAG = 3
@@ -76,9 +76,9 @@ def begin_sum_scatter(out: Tensor, x: Tensor, handle: dist.ProcessGroup) -> dist
     rank = handle.rank()
     shards = x.view(-1).chunk(size)
     total = out.view(-1)
-    others = [member for member in range(size) if member != rank]
+    peers = [member for member in range(size) if member != rank]
     spare = total.new_empty(max(size - 2, 0), total.numel())
-    received = dict(zip(others, [total, *spare], strict=True)) | {rank: shards[rank]}
+    received = dict(zip(peers, [total, *spare], strict=True)) | {rank: shards[rank]}
     terms = [received[member] for member in range(size)]
 
     return _exchange(shards, terms, handle, REDUCE_TAG, lambda: sum_in_order(terms, total))
@@ -106,7 +106,7 @@ def _exchange(
     rank = handle.rank()
     size = handle.size()
     # Member r starts with r + 1: no member gets all messages first.
-    others = [(rank + step) % size for step in range(1, size)]
-    receives = [dist.irecv(received[member], group=handle, group_src=member, tag=tag) for member in sorted(others)]
-    sends = [dist.isend(sent[member], group=handle, group_dst=member, tag=tag) for member in others]
+    peers = [(rank + step) % size for step in range(1, size)]
+    receives = [dist.irecv(received[member], group=handle, group_src=member, tag=tag) for member in sorted(peers)]
+    sends = [dist.isend(sent[member], group=handle, group_dst=member, tag=tag) for member in peers]
     return _Messages([work for work in receives if work], [work for work in sends if work], finish)

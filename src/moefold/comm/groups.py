@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefold.comm.comm_timer import CommTimer
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, FlightRecorder
-from moefold.comm.resumable import BackwardOverlap
-from moefold.comm.torch_compat import (
+from moefold.comm.private_torch import (
     FakeStore,
     fsdp_group_size,
     fsdp_param_group,
@@ -24,6 +23,7 @@ from moefold.comm.torch_compat import (
     register_shared_loop,
     release_mesh_groups,
 )
+from moefold.comm.resumable import BackwardOverlap
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError
 from moefold.topology.communicators import Communicator, communicator_names, communicators
@@ -290,7 +290,7 @@ def errors_on_all_ranks(world: World) -> Iterator[None]:
 def fake_rank(parallel: ParallelConfig, rank: int) -> Iterator[ParallelGroups]:
     """Create the groups of one rank of a recipe on the meta device; no other process group may exist meanwhile.
 
-    Collectives return at once and transfer nothing.
+    Collectives return immediately and transfer nothing.
     """
     layout = fold_mapping(parallel)
     dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())

@@ -60,7 +60,7 @@ def plan_reshard(
         target: the mapping that needs them; it may lack layers of multi-token prediction.
         itemsize: bytes of an element in a message, by tensor of the target.
         max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket; at least one element.
-        ranks_per_node: consecutive ranks that share a node; None: all do.
+        ranks_per_node: consecutive ranks that share a node; None if all do.
         first_target: number of the first rank of the target mapping, where rank 0 is the first of the source mapping.
             0: both have the same ranks; otherwise at least the number of ranks of the source mapping.
 
@@ -82,20 +82,20 @@ def plan_reshard(
         raise ValueError(f"max_bucket_bytes={max_bucket_bytes} is less than one element")
     own_boxes = [source.boxes(rank) if rank < num_sources else {} for rank in range(world_size)]
     holders = _holders(source, target.shapes)
-    wanted: dict[str, list[tuple[int, Box]]] = {name: [] for name in target.shapes}
+    wanted_boxes: dict[str, list[tuple[int, Box]]] = {name: [] for name in target.shapes}
     coinciding: list[set[str]] = [set() for _ in range(world_size)]
     for rank in target_ranks:
         for name, box in target.boxes(rank - first_target).items():
-            wanted[name].append((rank, box))
+            wanted_boxes[name].append((rank, box))
             if own_boxes[rank].get(name) == box:
                 coinciding[rank].add(name)
-    local, buckets = plan_box_transfers(holders, wanted, itemsize, max_bucket_bytes, ranks_per_node or world_size)
+    local, buckets = plan_box_transfers(holders, wanted_boxes, itemsize, max_bucket_bytes, ranks_per_node or world_size)
     return ReshardPlan(local, buckets, tuple(frozenset(names) for names in coinciding))
 
 
 def plan_box_transfers(
     holders: Mapping[str, Mapping[Box, Sequence[int]]],
-    wanted: Mapping[str, Sequence[tuple[int, Box]]],
+    wanted_boxes: Mapping[str, Sequence[tuple[int, Box]]],
     itemsize: Mapping[str, int],
     max_bucket_bytes: int,
     ranks_per_node: int,
@@ -104,7 +104,7 @@ def plan_box_transfers(
 
     Args:
         holders: the ranks that hold each box, by tensor; the boxes of a tensor do not overlap.
-        wanted: the ranks, and the box that each needs, by tensor. A part that no rank holds is left out.
+        wanted_boxes: the ranks, and the box that each needs, by tensor. A part that no rank holds is left out.
         itemsize: bytes of an element in a message, by tensor.
         max_bucket_bytes: bytes that a rank sends, and bytes that it receives, in one bucket.
         ranks_per_node: consecutive ranks that share a node.
@@ -115,7 +115,7 @@ def plan_box_transfers(
     local: list[BoxTransfer] = []
     moved: list[BoxTransfer] = []
     sent_bytes: defaultdict[int, int] = defaultdict(int)
-    for name, boxes in wanted.items():
+    for name, boxes in wanted_boxes.items():
         parts_of: dict[Box, list[tuple[Box, Sequence[int]]]] = {}
         for rank, box in boxes:
             if rank in holders[name].get(box, ()):
@@ -146,7 +146,7 @@ def _holders(source: WeightSharding, names: Iterable[str]) -> dict[str, dict[Box
 
 def _cut(box: Box, holders: Mapping[Box, Sequence[int]]) -> list[tuple[Box, Sequence[int]]]:
     """Cut a box by the boxes of the source mapping; return the parts, and the ranks that hold each part."""
-    overlaps = ((box.intersect(other), ranks) for other, ranks in holders.items())
+    overlaps = ((box.intersect(held_box), ranks) for held_box, ranks in holders.items())
     return [(overlap, ranks) for overlap, ranks in overlaps if overlap is not None]
 
 

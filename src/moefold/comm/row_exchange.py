@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import Group
-from moefold.comm.torch_compat import NvshmemOps
+from moefold.comm.private_torch import NvshmemOps
 
 ALIGNMENT_BYTES = 16
 """Rows start at multiples of this: copies between GPUs are fastest then."""
@@ -91,10 +91,10 @@ class RowExchange:
             (received rows sorted by local expert [capacity, W], undefined after the last segment; rows and first row of
             each received segment, int64 [2, E], as `combine` takes them).
         """
-        sent, splits = self._fill_send_buffers(rows_NW, splits_E)
+        send_rows, splits = self._fill_send_buffers(rows_NW, splits_E)
         received = _rows_view(self._receive, self.capacity, rows_NW)
         segments = self._out_splits[self._turn].view(2, -1)
-        self._ops.dispatch(sent, received, splits, segments)
+        self._ops.dispatch(send_rows, received, splits, segments)
         return received.clone(), segments.clone()
 
     def combine(self, rows_CW: Tensor, segments: Tensor, num_rows: int) -> Tensor:
@@ -109,18 +109,18 @@ class RowExchange:
             The rows in the order of `dispatch`'s argument, [N, W], undefined after the last segment. Without rows the
             first row is zero, because rows of dropped tokens read it with factor 0.
         """
-        sent, splits = self._fill_send_buffers(rows_CW, segments)
+        send_rows, splits = self._fill_send_buffers(rows_CW, segments)
         returned = _rows_view(self._receive, num_rows, rows_CW)
         received = self._out_splits[self._turn].view(2, -1)
-        self._ops.combine(sent, returned, splits, received)
+        self._ops.combine(send_rows, returned, splits, received)
         rows_NW = returned.clone()
         rows_NW[:1].masked_fill_(received[0].sum() == 0, 0.0)
         return rows_NW
 
     def _fill_send_buffers(self, rows: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
         self._turn = 1 - self._turn
-        sent = _rows_view(self._send[self._turn], len(rows), rows).copy_(rows)
-        return sent, self._splits[self._turn][: splits.numel()].view_as(splits).copy_(splits)
+        send_rows = _rows_view(self._send[self._turn], len(rows), rows).copy_(rows)
+        return send_rows, self._splits[self._turn][: splits.numel()].view_as(splits).copy_(splits)
 
 
 class MetaSymmetricMemory:

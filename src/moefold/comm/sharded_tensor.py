@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moefold.comm.torch_compat import sharded_axes
+from moefold.comm.private_torch import sharded_axes
 from moefold.config.param_spec import shard_rows
 
 

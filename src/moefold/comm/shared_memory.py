@@ -20,7 +20,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather_objects
 from moefold.comm.gloo_collectives import gathered_parts, sum_in_order, uses_gloo
 from moefold.comm.groups import Group, collective_timeout
-from moefold.comm.torch_compat import foreach_copy_
+from moefold.comm.private_torch import foreach_copy_
 from moefold.errors import RunError
 
 
@@ -121,7 +121,7 @@ def _map(file: SharedFile, num_bytes: int, descriptor: int | None) -> Tensor:
     Args:
         file: the segment.
         num_bytes: its size.
-        descriptor: descriptor of the segment in this process; None: another process has created it.
+        descriptor: descriptor of the segment in this process; None if another process has created it.
     """
     opened = open_shared_file(file, os.O_RDWR) if descriptor is None else descriptor
     try:
@@ -344,14 +344,16 @@ class SharedExchange:
             # slots[m, n]: the term that member m adds to the sum of the n-th of the other members.
             slots = self._next_half(dtype)[:, : (size - 1) * width].unflatten(1, (size - 1, width))
             shares = [piece.of(tensors, member) for member in range(size)]
-            mine = shares.pop(rank)
+            own_share = shares.pop(rank)
             for slot, shards in zip(slots[rank], shares, strict=True):
                 foreach_copy_(piece.inside(slot, shards), shards)
             self.barrier.wait(("a sum of", dtype, piece.ranges, numbers))
             terms = [
-                piece.inside(slots[member, rank - (rank > member)], mine) for member in range(size) if member != rank
+                piece.inside(slots[member, rank - (rank > member)], own_share)
+                for member in range(size)
+                if member != rank
             ]
-            terms.insert(rank, mine)
+            terms.insert(rank, own_share)
             sums = [totals[index][start:stop] for index, start, stop in piece.ranges]
             for total, addends in zip(sums, zip(*terms, strict=True), strict=True):
                 sum_in_order(addends, total)

@@ -1,4 +1,4 @@
-"""Exchange between the equal ranks of several sites; each site is a job with its own process groups.
+"""Exchange between the ranks of the same number on several sites; each site is a job with its own process groups.
 
 Rank r of a site has one gloo process group with rank r of the other sites of a round, built directly on a key-value
 store, which is not a store of the jobs. A thread exchanges and sums a vector in parts of bounded size, while training
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.torch_compat import gloo_group
+from moefold.comm.private_torch import gloo_group
 from moefold.comm.wire_codes import PlainCode, WireCode
 from moefold.cost.site_traffic import PART_ELEMENTS
 
@@ -68,7 +68,7 @@ class SiteRound:
 
 @dataclass(frozen=True)
 class Probe:
-    """Values that the equal ranks of the other sites compare with theirs."""
+    """Values that the same rank of the other sites compares with its own."""
 
     key: int
     """Key below 2**63; probes with different keys or sizes are not exchanged."""
@@ -77,7 +77,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ExchangeResult:
     """Result of an exchange on this rank."""
 
     mean: Tensor
@@ -94,7 +94,7 @@ class Exchanged:
 
 
 class SiteLinks:
-    """Process groups of this rank with its equals on the other sites.
+    """Process groups of this rank with the same rank of the other sites.
 
     Args:
         store: store of the meeting point.
@@ -126,7 +126,7 @@ class SiteLinks:
         code: WireCode,
         num_gathered: int = 0,
         probe: Probe | None = None,
-    ) -> "Future[Exchanged]":
+    ) -> "Future[ExchangeResult]":
         """Start to exchange a vector with the members of a round, in the thread.
 
         Errors of the connection are raised by the result of the future.
@@ -144,7 +144,7 @@ class SiteLinks:
         return self._thread.submit(self._exchange, round_, delta, num_coded, code, num_gathered, probe)
 
     def send_state(self, transfer: str, tensors: Sequence[Tensor]) -> int:
-        """Send the tensors of this rank to the equal rank of a site that joins; block, and return the bytes.
+        """Send the tensors of this rank to the same rank of a site that joins; block, and return the bytes.
 
         Args:
             transfer: name of the transfer.
@@ -199,7 +199,7 @@ class SiteLinks:
         code: WireCode,
         num_gathered: int,
         probe: Probe | None,
-    ) -> Exchanged:
+    ) -> ExchangeResult:
         started_s = time.perf_counter()
         # A meeting point that was started again counts epochs from 1.
         if (round_.epoch, round_.members) != (self._epoch, self._members):
@@ -231,7 +231,7 @@ class SiteLinks:
         probes = None if probe is None else self._exchange_probe(probe)
         if probes is not None:
             sent_bytes += probes[0].nbytes * (len(round_.members) - 1)
-        return Exchanged(mean, decoded, sent_bytes, time.perf_counter() - started_s, gathered, probes)
+        return ExchangeResult(mean, decoded, sent_bytes, time.perf_counter() - started_s, gathered, probes)
 
     def _exchange_probe(self, probe: Probe) -> Tensor | None:
         """Return the values of all members; None if their keys or sizes differ."""
@@ -253,16 +253,16 @@ class SiteLinks:
             self._group.allgather([received], [payload]).wait()
         else:
             me = self._members.index(self._number)
-            other = 1 - me
+            peer = 1 - me
             groups = (self._group, self._return_group)
             received[me] = payload
-            works = (groups[me].send([payload], other, 0), groups[other].recv([received[other]], other, 0))
+            works = (groups[me].send([payload], peer, 0), groups[peer].recv([received[peer]], peer, 0))
             for work in works:
                 work.wait()
         return [content.view(values.dtype) for content in received]
 
     def _connect(self, epoch: str, members: tuple[int, ...]) -> None:
-        """Connect to the equal ranks of the other sites; return once all are connected."""
+        """Connect to the same rank of the other sites; return once all are connected."""
         self.drop()
         member = members.index(self._number)
 

@@ -93,7 +93,7 @@ class JobLink:
         return PendingReceive(self._handle.recv([x], source, tag))
 
     def send_object(self, value: Any, target: int, tag: int) -> "PendingObject":
-        """Start to send an object, which is pickled at once."""
+        """Start to send an object, which is pickled immediately."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([len(content)])
         return PendingObject((self.send(size, target, tag), self.send(content, target, tag)))

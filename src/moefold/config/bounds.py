@@ -4,32 +4,33 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, get_args
 
-from moefold.config.field import SAME_RUN, Bound, Judged, Most, ReadIf, Trait
+from moefold.config.field import SAME_RUN, Bound, MaxMagnitude, ReadIf, Trait, VerifyAs
 from moefold.config.limits import MAX_INTEGER, MAX_NUMBER
 from moefold.config.part import Part, Table, metadata_of, settings_of, tables_of
 from moefold.config.schema import Config
 from moefold.config.suggestions import key_types, kind_settings, last_name, owner_of, sections
+from moefold.errors import Problem
 
 
-def range_problems(cfg: Config) -> Iterator[str]:
+def range_problems(cfg: Config) -> Iterator[Problem]:
     """Yield one message for each key whose value is out of its range."""
     for section, key, bound in bounds():
         value = getattr(getattr(cfg, section), key)
         if not bound.is_legal(value):
-            yield f"{section}.{key}={value!r} {bound.rule}"
+            yield Problem(f"{section}.{key}", value, f"{bound.rule}")
     for section, owner in sections().items():
         for key in tables_of(owner):
             yield from _table_problems(f"{section}.{key}", getattr(getattr(cfg, section), key))
 
 
-def _table_problems(path: str, table: Any) -> Iterator[str]:
+def _table_problems(path: str, table: Any) -> Iterator[Problem]:
     """Yield one message for each setting of a part or table, and of its own tables, that is out of its range."""
     owner: Any = type(table)
     if not isinstance(table, Part | Table):
         return
     for setting, rule in _bounds_of(owner):
         if not rule.is_legal(value := getattr(table, setting)):
-            yield f"{path}.{setting}={value!r} {rule.rule}"
+            yield Problem(f"{path}.{setting}", value, f"{rule.rule}")
     for key in tables_of(owner):
         yield from _table_problems(f"{path}.{key}", getattr(table, key))
 
@@ -73,7 +74,9 @@ def max_integer(section: str, key: str) -> int:
 
 def _own_maximum(section: str, key: str) -> int | None:
     """Return the largest magnitude that the annotation of a key sets, or None."""
-    return next((entry.value for entry in metadata_of(sections()[section])[key] if isinstance(entry, Most)), None)
+    return next(
+        (entry.value for entry in metadata_of(sections()[section])[key] if isinstance(entry, MaxMagnitude)), None
+    )
 
 
 @cache
@@ -89,7 +92,7 @@ def own_maxima() -> dict[str, int]:
         path: entry.value
         for path in kind_settings()
         for entry in metadata_of(owner_of(path))[last_name(path)]
-        if isinstance(entry, Most)
+        if isinstance(entry, MaxMagnitude)
     }
     return key_maxima | part_maxima
 
@@ -105,15 +108,15 @@ def keys_with(section: str, trait: Trait) -> frozenset[str]:
 def keys_of_same_run() -> frozenset[str]:
     """Return the keys that may change when a run is resumed without a line of the log (`SAME_RUN`)."""
     return frozenset(
-        name for name, marks in _marks_by_key().items() if SAME_RUN in marks and judged()[name] is not Judged.START
+        name for name, marks in _marks_by_key().items() if SAME_RUN in marks and judged()[name] is not VerifyAs.START
     )
 
 
 @cache
-def judged() -> dict[str, Judged | None]:
+def judged() -> dict[str, VerifyAs | None]:
     """Return how `moefold verify` judges each key, by "section.key"; None: the oracle must read it."""
     return {
-        name: next((mark for mark in reversed(marks) if isinstance(mark, Judged)), None)
+        name: next((mark for mark in reversed(marks) if isinstance(mark, VerifyAs)), None)
         for name, marks in _marks_by_key().items()
     }
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import NO_TILDE, Bound, Judged, ReadIf, at_least
+from moefold.config.field import NO_TILDE, Bound, ReadIf, VerifyAs, at_least
 from moefold.config.part import Table
 
 
@@ -50,10 +50,10 @@ class CheckpointConfig:
     this many steps ([checkpoints.md](checkpoints.md#snapshots-in-the-memory-of-peers)); 0: never."""
     resume: str = "auto"
     """auto: the newest complete checkpoint of dir, if any. never: start from scratch. Else the path of a checkpoint."""
-    init_from: Annotated[str, Judged.START] = ""
+    init_from: Annotated[str, VerifyAs.START] = ""
     """Initial weights of a new run: an imported or any other checkpoint, a run (its newest), or a Hugging Face
     folder. May be remote, or hf://ORG/NAME ([remote.md](remote.md#the-hugging-face-hub))."""
-    upcycle: Annotated[UpcycleConfig | None, Judged.START] = None
+    upcycle: Annotated[UpcycleConfig | None, VerifyAs.START] = None
     """Begin with experts made from a dense model ([conversion.md](conversion.md#upcycling)), instead of `init_from`."""
     ignore_keys: Annotated[tuple[str, ...], ReadIf("checkpoint.init_from checkpoint.upcycle rl.reference")] = ()
     """Keys of the JSON files of a Hugging Face folder with initial weights that moefold does not know, and that change

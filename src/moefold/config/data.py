@@ -48,8 +48,8 @@ class DataConfig:
     packing: Annotated[Literal["concatenate", "best_fit"], ReadIf("data.kind=python-docs|text|tokens|huggingface")] = (
         "concatenate"
     )
-    """How documents become samples. concatenate: the stream of all documents is split every seq_len tokens. best_fit:
-    no document of up to seq_len + 1 tokens is split, and padding fills the rest of a sample (arXiv:2404.10830;
+    """Packing of documents. concatenate: the stream of all documents is split every seq_len tokens. best_fit: no
+    document of up to seq_len + 1 tokens is split, and padding fills the rest of a sample (arXiv:2404.10830;
     python-docs, text, tokens, huggingface)."""
     corrupt: Annotated[Literal["fatal", "skip"], ReadIf("data.kind=text|tokens|huggingface|sft|preference")] = "fatal"
     """Handling of files that cannot be read to their end: fatal refuses the run; skip leaves out each such file as a

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import POSITIVE, Bound, Most, ReadIf, at_least
+from moefold.config.field import POSITIVE, Bound, MaxMagnitude, ReadIf, at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultsConfig:
     """Handling of failures during a run ([failures.md](failures.md), [silent-faults.md](silent-faults.md))."""
 
-    timeout_s: Annotated[float, at_least(1), Most(10**8)] = 600.0
+    timeout_s: Annotated[float, at_least(1), MaxMagnitude(10**8)] = 600.0
     """End the run and name the late rank when a rank makes no progress for this many seconds. Must exceed the longest
     single operation of a rank: joining, loading, the first step with its compilation, saving."""
     check_dispatch: bool = False
@@ -25,7 +25,7 @@ class FaultsConfig:
     spike_factor: Annotated[float, POSITIVE, ReadIf("faults.spike!=ignore")] = 10.0
     """Spike threshold: standard deviations above the median of the last steps; the deviation is estimated from the
     median absolute deviation (Hampel identifier), and is at least 1 % of the median."""
-    spike_window: Annotated[int, at_least(3), Most(10**6), ReadIf("faults.spike!=ignore")] = 50
+    spike_window: Annotated[int, at_least(3), MaxMagnitude(10**6), ReadIf("faults.spike!=ignore")] = 50
     """Number of last steps that a spike is compared with; no detection before there are as many."""
     max_skips: Annotated[int, at_least(1), ReadIf("faults.nonfinite=skip faults.spike=skip")] = 10
     """Maximum number of consecutive skipped steps; the next one stops the run."""

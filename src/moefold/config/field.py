@@ -16,7 +16,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Most:
+class MaxMagnitude:
     """Largest magnitude of a number, far above the values of any real run; checked while a recipe is read.
 
     Numbers without it have the largest magnitude of their type (`config/limits.py`).
@@ -37,7 +37,7 @@ class ReadIf:
     "section.key!=WORD": it has one of these values, or another value."""
 
 
-class Judged(Enum):
+class VerifyAs(Enum):
     """Class of a key for `moefold verify`; on a section: class of all its keys without their own mark.
 
     A key without a mark, in a section without a mark, changes the maths of a step: the oracle must read it when it is
@@ -66,7 +66,7 @@ SAME_TENSORS = Trait.SAME_TENSORS
 """A key of [model] that does not change the meaning of stored tensors, or that is compared by its effect."""
 SAME_RUN = Trait.SAME_RUN
 """A key that may change when a run is resumed without a line of the log; on a section: all its keys except those that
-determine initial values (`Judged.START`)."""
+determine initial values (`VerifyAs.START`)."""
 
 
 def at_least(low: int, meaning: str = "") -> Bound:

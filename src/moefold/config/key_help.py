@@ -136,15 +136,15 @@ def keys_text(pattern: str = "") -> str:
 def _matching_keys(pattern: str) -> set[str]:
     """Return the names of the keys whose name, or else whose help, matches a pattern."""
     keys = {key.name: key.help for section in sections() for key in recipe_keys(section)}
-    wanted = pattern.lower()
-    if any(char in wanted for char in "*?["):
-        matches = {name for name in keys if fnmatchcase(name, wanted) or fnmatchcase(name.partition(".")[2], wanted)}
+    lowered = pattern.lower()
+    if any(char in lowered for char in "*?["):
+        matches = {name for name in keys if fnmatchcase(name, lowered) or fnmatchcase(name.partition(".")[2], lowered)}
     else:
-        matches = {name for name in keys if wanted in name}
-        matches = matches or {name for name, text in keys.items() if wanted in text.lower()}
+        matches = {name for name in keys if lowered in name}
+        matches = matches or {name for name, text in keys.items() if lowered in text.lower()}
     if matches:
         return matches
-    guess = closest_match(wanted, [*keys, *(name.partition(".")[2] for name in keys)])
+    guess = closest_match(lowered, [*keys, *(name.partition(".")[2] for name in keys)])
     hint = key_hint(pattern) or (f"did you mean {guess!r}?" if guess else "`moefold train --keys` lists all")
     raise ConfigError(f"--keys {pattern!r}: no key has it in its name or help; {hint}")
 

@@ -85,10 +85,10 @@ def spell_layers(rows: Sequence[LayerWords]) -> int | str:
         return len(rows)
     names = []
     for row in rows:
-        kept = [
+        kinds = [
             word for column, word in row._asdict().items() if word != getattr(default, column) or column in is_mixed
         ]
-        names.append("/".join(kept) or default.attention)
+        names.append("/".join(kinds) or default.attention)
     spelled = ", ".join(_runs(names))
     for start in range(4):
         for size in range(2, 9):
@@ -127,11 +127,11 @@ def counted_layers(layers: int | str | None, count: int) -> int | str:
     """
     try:
         rows = parse_layers(count if layers is None else layers)
-        wanted = spell_layers(repeat_layers(rows, len(parse_layers(count))))
+        spelled = spell_layers(repeat_layers(rows, len(parse_layers(count))))
     except ValueError:
         return count
     if len(set(rows)) > 1:
         raise ConfigError(
-            f"model.layers={count} does not say which layers; write them by name, such as {str(wanted)!r}"
+            f"model.layers={count} does not say which layers; write them by name, such as {str(spelled)!r}"
         )
-    return wanted
+    return spelled

@@ -7,7 +7,7 @@ Each bound is far above the values of any real run. The annotation of a key's fi
 from math import inf
 from typing import Any, get_args
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 MAX_RANKS = 2**30
 MAX_STEPS = 10**9
@@ -83,8 +83,8 @@ def check_at_most(name: str, value: int, maximum: int) -> None:
         ConfigError: the number is larger.
     """
     if value > maximum:
-        shown = value if value.bit_length() <= MAX_INTEGER_BITS else f"({value.bit_length()} bits)"
-        raise ConfigError(f"{name} {shown} must be at most {maximum}")
+        text = value if value.bit_length() <= MAX_INTEGER_BITS else f"({value.bit_length()} bits)"
+        raise ConfigError(f"{Setting(name, text):s} must be at most {maximum}")
 
 
 def parse_count(text: str) -> int | None:

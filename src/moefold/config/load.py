@@ -97,10 +97,10 @@ def config_from_dict(tree: Mapping[str, Any]) -> Config:
         tree = check_format(tree, "the recipe")
     tables = nested(tree)
     names = {f"{section}.{key}" for section, keys in tables.items() if isinstance(keys, dict) for key in keys}
-    moved = {name: moved_key_refusal(tables, name) for name in MOVED if name in names}
+    refusals = {name: moved_key_refusal(tables, name) for name in MOVED if name in names}
     tree, wrong_preset = _with_preset(tables)
     tree, parts, wrong_parts = _take_tables(tree)
-    problems: Problems = {**_structure_problems(tree), **wrong_preset, **wrong_parts, **moved}
+    problems: Problems = {**_structure_problems(tree), **wrong_preset, **wrong_parts, **refusals}
     filled = _known_keys(tree, problems, parts.get(SiteMethodPart.key))
     try:
         cfg = _validator().validate_json(json.dumps(filled, default=_encode_unsupported), strict=True)
@@ -159,7 +159,7 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
     Raises:
         MissingPartError: see `config_from_dict`.
     """
-    taken: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     problems: Problems = {}
     remaining = dict(tree)
     for section, owner in sections().items():
@@ -171,12 +171,12 @@ def _take_tables(tree: Mapping[str, Any]) -> tuple[Tree, dict[str, Any], Problem
             try:
                 if not isinstance(keys[key], Part | Table) and not is_table_value(name, keys[key]):
                     continue
-                taken[name] = build_table(name, keys[key], default_of(section, key))
+                parts[name] = build_table(name, keys[key], default_of(section, key))
             except ConfigError as error:
                 problems[name] = error
             remaining[section] = {other: value for other, value in remaining[section].items() if other != key}
     raise_missing(problems.values())
-    return remaining, taken, problems
+    return remaining, parts, problems
 
 
 def _apply_override(tree: Tree, override: str, folder: Path) -> str:
@@ -219,15 +219,15 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     before: Any = tree
     for name in names:
         before = before.get(name) if isinstance(before, dict) else None
-    lost: Tree = {}
+    dropped: Tree = {}
     path = f"{section}.{key}"
     is_kind = group_at(path) is not None
     value = placed(value, folder) if is_kind else value
     if path == "model.layers":
         value = _counted(keys, {key: value}).get(key, value) if key in keys else value
     if is_kind and isinstance(value, str) and value != NONE and isinstance(before, dict):
-        kept, lost = settings_of_other_kind(path, before, value)
-        value_of_part: Any = {"kind": value, **kept} if kept else value
+        carried, dropped = settings_of_other_kind(path, before, value)
+        value_of_part: Any = {"kind": value, **carried} if carried else value
         put(tree, names, NONE)
         put(tree, names, value_of_part)
     else:
@@ -236,8 +236,8 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
             value = merged(path, before, value)
             put(tree, names, NONE)
         put(tree, names, value)
-    left_out = ", ".join(f"{path}.{name}={brief_value(lost[name])}" for name in lost)
-    return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if lost else ""
+    left_out = ", ".join(f"{path}.{name}={brief_value(dropped[name])}" for name in dropped)
+    return f"{path}={value!r} leaves out {left_out} of the recipe, which it has no key for" if dropped else ""
 
 
 def _override_value(section: str, key: str, text: str) -> Any:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from moefold.config.field import POSITIVE, Judged, at_least
+from moefold.config.field import POSITIVE, VerifyAs, at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,10 +15,10 @@ class LoraConfig:
     other weights are frozen. 0: no adapters, all weights are trained."""
     alpha: Annotated[float, POSITIVE] = 16.0
     """Scale of the adapters: B A is multiplied by alpha / rank."""
-    targets: Annotated[tuple[str, ...], Judged.START] = ("all",)
+    targets: Annotated[tuple[str, ...], VerifyAs.START] = ("all",)
     """Matrices with adapters. A part of the model: "attention", "dense_mlp", "shared_experts", "experts" (an adapter
     for each expert). A matrix: "wq", "w_up". A matrix of a part: "experts.w_up". "all": every matrix of these parts."""
-    init_from: Annotated[str, Judged.START] = ""
+    init_from: Annotated[str, VerifyAs.START] = ""
     """Initial adapters: a checkpoint with adapters of the same rank and targets, or a run (its newest checkpoint).
     Empty: new adapters, which initially change nothing (B is zero)."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from moefold.config.field import POSITIVE, SAME_TENSORS, Judged, Most, at_least
+from moefold.config.field import POSITIVE, SAME_TENSORS, MaxMagnitude, VerifyAs, at_least
 from moefold.config.groups.ffn import Networks, RoutedPart
 from moefold.config.groups.rope_scaling import RopeConfig, RopeSettings
 from moefold.config.layer_words import MAX_LAYERS, LayerWords, parse_layers
@@ -17,24 +17,24 @@ from moefold.config.part import KindOf, Section
 class ModelConfig(Section):
     """Sizes and kinds of a decoder-only transformer. `preset` sets the keys that the recipe leaves out."""
 
-    preset: Annotated[str, SAME_TENSORS, Judged.SIZE] = ""
+    preset: Annotated[str, SAME_TENSORS, VerifyAs.SIZE] = ""
     """Named model shape (see `moefold train --keys`); keys of the recipe take precedence."""
-    layers: Annotated[int | str, Most(MAX_LAYERS)] = 4
+    layers: Annotated[int | str, MaxMagnitude(MAX_LAYERS)] = 4
     """Transformer layers, L: their number, or names with counts and one level of brackets, such as "3 dense, 58 moe",
     "12 x (3 linear, full)" and "chunk/dense, full/nope/moe". The first name of each of these lists is the default:
     full, window (model.sliding_window), chunk (model.attention_chunk_size) or linear (model.linear_attention)
     attention; rope or nope (no position embedding); own or shared (the keys that the nearest layer with an indexer
     before it selected, arXiv:2603.12201; MTP layers have their own indexer); moe (model.ffn.moe) or dense
     (model.ffn.dense)."""
-    hidden_size: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 256
+    hidden_size: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 256
     """Width of the residual stream, H."""
     attention: Annotated[Any, KindOf("attention", "not is_recurrent")] = "gqa"
     """Softmax attention. gqa: groups of heads share keys and values. mla: multi-head latent attention, keys and values
     of all heads come from one latent (DeepSeek-V2)."""
-    vocab_size: Annotated[int, at_least(1), Most(2**31), Judged.SIZE] = 256
+    vocab_size: Annotated[int, at_least(1), MaxMagnitude(2**31), VerifyAs.SIZE] = 256
     """Rows of the embedding, V. If the recipe does not set it and data.tokenizer has more ids than the preset or the
     default: their number, rounded up to a multiple of 64."""
-    mtp_layers: Annotated[int, at_least(0, "0: none"), Most(MAX_LAYERS)] = 0
+    mtp_layers: Annotated[int, at_least(0, "0: none"), MaxMagnitude(MAX_LAYERS)] = 0
     """Additional tokens that each position predicts in training (multi-token prediction, MTP, arXiv:2412.19437 sec.
     2.2), each through one more layer after the others, of the kind of the last one; 0: none."""
     sliding_window: Annotated[int, at_least(0, "0: no such layer"), SAME_TENSORS] = 0
@@ -66,7 +66,7 @@ class ModelConfig(Section):
     """Use the embedding as the output head."""
     head_bias: bool = False
     """Bias on the logits, one for each token of the vocabulary (Phi-3.5-MoE)."""
-    init_std: Annotated[float, POSITIVE, SAME_TENSORS, Judged.START] = 0.02
+    init_std: Annotated[float, POSITIVE, SAME_TENSORS, VerifyAs.START] = 0.02
     """Standard deviation of the initial weights; output projections use init_std / sqrt(2 * num_layers)."""
 
     @cached_property
@@ -155,7 +155,7 @@ class ModelConfig(Section):
 
     @cached_property
     def routed(self) -> RoutedPart | None:
-        """Feed-forward network of all MoE layers; None: the model has no MoE layers."""
+        """Feed-forward network of all MoE layers; None if the model has no MoE layers."""
         return next((layer.ffn.routed for layer in self.all_layers if layer.ffn.routed), None)
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import Bound, Judged, ReadIf, at_least
+from moefold.config.field import Bound, ReadIf, VerifyAs, at_least
 from moefold.config.part import KindOf, Part, Section
 
 TRACE_FOLDER = "routing"
@@ -30,7 +30,7 @@ class MoEConfig(Section):
     earlier one: not causal), or the first by position. Evaluate "probs" with eval_capacity_factor=0."""
     drop_scope: Annotated[str | Part, KindOf("drop_scope")] = "full_sequence"
     """Drop tokens over the whole micro-batch (same drops under every mapping), or over the rank's own tokens."""
-    pad_to_capacity: Annotated[bool, Judged.MAPPING] = False
+    pad_to_capacity: Annotated[bool, VerifyAs.MAPPING] = False
     """Pad the input of every expert with zeros to its capacity, from each rank: static shapes. If cp*tp > 1, only with
     drop_scope "sub_sequence", because ranks that share a capacity would each need a buffer for all of it."""
     aux_loss: Annotated[float, at_least(0, "0: off")] = 0.01
@@ -54,16 +54,16 @@ class MoEConfig(Section):
         float, Bound("must lie in [0, 1): at least 0 (0: off) and below 1", lambda part: 0 <= part < 1)
     ] = 0.0
     """Multiply the router's input by noise from 1-x to 1+x in training (arXiv:2101.03961); 0 turns it off."""
-    router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64"), Judged.FORMAT] = "float32"
+    router_dtype: Annotated[Literal["float32", "float64"], ReadIf("run.dtype!=float64"), VerifyAs.FORMAT] = "float32"
     """Minimum precision of the router's computation; with run.dtype="float64" it is float64."""
-    weight_in_expert: Annotated[bool, ReadIf("model.ffn.moe.probs_on_input=false"), Judged.MAPPING] = False
+    weight_in_expert: Annotated[bool, ReadIf("model.ffn.moe.probs_on_input=false"), VerifyAs.MAPPING] = False
     """Apply the routing weights between the activation and the down projection of an expert instead of to its output:
     the outputs are then not saved for backward. Exact; adds one number per routed token in the all-to-all."""
     dispatch_precision: Annotated[str | Part, KindOf("wire")] = "dtype"
     """Number format in which routed tokens are dispatched ([fp8.md](fp8.md)); dtype: run.dtype. fp8-blockwise: e4m3
     with one scale per 128 values, half the bytes of bfloat16. The same rounding under every mapping; expert outputs and
     gradients are sent in run.dtype."""
-    trace_every: Annotated[int, at_least(0, "0: never"), Judged.FILES] = 0
+    trace_every: Annotated[int, at_least(0, "0: never"), VerifyAs.FILES] = 0
     """Write each token's experts to RUN_DIR/routing every this many steps, one or two bytes per choice; 0: never."""
     replay: str = ""
     """Run with a routing trace, whose expert choices are replayed step by step; the routing weights are computed from

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from moefold.config.field import Most, ReadIf, at_least
+from moefold.config.field import MaxMagnitude, ReadIf, at_least
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.limits import MAX_RANKS
 from moefold.config.part import KindOf, Part, Section
@@ -16,17 +16,17 @@ class ParallelConfig(Section):
     mapping: Literal["given", "auto"] = "given"
     """auto: `moefold train` plans the axes that the recipe leaves out ([planner.md](planner.md)); `parallel = "auto"`
     at the top level is short for it. Without world_size: all ranks of the launcher, or all devices of the machine."""
-    world_size: Annotated[int, at_least(1), Most(MAX_RANKS)] = 1
+    world_size: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
     """Total number of ranks."""
-    tp: Annotated[int, at_least(1), Most(MAX_RANKS)] = 1
+    tp: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
     """Tensor parallelism of attention and dense layers, with sequence parallelism."""
-    cp: Annotated[int, at_least(1), Most(MAX_RANKS)] = 1
+    cp: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
     """Context parallelism: each rank holds seq_len / cp tokens of a sample."""
-    pp: Annotated[int, at_least(1), Most(4096)] = 1
+    pp: Annotated[int, at_least(1), MaxMagnitude(4096)] = 1
     """Pipeline-parallel ranks; both views share them."""
-    ep: Annotated[int, at_least(1), Most(MAX_RANKS)] = 1
+    ep: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
     """Expert parallelism: each rank holds num_experts / ep experts."""
-    etp: Annotated[int, at_least(1), Most(MAX_RANKS)] = 1
+    etp: Annotated[int, at_least(1), MaxMagnitude(MAX_RANKS)] = 1
     """Expert tensor parallelism: each expert's inner width is sharded over etp ranks."""
     order: str = "pp-dp-cp-tp"
     """Rank order of the attention view, slowest to fastest axis."""
@@ -35,7 +35,7 @@ class ParallelConfig(Section):
     schedule: Annotated[str | Part, KindOf("schedule")] = "1f1b"
     """Pipeline schedule ([pipeline.md](pipeline.md)). interleaved needs virtual_stages of 2 or more, zbv and dualpipev
     need 2; csv reads a file."""
-    virtual_stages: Annotated[int, at_least(1), Most(MAX_LAYERS)] = 1
+    virtual_stages: Annotated[int, at_least(1), MaxMagnitude(MAX_LAYERS)] = 1
     """Model chunks on each pipeline rank (virtual pipeline stages)."""
     pipeline_layout: str = ""
     """Stage of each part of the model, as "Ett|(ttt|)*2tL": E embedding, t layer, m MTP (multi-token prediction) layer,

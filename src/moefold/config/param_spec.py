@@ -45,7 +45,7 @@ class ParamSpec:
     etp_dim: int | None = None
     """Dim of routed experts sharded by expert tensor parallelism; dim 0 is sharded over ep."""
     never_as_matrix: bool = False
-    """Whether optimizers with a special update of matrices, such as Muon, update this matrix like a vector."""
+    """True if optimizers with a special update of matrices, such as Muon, update this matrix like a vector."""
     matrix_rows: tuple[int, ...] = ()
     """Rows of the logical matrices, which are updated separately and alternate along dim 0. Empty: one matrix."""
     initial: tuple[float, ...] = ()
@@ -54,7 +54,7 @@ class ParamSpec:
     """Distribution of initial values (`model/init.py`); None: "normal" for matrices, "ones" for norms ("zeros" if they
     are zero-centred), "zeros" for other vectors."""
     in_exponent: bool = False
-    """Whether the model exponentiates it, so that rounding it to the compute type has a large effect."""
+    """True if the model exponentiates it, so that rounding it to the compute type has a large effect."""
 
     @property
     def is_expert(self) -> bool:

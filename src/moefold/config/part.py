@@ -21,9 +21,8 @@ from moefold.config.part_registry import (
     kinds_with,
 )
 from moefold.config.plugins import origin_of, rebuild
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
-from moefold.errors import RunError
+from moefold.errors import Problem, RunError
 
 Built = TypeVar("Built")
 
@@ -83,7 +82,7 @@ class Part:
     """False if no result depends on the part: the oracle of `moefold verify` does not read it."""
 
     is_of_layers: ClassVar[bool] = False
-    """Whether each layer has its own part, chosen by `model.layers` (`config/layers.py`)."""
+    """True if each layer has its own part, chosen by `model.layers` (`config/layers.py`)."""
     is_for_training: ClassVar[bool] = False
     """True if inference does not read the part: its rules apply only to training."""
 
@@ -158,7 +157,7 @@ def checked_build(part: Part, value: Any, kind: Callable[..., Built]) -> Built:
     """Return the result of a part's `build`; raise RunError if it is of another class."""
     owner: Any = kind
     if not isinstance(value, owner):
-        raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, which is no {owner.__name__}")
+        raise RunError(f"{describe_part(part)} builds a {type(value).__name__}, not a {owner.__name__}")
     built_value: Built = value
     return built_value
 
@@ -213,9 +212,9 @@ def without_source(value: Any, *names: str) -> Any:
     if not isinstance(value, dict):
         return value
     source: Any = value["from"] if isinstance(value.get("from"), dict) else {}
-    kept = {name: fact for name, fact in source.items() if names and name not in names}
+    source_facts = {name: fact for name, fact in source.items() if names and name not in names}
     plain = {key: without_source(entry, *names) for key, entry in value.items() if key != "from" or not source}
-    return plain | ({"from": kept} if kept else {})
+    return plain | ({"from": source_facts} if source_facts else {})
 
 
 @cache

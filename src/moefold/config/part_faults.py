@@ -26,13 +26,13 @@ COMMUNICATION = ("moefold.comm.", "torch.distributed.")
 
 def guard_methods(part: Any) -> None:
     """Wrap the methods of a class from outside that belong to its group's interface, so that errors name the class."""
-    ours = [base for base in part.__mro__ if _is_of_package(base.__module__)]
-    for name in {name for base in ours for name in vars(base) if name[0] != "_" or name == "__call__"}:
+    own_bases = [base for base in part.__mro__ if _is_of_package(base.__module__)]
+    for name in {name for base in own_bases for name in vars(base) if name[0] != "_" or name == "__call__"}:
         owner = next(base for base in part.__mro__ if name in vars(base))
         # A part that this one inherits from was guarded when it was made.
-        if _is_of_package(owner.__module__) or (owner is not part and issubclass(owner, ours[-1])):
+        if _is_of_package(owner.__module__) or (owner is not part and issubclass(owner, own_bases[-1])):
             continue
-        declared = next(vars(base)[name] for base in ours if name in vars(base))
+        declared = next(vars(base)[name] for base in own_bases if name in vars(base))
         match vars(owner)[name]:
             case property() as method:
                 guarded: Any = property(_guarded(part, name, method.fget, declared))
@@ -75,9 +75,9 @@ def _guarded(part: Any, name: str, function: Any, method: Any) -> Callable[..., 
         # The oracle refuses a part without a formula with its own message.
         if not (_fits(value, hint) or (name == "formula" and value is None)):
             plain, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-            named = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))
-            wanted = {float: "must be a finite number", int: "must be an integer"}.get(plain, f"must be {named}")
-            rules = " and ".join([wanted, *(mark.rule for mark in bounds)])
+            type_name = plain.__name__ if isinstance(plain, type) else re.sub(r"\b[a-z_]+\.", "", str(plain))
+            rule = {float: "must be a finite number", int: "must be an integer"}.get(plain, f"must be {type_name}")
+            rules = " and ".join([rule, *(mark.rule for mark in bounds)])
             text = f"returns {value!r:.60} from {name}(), which {rules.replace('and must be at', 'of at')}"
             raise RunError(f"{describe_class(_class_of(part, args))} {text}; {_way_out(part, code)}")
         return iter(value) if is_iterator else value
@@ -126,7 +126,7 @@ def _failure(parts: list[Any], method: str, error: BaseException, code: CodeType
     Args:
         parts: class of the part, or several classes of one package if any of them may have failed.
         method: the method, for the text after "fails in"; empty: the first called function of its package or file.
-        code: code object of the method, for calls that do not match its signature; None: it has no line.
+        code: code object of the method, for calls that do not match its signature; None if it has no line.
     """
     part = parts[0]
     names = _modules_of(error)
@@ -144,8 +144,8 @@ def _failure(parts: list[Any], method: str, error: BaseException, code: CodeType
         if name.partition(".")[0] == root
     ]
     method = method or f"{frames[0][0].co_qualname}()"
-    named = describe_class(part) if len(parts) == 1 else str(origin_of(part)[1])
-    fault = f"{named} fails in {method}: {type(error).__name__}: {printable(error)}"
+    part_name = describe_class(part) if len(parts) == 1 else str(origin_of(part)[1])
+    fault = f"{part_name} fails in {method}: {type(error).__name__}: {printable(error)}"
     return RunError(f"{fault}; {_way_out(part, *frames[-1]) if frames else _way_out(part, code)}")
 
 

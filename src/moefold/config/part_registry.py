@@ -55,8 +55,8 @@ def kinds_in_words(group: str, words: tuple[str, ...] = ()) -> str:
     Args:
         words: the built-in kinds that count; empty: all.
     """
-    others = (f"{kind!r} ({origin_of_entry(points[0])})" for kind, points in entry_points_of(group).items())
-    return one_of([*map(repr, words or built_in_kinds(group)), *others])
+    installed = (f"{kind!r} ({origin_of_entry(points[0])})" for kind, points in entry_points_of(group).items())
+    return one_of([*map(repr, words or built_in_kinds(group)), *installed])
 
 
 def one_of(options: list[str]) -> str:
@@ -99,8 +99,8 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
         return missing
     choices = kinds(group, words)
     spelled = [choice for choice in choices if choice.lower() == kind.lower()]
-    ours = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)
-    hint = "".join(f"; did you mean {guess!r}?" for guess in (spelled or ours)[:1])
+    suggestions = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)
+    hint = "".join(f"; did you mean {guess!r}?" for guess in (spelled or suggestions)[:1])
     text = repr(kind) if len(repr(kind)) <= 60 else f"{kind!r:.57}..."
     return f"{name}={text} must be {kinds_in_words(group, words)}{hint}"
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
-from moefold.config.field import Bound, Most
+from moefold.config.field import Bound, MaxMagnitude
 from moefold.config.limits import MAX_NUMBER, is_oversized, value_unsupported_reason
 from moefold.config.part import KindOf, Part, Table, default_of_field, required_settings, settings_of, tables_of
 from moefold.config.part_registry import (
@@ -39,7 +39,6 @@ from moefold.config.plugins import (
     raise_missing,
     split_file_kind,
 )
-from moefold.config.problem import Problem
 from moefold.config.suggestions import (
     closest_match,
     group_at,
@@ -51,7 +50,7 @@ from moefold.config.suggestions import (
     slot_fault,
     wrong_kind,
 )
-from moefold.errors import ConfigError, raise_all
+from moefold.errors import ConfigError, Problem, raise_all
 from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
 
     Args:
         value: a kind, or a table with `kind` and settings; the settings of a table without kinds; "none": no table.
-        default: the default of the key, whose kind a table without `kind` has; None: no default.
+        default: the default of the key, whose kind a table without `kind` has; None if there is no default.
 
     Raises:
         MissingPartError: the part was recorded, and its file is not named or its package not installed.
@@ -149,7 +148,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         return build_part(name, table)
     assert isinstance(value, dict)
     if is_oversized(value):
-        raise ConfigError(f"{name} has a table that is nested too deep, or a number that is too large")
+        raise ConfigError(Problem(name, None, "has a table that is nested too deep, or a number that is too large"))
     return mark(**checked_settings(name, "", mark, value))
 
 
@@ -165,7 +164,7 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     """
     table = {"kind": value} if isinstance(value, str) else dict(value)
     if is_oversized(table):
-        raise ConfigError(f"{name} has a table that is nested too deep, or a number that is too large")
+        raise ConfigError(Problem(name, None, "has a table that is nested too deep, or a number that is too large"))
     mark = mark_at(name)
     assert isinstance(mark, KindOf)
     group = mark.group
@@ -182,9 +181,8 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
         built = part(**values)
         hash(built)
     except Exception as error:
-        raise ConfigError(
-            f"{name}={kind!r} of {origin} refuses its settings: {type(error).__name__}: {printable(error)}"
-        ) from error
+        rule = f"of {origin} refuses its settings: {type(error).__name__}: {printable(error)}"
+        raise ConfigError(Problem(name, kind, rule)) from error
     assert isinstance(built, Part)
     return built
 
@@ -208,15 +206,15 @@ def settings_of_other_kind(
     if not isinstance(mark, KindOf):
         return {}, {}
     if split_file_kind(kind) is not None:
-        named, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
-        part, _ = _class_of(name, mark, named, origin)
+        kind_name, origin = import_file(kind) if source is None else (kind, _read_origin(name, source))
+        part, _ = _class_of(name, mark, kind_name, origin)
     elif kind in kinds(mark.group):
         part = find_part(mark.group, kind)
     else:
         return {}, {}
     own_settings = settings_of(part)
-    kept = {key: value for key, value in settings.items() if key in own_settings}
-    return kept, {key: value for key, value in settings.items() if key not in own_settings}
+    shared = {key: value for key, value in settings.items() if key in own_settings}
+    return shared, {key: value for key, value in settings.items() if key not in own_settings}
 
 
 def known_parts(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,7 +343,7 @@ def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any
             raise MissingPartError(missing)
         guess = closest_match(kind, kinds(group))
         hint = f"; did you mean {guess!r}?" if guess else ""
-        raise ConfigError(f"{name}.kind={kind!r} must be {kinds_in_words(group)}, or FILE.py:CLASS{hint}")
+        raise ConfigError(Problem(f"{name}.kind", kind, f"must be {kinds_in_words(group)}, or FILE.py:CLASS{hint}"))
     part = find_part(group, kind)
     origin = origin_of(part)[1]
     _check_slot(name, kind, part, origin)
@@ -354,16 +352,14 @@ def _class_of(name: str, mark: KindOf, kind: str, recorded: Origin) -> tuple[Any
 
 def _check_slot(name: str, kind: str, part: Any, origin: Origin) -> None:
     if fault := slot_fault(name, part):
-        raise ConfigError(f"{name}={kind!r} of {origin} {fault}")
+        raise ConfigError(Problem(name, kind, f"of {origin} {fault}"))
 
 
 def _report_difference(name: str, kind: str, recorded: Origin, now: Origin) -> None:
     """Log that a part differs from the recorded one; raise ConfigError if it comes from another distribution."""
     if recorded.distribution != now.distribution and recorded.distribution:
-        raise ConfigError(
-            f"{name}={kind!r} is a part of {recorded}, and the one that is installed is of {now}; install the first, "
-            "or leave the second out"
-        )
+        rule = f"is a part of {recorded}, and the one that is installed is of {now}"
+        raise ConfigError(Problem(name, kind, rule, "install the first, or leave the second out"))
     if recorded.sha256 and recorded.sha256 != now.sha256:
         logger.warning(
             "moefold: %s=%r is recorded with sha256 %s, and %s has %s: the file has changed since",
@@ -412,7 +408,9 @@ def _problem(name: str, part: Any, key: str, value: Any, kind: str, message: str
     if kind == "missing":
         return Problem(f"{name}.{key}", None, "is missing, and has no default", f"write {name}.{key}=VALUE")
     choices = getattr(_hints(part)[key], "__args__", ())
-    guess = closest_match(value, [one for one in choices if isinstance(one, str)]) if isinstance(value, str) else None
+    guess = (
+        closest_match(value, [word for word in choices if isinstance(word, str)]) if isinstance(value, str) else None
+    )
     rule = message.replace("Input should ", "must ", 1).removeprefix("Value error, ")
     if kind in ("list_type", "tuple_type"):
         is_text = "str" in str(_hints(part)[key])
@@ -463,7 +461,7 @@ def _bounds_of(hint: Any) -> Callable[[Any], Any]:
         for entry in entries:
             if isinstance(entry, Bound) and not entry.is_legal(value):
                 raise ValueError(entry.rule)
-            if isinstance(entry, Most) and abs(value) > entry.value:
+            if isinstance(entry, MaxMagnitude) and abs(value) > entry.value:
                 raise ValueError(f"must be at most {entry.value}")
         return value
 

@@ -93,30 +93,41 @@ def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_ba
         stage_ranks: pipeline rank of each stage.
         num_micro_batches: micro-batches of a step.
     """
-    done: dict[tuple[int, int], list[str]] = {}
+    done_actions: dict[tuple[int, int], list[str]] = {}
     for rank, row in enumerate(rows):
         for action in (action for slot in row for action in slot):
             if not 0 <= action.stage < len(stage_ranks) or stage_ranks[action.stage] != rank:
                 stages = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
                 return f": rank {rank} has {action}, and the stages {stages}"
-            kinds = done.setdefault((action.stage, action.micro_batch), [])
+            kinds = done_actions.setdefault((action.stage, action.micro_batch), [])
             if action.kind in kinds:
                 return f": {action} occurs twice; leave one out"
             kinds.append(action.kind)
     for stage in range(len(stage_ranks)):
         for micro_batch in range(num_micro_batches):
-            kinds = done.pop((stage, micro_batch), [])
+            kinds = done_actions.pop((stage, micro_batch), [])
             if sorted(kinds) not in (["B", "F"], ["F", "I", "W"]):
                 return (
                     f": stage {stage} does {', '.join(kinds) or 'nothing'} with micro-batch {micro_batch}; it must do "
                     "F and B, or F, I and W"
                 )
-    for stage, micro_batch in done:
+    for stage, micro_batch in done_actions:
         return f": stage {stage} has micro-batch {micro_batch}, and there are {num_micro_batches}"
     if stuck := find_deadlock(rows):
         rank, (waiting, *_) = stuck
         return f" deadlocks: rank {rank} waits before {waiting}, because its input comes later; reorder the rows"
     return ""
+
+
+def find_swapped(rows: Sequence[SlotRow]) -> tuple[Action, Action] | None:
+    """Return two forward passes of a stage of which the first is of a later micro-batch; None if all are in order."""
+    last: dict[int, Action] = {}
+    for action in (action for row in rows for slot in row for action in slot if action.kind == "F"):
+        before = last.setdefault(action.stage, action)
+        if before.micro_batch > action.micro_batch:
+            return before, action
+        last[action.stage] = action
+    return None
 
 
 SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
@@ -126,8 +137,8 @@ SLOT_KINDS = (["F"], ["B"], ["I"], ["W"], ["F", "B"])
 def find_undeclared(rows: Sequence[SlotRow], *, splits_backward: bool) -> str:
     """Return the invalid slots of rows, or slots that contradict the facts of their schedule; like `find_fault`."""
     slots = [slot for row in rows for slot in row]
-    if wrong := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
-        return f" has {', '.join(map(str, wrong))} in one slot; a slot is one action, or F and then B"
+    if undeclared := next((slot for slot in slots if [action.kind for action in slot] not in SLOT_KINDS), None):
+        return f" has {', '.join(map(str, undeclared))} in one slot; a slot is one action, or F and then B"
     if not splits_backward and any(slot[0].kind == "W" for slot in slots):
         return " has W actions, and splits_backward=False; set it to True"
     return ""

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from moefold.config.limits import non_unicode_reason
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.terminal import printable
 
 ENTRY_POINTS = "moefold."
@@ -112,7 +112,7 @@ def import_files(kinds: str | Iterable[str]) -> None:
     """
     for kind in (kinds,) if isinstance(kinds, str) else kinds:
         if split_file_kind(kind) is None:
-            raise ConfigError(f"--part {kind} must be FILE.py:CLASS, such as parts.py:Gated")
+            raise ConfigError(f"{Setting('--part', kind):s} must be FILE.py:CLASS, such as parts.py:Gated")
         import_file(kind)
 
 
@@ -138,7 +138,7 @@ def imported_class(kind: str, origin: Origin) -> tuple[Any, Origin]:
     if not ranked:
         part = f"{origin.file}:{name}" if Path(origin.file).is_file() else kind
         former = f", which was {origin.file}" if origin.file else ""
-        raise MissingPartError(f"was trained with {kind}{former}; name it: --part {shlex.quote(part)}")
+        raise MissingPartError(f"was trained with {kind}{former}; name it: {Setting('--part', shlex.quote(part)):s}")
     return getattr(ranked[-1][1], name), ranked[-1][0]
 
 

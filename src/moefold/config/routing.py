@@ -7,7 +7,7 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.router import BalanceScopePart, ChoicePart
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

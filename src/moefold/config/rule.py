@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from moefold.config.part import Part
-from moefold.config.problem import Problem
 from moefold.config.schema import Config
+from moefold.errors import Problem
 
 Rule = Callable[..., Iterator[Any]]
 """Yields a message or `Problem` per violation. Each parameter without a default is a section of the recipe by its name;

@@ -1,7 +1,7 @@
 """Recipe schema: frozen, typed dataclasses, validated by `config/load.py`.
 
 The docstring under each field is the help of its recipe key. The schema does not import torch, so that a wrong recipe
-is refused at once.
+is refused immediately.
 """
 
 import json
@@ -14,7 +14,7 @@ from moefold.config.align import AlignConfig
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.faults import FaultsConfig
-from moefold.config.field import SAME_RUN, Judged, ReadIf
+from moefold.config.field import SAME_RUN, ReadIf, VerifyAs
 from moefold.config.lora import LoraConfig
 from moefold.config.metrics import MetricsConfig
 from moefold.config.model import ModelConfig
@@ -33,19 +33,19 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: Annotated[ParallelConfig, Judged.MAPPING, SAME_RUN] = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, VerifyAs.MAPPING, SAME_RUN] = field(default_factory=ParallelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    data: Annotated[DataConfig, Judged.SAMPLES] = field(default_factory=DataConfig)
+    data: Annotated[DataConfig, VerifyAs.SAMPLES] = field(default_factory=DataConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     lora: Annotated[LoraConfig, ReadIf("lora.rank")] = field(default_factory=LoraConfig)
-    checkpoint: Annotated[CheckpointConfig, Judged.FILES, SAME_RUN] = field(default_factory=CheckpointConfig)
-    metrics: Annotated[MetricsConfig, Judged.FILES, SAME_RUN] = field(default_factory=MetricsConfig)
-    faults: Annotated[FaultsConfig, Judged.FILES, SAME_RUN] = field(default_factory=FaultsConfig)
-    rl: Annotated[RLConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RLConfig)
-    rollout: Annotated[RolloutConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RolloutConfig)
-    reward: Annotated[RewardConfig, ReadIf("rl.group_size"), Judged.ROLLOUTS] = field(default_factory=RewardConfig)
-    sites: Annotated[SitesConfig, Judged.ROUNDS] = field(default_factory=SitesConfig)
+    checkpoint: Annotated[CheckpointConfig, VerifyAs.FILES, SAME_RUN] = field(default_factory=CheckpointConfig)
+    metrics: Annotated[MetricsConfig, VerifyAs.FILES, SAME_RUN] = field(default_factory=MetricsConfig)
+    faults: Annotated[FaultsConfig, VerifyAs.FILES, SAME_RUN] = field(default_factory=FaultsConfig)
+    rl: Annotated[RLConfig, ReadIf("rl.group_size"), VerifyAs.ROLLOUTS] = field(default_factory=RLConfig)
+    rollout: Annotated[RolloutConfig, ReadIf("rl.group_size"), VerifyAs.ROLLOUTS] = field(default_factory=RolloutConfig)
+    reward: Annotated[RewardConfig, ReadIf("rl.group_size"), VerifyAs.ROLLOUTS] = field(default_factory=RewardConfig)
+    sites: Annotated[SitesConfig, VerifyAs.ROUNDS] = field(default_factory=SitesConfig)
 
     @property
     def is_rl(self) -> bool:

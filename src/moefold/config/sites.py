@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, Judged, ReadIf, at_least
+from moefold.config.field import BELOW_ONE, POSITIVE, SAME_RUN, ZERO_TO_ONE, Bound, ReadIf, VerifyAs, at_least
 from moefold.config.part import KindOf, Part, Section
 
 if TYPE_CHECKING:
@@ -17,19 +17,19 @@ READ_IF_ROUNDS = ReadIf("sites.count sites.lr sites.momentum")
 class SitesConfig(Section):
     """Jobs that train one model and exchange weights every few steps, by an outer optimizer ([sites.md](sites.md))."""
 
-    count: Annotated[int, Bound("must lie between 1 and 1024", lambda count: 1 <= count <= 1024), Judged.FILES] = 1
+    count: Annotated[int, Bound("must lie between 1 and 1024", lambda count: 1 <= count <= 1024), VerifyAs.FILES] = 1
     """Sites of the run. 1: no exchange; method "diloco" still takes outer steps."""
     number: Annotated[
         int,
         Bound("must be at least 0, or -1 (all sites on this machine)", lambda n: n >= -1),
         ReadIf("sites.count"),
-        Judged.FILES,
+        VerifyAs.FILES,
     ] = -1
     """Number of this job's site, from 0. -1: `moefold train` starts all sites on this machine, each with the run folder
     run.dir/site-N."""
-    meet: Annotated[str, ReadIf("sites.count"), Judged.FILES, SAME_RUN] = ""
+    meet: Annotated[str, ReadIf("sites.count"), VerifyAs.FILES, SAME_RUN] = ""
     """HOST:PORT of `moefold meet`, the meeting point of the sites. May be empty only with number -1."""
-    secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), Judged.FILES, SAME_RUN] = ""
+    secret: Annotated[str, ReadIf("sites.count"), ReadIf("sites.number"), VerifyAs.FILES, SAME_RUN] = ""
     """File with the shared secret that signs every message to and from the meeting point; empty: the environment
     variable MOEFOLD_SITES_SECRET. Required unless the meeting point is on this machine."""
     method: Annotated[str | Part, KindOf("site_method"), READ_IF_ROUNDS] = "mean"
@@ -67,12 +67,12 @@ class SitesConfig(Section):
     reset to zero."""
     weigh: Annotated[Literal["tokens", "even"], ReadIf("sites.count")] = "tokens"
     """Weights of the sites in a mean: tokens since their last round, or equal weights."""
-    quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count"), Judged.FILES] = 0
+    quorum: Annotated[int, at_least(0, "0: more than half of sites.count"), ReadIf("sites.count"), VerifyAs.FILES] = 0
     """Minimum number of sites of a round, which is skipped if there are fewer; 0: more than half of count."""
-    grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 0.0
+    grace_s: Annotated[float, at_least(0, "0: from past rounds"), ReadIf("sites.count"), VerifyAs.FILES, SAME_RUN] = 0.0
     """Time that a round with a quorum waits for late sites, counted from the first site; the round then continues
     without them. 0: from the delays of past rounds, timeout_s in the first rounds. The last round waits timeout_s."""
-    timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count"), Judged.FILES, SAME_RUN] = 60.0
+    timeout_s: Annotated[float, POSITIVE, ReadIf("sites.count"), VerifyAs.FILES, SAME_RUN] = 60.0
     """Maximum wait for a site in a round, and for a stuck exchange; the round continues without it, or is skipped."""
 
     @property

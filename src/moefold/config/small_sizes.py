@@ -23,7 +23,7 @@ class SmallSizes:
     ep: int
     etp: int
     shards_heads: bool
-    """Whether the ranks of cp share the heads (`ContextPart.shards_heads`)."""
+    """True if the ranks of cp share the heads (`ContextPart.shards_heads`)."""
     num_groups: int
     """Groups of experts."""
     top_groups: int
@@ -39,9 +39,9 @@ class SmallSizes:
 
     def key_value_heads(self, heads: int) -> int:
         """Return the smallest number of heads of keys and values that is sharded like `heads`."""
-        few = self.tp if heads % self.tp == 0 else heads
+        fewest_heads = self.tp if heads % self.tp == 0 else heads
         ranks = self.tp * self.cp
-        return lcm(few, ranks) if self.shards_heads and heads % ranks == 0 else few
+        return lcm(fewest_heads, ranks) if self.shards_heads and heads % ranks == 0 else fewest_heads
 
     def query_heads(self, heads: int, key_value_heads: int) -> int:
         """Return the smallest number of query heads: two per head of keys and values if the large model has that many.

@@ -175,8 +175,8 @@ def slot_fault(name: str, part: Any) -> str:
     reason = _slot_reason(name, part)
     if not reason:
         return ""
-    others = [path for path in part_marks() if not _slot_reason(path, part)]
-    place = f"it is a kind of {join_with_or(others)}" if others else "no key takes it"
+    other_parts = [path for path in part_marks() if not _slot_reason(path, part)]
+    place = f"it is a kind of {join_with_or(other_parts)}" if other_parts else "no key takes it"
     return f"{reason}; {place}"
 
 

@@ -69,8 +69,8 @@ def _describe_fault(kind: Any, error: ValidationError, advice: str) -> str:
         if item["type"] == "unexpected_keyword_argument":
             *path, name = item["loc"]
             guess = closest_match(str(name), legal := _keys_at(kind, path), cutoff=0.5)
-            other = f"did you mean {'.'.join(map(str, [*path, guess]))!r}?"
-            return f"unknown key {key!r}; " + (other if guess else f"the keys are {', '.join(legal)}")
+            hint = f"did you mean {'.'.join(map(str, [*path, guess]))!r}?"
+            return f"unknown key {key!r}; " + (hint if guess else f"the keys are {', '.join(legal)}")
     if lacking := [key for key, item in faults.items() if item["type"] == "missing"]:
         way_out = f"give {'it' if len(lacking) == 1 else 'them'}" + advice * any("." not in key for key in lacking)
         return f"{', '.join(lacking)} missing; {way_out}"

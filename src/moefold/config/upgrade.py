@@ -18,7 +18,7 @@ FORMAT_KEY = "format"
 KIND = "kind"
 
 
-class Moved(NamedTuple):
+class MovedKey(NamedTuple):
     """Place of a flat key of earlier versions: a setting of the part that another key chooses."""
 
     key: str
@@ -87,34 +87,34 @@ PATTERNS = {
 }
 """Former keys of patterns: the words of their letters in `model.layers`, and the field of `LayerWords`."""
 MOVED = {
-    f"{line.split()[0].partition('.')[0]}.{word.rpartition(':')[2]}": Moved(line.split()[0], word.partition(":")[0])
+    f"{line.split()[0].partition('.')[0]}.{word.rpartition(':')[2]}": MovedKey(line.split()[0], word.partition(":")[0])
     for line in _PLACES.split("\n")
     for word in line.split()[1:]
 } | {
-    "train.weight_decay": Moved("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
-    "train.spsa_eps": Moved("train.optimizer", "eps", ("spsa",)),
-    "train.spsa_max_gradient": Moved("train.optimizer", "max_gradient", ("spsa",)),
-    "train.gradient_delay": Moved("train.optimizer", KIND, ("delayed_adamw", "delayed_muon")),
-    "train.delay_correction": Moved("train.optimizer", "correction", ("delayed_adamw", "delayed_muon")),
-    "moe.llep_threshold": Moved("parallel.dispatcher", "threshold"),
-    "moe.llep_capacity": Moved("parallel.dispatcher", "capacity"),
-    "moe.llep_min_tokens": Moved("parallel.dispatcher", "min_tokens"),
-    "model.upcycle_from": Moved("checkpoint.upcycle", "dense"),
-    "model.upcycle_router": Moved("checkpoint.upcycle", "router_init"),
-    "model.upcycle_scaling": Moved("checkpoint.upcycle", "scaling"),
-    "model.upcycle_noise": Moved("checkpoint.upcycle", "noise"),
-    "moe.sparsemixer_sampling": Moved("model.ffn.moe.router.softmax", "samples"),
-    "sites.topology": Moved("sites.method", KIND, ("noloco",)),
-    "sites.experts": Moved("sites.method", KIND, ("spes",)),
-    "sites.density": Moved("sites.method", "density", ("sparseloco",)),
-    "sites.values": Moved("sites.method", "bits", ("sparseloco",)),
-    "sites.penalty": Moved("sites.method", "penalty", ("co2",)),
-    "sites.clip": Moved("sites.method", "clip", ("co2",)),
-    "sites.merge_experts": Moved("sites.method", "merge_experts", ("spes",)),
-    "sites.merge_every": Moved("sites.method", "merge_every", ("spes",)),
-    "sites.merge_until": Moved("sites.method", "merge_until", ("spes",)),
+    "train.weight_decay": MovedKey("train.optimizer", "weight_decay", ("adamw", "muon", "spsa")),
+    "train.spsa_eps": MovedKey("train.optimizer", "eps", ("spsa",)),
+    "train.spsa_max_gradient": MovedKey("train.optimizer", "max_gradient", ("spsa",)),
+    "train.gradient_delay": MovedKey("train.optimizer", KIND, ("delayed_adamw", "delayed_muon")),
+    "train.delay_correction": MovedKey("train.optimizer", "correction", ("delayed_adamw", "delayed_muon")),
+    "moe.llep_threshold": MovedKey("parallel.dispatcher", "threshold"),
+    "moe.llep_capacity": MovedKey("parallel.dispatcher", "capacity"),
+    "moe.llep_min_tokens": MovedKey("parallel.dispatcher", "min_tokens"),
+    "model.upcycle_from": MovedKey("checkpoint.upcycle", "dense"),
+    "model.upcycle_router": MovedKey("checkpoint.upcycle", "router_init"),
+    "model.upcycle_scaling": MovedKey("checkpoint.upcycle", "scaling"),
+    "model.upcycle_noise": MovedKey("checkpoint.upcycle", "noise"),
+    "moe.sparsemixer_sampling": MovedKey("model.ffn.moe.router.softmax", "samples"),
+    "sites.topology": MovedKey("sites.method", KIND, ("noloco",)),
+    "sites.experts": MovedKey("sites.method", KIND, ("spes",)),
+    "sites.density": MovedKey("sites.method", "density", ("sparseloco",)),
+    "sites.values": MovedKey("sites.method", "bits", ("sparseloco",)),
+    "sites.penalty": MovedKey("sites.method", "penalty", ("co2",)),
+    "sites.clip": MovedKey("sites.method", "clip", ("co2",)),
+    "sites.merge_experts": MovedKey("sites.method", "merge_experts", ("spes",)),
+    "sites.merge_every": MovedKey("sites.method", "merge_every", ("spes",)),
+    "sites.merge_until": MovedKey("sites.method", "merge_until", ("spes",)),
 }
-MOVED |= {f"model.{key}": Moved("model", "layers") for key in ("num_layers", *PATTERNS)}
+MOVED |= {f"model.{key}": MovedKey("model", "layers") for key in ("num_layers", *PATTERNS)}
 """Place of each flat key, as "section.key"."""
 OFF = {
     *("model.nope_temperature_scale", "model.index_topk", "model.shared_expert_ffn_hidden_size", "model.upcycle_from")
@@ -164,9 +164,9 @@ def upgraded(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         path, owner = str(place), place.key
         kind = _kind_at(owner, sections, base)
         if place.setting == KIND:
-            other = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
-            if value and other:
-                put(sections, owner.split("."), other)
+            kind_there = next((candidate for candidate in place.kinds if candidate.endswith(f"_{kind}")), "")
+            if value and kind_there:
+                put(sections, owner.split("."), kind_there)
             elif not value or kind not in place.kinds:
                 unread.append(name)
             continue
@@ -212,9 +212,9 @@ def _put_site_method(sites: dict[str, Any]) -> bool:
     period = sites.get("every", default_of("sites", "every"))
     old, new = (find_part("site_method", kind)().values(period) for kind in (before, after))
     defaults = {key: default_of("sites", key) for key in {**old, **new}}
-    kept = {key: off for key, off in {**SITES_OFF, **SITES_MORE}.items() if method_of[key] == after}
-    kept |= {key: old.get(key, off) for key, off in defaults.items() if new.get(key, off) != old.get(key, off)}
-    sites |= {"method": after} | {key: value for key, value in kept.items() if key not in sites}
+    settings = {key: off for key, off in {**SITES_OFF, **SITES_MORE}.items() if method_of[key] == after}
+    settings |= {key: old.get(key, off) for key, off in defaults.items() if new.get(key, off) != old.get(key, off)}
+    sites |= {"method": after} | {key: value for key, value in settings.items() if key not in sites}
     return True
 
 
@@ -254,7 +254,7 @@ def _expanded(pattern: str, words: Mapping[str, str], num_layers: int) -> list[s
 
 
 def _kind_at(path: str, tree: Any, base: Any) -> str | None:
-    """Return the kind of a part in a recipe, its preset or by default; "" for a table without kinds; None: no table."""
+    """Return the kind of a part in a recipe, its preset or by default; "" without kinds, None without a table."""
     section, _, key = path.partition(".")
     if not key:
         return ""

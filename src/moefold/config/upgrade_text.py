@@ -60,14 +60,14 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     old = [key for key in MOVED if key.partition(".")[2] in _keys(tree, key.partition(".")[0])]
     if twice := [key for key in old if MOVED[key].setting != KIND and value_at(str(MOVED[key]), tree) is not None]:
         raise ConfigError(f"{name} has both {twice[0]} and {MOVED[twice[0]]}, its new name; remove one")
-    wanted, unread = upgraded(tree)
-    if stay := [key for key in old if key.partition(".")[2] in _keys(wanted, key.partition(".")[0])]:
+    upgraded_tree, unread = upgraded(tree)
+    if stay := [key for key in old if key.partition(".")[2] in _keys(upgraded_tree, key.partition(".")[0])]:
         raise ConfigError(f"{name}: {moved_key_refusal(tree, stay[0])}")
     owners = [
         f"{section}.{key}"
         for section in sections()
         for key in key_types(section)
-        if _keys(wanted, section).get(key) != _keys(tree, section).get(key)
+        if _keys(upgraded_tree, section).get(key) != _keys(tree, section).get(key)
     ]
     statements = list(_statements(text))
     spelled = {
@@ -75,7 +75,7 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
         for entry in statements
         if entry.name in MOVED and entry.name not in unread and MOVED[entry.name].setting not in (KIND, "layers")
     }
-    found_tables = {owner: value_at(owner, wanted) for owner in owners}
+    found_tables = {owner: value_at(owner, upgraded_tree) for owner in owners}
     entries = {owner: _entry(owner, value, spelled) for owner, value in found_tables.items()}
     blocks = {
         owner: _block(owner, found_tables[owner], spelled) for owner, entry in entries.items() if not _fits(entry)
@@ -84,7 +84,7 @@ def upgrade_text(text: str, name: str) -> tuple[str, list[str]]:
     lines = _with_tables(statements, {*old, *blocks}, short)
     lines = _with_blocks(lines, blocks)
     text_out = "\n".join(_with_format(lines, tree)) + "\n"
-    if _parsed(text_out) != {**wanted, FORMAT_KEY: FORMAT}:
+    if _parsed(text_out) != {**upgraded_tree, FORMAT_KEY: FORMAT}:
         words = ", ".join(f"{key} ({MOVED[key]})" for key in old)
         by_hand = f"move by hand: {words}" if words else "write each section as [section] with its keys below"
         raise ConfigError(f"{name} cannot be rewritten, as it has keys in an unusual form; {by_hand}")
@@ -180,10 +180,10 @@ def _is_whole(lines: list[str]) -> bool:
 def _with_tables(statements: list[_Statement], old: set[str], tables: dict[str, str]) -> list[str]:
     """Return the lines with the tables of parts instead of the flat keys."""
     lines: list[str] = []
-    named = {statement.name for statement in statements}
+    known = {statement.name for statement in statements}
     remaining = dict(tables)
     # If the key that chooses the part is absent, its table replaces the first of its flat keys.
-    places = {key: key for key in tables if key in named}
+    places = {key: key for key in tables if key in known}
     for name in (statement.name for statement in statements if statement.name in MOVED):
         owner = ".".join(str(MOVED[name]).split(".")[:2])
         if owner in tables and owner.partition(".")[0] == name.partition(".")[0]:

@@ -68,8 +68,8 @@ def _temporary_path(final: Path, world: World) -> Path:
     if not isinstance(final, RemotePath):
         return final.absolute().with_name(f".{final.absolute().name}.partial")
     name = f"{final.name}-{uuid.uuid4().hex[:12]}"
-    chosen: Path = world.all_gather_object(cache_folders(None)[0] / "upload" / name)[0]
-    return chosen
+    path: Path = world.all_gather_object(cache_folders(None)[0] / "upload" / name)[0]
+    return path
 
 
 def _being_written_reason(final: Path, tmp_dir: Path) -> str:

@@ -151,7 +151,7 @@ class AllowedValues:
     values: tuple[Any, ...]
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject other values."""
+        """Refuse other values."""
         value = hf_config.get(self.hf_key, self.values[0])
         if value not in self.values:
             legal = " or ".join(map(repr, self.values))
@@ -189,7 +189,7 @@ class HeadSize:
 
     default: int = 0
     is_derived: bool = False
-    """Whether transformers ignores the key and divides hidden_size; then other values are rejected."""
+    """True if transformers ignores the key and divides hidden_size; then other values are refused."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read head_dim."""
@@ -210,7 +210,7 @@ class SharedExperts:
 
     hf_key: str = "n_shared_experts"
     allows_none: bool = False
-    """Whether 0 means no shared expert; if not, transformers creates tensors of width 0, which are not read."""
+    """True if 0 means no shared expert; if not, transformers creates tensors of width 0, which are not read."""
     default: int | None = None
     width_key: str = "moe_intermediate_size"
 
@@ -276,7 +276,7 @@ class SameForAllLayers:
     default: Any = REQUIRED
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the number; reject a list of different numbers."""
+        """Read the number; refuse a list of different numbers."""
         value = hf_config.get(self.hf_key)
         if isinstance(value, list):
             if not value or any(other != value[0] for other in value):
@@ -294,7 +294,7 @@ class HunyuanSharedExpert:
     """The shared expert of Hunyuan, with width `intermediate_size` like the routed experts."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Read the width; reject folders with experts of other widths or with several shared experts."""
+        """Read the width; refuse folders with experts of other widths or with several shared experts."""
         settings = Renamed("intermediate_size", "ffn.moe.shared.intermediate_size").read(hf_config)
         width = settings.get("ffn.moe.shared.intermediate_size", 0)
         for key, legal in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
@@ -368,7 +368,7 @@ class MultiHeadKeyValue:
     """num_key_value_heads of multi-head attention, equal to the number of query heads."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject another number."""
+        """Refuse another number."""
         return AllowedValues("num_key_value_heads", (hf_config.get("num_attention_heads"), None)).read(hf_config)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -381,12 +381,12 @@ class LatentHeadSizes:
     """Derived sizes of latent attention: `qk_head_dim`, and `head_dim`, which has three meanings."""
 
     has_head_dim: bool = True
-    """Whether to check head_dim, which has another meaning in hybrid models."""
+    """If True, check head_dim, which has another meaning in hybrid models."""
     writes_head_dim: bool = False
-    """Whether to write head_dim, the rotated size in the family's class of transformers (LongCat)."""
+    """If True, write head_dim, the rotated size in the family's class of transformers (LongCat)."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject sizes that differ from the sizes of the parts of a head."""
+        """Refuse sizes that differ from the sizes of the parts of a head."""
         rotated = hf_config.get("qk_rope_head_dim")
         plain_size = hf_config.get("qk_nope_head_dim")
         if is_int(rotated) and is_int(plain_size):

@@ -103,7 +103,7 @@ class WeightsOrigin:
     """Files and manifest of the weights' original Hugging Face folder."""
 
     sidecar_dir: Path | None
-    """Folder of the sidecar files; None: no sidecar files."""
+    """Folder of the sidecar files; None if there are no sidecar files."""
     manifest: Manifest | None
     """Manifest of the imported folder, if it has the same family."""
 
@@ -190,17 +190,17 @@ class ExportOptions:
     shard_bytes: int | None = None
     """Size limit of a file; 0: a single file; None: as in the imported folder, else `MAX_SHARD_BYTES`."""
     check: bool = False
-    """Whether to read the result back and compare every byte."""
+    """If True, read the result back and compare every byte."""
     leaves_out_mtp: bool = False
-    """Whether to leave out the multi-token prediction (MTP) layers."""
+    """If True, leave out the multi-token prediction (MTP) layers."""
     mtp_inside: bool = False
-    """Whether to write MTP layers among the other layers even if transformers reports them as unexpected."""
+    """If True, write MTP layers among the other layers even if transformers reports them as unexpected."""
     quantize: QuantizationKind = "none"
     """Quantisation. fp8: matrices in blocks of 128 x 128. mxfp4: the experts of gpt-oss."""
     base: Path | None = None
     """Base weights for merging the adapters of a checkpoint; None: the folder in its metadata."""
     verify: bool = True
-    """Whether to compare the checkpoint's files with their hashes first; False: only their sizes."""
+    """If True, compare the checkpoint's files with their hashes first; False: only their sizes."""
 
 
 def export_folder(
@@ -529,8 +529,8 @@ def _write_tensors(
                 chunks = target.chunks(source, mapping, hf_name)
                 digests |= _write_chunks(writer, chunks, target.locations, thread, on_bytes)
             source.clear_cache()
-    mine = {name: digest.hexdigest() for name, digest in digests.items()}
-    return {name: digest for digests in world.all_gather_object(mine) for name, digest in digests.items()}
+    rank_digests = {name: digest.hexdigest() for name, digest in digests.items()}
+    return {name: digest for digests in world.all_gather_object(rank_digests) for name, digest in digests.items()}
 
 
 def _write_chunks(
@@ -542,14 +542,14 @@ def _write_chunks(
 ) -> dict[str, Any]:
     """Write the rows of some tensors chunk by chunk; return the SHA-256 of each tensor, computed by a thread."""
     digests: dict[str, Any] = {}
-    done: Counter[str] = Counter()
+    done_bytes: Counter[str] = Counter()
     for tensors in chunks:
         for name, values in tensors.items():
             data = bytes_of(values)
-            writer.write(locations[name], data, done[name])
+            writer.write(locations[name], data, done_bytes[name])
             thread.drain()
             thread.update(digests.setdefault(name, hashlib.sha256()), data)
-            done[name] += len(data)
+            done_bytes[name] += len(data)
             on_bytes(len(data))
     return digests
 
@@ -557,8 +557,8 @@ def _write_chunks(
 def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, str], world: World) -> None:
     """Read the tensors of quantised files again, and compare them with the written tensors. Collective."""
     names = sorted(locations)[world.rank :: world.size]
-    wrong = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
-    raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(wrong)}" if wrong else "")
+    damaged = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
+    raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(damaged)}" if damaged else "")
 
 
 def _manifest_entries(

@@ -107,14 +107,14 @@ class Family:
         aliases: other `model_type`s of the same computation and tensors, which are read but not written.
         has_mtp: whether multi-token prediction (MTP) layers may follow the others.
         mtp_unreported: numbers of the MTP layers that transformers does not report as unexpected tensors of the folder
-            (`_keys_to_ignore_on_load_unexpected` of the class); None: it reports no layers.
+            (`_keys_to_ignore_on_load_unexpected` of the class); None if it reports no layers.
         mtp_key: key of config.json with the number of MTP layers.
         mtp_prefix: first words of the names of MTP tensors.
         ignored_tensors: regular expressions of tensors that some folders contain and that are not read.
         zero_expert_tensors: regular expression of tensors that folders may hold for zero-computation experts, which do
             not read them; its group is the number of the expert. Empty: no such tensors.
         renamed_modules: parts of the names of modules that differ between a folder and transformers' model.
-        multimodal: folders of a multimodal model whose text model has this family; None: no such folders.
+        multimodal: folders of a multimodal model whose text model has this family; None if there are no such folders.
         exported_as: name of the family that an export writes instead; empty: this one.
         options: values of keys of config.json. Tests draw one value of each key for small models of transformers, in
             addition to the usual values of declared keys.
@@ -318,7 +318,7 @@ def backbone_fields(
     """Return the fields that all families share; the arguments are the family's defaults for absent keys.
 
     Args:
-        rope: reader of the RoPE parameters; a number: the default of theta, for whole heads; None: no RoPE.
+        rope: reader of the RoPE parameters; a number: the default of theta, for whole heads; None if there is no RoPE.
         layers: field of the number of layers; None: num_hidden_layers.
     """
     reader = RopeParameters(rope) if isinstance(rope, float) else rope

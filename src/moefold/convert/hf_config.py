@@ -64,8 +64,8 @@ def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[Mo
     keys = read_hf_config(folder)
     model, report = inspect_config(keys, folder, ignored_keys)
     reports = [report]
-    others = ((GENERATION_FILE, generation_known_keys), (TOKENIZER_CONFIG_FILE, tokenizer_known_keys))
-    for file, known_keys in others:
+    side_files = ((GENERATION_FILE, generation_known_keys), (TOKENIZER_CONFIG_FILE, tokenizer_known_keys))
+    for file, known_keys in side_files:
         if (folder / file).is_file():
             try:
                 reports.append(file_report(file, _read_keys(folder / file), known_keys(), ignored_keys))

@@ -78,11 +78,11 @@ def _add_file(tensors: dict[str, TensorLocation], file: Path) -> None:
     """Add the tensors of a file that is not in the index; skip indexed files."""
     if any(stored.file == file for stored in tensors.values()):
         return
-    added = read_header(file)
-    if duplicated := sorted(added.keys() & tensors.keys()):
+    header = read_header(file)
+    if duplicated := sorted(header.keys() & tensors.keys()):
         files = f"{tensors[duplicated[0]].file.name} and {file.name}"
         raise ConfigError(f"{str(file.parent)!r}: tensor {duplicated[0]} is in two files, {files}")
-    tensors |= added
+    tensors |= header
 
 
 def _read_tensors(path: Path, *, allows_quantized: bool) -> dict[str, TensorLocation]:

@@ -58,11 +58,11 @@ class ImportOptions:
     """User options of an import."""
 
     check: bool = False
-    """Whether to read the result back and compare every byte."""
+    """If True, read the result back and compare every byte."""
     needs_tokenizer: bool = True
-    """Whether to reject a folder without a tokenizer that moefold can read."""
+    """If True, refuse a folder without a tokenizer that moefold can read."""
     leaves_out_mtp: bool = False
-    """Whether to leave out the multi-token prediction (MTP) layers."""
+    """If True, leave out the multi-token prediction (MTP) layers."""
     ignored_keys: tuple[str, ...] = ()
     """Keys of the folder's JSON files that may have any value."""
 
@@ -179,7 +179,7 @@ def write_checkpoint(
     Args:
         out: the checkpoint; must not exist.
         finish: called on rank 0 with the folder, to add metadata and recipe.
-        sidecar_dir: folder of the sidecar files; None: no sidecar files.
+        sidecar_dir: folder of the sidecar files; None if there are no sidecar files.
         excluded: sidecar files that are not copied.
 
     Returns:
@@ -215,7 +215,7 @@ def finish_checkpoint(
         origin: description of the source of the weights.
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
         dtype: run.dtype of the runs that trained the weights; empty if no run did.
-        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters; None: it has all weights.
+        lora: settings of the adapters (`adapter_settings`) if the folder only has adapters; None if it has all weights.
         aux_loss: moe.aux_loss of the recipe; None: the default.
     """
     meta = CheckpointMeta(
@@ -297,7 +297,7 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
 
 
 def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:
-    """Hash the tensors of a folder, each in one process; reject tensors that differ from the folder's own manifest.
+    """Hash the tensors of a folder, each in one process; refuse tensors that differ from the folder's own manifest.
 
     Args:
         digests: hashes that this process has computed already.
@@ -333,5 +333,5 @@ def _hashes_of_parts(folder: HfFolder, world: World) -> dict[str, str]:
 
 def _hash_together(locations: Mapping[str, TensorLocation], world: World) -> dict[str, str]:
     """Hash tensors, each in one process."""
-    mine = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
-    return {name: digest for digests in world.all_gather_object(mine) for name, digest in digests.items()}
+    own_digests = {name: hash_tensor(locations[name]) for name in sorted(locations)[world.rank :: world.size]}
+    return {name: digest for digests in world.all_gather_object(own_digests) for name, digest in digests.items()}

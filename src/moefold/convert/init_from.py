@@ -71,9 +71,9 @@ def load_initial_weights(
     if not start:
         return ""
     world = current_world()
-    named = weights_path(start)
-    path: Path = folder or world.all_gather_object(resolve_weights_folder(named))[0]
-    skipped = skipped_checkpoints(named, path) if is_first_rank else []
+    weights = weights_path(start)
+    path: Path = folder or world.all_gather_object(resolve_weights_folder(weights))[0]
+    skipped = skipped_checkpoints(weights, path) if is_first_rank else []
     if not is_hf_folder(path):
         check_integrity(path, world, checks_hashes=checkpoint.verify)
     source = open_weights(path)
@@ -113,14 +113,14 @@ def _indexer_messages(model: ModelConfig, source: WeightSource) -> list[str]:
     """Return notes on indexers that the weights lack, and on indexers that the recipe does not use."""
     if not model.attention.selector:
         return []
-    ours = {name for name in parameter_shapes(model) if INDEXER in name}
-    theirs = {name for name in source.shapes if INDEXER in name}
-    if not theirs:
+    model_names = {name for name in parameter_shapes(model) if INDEXER in name}
+    file_names = {name for name in source.shapes if INDEXER in name}
+    if not file_names:
         return ["with random indexers, as the weights are of dense attention"]
     notes = []
-    if random := _layers_of(ours - theirs):
+    if random := _layers_of(model_names - file_names):
         notes.append(f"with random indexers in layers {random}, which the weights lack")
-    if unused := _layers_of(theirs - ours):
+    if unused := _layers_of(file_names - model_names):
         notes.append(f"without the indexers of layers {unused}, which attend to the keys of earlier layers here")
     return notes
 

@@ -49,10 +49,10 @@ class KeyReader(Mapping[str, Any]):
 
     def with_values(self, values: Json) -> "KeyReader":
         """Return a reader with some other values, which records into the same sets."""
-        other = KeyReader({**self.values_by_key, **values})
-        other.read_keys = self.read_keys
-        other.nested = self.nested
-        return other
+        reader = KeyReader({**self.values_by_key, **values})
+        reader.read_keys = self.read_keys
+        reader.nested = self.nested
+        return reader
 
 
 def overlay(hf_config: Json, values: Json) -> Json:

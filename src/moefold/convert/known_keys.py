@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moefold.convert.key_reader import Json, KeyReader, declared_keys, plain
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 ALL_KEYS = ("*",)
 """Accept every key, for reading a folder whose keys were sorted before."""
@@ -334,7 +334,7 @@ def join_reports(file: str, reports: Collection[tuple[KeyReport, list[str]]]) ->
     refused = [reason for _, reasons in reports for reason in reasons]
     if refused:
         names = [reason.partition("=")[0] for reason in refused]
-        options = " ".join(f"--ignore-key {name}" for name in names)
+        options = " ".join(f"{Setting('--ignore-key', name):s}" for name in names)
         raise ConfigError(
             f"{file} has {'; '.join(refused)}; if the model computes the same without, add {options} "
             f"(checkpoint.ignore_keys of a recipe)"

@@ -160,7 +160,7 @@ class LayerTypes:
 
     Attributes:
         words: word of each type in `model.layers`.
-        default_types: types if config.json lacks the key; None: the key is required.
+        default_types: types if config.json lacks the key; None if the key is required.
     """
 
     words: Mapping[str, str]
@@ -242,7 +242,7 @@ class OneLayerType:
     """Keys of layers of other types."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
-        """Reject layers of another type."""
+        """Refuse layers of another type."""
         mark_read(hf_config, *self.void)
         kinds = hf_config.get("layer_types") or [self.name]
         if not isinstance(kinds, list) or any(kind != self.name for kind in kinds):

@@ -130,18 +130,18 @@ def unaligned_reasons(sources: Sequence[CheckpointSource]) -> list[str]:
     """Return the reasons why a mean of checkpoints is useless: checkpoints without a common ancestor with the first."""
     first = sources[0]
     reasons = []
-    for other in sources[1:]:
-        pair = f"{str(first.path)!r} ({_describe_origin(first.meta)}) and {str(other.path)!r} "
-        pair += f"({_describe_origin(other.meta)}) were not trained from the same weights"
+    for source in sources[1:]:
+        pair = f"{str(first.path)!r} ({_describe_origin(first.meta)}) and {str(source.path)!r} "
+        pair += f"({_describe_origin(source.meta)}) were not trained from the same weights"
         way_out = "merge checkpoints that continue from one run or from one checkpoint.init_from"
-        matched, total = _matched_embeddings(first, other)
+        matched, total = _matched_embeddings(first, source)
         if matched < MIN_MATCHED_FRACTION * total:
             reasons.append(
                 f"{pair}: of {total} token embeddings only {matched} resemble the embedding of the same token "
                 f"most, so the hidden dimensions are in unrelated orders; {way_out}"
             )
             continue
-        matched, total = _matched_experts(first, other)
+        matched, total = _matched_experts(first, source)
         if matched < MIN_MATCHED_FRACTION * total:
             reasons.append(
                 f"{pair}: of {total} experts only {matched} have a router row that resembles the row of the same "
@@ -159,9 +159,9 @@ def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str])
     Raises:
         ConfigError: two differ.
     """
-    named = [(path, name) for path, name in zip(checkpoints, tokenizers, strict=True) if name]
-    for path, name in named[1:]:
-        first_path, first = named[0]
+    pairs = [(path, name) for path, name in zip(checkpoints, tokenizers, strict=True) if name]
+    for path, name in pairs[1:]:
+        first_path, first = pairs[0]
         is_same = (
             name == first if "bytes" in (name, first) else have_same_ids(_tokenizer_file(first), _tokenizer_file(name))
         )
@@ -185,19 +185,21 @@ def matched_rows(first: Tensor, second: Tensor) -> tuple[int, int]:
         The number of matches, and of rows that were compared.
     """
     is_nonzero = (first.abs().sum(1) > 0) & (second.abs().sum(1) > 0)
-    ours, theirs = (rows[is_nonzero] for rows in (first, second))
-    if not len(ours):
+    first_rows, second_rows = (rows[is_nonzero] for rows in (first, second))
+    if not len(first_rows):
         return 0, 0
-    similarity = (ours / ours.norm(dim=1, keepdim=True)) @ (theirs / theirs.norm(dim=1, keepdim=True)).T
-    return int((similarity.diagonal() >= similarity.amax(1) - 1e-9).sum()), len(ours)
+    similarity = (first_rows / first_rows.norm(dim=1, keepdim=True)) @ (
+        second_rows / second_rows.norm(dim=1, keepdim=True)
+    ).T
+    return int((similarity.diagonal() >= similarity.amax(1) - 1e-9).sum()), len(first_rows)
 
 
 def _matched_embeddings(first: CheckpointSource, other: CheckpointSource) -> tuple[int, int]:
     rows = first.shapes[EMBEDDING][0]
     count = min(rows, MAX_COMPARED_ROWS)
-    chosen = [i * rows // count for i in range(count)]
+    rows_read = [i * rows // count for i in range(count)]
     samples = [
-        torch.cat([source.read_rows(EMBEDDING, slice(row, row + 1)) for row in chosen]).double()
+        torch.cat([source.read_rows(EMBEDDING, slice(row, row + 1)) for row in rows_read]).double()
         for source in (first, other)
     ]
     return matched_rows(*samples)
@@ -223,16 +225,16 @@ def _shapes(source: CheckpointSource) -> dict[str, Shape]:
 
 
 def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
-    ours = _shapes(first)
-    theirs = _shapes(other)
-    wrong = [
-        f"{name} of shape {list(ours.get(name, ()))} and {list(theirs.get(name, ()))}"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
+    first_shapes = _shapes(first)
+    other_shapes = _shapes(other)
+    differing = [
+        f"{name} of shape {list(first_shapes.get(name, ()))} and {list(other_shapes.get(name, ()))}"
+        for name in sorted(first_shapes.keys() | other_shapes.keys())
+        if first_shapes.get(name) != other_shapes.get(name)
     ]
-    if wrong:
+    if differing:
         raise ConfigError(
-            f"{str(first.path)!r} and {str(other.path)!r} hold different tensors: {format_list(wrong)}; "
+            f"{str(first.path)!r} and {str(other.path)!r} hold different tensors: {format_list(differing)}; "
             "merge checkpoints of one model"
         )
 

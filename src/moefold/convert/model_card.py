@@ -215,13 +215,13 @@ def _settings_text(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines: list[str] = []
     for section in CARD_SECTIONS if settings else ():
         short = {key: _shortest(f"{section}.{key}", value) for key, value in settings[section].items()}
-        shown = [
+        entries = [
             f"{key} = {toml_value(value)}"
             for key, value in short.items()
             if (toml_value(value) != toml_value(default_of(section, key)) or f"{section}.{key}" in ALWAYS_SHOWN)
             and not _may_be_path(value)
         ]
-        lines += [f"[{section}]", *shown] if shown else []
+        lines += [f"[{section}]", *entries] if entries else []
     return lines
 
 

@@ -115,9 +115,9 @@ def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta
     sidecar_dir = find_sidecar_dir(checkpoint)
     choice = choose_tokenizer(meta, sidecar_dir)
     if sidecar_dir is not None:
-        kept = {*tokenizer_files(sidecar_dir)} - {*choice.excluded}
+        copied = {*tokenizer_files(sidecar_dir)} - {*choice.excluded}
         copy_sidecar_files(
-            sidecar_dir, tmp_dir, excluded=[file.name for file in sidecar_dir.iterdir() if file.name not in kept]
+            sidecar_dir, tmp_dir, excluded=[file.name for file in sidecar_dir.iterdir() if file.name not in copied]
         )
     write_tokenizer(tmp_dir, choice)
     return choice.messages
@@ -380,9 +380,9 @@ def split_targets(
     stacked = declared_keys().stacked_by_peft.get(family.name, [])
     ambiguous = {leaf(name) for name in others}
     weights = {name for name in modules if leaf(name) in stacked}
-    named = {leaf(name) for name in experts}
+    leaf_names = {leaf(name) for name in experts}
     for name in modules:
         if name not in weights:
             names = (name, family.name_in_transformers(name))
-            named |= {*names} if leaf(name) in ambiguous else {leaf(target) for target in names}
-    return sorted(named), sorted(f"{name}.weight" for name in weights)
+            leaf_names |= {*names} if leaf(name) in ambiguous else {leaf(target) for target in names}
+    return sorted(leaf_names), sorted(f"{name}.weight" for name in weights)

@@ -75,7 +75,7 @@ def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tup
 
 
 def _check_initial_weights(path: Path, kind: Any) -> None:
-    """Reject adapters whose initialisation has changed the base weights: PEFT repeats it when it loads them."""
+    """Refuse adapters whose initialisation has changed the base weights: PEFT repeats it when it loads them."""
     if kind is None or isinstance(kind, bool) or (isinstance(kind, str) and kind.lower() in PLAIN_INITS):
         return
     raise ConfigError(
@@ -86,7 +86,7 @@ def _check_initial_weights(path: Path, kind: Any) -> None:
 
 
 def _check_scale(path: Path, keys: Mapping[str, Any]) -> None:
-    """Reject invalid sizes of adapters, and different scales."""
+    """Refuse invalid sizes of adapters, and different scales."""
     ranks = keys.get("rank_pattern") or {}
     if ranks.keys() != (keys.get("alpha_pattern") or {}).keys() or (ranks and keys.get("use_rslora")):
         raise ConfigError(
@@ -128,15 +128,15 @@ def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Pa
     Raises:
         ConfigError: the weights do not exist.
     """
-    named = keys.get("base_model_name_or_path") if base is None else str(base)
-    paths = [] if not isinstance(named, str) or not named else [Path(named)]
+    base_name = keys.get("base_model_name_or_path") if base is None else str(base)
+    paths = [] if not isinstance(base_name, str) or not base_name else [Path(base_name)]
     paths += [folder / path for path in paths if base is None and not path.is_absolute()]
     for path in paths:
         if path.is_dir():
             return resolve_weights_folder(path)
     key = "--base" if base is not None else "base_model_name_or_path"
     raise ConfigError(
-        f"{str(folder)!r} has adapters of {key}={named!r}, which is not a folder here; name the model's folder "
+        f"{str(folder)!r} has adapters of {key}={base_name!r}, which is not a folder here; name the model's folder "
         "with --base DIR"
     )
 

@@ -149,7 +149,7 @@ class StackedParameter:
     pieces: tuple[SliceMapping, ...]
     """Our matrices, in the order of the outputs."""
     is_swapped: bool
-    """Whether PEFT interprets the outputs as inputs, so that they are in its A."""
+    """True if PEFT interprets the outputs as inputs, so that they are in its A."""
 
     @property
     def module(self) -> str:
@@ -292,8 +292,10 @@ def read_stacked(
                 )
             pairs |= fitting[0].unstack(a, b, rank)
     untrained = _untrained_halves(pairs, parameters)
-    kept = {name: pair for name, pair in pairs.items() if leaf(name) not in untrained}
-    return {half: values for name, pair in kept.items() for half, values in zip(adapter_names(name), pair, strict=True)}
+    trained = {name: pair for name, pair in pairs.items() if leaf(name) not in untrained}
+    return {
+        half: values for name, pair in trained.items() for half, values in zip(adapter_names(name), pair, strict=True)
+    }
 
 
 def _untrained_halves(pairs: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> set[str]:

@@ -34,7 +34,7 @@ from moefold.convert.hf_config import (
 from moefold.convert.hf_sidecar_files import tokenizer_unsupported_reason
 from moefold.convert.known_keys import KeyReport
 from moefold.convert.run_config import missing_parts
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.host.rank_env import RankEnv
 from moefold.hub import is_hub_url, snapshot
 from moefold.remote_copy import local_copy
@@ -102,15 +102,15 @@ def upcycle_unsupported_reason(dense: ModelConfig, model: ModelConfig) -> str:
             "the width of latent experts; leave latent_size out"
         )
     # Settings that a dense model does not determine. Experts keep its activation.
-    kept = dense.ffn.moe
+    moe = dense.ffn.moe
     experts = replace(
         model.ffn.moe,
-        num_experts=kept.num_experts,
-        top_k=kept.top_k,
-        intermediate_size=kept.intermediate_size,
-        bias=kept.bias,
-        router=kept.router,
-        shared=kept.shared,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        intermediate_size=moe.intermediate_size,
+        bias=moe.bias,
+        router=moe.router,
+        shared=moe.shared,
     )
     networks = model.ffn if has_dense_layers(model) else replace(model.ffn, dense=dense.ffn.dense)
     layers = spell_layers([words._replace(ffn="dense") for words in model.layer_words])
@@ -256,12 +256,12 @@ def check_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig) -> No
     if not lora.init_from:
         return
     path = resolve_weights_folder(weights_path(lora.init_from))
-    name = f"lora.init_from={lora.init_from!r}"
+    name = Setting("lora.init_from", lora.init_from)
     stored = {} if is_hf_folder(path) else read_meta(path).lora
     if not stored:
-        raise ConfigError(f"{name} has no adapters; name a checkpoint of a run with lora.rank, or leave it out")
+        raise ConfigError(name.problem("has no adapters", "name a checkpoint of a run with lora.rank, or leave it out"))
     if reason := adapters_unsupported_reason(stored, lora, str(path)):
-        raise ConfigError(f"{name} {reason}")
+        raise ConfigError(name.problem(reason))
     base = resolve_weights_folder(weights_path(checkpoint.init_from))
     if folder_digest(base) != stored["base_digest"]:
         raise ConfigError(
@@ -325,8 +325,10 @@ def check_merge(
     shares = list(weights) or [1.0] * len(checkpoints)
     if len(shares) != len(checkpoints):
         raise ConfigError(f"--weights has {len(shares)} numbers for {len(checkpoints)} checkpoints; give one for each")
-    if wrong := [share for share in shares if not (math.isfinite(share) and share > 0)]:
-        raise ConfigError(f"--weights {wrong[0]:g} must be a finite number above 0; leave out a checkpoint of weight 0")
+    if invalid := [share for share in shares if not (math.isfinite(share) and share > 0)]:
+        raise ConfigError(
+            f"--weights {invalid[0]:g} must be a finite number above 0; leave out a checkpoint of weight 0"
+        )
     if not math.isfinite(sum(shares)):
         raise ConfigError("--weights have a sum above the largest number; only their ratios matter, so divide them all")
     if hf_folders := [path for path in checkpoints if is_hf_folder(path)]:

@@ -19,6 +19,7 @@ from moefold.convert.family import Family
 from moefold.convert.safetensors_file import QUANTIZED_DTYPES, OnRows, TensorLocation, bytes_of
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.cost.layer_spec import model_weights
+from moefold.cost.state_bytes import QUANTIZED_PARTS
 from moefold.errors import ConfigError, format_list
 
 FP8_SCALES = "_scale_inv"
@@ -50,18 +51,18 @@ def dequantize_tensors(
     """
     is_fp8 = quantization["quant_method"] == "fp8"
     pairs = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
-    wrong = [
+    undescribed = [
         f"tensor {name} of type {stored.dtype} lacks its other part"
         for name, stored in pairs.items()
         if stored.dtype in QUANTIZED_DTYPES
     ]
-    wrong += [
+    undescribed += [
         f"tensor {name} does not fit the shape {list(t.values.shape)} of its values"
         for name, t in pairs.items()
         if isinstance(t, DequantizedTensor) and not t.has_matching_parts()
     ]
-    if wrong:
-        raise ConfigError(f"{str(folder)!r}: {format_list(sorted(wrong))}")
+    if undescribed:
+        raise ConfigError(f"{str(folder)!r}: {format_list(sorted(undescribed))}")
     return pairs
 
 
@@ -193,7 +194,8 @@ class Mxfp4Tensor(DequantizedTensor):
 QuantizationKind = Literal["none", "fp8", "mxfp4"]
 FP8_BLOCK = 128
 """Rows and columns of a block with one scale (arXiv:2412.19437 sec. 3.3.2)."""
-_QUANTIZED_PARTS = ("attention", "dense_mlp", "experts", "shared_experts")
+_EXPORTED_PARTS = frozenset(QUANTIZED_PARTS) - {"mtp"}
+"""Parts whose matrices are quantised. The projection of an MTP layer is not: readers such as vLLM expect it whole."""
 _MAX_EXPONENT = 2
 """Exponent of the largest e2m1 magnitude."""
 Shape = tuple[int, ...]
@@ -271,7 +273,7 @@ def plan_quantization(
     names = set()
     for name, pieces in mapping.by_hf_name.items():
         weight = weights.get(pieces[0].name)
-        if weight is None or not weight.updates_as_matrix or weight.part not in _QUANTIZED_PARTS:
+        if weight is None or not weight.updates_as_matrix or weight.part not in _EXPORTED_PARTS:
             continue
         shape = mapping.hf_shapes[name]
         if kind == "fp8" and len(shape) == 3:

@@ -17,7 +17,7 @@ from moefold.convert.mtp import INDEX_FILE
 from moefold.convert.safetensors_file import DTYPES, FileWriter, TensorLocation, bytes_of, create_file, plan_file_layout
 from moefold.convert.tensor_mapping import StateDictMapping
 from moefold.convert.weight_sources import HfSource, assemble_rows, group_by_parameters
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError, Problem, format_list
 from moefold.parallel.gathered_weights import GatheredWeights
 from moefold.parallel.parallel_model import ParallelModel
 
@@ -123,21 +123,18 @@ def _read_layout(folder: Path, source: GatheredWeights) -> _Layout:
     """
     opened = open_hf_folder(folder, ALL_KEYS)
     if opened.hf_config.get(QUANTIZATION_KEY) is not None:
-        raise ConfigError(f"rollout.folder={str(folder)!r} is quantised; name one in bfloat16 or float32")
+        raise ConfigError(Problem("rollout.folder", str(folder), "is quantised", "name one in bfloat16 or float32"))
     hf = HfSource(opened, leaves_out_mtp=True)
     names = hf.mapping.shapes.keys() | source.shapes.keys()
     if wrong := sorted(name for name in names if hf.mapping.shapes.get(name) != source.shapes.get(name)):
-        raise ConfigError(
-            f"rollout.folder={str(folder)!r} is of another model than the recipe, which differs in "
-            f"{format_list(wrong)}; name a folder of the model in training"
-        )
+        rule = f"is of another model than the recipe, which differs in {format_list(wrong)}"
+        raise ConfigError(Problem("rollout.folder", str(folder), rule, "name a folder of the model in training"))
     files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name in (name for group in group_by_parameters(hf.mapping) for name in group):
         stored = hf.location(name)
         if stored.dtype == "F16":
-            raise ConfigError(
-                f"rollout.folder={str(folder)!r} is in float16, which may not hold trained weights; name one in "
-                "bfloat16 or float32 (moefold export --dtype)"
-            )
+            rule = "is in float16, which may not hold trained weights"
+            way_out = "name one in bfloat16 or float32 (moefold export --dtype)"
+            raise ConfigError(Problem("rollout.folder", str(folder), rule, way_out))
         files.setdefault(stored.file.name, {})[name] = (stored.dtype, hf.mapping.hf_shapes[name])
     return _Layout(hf.mapping, files)

@@ -19,16 +19,16 @@ class RopeParameters:
 
     theta: float
     is_required: bool = False
-    """Whether to reject an absent key, for families whose default is not "no scaling"."""
+    """If True, refuse an absent key, for families whose default is not "no scaling"."""
     fraction: float = 0.0
     """Default of partial_rotary_factor; 0: the family rotates all dims."""
     rotary_dim_key: str = ""
     """Key of older folders with the number of rotated dims, read if there is no partial_rotary_factor."""
     has_mscale: bool = False
-    """Whether only the scaling "longrope" is allowed, with its attention factors in short_mscale and long_mscale
+    """True if only the scaling "longrope" is allowed, with its attention factors in short_mscale and long_mscale
     (Phi-3.5-MoE)."""
     scales_scores: bool = False
-    """Whether yarn's mscale_all_dim also scales the scores (DeepSeek-V2 and other families with latent attention)."""
+    """True if yarn's mscale_all_dim also scales the scores (DeepSeek-V2 and other families with latent attention)."""
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read theta and the RoPE scaling."""

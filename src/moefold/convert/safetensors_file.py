@@ -181,12 +181,12 @@ def _read_values(file: Path, start: int, count: int, dtype: torch.dtype) -> Tens
             return _map_values(opened, start, values)
         target = bytes_of(values)
         opened.seek(start)
-        done = 0
-        while done < len(target):
-            got = opened.readinto(target[done : done + BLOCK_BYTES])
-            if not got:
+        done_bytes = 0
+        while done_bytes < len(target):
+            num_read = opened.readinto(target[done_bytes : done_bytes + BLOCK_BYTES])
+            if not num_read:
                 raise ConfigError(f"{str(file)!r} ends before its tensors do")
-            done += got
+            done_bytes += num_read
     return values
 
 
@@ -251,9 +251,9 @@ class FileWriter(ExitStack):
             self._open[location.file] = self.enter_context(location.file.open("r+b", buffering=0))
         opened = self._open[location.file]
         opened.seek(location.start + offset)
-        done = 0
-        while done < len(data):
-            done += opened.write(data[done : done + BLOCK_BYTES])
+        done_bytes = 0
+        while done_bytes < len(data):
+            done_bytes += opened.write(data[done_bytes : done_bytes + BLOCK_BYTES])
 
 
 def create_file(file: Path, layout: FileLayout) -> None:

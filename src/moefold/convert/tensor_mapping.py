@@ -215,8 +215,8 @@ class GroupedRows:
         dims = (0, *(self.num_dims - 1 for _ in columns))
         for group in range(count):
             start = (group * sum(widths) + offset, *zeros)
-            ours = (group * size, *(0 for _ in columns))
-            yield SliceMapping(param_name, ours, (size, *columns), hf_name, start, step, dims)
+            model_starts = (group * size, *(0 for _ in columns))
+            yield SliceMapping(param_name, model_starts, (size, *columns), hf_name, start, step, dims)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from moefold.data.tokenizer_folder import (
     read_tokenizer_folder,
     tokenizer_file,
 )
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError, Problem, format_list
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import is_remote
 
@@ -59,7 +59,7 @@ class TokenizerChoice:
     """Tokenizer of an exported folder. The default keeps the imported tokenizer, if any."""
 
     file: Path | None = None
-    """The run's tokenizer.json to copy; None: no copy."""
+    """The run's tokenizer.json to copy."""
     sidecar_files: Mapping[str, Path] = field(default_factory=dict)
     """Files to copy with the tokenizer, by their names in the folder."""
     excluded: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ def choose_tokenizer(
             return TokenizerChoice(messages=(note,))
     try:
         if reason := _unusable_reason(file, recorded):
-            raise ConfigError(f"data.tokenizer={name!r} {reason}")
+            raise ConfigError(Problem("data.tokenizer", name, reason))
         separator = JsonTokenizer(file.resolve()).separator_id
     except ConfigError as error:
         note = f"no tokenizer is written: {error}; put the file of the training back there and export again"

@@ -117,7 +117,7 @@ class HfSource:
 def check_finite(
     values: Tensor, name: str, folder: Path, way_out: str = "download or convert the folder again"
 ) -> None:
-    """Reject NaN and infinity among values of a tensor of a folder or checkpoint.
+    """Refuse NaN and infinity among values of a tensor of a folder or checkpoint.
 
     Raises:
         ConfigError: a value is not finite; the message names the tensor.
@@ -221,13 +221,13 @@ def _find_ignored(folder: HfFolder, model: ModelConfig, leaves_out_mtp: bool) ->
 
 
 def _match_layout(folder: HfFolder, model: ModelConfig, ignored: Set[str]) -> tuple[StateDictMapping, int]:
-    """Return the mapping of the folder's layout and its index; reject a folder that matches no layout."""
+    """Return the mapping of the folder's layout and its index; refuse a folder that matches no layout."""
     tensors = {name: stored for name, stored in folder.tensors.items() if name not in ignored}
     _check_counts(folder, model)
     try:
         mappings = [family_mapping(model, table, folder.family) for table in folder.family.layouts]
     except RuntimeError as error:
-        # torch rejects sizes whose product overflows.
+        # torch refuses sizes whose product overflows.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{str(folder.path)!r}: config.json means tensors that cannot be: {reason}") from None
     mapping = min(mappings, key=lambda mapping: _distance(mapping.hf_shapes, tensors))
@@ -270,7 +270,7 @@ def _unmapped_reason(name: str, folder: HfFolder, model: ModelConfig) -> str:
 
 
 def _check_counts(folder: HfFolder, model: ModelConfig) -> None:
-    """Reject layer and expert counts of config.json that contradict the tensors, before they exhaust the memory."""
+    """Refuse layer and expert counts of config.json that contradict the tensors, before they exhaust the memory."""
     tensors = len(folder.tensors)
     max_experts = max((tensors, *(size for stored in folder.tensors.values() for size in stored.shape)))
     experts = model.ffn.moe.num_experts if has_moe_layers(model) else 0
@@ -300,8 +300,8 @@ def assemble_rows(
         if piece is None:
             continue
         ours = source.read(piece.name, piece.region())
-        first, *others = piece.hf_region()
-        box = (slice(first.start - rows.start, first.stop - rows.start, first.step), *others)
+        first, *columns = piece.hf_region()
+        box = (slice(first.start - rows.start, first.stop - rows.start, first.step), *columns)
         copy_permuted(values[box], ours.reshape(piece.permuted_size()).permute(piece.inverse_permutation()))
     return values
 
@@ -376,8 +376,8 @@ def copy_permuted(target: Tensor, source: Tensor) -> None:
     target = target.squeeze()
     source = source.squeeze().to(target.dtype)
     if target.dim() > 2 and source.stride(-1) != 1 and source.stride(-2) == 1:
-        for inner, other in zip(target, source, strict=True):
-            copy_permuted(inner, other)
+        for inner, source_rows in zip(target, source, strict=True):
+            copy_permuted(inner, source_rows)
         return
     if source.dim() == 2 and source.stride(0) == 1 and not target.is_contiguous():
         source = source.contiguous()
@@ -459,13 +459,13 @@ class AdaptedSource:
         self.shapes: Mapping[str, Shape] = base.shapes
         pairs = {weight: adapter_names(weight) for weight in base.shapes}
         self.adapted = frozenset(weight for weight, (a, _) in pairs.items() if a in adapters.shapes)
-        used = {adapter for weight in self.adapted for adapter in pairs[weight]}
-        wrong = sorted(adapters.shapes.keys() ^ used)
-        wrong += [weight for weight in self.adapted if not _fits(base.shapes[weight], adapters, pairs[weight])]
-        if wrong:
+        used_adapters = {adapter for weight in self.adapted for adapter in pairs[weight]}
+        unmatched = sorted(adapters.shapes.keys() ^ used_adapters)
+        unmatched += [weight for weight in self.adapted if not _fits(base.shapes[weight], adapters, pairs[weight])]
+        if unmatched:
             raise ConfigError(
                 f"checkpoint {str(self.path)!r} has adapters of another model than its base weights, which differ in "
-                f"{format_list(wrong)}"
+                f"{format_list(unmatched)}"
             )
 
     def dtype(self, name: str) -> torch.dtype:

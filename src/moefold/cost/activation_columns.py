@@ -1,12 +1,21 @@
 """Activation bytes of each memory column of a recipe: layers by kind, and the ends of the model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moefold.config.layers import Layer
 from moefold.cost.activation_memory import ActivationMemory
-from moefold.cost.memory_columns import FORWARD_POINTS, RECOMPUTE_POINTS, ByteTable, columns_of
+from moefold.cost.memory_columns import (
+    END_COLUMNS,
+    FORWARD_POINTS,
+    LAYER_COLUMNS,
+    RECOMPUTE_POINTS,
+    ByteTable,
+    MemoryColumns,
+)
 from moefold.cost.saved_tensors import PARTS, BytesByPart
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM
 
@@ -24,42 +33,52 @@ OFFLOADED_LABELS = {
 """Labels of `PARTS` that each part of train.offload offloads; `layer` offloads everything."""
 
 
-def activation_table(formula: ActivationMemory, layers: Sequence[Layer], offload: Iterable[str] = ()) -> ByteTable:
-    """Return the bytes of each column by part, [`PARTS`, `MemoryColumns`].
+def activation_table(
+    formula: ActivationMemory, layers: Sequence[Layer], table_of_layer: Callable[[Layer], ByteTable] | None = None
+) -> ByteTable:
+    """Return the bytes of each column by part with nothing offloaded, [`PARTS`, `MemoryColumns`].
 
     Args:
         formula: activation memory of the recipe, or of a mapping of it.
         layers: distinct layers of the model, in the order of the columns.
-        offload: parts of `train.offload` whose saved tensors are offloaded between the passes, all of them in time.
+        table_of_layer: `layer_table` of the formula by kind, where some are known; None: none is.
     """
-    columns = columns_of(layers)
-    table = np.zeros((len(PARTS), columns.size))
-    sizes = {columns.end_column(name): parts for name, parts in end_columns(formula).items()}
-    largest = BytesByPart()
-    for column, layer in enumerate(layers):
-        found = layer_columns(formula, layer.kind)
-        offloaded = offloaded_bytes(found["saved"], offload)
-        found["saved"] = found["saved"] - offloaded
-        largest = _larger(offloaded, largest)
-        sizes |= {columns.layer_column(name) + column: parts for name, parts in found.items()}
-    sizes[columns.end_column("in_transit")] = BytesByPart(
-        {part: MAX_OFFLOADED_PARTS_IN_TRANSIT * size for part, size in largest.items()}
-    )
-    for column, parts in sizes.items():
-        for part, size in parts.items():
-            table[PARTS.index(part), column] = size
-    return table
+    table_of_layer = table_of_layer or partial(layer_table, formula)
+    of_layers = np.stack([table_of_layer(layer.kind) for layer in layers], axis=-1)
+    ends = end_columns(formula)
+    return np.hstack([of_layers.reshape(len(PARTS), -1), _by_part(ends[name] for name in END_COLUMNS)])
 
 
-def offloaded_bytes(saved: BytesByPart, offload: Iterable[str]) -> BytesByPart:
-    """Return which of the saved bytes of a layer leave its device with these parts of `train.offload`."""
+def layer_table(formula: ActivationMemory, kind: Layer) -> ByteTable:
+    """Return the bytes of a layer of a kind by part, [`PARTS`, `LAYER_COLUMNS`]."""
+    found = layer_columns(formula, kind)
+    return _by_part(found.get(name, BytesByPart()) for name in LAYER_COLUMNS)
+
+
+def _by_part(sizes: Iterable[BytesByPart]) -> ByteTable:
+    """Return sizes as columns, [`PARTS`, sizes]."""
+    return np.array([[parts[part] for part in PARTS] for parts in sizes], dtype=float).T
+
+
+def without_offloaded(table: ByteTable, columns: MemoryColumns, offload: Iterable[str]) -> ByteTable:
+    """Return a table if these parts of `train.offload` are offloaded between the passes, all of them in time."""
+    left: ByteTable = table.copy()
+    offloaded = table[:, columns.layer_slice("saved")] * offload_mask(offload)[:, None]
+    left[:, columns.layer_slice("saved")] -= offloaded
+    largest = offloaded[:, offloaded.sum(axis=0).argmax()]
+    left[:, columns.end_column("in_transit")] = MAX_OFFLOADED_PARTS_IN_TRANSIT * largest
+    return left
+
+
+def offload_mask(offload: Iterable[str]) -> NDArray[np.bool_]:
+    """Return which of `PARTS` these parts of `train.offload` offload."""
     parts = tuple(offload)
     labels = {label for part in parts for label in OFFLOADED_LABELS.get(part, ())}
-    return BytesByPart({label: size for label, size in saved.items() if "layer" in parts or label in labels})
+    return np.array(["layer" in parts or label in labels for label in PARTS])
 
 
 def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
-    """Return the bytes of `END_COLUMNS`, without bytes in transit."""
+    """Return the bytes of `END_COLUMNS`; nothing is in transit."""
     has_mtp = formula.model.mtp_layers > 0
     return {
         "embedding": formula.embedding(),
@@ -69,6 +88,7 @@ def end_columns(formula: ActivationMemory) -> dict[str, BytesByPart]:
         "delayed_head": BytesByPart(logits=formula.delayed_wgrad_head),
         "delayed_mtp": formula.delayed_wgrad_mtp() if has_mtp else BytesByPart(),
         "hidden": BytesByPart(pipeline=formula.hidden_bytes),
+        "in_transit": BytesByPart(),
     }
 
 

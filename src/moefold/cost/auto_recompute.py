@@ -67,7 +67,6 @@ def choose_recompute(
         cfg: a recipe; its train.recompute is ignored.
         budget_bytes: for weights, gradients, optimizer and activations of one rank: train.memory_budget_gib, or nine
             tenths of the smallest GPU if that is 0.
-        kernels: kernel profile of the device.
         imbalance: routed tokens of the busiest rank over the mean of all ranks.
 
     Raises:

@@ -18,12 +18,7 @@ saved projections, and the gradients of hidden values, gate and up."""
 
 
 class ExpertMemory:
-    """The routed experts of one MoE layer, for one micro-batch.
-
-    Args:
-        batch: the micro-batch.
-        part: the feed-forward network.
-    """
+    """The routed experts of one MoE layer, for one micro-batch."""
 
     def __init__(self, batch: LayerSizes, part: RoutedPart) -> None:
         self._batch = batch

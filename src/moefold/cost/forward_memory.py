@@ -22,10 +22,6 @@ def forward_activations(formula: ActivationMemory, chunks: Sequence[ModelChunk])
 
     A part of a layer counts as if all that its backward pass would need were in memory at its end: up to a third too
     much.
-
-    Args:
-        formula: activations of the recipe.
-        chunks: layers of the stages of a rank.
     """
     snapshots = [snapshot for chunk in chunks for snapshot in _snapshots(formula, chunk)]
     return max(snapshots, key=BytesByPart.total)

@@ -17,9 +17,6 @@ def graph_bytes(mode: str, sizes: ActivationMemory, chunks: Sequence[ModelChunk]
     they are counted anyway, and beyond that only a copy of a micro-batch's columns.
 
     Args:
-        mode: `run.cuda_graphs`.
-        sizes: sizes of a micro-batch.
-        chunks: the layers of each stage of the rank.
         in_flight: micro-batches between their passes, for each stage.
     """
     if mode not in ("attention", "attention_router"):

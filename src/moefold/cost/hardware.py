@@ -16,7 +16,7 @@ from moefold.bounded_read import MAX_RECIPE_BYTES, read_text
 from moefold.config.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.config.typed_file import STRICT, from_table, parse_table, within
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 GIB = 2**30
 HIGH_PRECISION_DTYPES = ("float32", "float64")
@@ -185,7 +185,7 @@ class DetectedMachine:
     num_ranks: int
     """World size of the launcher; without a launcher, the number of this machine's devices."""
     is_launched: bool
-    """Whether a launcher started the ranks."""
+    """True if a launcher started the ranks."""
     memory_gib: float
     """Memory of all ranks together; 0: use the memory of the device description."""
     host: str = ""
@@ -210,16 +210,21 @@ def load_device(name_or_path: str) -> Device:
         try:
             text = read_text(path, MAX_RECIPE_BYTES)
         except OSError as error:
-            raise ConfigError(f"--gpu {name_or_path}: cannot be read ({error.strerror or error})") from None
+            raise ConfigError(
+                f"{Setting('--gpu', name_or_path):s}: cannot be read ({error.strerror or error})"
+            ) from None
         except UnicodeDecodeError as error:
-            raise ConfigError(f"--gpu {name_or_path}: not UTF-8 ({error}); save it as UTF-8 text") from None
+            raise ConfigError(
+                f"{Setting('--gpu', name_or_path):s}: not UTF-8 ({error}); save it as UTF-8 text"
+            ) from None
         return _parse_device(text, name_or_path)
     name = name_or_path.lower()
     if name not in device_names():
         guess = closest_match(name, device_names(), cutoff=0.5)
         hint = f"did you mean {guess!r}? The" if guess else "the"
         raise ConfigError(
-            f"--gpu {name_or_path!r} is unknown; {hint} devices are {', '.join(device_names())}, or name a FILE.toml"
+            f"{Setting('--gpu', name_or_path)} is unknown; {hint} devices are {', '.join(device_names())}, or name a "
+            "FILE.toml"
         )
     return _parse_device((_folder() / f"{name}.toml").read_text(encoding="utf-8"), name)
 

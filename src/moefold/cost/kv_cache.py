@@ -24,15 +24,7 @@ def num_state_slots(slots: int) -> int:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Sizes of the cache of a model; MTP layers do not run in decoding.
-
-    Args:
-        model: the model.
-        plan: the stages of all pipeline ranks.
-        tp: tensor-parallel ranks.
-        item_bytes: bytes of a cached number.
-        page_positions: positions of a page.
-    """
+    """Sizes of the cache of a model; MTP layers do not run in decoding."""
 
     model: ModelConfig
     plan: StagePlan

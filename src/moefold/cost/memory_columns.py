@@ -60,6 +60,11 @@ class MemoryColumns:
         """Return the first column of one of `LAYER_COLUMNS`; the others follow by kind."""
         return LAYER_COLUMNS.index(name) * self.num_kinds
 
+    def layer_slice(self, name: str) -> slice:
+        """Return the columns of one of `LAYER_COLUMNS`, by kind."""
+        first = self.layer_column(name)
+        return slice(first, first + self.num_kinds)
+
     def end_column(self, name: str) -> int:
         """Return the column of one of `END_COLUMNS`."""
         return len(LAYER_COLUMNS) * self.num_kinds + END_COLUMNS.index(name)

@@ -28,7 +28,7 @@ class OverlapSpec:
 
     columns: MemoryColumns
     splits_backward: bool
-    """Whether the schedule splits backward passes; then an unsplit backward pass also computes weight gradients
+    """True if the schedule splits backward passes; then an unsplit backward pass also computes weight gradients
     last."""
     recomputes_comm: bool
     """True if all-to-alls are recomputed before the gradients."""
@@ -46,13 +46,7 @@ class CommInterval:
 
 @lru_cache(maxsize=4096)
 def overlap_snapshots(spec: OverlapSpec, forward_chunk: ModelChunk, backward_chunk: ModelChunk) -> Counts:
-    """Return the snapshots of an overlapped pair that no other one dominates, [snapshots, columns].
-
-    Args:
-        spec: options of the pair.
-        forward_chunk: the chunk that runs forward.
-        backward_chunk: the chunk that runs backward.
-    """
+    """Return the snapshots of an overlapped pair that no other one dominates, [snapshots, columns]."""
     columns = spec.columns
     nothing = np.zeros((1, columns.size))
     nothing[0, columns.end_column("in_transit")] = 1.0

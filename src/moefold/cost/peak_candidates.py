@@ -64,7 +64,7 @@ class StepSchedule:
     num_micro_batches: int
     overlap: bool = False
     saves_outputs: bool = True
-    """Whether each layer saves its output, the next one's input; in the warm-up of indexers none does."""
+    """True if each layer saves its output, the next one's input; in the warm-up of indexers none does."""
 
     @property
     def shortest_equivalent(self) -> "StepSchedule":
@@ -93,10 +93,8 @@ class StepSnapshots:
     """Snapshots of the ranks of a pipeline in a step.
 
     Args:
-        schedule_spec: the schedule.
         chunks: layers of each stage, in model order.
         stages_by_rank: stage indices of each pipeline rank.
-        columns: columns of the model.
         finds_all: whether to find all snapshots of overlapped pairs, or only the one before they begin.
         merges_equal_chunks: whether micro-batches are counted by distinct chunk, not by stage.
     """
@@ -187,7 +185,6 @@ class StepSnapshots:
         """Return the distinct counts at the start of the slots.
 
         Args:
-            row: the slots of the rank.
             messages: messages in memory at each slot; empty: they are not counted.
 
         Returns:

@@ -11,7 +11,7 @@ from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.part import word_of
 from moefold.config.schema import Config
-from moefold.cost.activation_columns import activation_table, recomputes_comm
+from moefold.cost.activation_columns import activation_table, recomputes_comm, without_offloaded
 from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.forward_memory import forward_activations, forward_messages
 from moefold.cost.graph_memory import graph_bytes
@@ -77,7 +77,6 @@ def compute_rank_memory(
         recompute: parts that are recomputed; None: the recipe's parts.
         offload: parts whose saved tensors are offloaded between the passes, all of them in time: with
             `train.offload_waits`, or where copies keep up, and with `train.offload_min_kib` = 0.
-        kernels: kernel profile of the device.
         imbalance: routed tokens of the busiest rank over the mean of all ranks.
         states: state memory of the recipe, if the caller has it already.
     """
@@ -86,7 +85,8 @@ def compute_rank_memory(
     optimizer = chosen_in(cfg.train, OptimizerPart)
     if not optimizer.needs_gradients:
         return _forward_rank_memory(formula, states, *recipe_stages(cfg))
-    table = activation_table(formula, cfg.model.distinct_kinds, offload)
+    kinds = cfg.model.distinct_kinds
+    table = without_offloaded(activation_table(formula, kinds), columns_of(kinds), offload)
     chunks, _ = recipe_stages(cfg)
     found = []
     ranks = zip(_rank_snapshots(cfg), states.max_by_pp_rank, states.offloaded_moments, strict=True)

@@ -40,7 +40,6 @@ class RankStateMemory(UnitStateMemory):
 
     Args:
         cfg: a recipe that `check_config` passed.
-        kernels: kernel profile of the device.
     """
 
     @cached_property

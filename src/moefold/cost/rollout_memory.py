@@ -15,12 +15,7 @@ which rollouts of training do not use, take up to 41."""
 
 
 def drawn_bytes(num_rows: int, vocab_size: int) -> int:
-    """Return the bytes of the draws of a pass on a rank that draws: the first over tp, of the last pipeline stage.
-
-    Args:
-        num_rows: rollouts of the pass.
-        vocab_size: size of the vocabulary.
-    """
+    """Return the bytes of the draws of a pass on a rank that draws: the first over tp, of the last pipeline stage."""
     return min(num_rows, max(1, MAX_WEIGHTS // vocab_size)) * vocab_size * BYTES_OF_A_WEIGHT
 
 

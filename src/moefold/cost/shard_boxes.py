@@ -53,8 +53,6 @@ class WeightSharding:
     """The part of a mapping that decides how weights are sharded.
 
     Args:
-        model: the model.
-        layout: the folding.
         stage_plan: placement of the layers on pipeline ranks.
         shards_data_parallel: whether data-parallel ranks shard the weights (training with ZeRO 1 to 3), as opposed to
             replicas (ZeRO 0, inference).

@@ -22,7 +22,7 @@ from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import training_weights
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.cost.state_bytes import trained_names
+from moefold.cost.state_bytes import master_dtype_bytes, trained_names
 from moefold.topology.fragments import fragment_of, recipe_fragments
 
 BLOCK = 256
@@ -72,11 +72,6 @@ def wire_format(precision: str, itemsize: int) -> CodedSize:
     return CodedSize(8 * itemsize)
 
 
-def difference_itemsize(run: RunConfig) -> int:
-    """Return the bytes of an element of the differences that sites exchange, before they are coded."""
-    return 8 if run.dtype == "float64" else 4
-
-
 def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = None) -> CodedSize:
     """Return the format of the differences of a recipe.
 
@@ -84,7 +79,7 @@ def recipe_format(run: RunConfig, sites: SitesConfig, precision: str | None = No
         run, sites: sections of a recipe with sites.
         precision: another `sites.precision`, in which all differences are sent; None: the recipe's settings.
     """
-    itemsize = difference_itemsize(run)
+    itemsize = master_dtype_bytes(run)
     if precision is not None:
         return wire_format(precision, itemsize)
     of_method: CodedSize | None = sites.part.wire_format(itemsize)
@@ -130,7 +125,7 @@ def site_traffic(cfg: Config, precision: str | None = None) -> tuple[FragmentTra
     plain = [0] * count
     # Coded, owned and plain elements by fragment, of the first rank of each pipeline rank, which has the most.
     of_rank = np.zeros((count, cfg.parallel.pp, 3), np.int64)
-    item = difference_itemsize(cfg.run)
+    item = master_dtype_bytes(cfg.run)
     optimizer = chosen_in(cfg.train, OptimizerPart)
     sharding = WeightSharding.from_config(cfg, for_training=True)
     stage_ranks = cfg.parallel.world_size // cfg.parallel.pp
@@ -177,7 +172,7 @@ def _shards(parallel: ParallelConfig, weight: ParamSpec) -> DataParallelShards:
 
 
 def _padded_numel(shards: DataParallelShards, code: CodedSize, owners: int = 1) -> int:
-    """Return the elements that the shards of a parameter take on all ranks that shard it, of one of its owners."""
+    """Return the elements of all shards of a parameter, or of one owner's part of it, each padded to whole blocks."""
     num_full, rest = divmod(shards.total_rows, shards.rows)
     full = code.padded(shards.rows * shards.row_numel // owners)
     return num_full * full + code.padded(rest * shards.row_numel // owners)

@@ -97,9 +97,6 @@ def split_model(
     """Return the stages of `split_units`. They begin only at certain units; the units between those count as one.
 
     Args:
-        model: the model.
-        train: samples and loss.
-        lora: adapters.
         ranks: the pipeline rank of each stage, in model order.
         sizes: bytes of the units on each stage. The planner gives none: it compares mappings before the micro-batches
             in flight are known, and counts memory itself, so the busiest rank has the fewest FLOPs.

@@ -23,7 +23,7 @@ Unit = Layer | str
 """Unit of a model: a kind of layers, "embedding", "head", or "mtp" for an MTP layer."""
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 QUANTIZED_PARTS: tuple[ModelPart, ...] = ("attention", "dense_mlp", "experts", "shared_experts", "mtp")
-"""Parts whose matrices are operands of low-precision GEMMs."""
+"""Parts whose matrices are operands of low-precision GEMMs in training."""
 QUANTIZED_COPIES = 2
 """Quantised copies of a weight, one byte per value: one for the forward pass, one for the gradient of the input."""
 

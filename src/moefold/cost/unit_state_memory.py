@@ -53,7 +53,7 @@ class StateMapping(NamedTuple):
     """Number of ranks over which dense weights and experts are sharded."""
     zero: int
     is_single: bool
-    """Whether there is one rank, without FSDP."""
+    """True if there is one rank, without FSDP."""
     has_several_micro_batches: bool
 
     @property
@@ -80,7 +80,6 @@ class UnitStateMemory:
 
     Args:
         cfg: the recipe; its mapping does not count.
-        kernels: kernel profile of the device.
         kinds: distinct layers of the model, in the order of `columns`; None: the recipe's.
         item_bytes: bytes of a number of the master weights, 0 if there are only weights in the compute type, and of the
             gradients; None: of the recipe's types.
@@ -196,7 +195,6 @@ class UnitStateMemory:
         """Return the bytes of each state column, [`STATE_FIELDS`, columns].
 
         Args:
-            mapping: the mapping.
             exchange_bytes: bytes of a rank's symmetric memory.
             offloads_moments: whether moments are in the host's memory between updates.
         """
@@ -234,7 +232,6 @@ class UnitStateMemory:
         """Return the most bytes of offloaded moments in memory during an update, [ranks].
 
         Args:
-            mapping: the mapping.
             counts: state counts, [ranks, columns].
         """
         sizes = self.moment_sizes(mapping)

@@ -21,7 +21,7 @@ from moefold.data.sampler import TokenStream
 from moefold.data.sft import pack_best_fit
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, TokenFileStream, document_ends_path, read_npy_header
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 
 FORMAT_VERSION = 1
 WINDOW_TOKENS = 2**24
@@ -40,7 +40,7 @@ class DocumentBoundaries:
 
     stream: TokenStream
     end_id: int | None
-    """Token that ends a document and belongs to it; None: the index by `moefold tokenize` has the boundaries."""
+    """Token that ends a document and belongs to it; None if the index by `moefold tokenize` has the boundaries."""
 
     @property
     def identity(self) -> tuple[str | int, ...]:
@@ -178,10 +178,9 @@ def open_best_fit(
     packing = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
     samples = BestFitSamples(stream, packing, seq_len, pad_id)
     if not len(samples):
-        raise ConfigError(
-            "data.packing='best_fit' found no document of two tokens or more, so there is no target; check "
-            "data.document_end, or set data.packing='concatenate'"
-        )
+        rule = "found no document of two tokens or more, so there is no target"
+        way_out = "check data.document_end, or set data.packing='concatenate'"
+        raise ConfigError(Problem("data.packing", "best_fit", rule, way_out))
     return samples
 
 

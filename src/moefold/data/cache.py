@@ -23,7 +23,7 @@ from moefold.cache_dir import _is_untrusted_dir, cache_folders, entry_key
 from moefold.data.text_source import TextChunk, TextSource
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer, encode_documents
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 from moefold.file_lock import FileLock, open_lock_file
 from moefold.progress import ReadProgress
 
@@ -51,7 +51,8 @@ def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path |
         with ReadProgress("Tokenising", corpus.size_bytes, is_shown=shows_progress) as progress:
             num_tokens, _ = write_tokens(file, corpus.chunks(), tokenizer, progress.advance)
         if not num_tokens:
-            raise ConfigError("data.path holds no text: everything is empty or left out; name files with text in them")
+            rule = "holds no text: everything is empty or left out"
+            raise ConfigError(Problem("data.path", None, rule, "name files with text in them"))
 
     return cached_ids(cache_key(corpus, tokenizer), write, cache_dir=cache_dir)
 
@@ -160,7 +161,7 @@ def write_tokens(
     Args:
         chunks: the documents; each is followed by the tokenizer's separator, if any.
         report: called with the bytes of source text, some megabytes at a time.
-        index: receives the end of each document, int64; None: no index.
+        index: receives the end of each document, int64; None if there is no index.
     """
     dtype = smallest_dtype(tokenizer.vocab_size)
     separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=np.int64)

@@ -30,7 +30,7 @@ from moefold.data.tokenizer_folder import (
     read_template,
     read_tokenizer_folder,
 )
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 
@@ -152,7 +152,7 @@ class RenderedChat:
     prompts: tuple[str, ...] = ()
     """The text that inference continues for each of these turns."""
     is_marked: bool = False
-    """Whether the template marks the assistant's output itself; if not, the prompts determine its beginning."""
+    """True if the template marks the assistant's output itself; if not, the prompts determine its beginning."""
     altered_turn: int = 0
     """1-based number of a turn that the template writes incompletely because others follow; 0: none."""
 
@@ -204,7 +204,7 @@ class ChatTemplate:
 
         Args:
             messages: the turns, each with a `role` and a `content`.
-            tools: descriptions of tools, for templates that support them; None: no tools.
+            tools: descriptions of tools, for templates that support them; None if there are no tools.
             location: FILE:LINE of the conversation, for messages.
 
         Raises:
@@ -312,12 +312,12 @@ class ChatTemplate:
             return ConfigError(
                 f"{location}: the chat template of {self.location} renders turn {answer['moved']} differently when "
                 "others follow, so its position cannot be found; put {% generation %} and {% endgeneration %} "
-                "around the assistant's output, in a template of your own: data.chat_template=FILE"
+                f"around the assistant's output, in a template of your own: {Setting('data.chat_template')}=FILE"
             )
         if "refused" in answer:
             return ConfigError(
-                f"{location}: the chat template of {self.location} refuses the conversation ({answer['refused']}); "
-                "fix the conversation, remove it, or set data.chat_template"
+                f"{location}: the chat template of {self.location} refuses the conversation ({answer['refused']}); fix "
+                f"the conversation, remove it, or set {Setting('data.chat_template')}"
             )
         text: str = answer["text"]
         return RenderedChat(
@@ -335,7 +335,7 @@ def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> 
     The folder of the tokenizer declares its templates (`read_tokenizer_folder`).
 
     Args:
-        tokenizer: the tokenizer that data.tokenizer names; None: it is read.
+        tokenizer: the tokenizer that data.tokenizer names; None if it is read.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -353,12 +353,12 @@ def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> 
         return ChatTemplate(BYTES_TEMPLATE, location="bytes", special_tokens={})
     source = folder.templates.get(DEFAULT_TEMPLATE)
     if source is None:
-        others = ", ".join(map(repr, sorted(folder.templates)))
+        known_names = ", ".join(map(repr, sorted(folder.templates)))
         raise ConfigError(
-            f"data.tokenizer={data.tokenizer!r} has no chat template: neither {TEMPLATE_FILE} nor a chat_template "
-            f"in {SETTINGS_FILE} is in {folder.file.parent}"
-            + (f", only templates named {others}" if others else "")
-            + "; set data.chat_template to a file with one"
+            f"{Setting('data.tokenizer', data.tokenizer)} has no chat template: neither {TEMPLATE_FILE} nor a "
+            f"chat_template in {SETTINGS_FILE} is in {folder.file.parent}"
+            + (f", only templates named {known_names}" if known_names else "")
+            + f"; set {Setting('data.chat_template')} to a file with one"
         )
     return ChatTemplate(
         source,
@@ -375,7 +375,7 @@ def end_of_turn_marker(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[fr
         (end-of-turn ids, stop string); both empty if the template has no end-of-turn marker.
 
     Raises:
-        ConfigError: the template rejects a conversation of a question and an answer.
+        ConfigError: the template refuses a conversation of a question and an answer.
     """
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _END_PROBE}]
     rendered = template.render(messages, None, "a question and an answer")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moefold.config.suggestions import closest_match
-from moefold.data.file_formats import JsonlRecord, column_text, reject_surrogates, unknown_column_message
+from moefold.data.file_formats import JsonlRecord, column_text, refuse_surrogates, unknown_column_message
 from moefold.errors import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -192,7 +192,7 @@ def parse_messages(messages: object, location: str) -> Conversation:
         role = message.get("role")
         if not isinstance(role, str):
             raise ConfigError(f'{place} has no role; give it "role": "system", "user", "assistant" or "tool"')
-        reject_surrogates(role, place)
+        refuse_surrogates(role, place)
         # APIs and tables write null for absent fields.
         message = {name: value for name, value in message.items() if value is not None}
         if not _parse_weight(message, place):
@@ -216,8 +216,8 @@ def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role not in ROLES and not any(quote + role + quote in template for quote in ("'", '"')):
-            meant = SHAREGPT_ROLES.get(role) or closest_match(role, ROLES)
-            hint = f"did you mean {meant!r}?" if meant else f"the roles are {', '.join(ROLES)}"
+            guess = SHAREGPT_ROLES.get(role) or closest_match(role, ROLES)
+            hint = f"did you mean {guess!r}?" if guess else f"the roles are {', '.join(ROLES)}"
             raise ConfigError(
                 f"{location}: message {number} has the role {role!r}, which the chat template does not name; {hint}"
             )
@@ -252,11 +252,11 @@ def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, 
         for item in content:
             kind = item.get("type") if isinstance(item, dict) else None
             if kind == "text" and isinstance(item.get("text"), str):
-                reject_surrogates(item["text"], place)
+                refuse_surrogates(item["text"], place)
                 continue
-            named = f"a part of type {kind!r}" if kind else "a part without a type"
+            its_kind = f"a part of type {kind!r}" if kind else "a part without a type"
             raise ConfigError(
-                f'{place} has no text: its content has {named}, and only {{"type": "text", "text": "..."}} is read; '
+                f'{place} has no text: its content has {its_kind}, and only {{"type": "text", "text": "..."}} is read; '
                 "fix or remove it"
             )
         if len(content) == 1:
@@ -265,7 +265,7 @@ def _parse_content(message: dict[str, Any], place: str) -> str | list[dict[str, 
             return content
     if not isinstance(content, str):
         raise ConfigError(f'{place} has no text; give it "content": "..."')
-    reject_surrogates(content, place)
+    refuse_surrogates(content, place)
     return content
 
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
 from moefold.data.chat import ChatRequest, ChatTemplate, RenderedChat
-from moefold.data.file_formats import reject_surrogates
-from moefold.data.tokenizer import OffsetTokenizer, reject_nul
-from moefold.errors import ConfigError
+from moefold.data.file_formats import refuse_surrogates
+from moefold.data.tokenizer import OffsetTokenizer, refuse_nul
+from moefold.errors import ConfigError, Setting
 
 TOOLS = "tools"
 REASONING = "reasoning of answers (reasoning_content)"
@@ -60,10 +60,10 @@ class RowReport:
         if self.mismatched:
             notes.append(
                 f"the chat template of {self._template}: in {len(self.mismatched)} rows, the prompt at inference has "
-                f"other tokens than the conversation in training (first: {next(iter(self.mismatched))}): a token "
-                "spans the end of the prompt, or the prompt does not begin a turn as the conversation does. All tokens "
-                "of the answer are trained. To make them equal, end the generation prompt with a special token, where "
-                "a finished turn begins (data.chat_template)"
+                f"other tokens than the conversation in training (first: {next(iter(self.mismatched))}): a token spans "
+                "the end of the prompt, or the prompt does not begin a turn as the conversation does. All tokens of "
+                "the answer are trained. To make them equal, end the generation prompt with a special token, where a "
+                f"finished turn begins ({Setting('data.chat_template')})"
             )
         if self.altered:
             notes.append(
@@ -75,7 +75,7 @@ class RowReport:
             notes.append(
                 f"the chat template of {self._template}: in {len(rows)} rows, it does not write the {field} (first: "
                 f"{next(iter(rows))}), so that the model does not see them. Set a template that does "
-                "(data.chat_template), or remove them from the rows"
+                f"({Setting('data.chat_template')}), or remove them from the rows"
             )
         return notes
 
@@ -124,12 +124,12 @@ def tokenize_conversations(
             if req.location not in refused:
                 report.skipped.refuse(error)
             refused.add(req.location)
-    used = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
-    kept = [chat for chat in used if chat is not None]
-    encoded = tokenizer.encode_with_offsets([chat.text for chat in kept])
-    prompts_of = iter(_encode_prompts(kept, encoded, tokenizer))
+    usable = [None if req.location in refused else chat for req, chat in zip(conversations, chats, strict=True)]
+    valid = [chat for chat in usable if chat is not None]
+    encoded = tokenizer.encode_with_offsets([chat.text for chat in valid])
+    prompts_of = iter(_encode_prompts(valid, encoded, tokenizer))
     tokens_of = iter(encoded)
-    for req, chat in zip(conversations, used, strict=True):
+    for req, chat in zip(conversations, usable, strict=True):
         if chat is None:
             yield None
             continue
@@ -157,9 +157,9 @@ def _encode_prompts(
     starts: list[NDArray[np.int64]] = []
     texts: list[str] = []
     for chat, (ids, places) in zip(chats, encoded, strict=True):
-        added = np.flatnonzero(np.isin(ids, tokenizer.added_ids))
+        added_at = np.flatnonzero(np.isin(ids, tokenizer.added_ids))
         for prompt in chat.prompts:
-            before = added[places[added, 1] <= len(prompt)] if chat.text.startswith(prompt) else added[:0]
+            before = added_at[places[added_at, 1] <= len(prompt)] if chat.text.startswith(prompt) else added_at[:0]
             first = int(before[-1]) if len(before) else 0
             starts.append(ids[:first])
             texts.append(prompt[int(places[first, 0]) if first else 0 :])
@@ -183,13 +183,13 @@ def _checked(
     if calls and "tool_call" not in template.source_for(req.tools):
         raise ConfigError(
             f"{req.location}: message {calls[0]} calls tools, which the chat template of {template.location} does not "
-            "write; set a template that does (data.chat_template), or remove the row"
+            f"write; set a template that does ({Setting('data.chat_template')}), or remove the row"
         )
     # The text may also contain other fields than the content, such as names and tool calls.
-    reject_surrogates(chat.text, f"{req.location}: the rendered conversation")
+    refuse_surrogates(chat.text, f"{req.location}: the rendered conversation")
     if not chat.text:
         raise ConfigError(f"{req.location}: the chat template renders the conversation as no text; remove it")
-    reject_nul(tokenizer, [*req.messages, req.tools], f"{req.location}: the conversation")
+    refuse_nul(tokenizer, [*req.messages, req.tools], f"{req.location}: the conversation")
     return chat
 
 
@@ -267,7 +267,11 @@ class SkippedRows:
         self.first = self.first or str(error)
         self.count += 1
 
-    def note(self, setting: str = "data.skip_bad_rows") -> str:
+    def note(self) -> str:
         """Return a message with the number and the first error; empty if there is none."""
         rows = "row" if self.count == 1 else "rows"
-        return f"{setting}: {self.count:,} {rows} skipped; the first: {self.first}" if self.count else ""
+        return (
+            f"{Setting('data.skip_bad_rows')}: {self.count:,} {rows} skipped; the first: {self.first}"
+            if self.count
+            else ""
+        )

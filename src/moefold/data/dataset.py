@@ -26,7 +26,7 @@ from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_fil
 from moefold.data.source_listing import named_sources
 from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
 from moefold.data.tokenizer import OffsetTokenizer, Tokenizer, load_tokenizer, report_notes
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from moefold.data.text_source import TextSource
@@ -250,8 +250,8 @@ class _DatasetBuilder:
             texts = _texts(data, split, self._skipped)
             self.cached_path = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
             files = (read_npy_header(self.cached_path),)
-        lost = () if self.token_file_set is None else self.token_file_set.dropped
-        stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=lost, is_indexed=data.document_index)
+        dropped = () if self.token_file_set is None else self.token_file_set.dropped
+        stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=dropped, is_indexed=data.document_index)
         if data.packing == "best_fit":
             from moefold.data.best_fit import recipe_best_fit
 
@@ -313,10 +313,8 @@ class _DatasetBuilder:
 def check_no_data_path(data: DataConfig) -> None:
     """Raise ConfigError if data.path is set for a kind of data that reads no files."""
     if data.path:
-        raise ConfigError(
-            f'data.path={data.path!r} is not used by data.kind="{data.kind}"; '
-            'leave it out, or set data.kind to "text" or "tokens"'
-        )
+        rule = f'is not used by data.kind="{data.kind}"'
+        raise ConfigError(Problem("data.path", data.path, rule, 'leave it out, or set data.kind to "text" or "tokens"'))
 
 
 def check_enough_tokens(num_tokens: int, *, seq_len: int) -> None:

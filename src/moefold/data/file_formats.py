@@ -226,7 +226,7 @@ def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None)
     """Yield the objects of a file in order: one for each non-empty line, or the elements of a JSON array.
 
     Args:
-        skip: called with the error of a line that is not an object, which is then skipped; None: the error is raised.
+        skip: called with the error of a line that is not an object, which is then skipped; None if the error is raised.
 
     Raises:
         ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.
@@ -329,11 +329,11 @@ def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:
     text = fields[column]
     if not isinstance(text, str):
         raise ColumnError(f"{location}: column {column!r} holds {json_type_name(text)}, not text; fix or remove it")
-    reject_surrogates(text, f"{location}: column {column!r}")
+    refuse_surrogates(text, f"{location}: column {column!r}")
     return text
 
 
-def reject_surrogates(text: str, subject: str) -> None:
+def refuse_surrogates(text: str, subject: str) -> None:
     """Raise ConfigError if a text has lone surrogates, which JSON can express and UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
@@ -347,8 +347,8 @@ def unknown_column_message(column: str, columns: Mapping[str, Any] | list[str]) 
     """Return the message for a missing column, with the nearest name or the existing columns."""
     names = sorted(columns)
     guess = closest_match(column, names)
-    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    hint = f"the columns are {shown}" if names else "there are no columns"
+    listed_names = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    hint = f"the columns are {listed_names}" if names else "there are no columns"
     if guess:
         hint = f"did you mean {guess!r}?"
     return f"no column {column!r}; {hint}"
@@ -422,9 +422,9 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
     from pyarrow import ArrowException
 
     file = open_parquet(path)
-    chosen = list(range(file.num_row_groups) if row_groups is None else row_groups)
-    row = sum(file.metadata.row_group(group).num_rows for group in range(chosen[0])) if chosen else 0
-    batches = file.iter_batches(_BATCH_ROWS, row_groups=chosen, columns=[column])
+    groups = list(range(file.num_row_groups) if row_groups is None else row_groups)
+    row = sum(file.metadata.row_group(group).num_rows for group in range(groups[0])) if groups else 0
+    batches = file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=[column])
     while True:
         try:
             batch = next(batches, None)

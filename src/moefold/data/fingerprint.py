@@ -158,7 +158,7 @@ class DataFiles:
     settings: Mapping[str, str]
     """Names of the files of tokenizer and chat template, by role."""
     by_folder: bool
-    """Whether names below a folder have a meaning: they determine splits and formats (huggingface)."""
+    """True if names below a folder have a meaning: they determine splits and formats (huggingface)."""
 
 
 def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
@@ -276,7 +276,7 @@ def unmatched_locations(old: DataFiles, new: DataFiles, order: Mapping[str, Any]
         order: settings of the checkpoint.
         mine: settings of the recipe.
     """
-    wrong = []
+    unmatched = []
     hub_then = [path for path, names in zip(old.paths, old.sources, strict=True) if not names]
     hub_now = [path for path, names in zip(new.paths, new.sources, strict=True) if not names]
     places_then = [i for i, names in enumerate(old.sources) if not names]
@@ -285,9 +285,9 @@ def unmatched_locations(old: DataFiles, new: DataFiles, order: Mapping[str, Any]
         bool(hub_now) and (places_then != places_now or len(old.paths) != len(new.paths))
     )
     if order.get("path") != mine.get("path") and has_other_hub:
-        wrong.append("path")
+        unmatched.append("path")
     for key, role in (("tokenizer", TOKENIZER_FILE), ("chat_template", "data.chat_template")):
         is_compared = role in old.settings and role in new.settings
         if not is_compared and order.get(key) != mine.get(key):
-            wrong.append(key)
-    return wrong
+            unmatched.append(key)
+    return unmatched

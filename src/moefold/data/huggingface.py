@@ -19,7 +19,7 @@ from moefold.data.input_paths import check_no_duplicates, existing_path, files_b
 from moefold.data.source_listing import table_suffix
 from moefold.data.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
 from moefold.data.text_source import TextChunk
-from moefold.errors import ConfigError, install_command
+from moefold.errors import ConfigError, Problem, Setting, install_command
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
@@ -125,32 +125,27 @@ class TextTable:
         if rows.column_names is None:
             return rows
         if self.column not in rows.column_names:
-            raise ConfigError(
-                f"data.column={self.column!r}: {self.name} has {unknown_column_message(self.column, rows.column_names)}"
-            )
+            rule = f": {self.name} has {unknown_column_message(self.column, rows.column_names)}"
+            raise ConfigError(Problem("data.column", self.column, rule))
         return rows.select_columns([self.column])
 
     def _hub_text(self, row: dict[str, Any], number: int) -> str:
         """Return the text of row `number` (0-based, for the message)."""
         if self.column not in row:
-            raise ConfigError(
-                f"data.column={self.column!r}: {self.name} has {unknown_column_message(self.column, row)}"
-            )
+            rule = f": {self.name} has {unknown_column_message(self.column, row)}"
+            raise ConfigError(Problem("data.column", self.column, rule))
         text = row[self.column]
         if not isinstance(text, str):
             kind = "nothing" if text is None else f"{type(text).__name__}"
-            raise ConfigError(
-                f"data.column={self.column!r} of {self.name} holds {kind}, not text, in row {number + 1}; "
-                "name a column of text"
-            )
+            rule = f"of {self.name} holds {kind}, not text, in row {number + 1}"
+            raise ConfigError(Problem("data.column", self.column, rule, "name a column of text"))
         return text
 
     def _hub_error(self, error: Exception) -> ConfigError:
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return ConfigError(
-            f"data.path={self.name!r} (split {self.split!r}) cannot be read by the package datasets: {detail}; "
-            "check data.path, data.split and data.subset"
-        )
+        rule = f"(split {self.split!r}) cannot be read by the package datasets: {detail}"
+        way_out = f"check {Setting('data.path')}, data.split and data.subset"
+        return ConfigError(Problem("data.path", self.name, rule, way_out))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +192,8 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
     """
     names = [name for name in ((data.path,) if isinstance(data.path, str) else data.path) if name]
     if not names:
-        raise ConfigError(
-            'data.path is empty, but data.kind="huggingface" reads from it; name files, folders or data sets on the hub'
-        )
+        rule = 'is empty, but data.kind="huggingface" reads from it'
+        raise ConfigError(Problem("data.path", None, rule, "name files, folders or data sets on the hub"))
     paths = [_local_path(name) for name in names]
     check_no_duplicates(tuple(path for path in paths if path is not None))
     for name, path in zip(names, paths, strict=True):
@@ -209,7 +203,7 @@ def text_tables(data: DataConfig, split: str, skipped: Set[Path] = frozenset()) 
         TextTable(name, path, split, data.column, data.subset, data.revision)
         for name, path in zip(names, paths, strict=True)
     ]
-    return TextTables(tuple(table for listed in tables for table in _exclude_files(listed, skipped)))
+    return TextTables(tuple(table for split_tables in tables for table in _exclude_files(split_tables, skipped)))
 
 
 def _exclude_files(table: TextTable, skipped: Set[Path]) -> list[TextTable]:
@@ -239,25 +233,22 @@ def _check_readable(name: str, path: Path | None, split: str) -> None:
     if path is None or path.is_dir():
         return
     if table_suffix(path) not in TABLE_SUFFIXES:
-        raise ConfigError(
-            f"data.path={name!r} must end in {', '.join(TABLE_SUFFIXES)}, be a folder or a name on the hub; "
-            'use data.kind="text" for plain text'
-        )
+        rule = f"must end in {', '.join(TABLE_SUFFIXES)}, be a folder or a name on the hub"
+        raise ConfigError(Problem("data.path", name, rule, 'use data.kind="text" for plain text'))
     if split != "train":
-        raise ConfigError(
-            f"data.path={name!r} is one file, whose only split is 'train', not {split!r}; name a folder that has splits"
-        )
+        rule = f"is one file, whose only split is 'train', not {split!r}"
+        raise ConfigError(Problem("data.path", name, rule, "name a folder that has splits"))
 
 
 def _check_unused_keys(data: DataConfig, paths: Sequence[Path | None]) -> None:
     """Raise ConfigError for data.revision or data.subset if no source has revisions or configurations."""
     if data.revision and None not in paths:
         raise ConfigError(
-            f"data.revision={data.revision!r} has no effect: nothing in data.path={data.path!r} is on the hub, and "
-            "only data sets there have revisions; leave it out"
+            f"data.revision={data.revision!r} has no effect: nothing in {Setting('data.path', data.path)} is on the "
+            "hub, and only data sets there have revisions; leave it out"
         )
     if data.subset and not any(path is None or (path.is_dir() and not is_saved_dataset(path)) for path in paths):
         raise ConfigError(
-            f"data.subset={data.subset!r} has no effect: data.path={data.path!r} is a file or a saved data set, which "
-            "has no configurations; leave it out"
+            f"data.subset={data.subset!r} has no effect: {Setting('data.path', data.path)} is a file or a saved data "
+            "set, which has no configurations; leave it out"
         )

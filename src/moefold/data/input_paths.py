@@ -1,4 +1,4 @@
-"""Resolve the paths of a recipe to files, and compare their fingerprints with those in a checkpoint."""
+"""Resolve the paths of a recipe, which are literal, to files; compare their fingerprints with a checkpoint's."""
 
 import difflib
 import os
@@ -7,7 +7,7 @@ from glob import escape
 from pathlib import Path
 
 from moefold.config.suggestions import HubKind, download_advice
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
 
 MIN_SIMILARITY = 0.75
@@ -36,9 +36,8 @@ def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
     names = (path,) if isinstance(path, str) else path
     names = tuple(name for name in names if name)
     if not names:
-        raise ConfigError(
-            f'data.path is empty, but data.kind="{kind}" reads from it; name a file, a folder or a list of them'
-        )
+        rule = f'is empty, but data.kind="{kind}" reads from it'
+        raise ConfigError(Problem("data.path", None, rule, "name a file, a folder or a list of them"))
     paths = tuple(existing_path("data.path", name) for name in names)
     check_no_duplicates(paths)
     return paths
@@ -63,12 +62,14 @@ def existing_path(key: str, name: str) -> Path:
             missing = missing.parent
         folder = missing.parent
         if not folder.is_dir():
-            raise ConfigError(f"{key}={name!r} does not exist: {folder} is a file, not a folder")
+            raise ConfigError(f"{Setting(key, name)} does not exist: {folder} is a file, not a folder")
         similar = difflib.get_close_matches(
             missing.name, _candidate_names(folder, missing.name), n=1, cutoff=MIN_SIMILARITY
         )
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{key}={name!r} cannot be reached ({error}); name a readable file or folder") from error
+        raise ConfigError(
+            f"{Setting(key, name)} cannot be reached ({error}); name a readable file or folder"
+        ) from error
     advice = (
         download_advice(name, _HUB_KIND_BY_KEY[key], allows_bare_name="tokenizer" in key)
         if key in _HUB_KIND_BY_KEY
@@ -76,7 +77,7 @@ def existing_path(key: str, name: str) -> Path:
     )
     otherwise = advice or f"{folder} holds no similar name"
     hint = f"did you mean {str(folder / similar[0])!r}?" if similar else otherwise
-    raise ConfigError(f"{key}={name!r} does not exist; {hint}")
+    raise ConfigError(f"{Setting(key, name)} does not exist; {hint}")
 
 
 def _fetched(key: str, name: str) -> Path:
@@ -97,7 +98,7 @@ def _fetched(key: str, name: str) -> Path:
             return local_copy(str(remote.parent), (*TOKENIZER_PATTERNS, escape(remote.name))) / remote.name
         return local_copy(str(remote), TOKENIZER_PATTERNS)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
+        raise error.with_start(f"{Setting(key)}: ") from None
 
 
 def name_below(root: str, relative: Path) -> str:
@@ -146,15 +147,17 @@ def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) ->
 
 def check_no_duplicates(paths: tuple[Path, ...]) -> None:
     """Raise ConfigError if a file occurs twice: its text could be in both training and validation."""
-    seen: set[Path] = set()
+    seen_paths: set[Path] = set()
     for path in paths:
-        if path in seen:
-            raise ConfigError(f"data.path reaches {path} twice; name every file once, alone or by its folder")
-        seen.add(path)
+        if path in seen_paths:
+            rule = f"reaches {path} twice"
+            raise ConfigError(Problem("data.path", None, rule, "name every file once, alone or by its folder"))
+        seen_paths.add(path)
 
 
 def _raise_unreadable(error: OSError) -> None:
-    raise ConfigError(f"data.path: {error.filename} is not readable ({error.strerror}); give read access") from error
+    rule = f": {error.filename} is not readable ({error.strerror})"
+    raise ConfigError(Problem("data.path", None, rule, "give read access")) from error
 
 
 SKIPPED = "skipped"
@@ -206,18 +209,18 @@ def separate_dropped_files(
     Returns:
         The files that are lost, or were always skipped and have changed, with descriptions; and other differences.
     """
-    lost = {}
-    others = {}
+    dropped = {}
+    more = {}
     left_out = [name for name, digest in saved.items() if digest == SKIPPED] if tokens else []
     file_of = {str(Path(name).with_suffix(suffix)): name for name in [*left_out, *tokens] for suffix in ENDS_SUFFIXES}
     for name, difference in differences.items():
         if name in tokens or name in left_out:
-            lost[name] = difference
+            dropped[name] = difference
         elif name in file_of:
-            lost[file_of[name]] = difference
+            dropped[file_of[name]] = difference
         else:
-            others[name] = difference
-    return lost, others
+            more[name] = difference
+    return dropped, more
 
 
 def is_below(file: Path, root: Path) -> bool:
@@ -232,17 +235,17 @@ def check_data_file_names(path: object, files: Iterable[str], tokens: Iterable[s
         path: data.path of the run.
         tokens: names of its token files, in the order of `files`; empty if unknown.
     """
-    listed = list(files)
+    file_names = list(files)
     tokens = list(tokens)
-    if odd := [name for name in listed if not Path(name).name]:
+    if odd := [name for name in file_names if not Path(name).name]:
         raise TypeError(f"data_files names no file: {odd[0]!r}")
     for key, names in (("data_tokens", tokens), ("data_lost", list(dropped))):
-        if odd := [name for name in names if name not in listed]:
+        if odd := [name for name in names if name not in file_names]:
             raise TypeError(f"{key} names {odd[0]!r}, which is not among data_files")
-    wanted = frozenset(tokens)
-    if tokens != [name for name in listed if name in wanted]:
+    token_names = frozenset(tokens)
+    if tokens != [name for name in file_names if name in token_names]:
         raise TypeError("data_tokens has another order than data_files")
     paths = path if isinstance(path, list) else [path]
     roots = [Path(root) for root in paths if isinstance(root, str)]
     if odd := [name for name in tokens if not any(is_below(Path(name), root) for root in roots)]:
-        raise TypeError(f"data_tokens names {odd[0]!r}, which is not below data.path")
+        raise TypeError(f"data_tokens names {odd[0]!r}, which is not below {Setting('data.path')}")

@@ -28,7 +28,7 @@ from moefold.data.sft import (
     conversation_location,
     hold_out,
 )
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 Messages = list[Message]
 
@@ -143,7 +143,9 @@ def pack_pairs(
     if data.overlong == "refuse" and is_long.any():
         number = int(np.argmax(is_long))
         # With labels, a row may become two pairs.
-        location = f"pair {number} of data.path" if _is_labelled(align) else conversation_location(data, number)
+        location = (
+            f"pair {number} of {Setting('data.path')}" if _is_labelled(align) else conversation_location(data, number)
+        )
         raise ConfigError(
             f"{location}: the pair has {int(lengths[number].sum())} tokens, and "
             f"{int(is_long.sum())} of {len(lengths)} have more than the {seq_len + 1} of train.seq_len={seq_len}; "
@@ -153,9 +155,8 @@ def pack_pairs(
     num_targets = conversations.count_targets(cut.ravel()).reshape(-1, 2)
     pairs = np.flatnonzero(num_targets.all(1))
     if not len(pairs):
-        raise ConfigError(
-            f"data.path: none of {len(lengths)} pairs has both completions within train.seq_len={seq_len}; raise it"
-        )
+        rule = f": none of {len(lengths)} pairs has both completions within train.seq_len={seq_len}"
+        raise ConfigError(Problem("data.path", None, rule, "raise it"))
     reference = ReferenceLogProbs(num_targets)
     training, validation = (
         PackedPairs(conversations, split, reference, align, seq_len=seq_len, pad_id=pad_id)
@@ -163,8 +164,8 @@ def pack_pairs(
     )
     if reports:
         logger.warning(
-            "data.path: %d pairs, %d skipped without a completion within train.seq_len, %d cut to %d tokens; "
-            "%d samples to train on",
+            f"{Setting('data.path')}: %d pairs, %d skipped without a completion within train.seq_len, %d cut to %d "
+            "tokens; %d samples to train on",
             len(lengths),
             len(lengths) - len(pairs),
             int(is_long[pairs].sum()),
@@ -177,8 +178,8 @@ def pack_pairs(
 def cut_lengths(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """Cut pairs to `size` tokens: a sequence keeps half of them, or what the other does not need; [pairs, 2]."""
     half = size // 2
-    other = lengths[:, ::-1]
-    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, size - np.minimum(other, size)))
+    other_lengths = lengths[:, ::-1]
+    cut: NDArray[np.int64] = np.minimum(lengths, np.maximum(half, size - np.minimum(other_lengths, size)))
     return cut
 
 
@@ -212,13 +213,13 @@ def _read_labelled(records: Iterator[JsonlRecord]) -> Iterator[ConversationToRen
             waiting.append((record, prompt, completion, label))
     if not waiting:
         return
-    other = next((completion for key, completion in first_completions.items() if key != waiting_hash), None)
-    if other is None:
+    partner = next((completion for key, completion in first_completions.items() if key != waiting_hash), None)
+    if partner is None:
         raise ConfigError(
             f"{waiting[0][0].location}: all rows have one prompt, and kto compares with the completion of another "
             "prompt; give rows of several prompts"
         )
-    yield from _with_mismatch(waiting, other)
+    yield from _with_mismatch(waiting, partner)
 
 
 def _read_labelled_alone(record: JsonlRecord) -> list[ConversationToRender]:

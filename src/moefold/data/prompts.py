@@ -9,13 +9,13 @@ from moefold.config.data import DataConfig
 from moefold.data.chat import ChatRequest, ChatTemplate, Message, load_chat_template
 from moefold.data.conversation_format import parse_messages
 from moefold.data.conversation_tokens import SkippedRows
-from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, reject_surrogates
+from moefold.data.file_formats import JsonlRecord, column_text, jsonl_records, refuse_surrogates
 from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.sft import conversation_files
 from moefold.data.synthetic_problems import Problems, check_task_tokenizer
-from moefold.data.tokenizer import Tokenizer, reject_nul
-from moefold.errors import ConfigError
+from moefold.data.tokenizer import Tokenizer, refuse_nul
+from moefold.errors import ConfigError, Setting
 
 PROMPT_COLUMN = "prompt"
 RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})
@@ -152,7 +152,7 @@ def read_prompts(
     """Read and tokenise all prompts of the files that data.path names.
 
     Args:
-        reward_prompt: wanted reward for the text of each prompt; None: no reward.
+        reward_prompt: wanted reward for the text of each prompt.
         report: called with a message on the rows that data.skip_bad_rows skips.
 
     Raises:
@@ -162,7 +162,7 @@ def read_prompts(
     prompts = list(_usable_prompts(_PromptReader(data, tokenizer, reward_prompt), data, check, skipped))
     if not prompts:
         raise ConfigError(
-            f"data.path={data.path!r} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
+            f"{Setting('data.path', data.path)} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
             + (f" ({note})" if (note := skipped.note()) else "")
         )
     if report is not None and (note := skipped.note()):
@@ -253,8 +253,8 @@ def has_conversations(data: DataConfig, tokenizer: Tokenizer, check: CheckPrompt
 
 def _make_prompt(record: JsonlRecord, source: Any, text: str, tokenizer: Tokenizer) -> Prompt:
     location = record.location
-    reject_surrogates(text, f"{location}: the prompt")
-    reject_nul(tokenizer, source, f"{location}: the prompt")
+    refuse_surrogates(text, f"{location}: the prompt")
+    refuse_nul(tokenizer, source, f"{location}: the prompt")
     ids = tuple(tokenizer.encode(text).tolist())
     if not ids:
         raise ConfigError(f"{location}: the prompt is empty; a model continues at least one token")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.groups.alignment import fill_template, template_problems
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 LEFT_OUT = "none"
 """Value of --want that leaves prompts unchanged."""
@@ -58,12 +58,11 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
     return RewardPrompt(template, float(want))
 
 
-def override_want(stored: RewardPrompt | None, option: str, name: str = "--want") -> RewardPrompt | None:
+def override_want(stored: RewardPrompt | None, option: str) -> RewardPrompt | None:
     """Return the reward prompt after an option of a command.
 
     Args:
         option: a number; "none": prompts are unchanged; "": as stored.
-        name: name of the option, for messages.
 
     Raises:
         ConfigError: the option is not a number, or the model was not trained with a reward in its prompts.
@@ -72,7 +71,8 @@ def override_want(stored: RewardPrompt | None, option: str, name: str = "--want"
         return stored
     if stored is None:
         raise ConfigError(
-            f"{name} {option} has no effect: MODEL was not trained with align.method='condition'; leave it out"
+            f"{Setting('--want', option):s} has no effect: MODEL was not trained with align.method='condition'; leave "
+            "it out"
         )
     if option == LEFT_OUT:
         return None
@@ -81,5 +81,7 @@ def override_want(stored: RewardPrompt | None, option: str, name: str = "--want"
     except ValueError:
         reward = math.nan
     if not math.isfinite(reward):
-        raise ConfigError(f"{name} {option} must be a finite number, the reward to ask for, or {LEFT_OUT!r}")
+        raise ConfigError(
+            f"{Setting('--want', option):s} must be a finite number, the reward to ask for, or {LEFT_OUT!r}"
+        )
     return RewardPrompt(stored.template, reward)

@@ -74,9 +74,9 @@ class TraceShape:
         """
         copy = np.ascontiguousarray(indices)
         if copy.size and not 0 <= copy.min() <= copy.max() < self.num_experts:
-            wrong = copy.max() if copy.max() >= self.num_experts else copy.min()
+            expert = copy.max() if copy.max() >= self.num_experts else copy.min()
             raise ConfigError(
-                f"{key} names expert {wrong} in step {step}, and there are {self.num_experts}; "
+                f"{key} names expert {expert} in step {step}, and there are {self.num_experts}; "
                 "its files are damaged: trace the run again"
             )
         return copy
@@ -193,7 +193,7 @@ class RoutingTrace:
         try:
             self.shape = _read_manifest(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self._key} has a {MANIFEST} that is no {FORMAT} manifest: {error}") from None
+            raise ConfigError(f"{self._key} has a {MANIFEST} that is not a {FORMAT} manifest: {error}") from None
         self.steps = traced_steps(self.folder)
 
     def step(self, step: int) -> TracedStep:
@@ -237,10 +237,10 @@ class RoutingTrace:
             "seq_len": "train.seq_len",
         }
         faults = [
-            f"{self._key} was traced with {key}={_abbreviate(theirs)}, and this run has {_abbreviate(ours)}; "
+            f"{self._key} was traced with {key}={_abbreviate(recorded)}, and this run has {_abbreviate(current)}; "
             "replay needs the same model and batch"
             for name, key in keys.items()
-            if (theirs := getattr(self.shape, name)) != (ours := getattr(run, name))
+            if (recorded := getattr(self.shape, name)) != (current := getattr(run, name))
         ]
         if faults:
             raise ConfigError("\n".join(faults))

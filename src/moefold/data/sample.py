@@ -46,14 +46,14 @@ class Sample:
     document is never a target. Padding is a document of its own, see `is_padding`. None: one document.
     """
     weights: NDArray[Any] | None = None
-    """Weight of each target, bool or floating [S], at least 0: 0 or False masks it. None: all weights are 1.
+    """Weight of each target, bool or floating [S], at least 0: 0 or False masks it. None if all weights are 1.
 
     The loss is the weighted mean over the targets of the global batch.
     """
     weight_scale: NDArray[np.float64] | None = None
     """Factor of each target's weight after the division by the sum of all weights of the global batch, [S]; None: 1."""
     is_padding: NDArray[np.bool_] | None = None
-    """Tokens that only fill the sample, [S + 1]; None: no such tokens.
+    """Tokens that only fill the sample, [S + 1]; None if there are no such tokens.
 
     MoE layers do not route them. A token whose target has weight 0, such as a token of a prompt, is not padding: it is
     context of other tokens, is routed, and counts in the load of the experts. Padding is never a target and predicts

@@ -12,17 +12,17 @@ held-out text.
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.data.index_shuffle import IndexShuffle, hash_ints
+from moefold.data.index_shuffle import GOLDEN, IndexShuffle, hash_ints
 from moefold.data.sample import Sample, SampleBatch, SampleSource, stack_samples
-from moefold.errors import ConfigError, RunError
+from moefold.errors import ConfigError, Problem, RunError
 
 _MAX_RANGES = 64
 _MIN_RANGE_SAMPLES = 8
@@ -54,12 +54,12 @@ class IndexRanges:
         """Return the number of these sample numbers in other ranges, which are also ascending and disjoint."""
         total = 0
         first = 0
-        for mine in self.ranges:
-            while first < len(others) and others[first].stop <= mine.start:
+        for span in self.ranges:
+            while first < len(others) and others[first].stop <= span.start:
                 first += 1
             position = first
-            while position < len(others) and others[position].start < mine.stop:
-                total += min(mine.stop, others[position].stop) - max(mine.start, others[position].start)
+            while position < len(others) and others[position].start < span.stop:
+                total += min(span.stop, others[position].stop) - max(span.start, others[position].start)
                 position += 1
         return total
 
@@ -103,9 +103,9 @@ def split_samples(num_samples: int, validation_fraction: float) -> tuple[IndexRa
 def _held_out_ranges(num_samples: int, num_held_out: int) -> list[range]:
     num_runs = min(num_held_out // _MIN_RANGE_SAMPLES, (num_samples - num_held_out) // _MIN_RANGE_SAMPLES, _MAX_RANGES)
     if num_runs <= 1:
-        free = num_samples - num_held_out
+        num_train = num_samples - num_held_out
         # With one or two spare samples, only a range at the very start leaves any training sample.
-        start = hash_ints(num_samples) % (free + 1) if free > 2 else 0
+        start = hash_ints(num_samples) % (num_train + 1) if num_train > 2 else 0
         return [range(start, start + num_held_out)]
     ranges = []
     for i in range(num_runs):
@@ -212,6 +212,23 @@ class IndexAnnotatedSamples(PackedSamples):
         return Sample(self.sample(number), np.cumsum(begins, dtype=np.int32))
 
 
+class SampleNumbers(Protocol):
+    """Numbered samples or prompts of a run, which count its progress through the data."""
+
+    has_annotations: bool
+    """Samples may have document ids or target weights."""
+    filled: float
+    """Share of the inputs that are not padding, 0 to 1."""
+
+    def __len__(self) -> int:
+        """Return the number of samples in an epoch."""
+        ...
+
+    def origin(self, index: int) -> str:
+        """Return the location of a sample in the data, for a message."""
+        ...
+
+
 class Sampler(SampleSource):
     """Endless sequence of samples in the order of a run, the same under every parallel mapping.
 
@@ -255,18 +272,7 @@ class Sampler(SampleSource):
                 f"no {self.split_name} sample is left: the files of all of them are left out "
                 "(data.corrupt='skip'); restore them, or give the run other data"
             )
-        blocked = [span for span in skipped_ranges if span.stop > first]
-        if not self.num_dropped and all(span.start >= first + count for span in blocked):
-            return range(first, first + count)
-        indices: list[int] = []
-        while len(indices) < count:
-            if ends := [span.stop for span in blocked if first in span]:
-                first = max(ends)
-                continue
-            if not self.is_dropped(first):
-                indices.append(first)
-            first += 1
-        return indices
+        return next_indices(first, count, skipped_ranges, self.is_dropped if self.num_dropped else None)
 
     @property
     def num_dropped(self) -> int:
@@ -289,6 +295,31 @@ class Sampler(SampleSource):
     def restore(self, state: Any) -> None:
         """Restore a state returned by `state`; it only saves time and does not change the samples."""
         return
+
+
+def next_indices(
+    first: int, count: int, skipped_ranges: Sequence[range], is_dropped: Callable[[int], bool] | None = None
+) -> Sequence[int]:
+    """Return the next `count` numbers from `first` on, ascending, outside the skipped ranges.
+
+    Args:
+        first: the first candidate.
+        count: how many.
+        skipped_ranges: numbers to leave out.
+        is_dropped: whether to leave out a number too; None: no.
+    """
+    blocked = [span for span in skipped_ranges if span.stop > first]
+    if is_dropped is None and all(span.start >= first + count for span in blocked):
+        return range(first, first + count)
+    indices: list[int] = []
+    while len(indices) < count:
+        if ends := [span.stop for span in blocked if first in span]:
+            first = max(ends)
+            continue
+        if is_dropped is None or not is_dropped(first):
+            indices.append(first)
+        first += 1
+    return indices
 
 
 class Split(Sampler):
@@ -357,10 +388,9 @@ class Split(Sampler):
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         if not len(self):
-            raise ConfigError(
-                "data.validation_fraction=0 holds no sample out; set it above 0, "
-                "or train.eval_every=0 to train without evaluation"
-            )
+            rule = "holds no sample out"
+            way_out = "set it above 0, or train.eval_every=0 to train without evaluation"
+            raise ConfigError(Problem("data.validation_fraction", 0, rule, way_out))
         epoch, place = divmod(index, len(self))
         return self._members[self._shuffled_position(epoch, place)]
 
@@ -373,7 +403,6 @@ class Split(Sampler):
 
 
 _MODULUS = 2**64
-_GOLDEN = 0x9E3779B97F4A7C15
 _OFFSET = _MODULUS // 2
 
 
@@ -411,7 +440,7 @@ class Mixture(Sampler):
         """Return the part that sample `index` comes from, and the sample's index there."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
-        number = bisect_right(self._ends, (index * _GOLDEN + _OFFSET) % _MODULUS)
+        number = bisect_right(self._ends, (index * GOLDEN + _OFFSET) % _MODULUS)
         return number, self._count(number, index)
 
     def annotated_sample(self, index: int) -> Sample:
@@ -426,9 +455,9 @@ class Mixture(Sampler):
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files in all parts; each part ignores the names of other parts."""
-        wanted = frozenset(names)
+        dropped_names = frozenset(names)
         for source in self._parts:
-            source.drop_files(wanted)
+            source.drop_files(dropped_names)
 
     def is_dropped(self, index: int) -> bool:
         """Return whether the sample is dropped in its part."""
@@ -439,14 +468,14 @@ class Mixture(Sampler):
     def num_dropped(self) -> int:
         """Estimated number of dropped samples in an epoch, from each part's share."""
         length = len(self)
-        lost = [
+        fractions = [
             source.num_dropped / len(source) * self._count(number, length)
             for number, source in enumerate(self._parts)
             if len(source)
         ]
         if all(source.num_dropped == len(source) for source in self._parts):
             return length
-        return min(length - 1, math.ceil(sum(lost)))
+        return min(length - 1, math.ceil(sum(fractions)))
 
     def state(self, index: int) -> Any:
         """Return the states of the parts; None if no part has a state."""
@@ -465,12 +494,12 @@ class Mixture(Sampler):
 
 
 def _count_below(end: int, num_samples: int) -> int:
-    """Return the count of n < num_samples with (n * _GOLDEN + _OFFSET) mod _MODULUS < end, for 0 <= end <= _MODULUS."""
+    """Return the count of n < num_samples with (n * GOLDEN + _OFFSET) mod _MODULUS < end, for 0 <= end <= _MODULUS."""
     if end == 0:
         return 0
     # floor(y) - floor(y - t) is 1 where frac(y) < t, for 0 < t <= 1.
-    total = floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET)
-    return total - floor_sum(num_samples, _MODULUS, _GOLDEN, _OFFSET - end + _MODULUS) + num_samples
+    total = floor_sum(num_samples, _MODULUS, GOLDEN, _OFFSET)
+    return total - floor_sum(num_samples, _MODULUS, GOLDEN, _OFFSET - end + _MODULUS) + num_samples
 
 
 def floor_sum(count: int, modulus: int, factor: int, offset: int) -> int:

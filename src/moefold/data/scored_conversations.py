@@ -33,7 +33,7 @@ from moefold.data.sft import (
 )
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 
 FORMAT_VERSION = 1
 _WORDS = 4
@@ -67,19 +67,19 @@ class Rewards:
             order = np.lexsort((members, -reward, self.prompt_N[members]))
             prompts = self.prompt_N[members][order]
             is_best = np.concatenate(([True], prompts[1:] != prompts[:-1]))
-            kept = np.sort(members[order[is_best]])
+            selected = np.sort(members[order[is_best]])
         else:
             cutoff = float(np.quantile(reward, number)) if kind == "quantile" else number
-            kept = members[reward >= cutoff]
-            if not len(kept):
+            selected = members[reward >= cutoff]
+            if not len(selected):
                 raise ConfigError(
                     f"align.method.threshold={threshold!r} keeps none of {len(members)} conversations, whose "
                     f"rewards lie in [{reward.min():g}, {reward.max():g}]; lower it"
                 )
         return ScaledMembers(
-            kept,
-            message=f"align.method='filter' keeps {len(kept)} of {len(members)} conversations: mean reward "
-            f"{self.reward_N[kept].mean():.4g} instead of {reward.mean():.4g}",
+            selected,
+            message=f"align.method='filter' keeps {len(selected)} of {len(members)} conversations: mean reward "
+            f"{self.reward_N[selected].mean():.4g} instead of {reward.mean():.4g}",
         )
 
     def weight(self, members: NDArray[np.int64], beta: float, cap: float) -> ScaledMembers:
@@ -106,10 +106,8 @@ class Rewards:
         """Return the rewards of the members; raise ConfigError if all are equal."""
         reward = self.reward_N[members]
         if len(reward) and reward.min() == reward.max():
-            raise ConfigError(
-                f"align.method={method!r} has no effect: all {len(members)} rewards in the column "
-                f"{self._column!r} are {reward[0]:g}; give other rewards, or leave align out"
-            )
+            rule = f"has no effect: all {len(members)} rewards in the column {self._column!r} are {reward[0]:g}"
+            raise ConfigError(Problem("align.method", method, rule, "give other rewards, or leave align out"))
         return reward
 
 

@@ -35,7 +35,7 @@ from moefold.data.shard_reader import ShardReader
 from moefold.data.source_listing import is_jsonl
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.progress import ReadProgress
 
 FORMAT_VERSION = 4
@@ -63,7 +63,7 @@ class ConversationToRender:
     untrained: frozenset[int] = frozenset()
     """Indices of the assistant's messages that belong to the prompt, and have no targets."""
     has_label: bool = False
-    """Whether to set `LABEL_BIT`."""
+    """If True, set `LABEL_BIT`."""
 
     def request(self) -> ChatRequest:
         """Return the request to the template."""
@@ -235,7 +235,7 @@ def open_conversations(
 
     Args:
         skipped: files to leave out.
-        reader: conversion of rows to conversations; None: each row is a conversation.
+        reader: conversion of rows to conversations; None if each row is a conversation.
 
     Raises:
         ConfigError: a file is missing, a line is not a conversation (the message has file and line), the tokenizer has
@@ -263,7 +263,9 @@ def open_conversations(
         with ReadProgress("Tokenising conversations", total_bytes, is_shown=shows_progress) as progress:
             num_tokens = _write_conversations(file, reader.read(records), job, progress)
         if not num_tokens:
-            raise ConfigError(f"data.path={files[0]} is empty: there is no conversation; name files with some")
+            raise ConfigError(
+                f"{Setting('data.path', files[0]):s} is empty: there is no conversation; name files with some"
+            )
 
     cached = cached_ids(key, write, cache_dir=cache_dir)
     is_new = bool(report.notes())
@@ -316,8 +318,8 @@ def pack_conversations(
     members = np.flatnonzero(conversations.count_targets(seq_len + 1))
     if not len(members):
         raise ConfigError(
-            f"data.path: none of {len(conversations)} conversations has a response of the assistant within "
-            f"train.seq_len={seq_len}; name conversations with one, or raise train.seq_len"
+            f"{Setting('data.path')}: none of {len(conversations)} conversations has a response of the assistant "
+            f"within train.seq_len={seq_len}; name conversations with one, or raise train.seq_len"
         )
     num_skipped = len(conversations) - len(members)
     selected = ScaledMembers(members) if select is None else select(members)
@@ -342,7 +344,7 @@ def conversation_files(data: DataConfig) -> tuple[Path, ...]:
     roots = data_paths(data.path, data.kind)
     files = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or is_jsonl(file))
     if not files:
-        raise ConfigError(f"data.path={roots[0]} holds no .jsonl file; name files of conversations")
+        raise ConfigError(f"{Setting('data.path', roots[0]):s} holds no .jsonl file; name files of conversations")
     check_no_duplicates(tuple(file.resolve() for file in files))
     return files
 
@@ -455,7 +457,7 @@ def hold_out(members: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.in
 def conversation_location(data: DataConfig, number: int) -> str:
     """Return FILE:LINE of a conversation; its number if rows may have been skipped."""
     if data.skip_bad_rows:
-        return f"data.path: conversation {number + 1}, of those not skipped"
+        return f"{Setting('data.path')}: conversation {number + 1}, of those not skipped"
     records = (record for path in conversation_files(data) for record in jsonl_records(path))
     return next(islice(records, number, None)).location
 
@@ -463,8 +465,8 @@ def conversation_location(data: DataConfig, number: int) -> str:
 def _report(num_skipped: int, num_cut: int, num_members: int, training: PackedConversations) -> None:
     filled = training.num_tokens / (len(training) * (training.seq_len + 1))
     logger.warning(
-        "data.path: %d conversations, %d skipped without a response within train.seq_len, %d cut to %d tokens; "
-        "%d samples to train on, %.1f %% filled",
+        f"{Setting('data.path')}: %d conversations, %d skipped without a response within train.seq_len, %d cut to %d "
+        "tokens; %d samples to train on, %.1f %% filled",
         num_members + num_skipped,
         num_skipped,
         num_cut,

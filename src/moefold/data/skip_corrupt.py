@@ -16,7 +16,7 @@ from moefold.data.input_paths import ENDS_SUFFIXES
 from moefold.data.shard_reader import BrokenShardError
 from moefold.data.source_listing import named_sources
 from moefold.data.token_file import open_document_ends, read_header
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError, Problem, Setting, format_list
 
 FORMAT_VERSION = 1
 
@@ -52,13 +52,15 @@ def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Pa
     files = [file for _, file in named_sources(data) if file.suffix not in ENDS_SUFFIXES]
     if not files:
         raise ConfigError(
-            'data.corrupt="skip" looks at files, and data.path names none; leave it out for data sets on the hub'
+            f'data.corrupt="skip" looks at files, and {Setting("data.path")} names none; leave it out for data sets on '
+            "the hub"
         )
     faults = (
         _validate_token_files(data, files) if data.kind == "tokens" else _validate_files_cached(data, files, cache_dir)
     )
     if len(faults) == len(files):
-        raise ConfigError(f"data.path holds no valid file: {format_list(list(faults.values()))}; copy them again")
+        rule = f"holds no valid file: {format_list(list(faults.values()))}"
+        raise ConfigError(Problem("data.path", None, rule, "copy them again"))
     return {Path(file): fault for file, fault in faults.items()}
 
 

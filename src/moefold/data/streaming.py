@@ -17,7 +17,7 @@ from moefold.data.index_shuffle import IndexShuffle, hash_ints
 from moefold.data.sample import Sample, annotate_documents
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer, encode_documents
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 
 MAX_BLOCK_SAMPLES = 1024
 _MAX_BLOCK_TOKENS = 2**23
@@ -131,7 +131,8 @@ class StreamingSampler(Sampler):
         while not self._queue:
             num_empty = 0 if self._refill() else num_empty + 1
             if num_empty > 1:
-                raise ConfigError("data.path holds no text: every row is empty; check data.column and data.split")
+                rule = "holds no text: every row is empty"
+                raise ConfigError(Problem("data.path", None, rule, "check data.column and data.split"))
         return self._queue[0]
 
     def _refill(self) -> bool:

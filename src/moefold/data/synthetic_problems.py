@@ -16,7 +16,7 @@ from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 Draw = Callable[[int], int]
 """Returns a uniform number in [0, n)."""
@@ -133,8 +133,8 @@ class Problems:
                 return problem
         split = "held-out" if self._is_validation else "training"
         raise ConfigError(
-            f"data.validation_fraction={self._limit / _HASH_RANGE:g} leaves no {split} problem of this data.task_size; "
-            "choose a larger task_size, or another fraction"
+            f"data.validation_fraction={self._limit / _HASH_RANGE:g} leaves no {split} problem of this "
+            f"{Setting('data.task_size')}; choose a larger task_size, or another fraction"
         )
 
 
@@ -210,7 +210,9 @@ def open_task(
     check_task_tokenizer(data, tokenizer)
     training = TaskSampler(Problems(data, seed, is_validation=False), tokenizer, seq_len=seq_len)
     if not training.annotated_sample(0).weights.any():  # type: ignore[union-attr]
-        raise ConfigError(f"train.seq_len={seq_len} is shorter than a problem of data.task={data.task!r}; raise it")
+        raise ConfigError(
+            f"train.seq_len={seq_len} is shorter than a problem of {Setting('data.task', data.task)}; raise it"
+        )
     if data.validation_fraction == 0:
         return training, None
     return training, TaskSampler(Problems(data, seed, is_validation=True), tokenizer, seq_len=seq_len)
@@ -219,7 +221,5 @@ def open_task(
 def check_task_tokenizer(data: DataConfig, tokenizer: Tokenizer) -> None:
     """Check that a tokenizer has an end-of-text token, which ends answers; else raise ConfigError."""
     if tokenizer.separator_id is None:
-        raise ConfigError(
-            f"data.tokenizer={data.tokenizer!r} has no end-of-text token, so no answer would ever end; name a "
-            "tokenizer with one, or 'bytes'"
-        )
+        rule = "has no end-of-text token, so no answer would ever end"
+        raise ConfigError(Problem("data.tokenizer", data.tokenizer, rule, "name a tokenizer with one, or 'bytes'"))

@@ -40,7 +40,7 @@ from moefold.data.file_formats import (
 )
 from moefold.data.input_paths import files_below
 from moefold.data.source_listing import table_suffix
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def _check_split(split: str, splits: Mapping[str, Any], folder: Path) -> None:
     if split not in splits:
         guess = closest_match(split, splits)
         hint = f"did you mean {guess!r}?" if guess else f"the splits are {', '.join(sorted(splits)) or 'none'}"
-        raise ConfigError(f"data.split={split!r} is not in {folder}; {hint}")
+        raise ConfigError(Problem("data.split", split, f"is not in {folder}", hint))
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:
@@ -327,11 +327,12 @@ def _files_of_one_format(names: Sequence[str], folder: Path) -> list[str]:
     best = [suffix for suffix in best if suffix not in (".json", ".txt")] or best
     if len(best) > 1:
         raise ConfigError(
-            f"{folder} has as many files in {best[0]} as in {best[1]} for this split; name the files in data.path"
+            f"{folder} has as many files in {best[0]} as in {best[1]} for this split; name the files in "
+            f"{Setting('data.path')}"
         )
     if left_out := [name for name in names if table_suffix(Path(name)) != best[0]]:
         suffix = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        logger.warning("data.path: %s is read in %s; left out %s%s", folder, best[0], left_out[0], suffix)
+        logger.warning(f"{Setting('data.path')}: %s is read in %s; left out %s%s", folder, best[0], left_out[0], suffix)
     return [name for name in names if table_suffix(Path(name)) == best[0]]
 
 
@@ -346,7 +347,7 @@ def _named_splits(names: Sequence[str]) -> dict[str, list[str]]:
     if by_split:
         return by_split
     for patterns in data_files.ALL_DEFAULT_PATTERNS:
-        by_split = {str(split): _matching(names, wanted) for split, wanted in patterns.items()}
+        by_split = {str(split): _matching(names, pattern) for split, pattern in patterns.items()}
         if by_split := {split: files for split, files in by_split.items() if files}:
             return by_split
     return {}
@@ -373,15 +374,15 @@ def _configured_files(folder: Path, names: Sequence[str], subset: str) -> dict[s
     defaults = [name for name, config in by_name.items() if config.get("default") or name == "default"]
     if not subset and len(by_name) == 1:
         defaults = list(by_name)
-    wanted = subset or next(iter(defaults), "")
-    if wanted not in by_name:
+    config_name = subset or next(iter(defaults), "")
+    if config_name not in by_name:
         fault = f"data.subset={subset!r} is none of" if subset else "data.subset is empty, and must be one of"
         raise ConfigError(f"{fault} the configurations of {folder}: {', '.join(by_name)}")
-    config = by_name[wanted]
-    if others := sorted(map(str, config.keys() - _CONFIG_KEYS)):
+    config = by_name[config_name]
+    if unread := sorted(map(str, config.keys() - _CONFIG_KEYS)):
         raise ConfigError(
-            f"the {_CARD} of {folder} sets {others[0]!r} for its reader, which has no effect here; name the files in "
-            "data.path"
+            f"the {_CARD} of {folder} sets {unread[0]!r} for its reader, which has no effect here; name the files in "
+            f"{Setting('data.path')}"
         )
     below = str(config.get("data_dir", "")).removeprefix("./").rstrip("/")
     prefix = f"{below}/" if below else ""
@@ -396,10 +397,10 @@ def _files_of_patterns(patterns: Any, names: Sequence[str], folder: Path) -> dic
     from datasets import data_files
 
     try:
-        wanted = data_files.sanitize_patterns(patterns)
+        sanitized = data_files.sanitize_patterns(patterns)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the {_CARD} of {folder} has data_files that are not understood ({error})") from error
-    return {str(split): _matching(names, [str(p).removeprefix("./") for p in few]) for split, few in wanted.items()}
+    return {str(split): _matching(names, [str(p).removeprefix("./") for p in few]) for split, few in sanitized.items()}
 
 
 def _configurations(folder: Path) -> list[dict[str, Any]]:

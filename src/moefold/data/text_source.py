@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol
 
 from moefold.bounded_read import open_regular
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 CHUNK_BYTES = 2**20
 _SNIFFED_BYTES = 8192
@@ -33,7 +33,7 @@ class TextFile:
     size_bytes: int
     mtime_ns: int
     is_named: bool
-    """Whether the recipe names the file itself, not its folder; such a file may not be skipped."""
+    """True if the recipe names the file itself, not its folder; such a file may not be skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,11 @@ def check_not_empty(paths: tuple[Path, ...], *, num_files: int, size_bytes: int)
     """Raise ConfigError if data.path holds no file, or files without any text."""
     names = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
     if not num_files:
-        raise ConfigError(f"data.path={names} holds no text file; name UTF-8 text files or a folder with some")
+        raise ConfigError(
+            f"{Setting('data.path', names):s} holds no text file; name UTF-8 text files or a folder with some"
+        )
     if not size_bytes:
-        raise ConfigError(f"data.path={names} is empty; name files with text in them")
+        raise ConfigError(f"{Setting('data.path', names):s} is empty; name files with text in them")
 
 
 def python_docs_corpus() -> Corpus:
@@ -182,7 +184,8 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _unreadable_error(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"data.path: {path} is not readable ({error.strerror}); give read access or leave it out")
+    rule = f": {path} is not readable ({error.strerror})"
+    return ConfigError(Problem("data.path", None, rule, "give read access or leave it out"))
 
 
 def _file_chunks(kind: str, file: TextFile) -> Iterator[TextChunk]:
@@ -210,8 +213,10 @@ def _python_chunks(file: TextFile) -> Iterator[TextChunk]:
 def _text_chunks(file: TextFile) -> Iterator[TextChunk]:
     if not is_text(file.path):
         if file.is_named:
-            raise ConfigError(f"data.path={file.path} is not text: it holds zero bytes; name UTF-8 text files")
-        logger.warning("data.path: left out %s, which is not text (it holds zero bytes)", file.path)
+            raise ConfigError(
+                f"{Setting('data.path', file.path):s} is not text: it holds zero bytes; name UTF-8 text files"
+            )
+        logger.warning(f"{Setting('data.path')}: left out %s, which is not text (it holds zero bytes)", file.path)
         return
     with _open(file.path) as opened:
         yield from _decoded_chunks(opened, file, "utf-8")
@@ -229,10 +234,9 @@ def _decoded_chunks(opened: BinaryIO, file: TextFile, encoding: str) -> Iterator
             text += decoder.decode(block, final=not following)
         except UnicodeDecodeError as error:
             at_byte = read_bytes - pending + error.start
-            raise ConfigError(
-                f"data.path: {file.path} is not UTF-8 text (byte {at_byte}: {error.reason}); convert it, "
-                f"for example with `iconv -f latin1 -t utf-8`, or leave it out"
-            ) from error
+            rule = f": {file.path} is not UTF-8 text (byte {at_byte}: {error.reason})"
+            way_out = "convert it, for example with `iconv -f latin1 -t utf-8`, or leave it out"
+            raise ConfigError(Problem("data.path", None, rule, way_out)) from error
         if not read_bytes:
             text = text.removeprefix("\ufeff")
         read_bytes += len(block)

@@ -31,7 +31,7 @@ from moefold.data.shard_reader import (
     open_ends_file,
 )
 from moefold.data.source_listing import TOKEN_SUFFIXES, named_sources
-from moefold.errors import ConfigError, format_list
+from moefold.errors import ConfigError, Problem, Setting, format_list
 
 MEGATRON_SUFFIX = ".idx"
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -267,8 +267,8 @@ class TokenFileStream(TokenStream):
 
     def drop_files(self, names: Iterable[str]) -> None:
         """Drop files by name; names of other files are ignored."""
-        wanted = frozenset(names)
-        self._dropped |= {index for index, file in enumerate(self._files) if file.name in wanted}
+        dropped_names = frozenset(names)
+        self._dropped |= {index for index, file in enumerate(self._files) if file.name in dropped_names}
 
     @property
     def dropped_tokens(self) -> list[range]:
@@ -289,10 +289,10 @@ class TokenFileStream(TokenStream):
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} .. {stop - 1} are outside [0, {len(self)})")
         tokens = np.empty(stop - start, dtype=np.int64)
-        done = 0
+        num_read = 0
         for index, offset, length in self._file_segments(start, stop):
-            tokens[done : done + length] = self._read_segment(index, offset, length)
-            done += length
+            tokens[num_read : num_read + length] = self._read_segment(index, offset, length)
+            num_read += length
         return tokens
 
     def describe_location(self, token: int) -> str:
@@ -318,13 +318,13 @@ class TokenFileStream(TokenStream):
             BrokenShardError: the index has changed since the run began.
         """
         begins = np.zeros(stop - start, dtype=np.bool_)
-        done = 0
+        num_read = 0
         for index, offset, length in self._file_segments(start, stop):
-            segment = begins[done : done + length]
+            segment = begins[num_read : num_read + length]
             segment[self._document_ends(index).between(offset, offset + length) - offset] = True
             if offset == 0:
                 segment[0] = True
-            done += length
+            num_read += length
         return begins
 
     def find_bad_files(self) -> dict[str, BrokenShardError | OutOfVocabError]:
@@ -406,12 +406,16 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
         check_finished(root)
     paths = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in SUFFIXES)
     if not paths:
-        raise ConfigError(f"data.path={roots[0]} holds no .bin or .npy file; name token files or a folder with some")
+        raise ConfigError(
+            f"{Setting('data.path', roots[0]):s} holds no .bin or .npy file; name token files or a folder with some"
+        )
     check_no_duplicates(tuple(path.resolve() for path in paths))
     sound = (path for path in paths if path not in skipped)
     files = tuple(file for file in (read_header(path, data.token_dtype) for path in sound) if file.num_tokens)
     if not files:
-        raise ConfigError(f"data.path={roots[0]} is empty: no token in {len(paths)} file(s); name files with tokens")
+        raise ConfigError(
+            f"{Setting('data.path', roots[0]):s} is empty: no token in {len(paths)} file(s); name files with tokens"
+        )
     return files
 
 
@@ -434,10 +438,9 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
         megatron = read_megatron_index(path) if index.suffix == MEGATRON_SUFFIX else None
         return DocumentEnds(open_ends_file(index, shard=name) if megatron is None else megatron, num_tokens)
     except OSError as error:
-        raise ConfigError(
-            f"data.document_index=true needs an index of documents next to {path}, and {index.name} cannot be read "
-            f"({error}); tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
-        ) from error
+        rule = f"needs an index of documents next to {path}, and {index.name} cannot be read ({error})"
+        way_out = "tokenise with `moefold tokenize`, or set data.document_end to the token that ends documents"
+        raise ConfigError(Problem("data.document_index", True, rule, way_out)) from error
     except ValueError as error:
         raise ConfigError(
             f"{index} is not an index of the {num_tokens} tokens of {path.name}, at which it has to end, ascending "
@@ -467,7 +470,8 @@ def check_finished(folder: Path) -> None:
     info = read_tokenize_info(folder)
     if info and info.get("is_complete") is not True:
         raise ConfigError(
-            f"data.path={folder} is not finished; run the same `moefold tokenize` command again, which resumes"
+            f"{Setting('data.path', folder):s} is not finished; run the same `moefold tokenize` command again, which "
+            "resumes"
         )
 
 
@@ -499,17 +503,16 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
         ConfigError: the file is not a .bin of whole ids, of Megatron or of llm.c, and not a complete .npy.
     """
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"data.path: {path} is not readable; give read access or leave it out")
+        raise ConfigError(Problem("data.path", None, f": {path} is not readable", "give read access or leave it out"))
     try:
         check_regular_file(path)
     except OSError as error:
-        raise ConfigError(f"data.path: {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(Problem("data.path", None, f": {path} cannot be read: {error.strerror}")) from None
     if path.suffix == ".npy":
         return read_npy_header(path)
     if path.suffix != ".bin":
-        raise ConfigError(
-            f'data.path={path} must end in .bin or .npy for data.kind="tokens"; use data.kind="text" for text'
-        )
+        rule = 'must end in .bin or .npy for data.kind="tokens"'
+        raise ConfigError(Problem("data.path", path, rule, 'use data.kind="text" for text'))
     layout = read_bin_layout(path, token_dtype)
     return TokenFile(path, layout.num_tokens, layout.dtype, offset_bytes=layout.offset_bytes)
 
@@ -542,7 +545,8 @@ class TokenFileSet:
         )
         if not files:
             raise ConfigError(
-                f"data.path={format_list([*names])} is empty: no token in its files; name files with tokens"
+                f"{Setting('data.path', format_list([*names])):s} is empty: no token in its files; name files with "
+                "tokens"
             )
         return files
 
@@ -576,7 +580,7 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
     if len(faults) == len(files):
         # If all files have out-of-vocabulary ids, the vocabulary size is probably wrong.
         reasons = [str(fault) if isinstance(fault, OutOfVocabError) else fault.cause for fault in faults.values()]
-        raise ConfigError(f"data.path holds no valid file: {format_list(reasons)}; copy them again")
+        raise ConfigError(Problem("data.path", None, f"holds no valid file: {format_list(reasons)}", "copy them again"))
     return shards.without({name: fault.cause for name, fault in faults.items()})
 
 
@@ -590,20 +594,20 @@ def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped:
     Raises:
         ConfigError: the files differ: the run would read files that the recipe does not name, or renumber its samples.
     """
-    theirs = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}
-    ours = _count_tokens(data, skipped | token_file_set.dropped.keys())
-    wrong = [f"{name} is none of data.path" for name in theirs if name not in ours]
-    wrong += [f"{name} is not in the checkpoint" for name in ours if name not in theirs]
-    wrong += [
-        f"{name} holds {ours[name]} tokens, and {count} in the checkpoint"
-        for name, count in theirs.items()
-        if ours.get(name, count) != count
+    recorded = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}
+    current = _count_tokens(data, skipped | token_file_set.dropped.keys())
+    faults = [f"{name} is none of {Setting('data.path')}" for name in recorded if name not in current]
+    faults += [f"{name} is not in the checkpoint" for name in current if name not in recorded]
+    faults += [
+        f"{name} holds {current[name]} tokens, and {count} in the checkpoint"
+        for name, count in recorded.items()
+        if current.get(name, count) != count
     ]
-    if not wrong and list(theirs) != list(ours):
-        wrong = ["they are in another order"]
-    if wrong:
+    if not faults and list(recorded) != list(current):
+        faults = ["they are in another order"]
+    if faults:
         raise ConfigError(
-            f"the checkpoint names other token files than the recipe: {format_list(wrong)}; its run used other data: "
+            f"the checkpoint names other token files than the recipe: {format_list(faults)}; its run used other data: "
             "resume from another checkpoint, or start a new run with its weights (checkpoint.init_from)"
         )
 

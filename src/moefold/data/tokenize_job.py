@@ -40,7 +40,7 @@ from moefold.data.input_paths import check_no_duplicates, existing_path, files_b
 from moefold.data.source_listing import is_jsonl
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
-from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, reject_nul, report_notes
+from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer
 from moefold.data.worker_pool import run_tasks
 from moefold.errors import ConfigError
@@ -134,7 +134,7 @@ class TextColumn:
 
     def check(self, text: str, location: str) -> str:
         """Return a text if the tokenizer accepts it; else raise ConfigError."""
-        reject_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
+        refuse_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
         return text
 
     def text(self, record: JsonlRecord) -> str:
@@ -313,7 +313,7 @@ class ShardWriter:
     tokenizer_name: str
     column: str
     skip_bad_rows: bool = False
-    """Whether to skip and count lines and rows without text."""
+    """If True, skip and count lines and rows without text."""
 
     def load_tokenizer(self) -> OffsetTokenizer:
         """Load the tokenizer: bytes or a tokenizer.json.
@@ -474,9 +474,11 @@ def tokenize_files(
         info["tokenizer_name"] = writer.tokenizer_name
         _write_info(writer.out, info | {"is_complete": False})
         _remove_tmp_files(writer.out)
-        done = {shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None}
-        new = _write_missing(writer, [shard for shard in shards if shard.number not in done], num_processes)
-        sizes = [size for _, size in sorted([*done.items(), *new])]
+        done_shards = {
+            shard.number: size for shard in shards if (size := writer.find_finished(shard.number)) is not None
+        }
+        new = _write_missing(writer, [shard for shard in shards if shard.number not in done_shards], num_processes)
+        sizes = [size for _, size in sorted([*done_shards.items(), *new])]
         result = TokenizationResult(
             num_documents=sum(size.num_documents for size in sizes),
             num_tokens=sum(size.num_tokens for size in sizes),
@@ -584,10 +586,10 @@ def _check_same_job(out: Path, info: dict[str, Any]) -> None:
     if stored.get("is_complete") is not True and not any(out.glob("tokens-*.npy")):
         # A call that failed before its first shard does not restrict the input of this call.
         return
-    wrong = [key for key, value in info.items() if stored.get(key) != value]
-    if wrong:
+    changed = [key for key, value in info.items() if stored.get(key) != value]
+    if changed:
         raise ConfigError(
-            f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[wrong[0]]}); choose another "
+            f"--out {out} holds tokens of other input or settings ({_MISMATCH_MESSAGES[changed[0]]}); choose another "
             "folder or remove it"
         )
 

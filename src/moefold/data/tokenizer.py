@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from moefold.config.data import DataConfig
 from moefold.data.input_paths import existing_path
 from moefold.data.tokenizer_process import TokenTable
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ class Tokenizer(Protocol):
     vocab_size: int
     """One more than the largest id."""
     separator_id: int | None = None
-    """Id appended to every document; None: no separator."""
+    """Id appended to every document; None if there is no separator."""
     bos_id: int | None = None
-    """Declared id for the start of a text; None: no such id."""
+    """Declared id for the start of a text; None if there is no such id."""
     identity: str
     """Cache key: must stay the same for a tokenised copy to stay valid."""
     notes: tuple[str, ...] = ()
@@ -132,7 +132,8 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     """
     if data.kind in ("synthetic", "program"):
         if data.tokenizer != "bytes":
-            raise ConfigError(f'data.tokenizer={data.tokenizer!r} is not used by data.kind="{data.kind}"; leave it out')
+            rule = f'is not used by data.kind="{data.kind}"'
+            raise ConfigError(Problem("data.tokenizer", data.tokenizer, rule, "leave it out"))
         return NumberTokenizer(vocab_size)
     if data.kind == "tokens" and data.tokenizer == "bytes" and vocab_size != ByteTokenizer.vocab_size:
         return NumberTokenizer(vocab_size)
@@ -146,7 +147,7 @@ def load_tokenizer(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"model.vocab_size={vocab_size} must be at least the tokenizer's {tokenizer.vocab_size} "
-            f"(data.tokenizer={data.tokenizer!r}); set model.vocab_size={tokenizer.vocab_size} or more"
+            f"({Setting('data.tokenizer', data.tokenizer)}); set model.vocab_size={tokenizer.vocab_size} or more"
         )
     return tokenizer
 
@@ -157,7 +158,7 @@ def report_notes(tokenizer: Tokenizer) -> None:
         logger.warning("note: %s", note)
 
 
-def reject_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
+def refuse_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
     """Check that texts of data have no NUL character with the tokenizer "bytes", whose byte 0 ends documents.
 
     A NUL of a chat template is allowed, because it is not part of a text of data.
@@ -191,8 +192,8 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[NDArray[np.
     """Return the ids of texts of documents, without separators.
 
     Raises:
-        ConfigError: a text cannot be tokenised, or has a character that would end the document (`reject_nul`).
+        ConfigError: a text cannot be tokenised, or has a character that would end the document (`refuse_nul`).
     """
     for text in texts:
-        reject_nul(tokenizer, text, "a text")
+        refuse_nul(tokenizer, text, "a text")
     return tokenizer.encode_batch(texts)

@@ -29,7 +29,7 @@ from moefold.bounded_read import (
     read_text,
 )
 from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess, TokenTable
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
 """Classes that use a tokenizer.json without changes."""
@@ -46,11 +46,11 @@ class TokenizerClass:
     special_tokens: Mapping[str, str]
     """Special tokens of the class unless a file declares others."""
     takes_unk_token: bool
-    """Whether the BPE model uses the declared unk_token."""
+    """True if the BPE model uses the declared unk_token."""
     replaces_post_processor: bool
-    """Whether the settings add_bos_token and add_eos_token replace the post-processor of a tokenizer.json."""
+    """True if the settings add_bos_token and add_eos_token replace the post-processor of a tokenizer.json."""
     reads_merges: bool
-    """Whether the class reads vocab.json and merges.txt if there is no tokenizer.json."""
+    """True if the class reads vocab.json and merges.txt if there is no tokenizer.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ class ClassTable:
         if declared and registered and registered != declared and not has_own_code:
             if registered in _REGISTERED_PLAIN:
                 return PLAIN
-            chosen = registered if is_distrusted else declared
+            name = registered if is_distrusted else declared
         else:
-            chosen = declared or registered
-        return PLAIN if chosen in PLAIN_CLASSES or chosen not in self.known else chosen
+            name = declared or registered
+        return PLAIN if name in PLAIN_CLASSES or name not in self.known else name
 
     def rebuilt(self, name: str, settings: Mapping[str, Any]) -> TokenizerClass | None:
         """Return the parts of a class with the settings of tokenizer_config.json; None if the table lacks the class."""
@@ -220,8 +220,8 @@ def missing_file_reason(folder: Path) -> str:
 
 def _check_file_choice(file: Path, settings: Mapping[str, Any]) -> None:
     """Check that no setting replaces tokenizer.json by another file, depending on the version of transformers."""
-    listed = settings.get("fast_tokenizer_files")
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    files = settings.get("fast_tokenizer_files")
+    names = [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
     if versioned := [name for name in names if _VERSIONED_FILE.search(name)]:
         raise ConfigError(
             f"{file.parent / SETTINGS_FILE}: fast_tokenizer_files names {versioned[0]}, which transformers reads in "
@@ -254,10 +254,12 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     file = tokenizer_file(path)
     folder = file.parent
     if path.is_dir() and not file.exists():
-        raise ConfigError(f'data.tokenizer={missing_file_reason(path)}, or use data.tokenizer="bytes"')
+        raise ConfigError(
+            f"{Setting('data.tokenizer', missing_file_reason(path)):s}, or use {Setting('data.tokenizer', 'bytes')}"
+        )
     if any(fnmatchcase(file.name, pattern) for pattern in UNREAD_FILES if pattern != SLOW_FILES[0]):
         way_out = "name its folder" if (folder / TOKENIZER_FILE).exists() else missing_file_reason(folder)
-        raise ConfigError(f"data.tokenizer={str(path)!r} is no {TOKENIZER_FILE}: {way_out}")
+        raise ConfigError(Problem("data.tokenizer", str(path), f"is not a {TOKENIZER_FILE}: {way_out}"))
     settings = _read_object(folder / SETTINGS_FILE)
     config = _read_object(folder / CONFIG_FILE)
     ends = _end_ids(_read_object(folder / GENERATION_FILE)) or _end_ids(config)
@@ -268,9 +270,9 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     name = table.choose(settings, config, is_byte_level=process.is_byte_level and not is_slow)
     rebuilt = table.rebuilt(name, settings)
     if is_slow and (rebuilt is None or not rebuilt.reads_merges):
-        named = f"its class {name} does not read them" if name != PLAIN else "no file names its class"
+        reason = f"its class {name} does not read them" if name != PLAIN else "no file names its class"
         raise ConfigError(
-            f"{folder} has {SLOW_FILES[0]} and {SLOW_FILES[1]}, but no {TOKENIZER_FILE}, and {named}; save one "
+            f"{folder} has {SLOW_FILES[0]} and {SLOW_FILES[1]}, but no {TOKENIZER_FILE}, and {reason}; save one "
             "with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     notes = [] if is_slow else _class_notes(file, name, rebuilt, process.model)
@@ -305,10 +307,9 @@ def translate_tokenizer_errors(file: Path, failure: str) -> Iterator[None]:
     try:
         yield
     except (TokenizerError, UnicodeError) as error:
-        raise ConfigError(
-            f"data.tokenizer={str(file)!r} {failure} ({error}); name another tokenizer.json, "
-            'or use data.tokenizer="bytes"'
-        ) from error
+        rule = f"{failure} ({error})"
+        way_out = f"name another tokenizer.json, or use {Setting('data.tokenizer', 'bytes')}"
+        raise ConfigError(Problem("data.tokenizer", str(file), rule, way_out)) from error
 
 
 def _start_process(file: Path, limits: TokenizerLimits) -> TokenizerProcess:
@@ -317,9 +318,8 @@ def _start_process(file: Path, limits: TokenizerLimits) -> TokenizerProcess:
         try:
             return TokenizerProcess(partial(_read_files, files), limits)
         except OSError as error:
-            raise ConfigError(
-                f"data.tokenizer={str(file)!r} is not readable ({error.strerror}); name a tokenizer.json"
-            ) from error
+            rule = f"is not readable ({error.strerror})"
+            raise ConfigError(Problem("data.tokenizer", str(file), rule, "name a tokenizer.json")) from error
 
 
 def _read_files(files: tuple[Path, ...]) -> list[bytes]:
@@ -335,8 +335,8 @@ def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any
     # A template may be long, and declares no token.
     declared = {key: value for key, value in settings.items() if key != "chat_template"}
     if "added_tokens_decoder" not in declared:
-        others = {"tokens_map": TOKENS_MAP_FILE, "added_tokens": ADDED_TOKENS_FILE}
-        return {"settings": declared, **{key: _read_object(folder / name) for key, name in others.items()}}
+        token_files = {"tokens_map": TOKENS_MAP_FILE, "added_tokens": ADDED_TOKENS_FILE}
+        return {"settings": declared, **{key: _read_object(folder / name) for key, name in token_files.items()}}
     entries = declared["added_tokens_decoder"]
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ConfigError(f"{folder / SETTINGS_FILE}: added_tokens_decoder must be an object of objects; mend it")
@@ -364,8 +364,8 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str
     file = folder / TEMPLATE_FILE
     if file.is_file():
         templates[DEFAULT_TEMPLATE] = read_template(file)
-    for other in sorted((folder / TEMPLATE_DIR).glob("*.jinja")):
-        templates[other.name.removesuffix(".jinja")] = read_template(other)
+    for path in sorted((folder / TEMPLATE_DIR).glob("*.jinja")):
+        templates[path.name.removesuffix(".jinja")] = read_template(path)
     if templates:
         return templates, file
     declared = settings.get("chat_template")
@@ -373,8 +373,8 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str
         declared = {str(entry.get("name")): entry.get("template") for entry in declared if isinstance(entry, dict)}
     if not isinstance(declared, dict):
         declared = {DEFAULT_TEMPLATE: declared}
-    named = {name: source for name, source in declared.items() if isinstance(source, str)}
-    return named, folder / SETTINGS_FILE
+    by_name = {name: source for name, source in declared.items() if isinstance(source, str)}
+    return by_name, folder / SETTINGS_FILE
 
 
 def read_template(file: Path) -> str:
@@ -405,8 +405,8 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 def has_same_content_hash(first: Path, second: Path) -> bool:
     """Return whether two tokenizers have the same content hash; raise ConfigError if one cannot be read."""
-    ours, theirs = (read_tokenizer_folder(path).process.content_hash() for path in (first, second))
-    return ours == theirs
+    first_hash, second_hash = (read_tokenizer_folder(path).process.content_hash() for path in (first, second))
+    return first_hash == second_hash
 
 
 class JsonTokenizer:
@@ -434,9 +434,8 @@ class JsonTokenizer:
         self._process = self.folder.process
         self.vocab_size = self.folder.vocab_size
         if not self.vocab_size:
-            raise ConfigError(
-                f"data.tokenizer={str(self._file)!r} has an empty vocabulary; name a trained tokenizer.json"
-            )
+            rule = "has an empty vocabulary"
+            raise ConfigError(Problem("data.tokenizer", str(self._file), rule, "name a trained tokenizer.json"))
         self.added_ids = np.array(self.folder.added_ids, dtype=np.int64)
         self.bos_id: int | None = self.folder.token_id("bos_token")
         self.separator_id: int | None

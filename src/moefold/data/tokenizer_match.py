@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from moefold.data.token_file import TokenFile, read_tokenize_info
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.data.tokenizer_folder import JsonTokenizer
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 
 def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: str) -> str:
@@ -27,23 +27,21 @@ def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: s
     for folder in sorted({file.path.parent for file in files}):
         info = read_tokenize_info(folder)
         made_with = str(info.get("tokenizer", "")).split()
-        ours = tokenizer.identity.split()
+        identity = tokenizer.identity.split()
         if not made_with:
             unknown.append(str(folder))
-        elif made_with[0] == ours[0]:
+        elif made_with[0] == identity[0]:
             continue
         elif info.get("format") == 1 and made_with[0] != "bytes" and isinstance(tokenizer, JsonTokenizer):
             if made_with[0] != tokenizer.folder.process.sha256:
                 unknown.append(str(folder))
         else:
             recorded = str(info.get("tokenizer_name", "")) or "another one"
-            raise ConfigError(
-                f"data.tokenizer={name!r} is not the tokenizer that made the ids of {folder}: `moefold tokenize` had "
-                f"{recorded!r}; set data.tokenizer to that one"
-            )
+            rule = f"is not the tokenizer that made the ids of {folder}: `moefold tokenize` had {recorded!r}"
+            raise ConfigError(Problem("data.tokenizer", name, rule, f"set {Setting('data.tokenizer')} to that one"))
     if not unknown or name == "bytes":
         return ""
     return (
-        f"note: {unknown[0]} does not say which tokenizer made its ids, so data.tokenizer={name!r} is not compared "
-        "with it; `moefold tokenize` records it"
+        f"note: {unknown[0]} does not say which tokenizer made its ids, so {Setting('data.tokenizer', name)} is not "
+        "compared with it; `moefold tokenize` records it"
     )

@@ -67,7 +67,7 @@ class TokenizerProcess:
         self.model: str = answer["model"]
         """Class of the model, such as "BPE"."""
         self.is_byte_level: bool = answer["is_byte_level"]
-        """Whether the file names a byte-level part."""
+        """True if the file names a byte-level part."""
 
     def declare(self, declarations: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the declarations of the files next to a tokenizer; called once, before any text.

@@ -39,7 +39,7 @@ class TokenizerWorker:
     _post_processor: Any
     """Post-processor of the tokenizer, which `encode` uses only on request."""
     _cleans_up: bool
-    """Whether spaces before punctuation are removed from the text of ids."""
+    """True if spaces before punctuation are removed from the text of ids."""
 
     def load(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Load a tokenizer.json, or vocab.json and merges.txt; return the class of its model."""
@@ -94,14 +94,14 @@ class TokenizerWorker:
 
     def pieces(self, request: dict[str, Any], payload: bytes) -> Answer:
         """Return the bytes of each id in a text, and the ids of special tokens."""
-        added = self._tokenizer.get_added_tokens_decoder()
+        added_tokens = self._tokenizer.get_added_tokens_decoder()
         decoders = {step["type"] for step in _steps(json.loads(self._tokenizer.to_str())["decoder"])}
         size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         pieces = []
         for number in range(size):
             piece = self._tokenizer.id_to_token(number)
-            if number in added or piece is None:
-                pieces.append((added[number].content if number in added else "").encode())
+            if number in added_tokens or piece is None:
+                pieces.append((added_tokens[number].content if number in added_tokens else "").encode())
             elif "ByteLevel" in decoders:
                 pieces.append(_unmapped(piece))
             elif not decoders & {"Metaspace", "ByteFallback"}:
@@ -110,7 +110,7 @@ class TokenizerWorker:
                 pieces.append(bytes([int(match[1], 16)]))
             else:
                 pieces.append(piece.replace("\u2581", " ").encode())
-        special = sorted(number for number, token in added.items() if token.special)
+        special = sorted(number for number, token in added_tokens.items() if token.special)
         return {"sizes": [len(piece) for piece in pieces], "special": special}, b"".join(pieces)
 
     def serialize(self, request: dict[str, Any], payload: bytes) -> Answer:
@@ -311,9 +311,9 @@ def _steps(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 def _byte_of_character() -> dict[str, int]:
     """Return the byte for each character of a byte-level vocabulary, as in GPT-2."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 _BYTES = _byte_of_character()

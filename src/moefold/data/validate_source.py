@@ -12,7 +12,7 @@ from moefold.data.source_listing import is_jsonl
 from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
 from moefold.data.token_file import open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 _FIRST_LINE_BYTES = 2**20
 """Maximum length of a first line that is parsed."""
@@ -84,14 +84,16 @@ def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
     """Return the bytes and separators of the text that data.path names; stops counting at `stop_at`."""
     roots = data_paths(data.path, "text")
     for root in roots:
-        _reject_json_lines(root)
+        _refuse_json_lines(root)
     num_files = 0
     size_bytes = 0
     for root in roots:
         for file in files_below(root):
             if not is_text(file):
                 if file in roots:
-                    raise ConfigError(f"data.path={file} is not text: it holds zero bytes; name UTF-8 text files")
+                    raise ConfigError(
+                        f"{Setting('data.path', file):s} is not text: it holds zero bytes; name UTF-8 text files"
+                    )
                 continue
             num_files += 1
             if file_bytes := file.stat().st_size:
@@ -102,8 +104,8 @@ def _count_text_bytes(data: DataConfig, stop_at: int) -> int:
     return size_bytes
 
 
-def _reject_json_lines(root: Path) -> None:
-    """Reject JSON lines as plain text: a model would learn braces, names of fields and escapes.
+def _refuse_json_lines(root: Path) -> None:
+    """Refuse JSON lines as plain text: a model would learn braces, names of fields and escapes.
 
     A named file is detected by its suffix or its first line, and a folder by the suffixes of all its files.
 
@@ -116,9 +118,10 @@ def _reject_json_lines(root: Path) -> None:
         is_json = is_jsonl(root) or _starts_with_json_object(root)
     if is_json:
         raise ConfigError(
-            f'data.path={root} holds JSON lines, and data.kind="text" would train on their braces and field names; set '
-            'data.kind="sft" for conversations, or data.kind="huggingface" with data.column for the text of one field, '
-            f"or make token files of that field: `moefold tokenize {root} --column text --out tokens`"
+            f'{Setting("data.path", root)} holds JSON lines, and data.kind="text" would train on their braces and '
+            'field names; set data.kind="sft" for conversations, or data.kind="huggingface" with data.column for the '
+            f"text of one field, or make token files of that field: "
+            f"`moefold tokenize {root} --column text --out tokens`"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, keep_names
 from moefold.host.processes import block_signals, signal_on_parent_death
 
 ByteProgressCallback = Callable[[int], None]
@@ -42,7 +42,7 @@ def run_tasks(
     try:
         for _ in range(min(num_processes, len(tasks))):
             parent_end, child_end = context.Pipe()
-            process = context.Process(target=_worker_main, args=(child_end, work), daemon=True)
+            process = context.Process(target=_worker_main, args=(child_end, keep_names(work)), daemon=True)
             try:
                 with block_signals([signal.SIGINT], starts_python=True):
                     process.start()

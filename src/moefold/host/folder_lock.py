@@ -84,7 +84,7 @@ class FolderLock:
 
     No child process keeps the lock, so it ends with this process. On a file system without locks, the folder is refused
     if the process that its lock file names still runs on this machine; otherwise it is used unlocked, with a warning. A
-    job that is rejected before it writes anything removes the folders that it created.
+    job that is refused before it writes anything removes the folders that it created.
 
     Args:
         folder: folder that only one job at a time may write to; created if needed.

@@ -191,10 +191,10 @@ class GuardedListener(socket.socket):
 def most_connections() -> int:
     """Raise the limit of open files as far as this process may; return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+    descriptors = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+        soft = descriptors
     limit = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     num_open = len(os.listdir("/dev/fd"))
     return max(8, min(MOST_CONNECTIONS, limit - num_open - SPARE_DESCRIPTORS))

@@ -34,11 +34,11 @@ def available_host_memory(root: Path = ROOT) -> AvailableMemory:
     Args:
         root: folder that contains /proc and /sys.
     """
-    free = _free_bytes(root)
+    free_bytes = _free_bytes(root)
     swap = 0
-    if free is None:
+    if free_bytes is None:
         return AvailableMemory(physical_bytes(), "of the machine")
-    available, swap = free
+    available, swap = free_bytes
     limits = [AvailableMemory(available + swap, "free on this machine" + (", swap included" if swap else ""))]
     limits += [
         AvailableMemory(headroom + swap, "left by the memory limit of the control group")

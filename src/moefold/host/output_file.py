@@ -4,20 +4,22 @@ import errno
 import os
 from pathlib import Path
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 
-def reject_existing(option: str, path: Path, *, force: bool) -> None:
-    """Reject a file that exists, unless it may be replaced; raise ConfigError if it exists, and `force` is False."""
+def refuse_existing(option: str, path: Path, *, force: bool) -> None:
+    """Refuse a file that exists, unless it may be replaced; raise ConfigError if it exists, and `force` is False."""
     if path.is_file() and not force:
-        raise ConfigError(f"{option} {path} exists already; add --force to replace it, or name another file")
+        raise ConfigError(
+            f"{Setting(option)} {path} exists already; add {Setting('--force')} to replace it, or name another file"
+        )
 
 
 def check_writable(option: str, path: Path) -> None:
     """Check that a file can be written; raise ConfigError if the folder does not exist or is not writable."""
     fault = _write_errno(path)
     if fault:
-        raise ConfigError(f"{option} {path} cannot be written: {os.strerror(fault)}")
+        raise ConfigError(f"{Setting(option)} {path} cannot be written: {os.strerror(fault)}")
 
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -36,7 +38,7 @@ def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> Non
     """
     if path.suffix.lower() not in suffixes:
         first = ", ".join(suffixes[:-1])
-        raise ConfigError(f"{option} {path} must end in {first}{' or ' if first else ''}{suffixes[-1]}")
+        raise ConfigError(f"{Setting(option)} {path} must end in {first}{' or ' if first else ''}{suffixes[-1]}")
     check_writable(option, path)
 
 

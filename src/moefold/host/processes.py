@@ -44,8 +44,8 @@ def block_signals(signals: Collection[signal.Signals], *, starts_python: bool) -
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for late in dict.fromkeys(received):
-            signal.raise_signal(late)
+        for signal_number in dict.fromkeys(received):
+            signal.raise_signal(signal_number)
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -71,7 +71,7 @@ def signal_on_parent_death(signal_number: signal.Signals, parent_pid: int | None
     """Ask the kernel to send this process a signal when its parent dies (Linux only).
 
     Args:
-        parent_pid: the parent's process id; if the parent has died already, the signal is raised at once.
+        parent_pid: the parent's process id; if the parent has died already, the signal is raised immediately.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)

@@ -236,7 +236,7 @@ _TORCHRUN_LINE = "torchrun --no-python moefold train RECIPE"
 
 
 def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
-    """Reject a process that is a whole node of a PyTorchJob or TrainJob instead of one rank.
+    """Refuse a process that is a whole node of a PyTorchJob or TrainJob instead of one rank.
 
     Kubeflow's operators set PET_* variables for torchrun. RANK and WORLD_SIZE of a PyTorchJob count pods.
 

@@ -17,25 +17,25 @@ from moefold.cost.kv_cache import cache_sizes
 from moefold.data.chat import end_of_turn_marker
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import DEVICE_OPTION, TOKENIZER_OPTION, ConfigError, reworded_errors
-from moefold.host.output_file import check_writable, reject_existing
+from moefold.errors import ConfigError, Problem, Setting, spelled_as
+from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
-    EVAL_OOM_HINT,
-    EXPERTS_OPTION,
-    GENERATE_OOM_HINT,
-    KERNELS_OPTION,
+    OPTION_NAMES,
     InferenceRequest,
     ModelOptions,
     SamplingOptions,
     batch_bytes,
+    eval_oom_hint,
+    generate_oom_hint,
     launched_config,
 )
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import (
+    TEXT_NAMES,
     TokenDataset,
     check_dataset,
     check_made_by,
@@ -48,16 +48,11 @@ from moefold.inference.text import (
     read_text,
     stop_token_ids,
 )
-from moefold.launch.fitting import check_inference, choose_checked_device
+from moefold.launch.accelerator import DEVICE_NAMES
+from moefold.launch.memory_check import check_inference, choose_checked_device
 from moefold.validate.rollout_experts import check_fetching_ranks
 from moefold.validate.train import check_kernel_device
 
-ENGINE_OPTIONS = (
-    (r"cache_gib=", "--cache-gib "),
-    ("a larger cache_gib", "a larger --cache-gib"),
-    (r"\bslots=", "--slots "),
-)
-"""Names of settings of the rollout engine in error messages for the command line."""
 MAX_GENERATED_AT_ONCE = 64
 """Prompts that a data-parallel rank continues at once."""
 MAX_DEFAULT_SEQ_LEN = 2048
@@ -71,11 +66,11 @@ class EvalOptions(ModelOptions):
     seq_len: int | None = None
     """Tokens of a sequence; None: train.seq_len of the run, or the model's context length up to 2048."""
     keep_tail: bool = False
-    """Whether to evaluate the tokens after the last whole sequence as a shorter sequence."""
+    """If True, evaluate the tokens after the last whole sequence as a shorter sequence."""
     batch_size: int = 8
     """Sequences of each data-parallel rank at a time."""
     force: bool = False
-    """Whether to replace an existing file of logits."""
+    """If True, replace an existing file of logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +78,11 @@ class GenerateOptions(SamplingOptions):
     """Settings of a generation, except the model, its prompts and the sampling."""
 
     chat: bool = False
-    """Whether prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
+    """True if prompts are messages for the chat template; required for `chat_template`, `want` and `system`."""
     system: str = ""
     """System message before each prompt."""
     ignore_eos: bool = False
-    """Whether to continue after an end-of-text token."""
+    """If True, continue after an end-of-text token."""
     cache_gib: float = 0.0
     """GiB of the KV cache of a rank; 0: enough for all prompts, up to 64 on a data-parallel rank."""
 
@@ -121,7 +116,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class EvalJob:
-    """Checked evaluation."""
+    """Settings of an evaluation that have passed all checks."""
 
     source: ModelSource
     cfg: Config
@@ -150,7 +145,7 @@ class GenerateJob:
     settings: EngineSettings
     sampling: SamplingParams
     is_chat: bool = False
-    """Whether the prompts are messages, whose ids include the chat template around them."""
+    """True if the prompts are messages, whose ids include the chat template around them."""
     stop_string: str = ""
     """Text that ends a continuation if no single token does."""
 
@@ -172,11 +167,10 @@ def prepare_evaluation(
     """
     options = request.options
     if options.seq_len is not None and options.seq_len < 2:
-        raise ConfigError(
-            f"--seq-len {options.seq_len} must be at least 2: the first token of a sequence is not predicted"
-        )
+        rule = "must be at least 2: the first token of a sequence is not predicted"
+        raise ConfigError(Problem("--seq-len", options.seq_len, rule))
     if options.batch_size < 1:
-        raise ConfigError(f"--batch-size {options.batch_size} must be at least 1")
+        raise ConfigError(Problem("--batch-size", options.batch_size, "must be at least 1"))
     source = find_source(request.model, options.ignore_key)
     report(source.notices)
     seq_len = _default_seq_len(source, notify) if options.seq_len is None else options.seq_len
@@ -194,7 +188,7 @@ def prepare_evaluation(
         cfg = launched_config(source, replace(inference, batch_size=batch_size), "evaluate", rank_env)
     batch = f"a batch of {cfg.train.micro_batch_size} sequences of {cfg.train.seq_len} tokens"
     extra = {batch: batch_bytes(cfg.run, cfg.model, cfg.parallel, cfg.train)}
-    device_type = choose_inference_device(cfg, source, rank_env, lambda _: extra, EVAL_OOM_HINT)
+    device_type = choose_inference_device(cfg, source, rank_env, lambda _: extra, eval_oom_hint())
     return EvalJob(
         source=source,
         cfg=cfg,
@@ -216,16 +210,15 @@ def prepare_generation(
     """
     options = request.options
     if request.max_tokens < 1:
-        raise ConfigError(f"--max-tokens {request.max_tokens} must be at least 1")
+        raise ConfigError(Problem("--max-tokens", request.max_tokens, "must be at least 1"))
     request.sampling.check()
     source = find_source(request.model, options.ignore_key)
     report(source.notices)
     # Report a wrong mapping before reading the prompt.
     inference = InferenceRequest.of(options, request.overrides)
     cfg = launched_config(source, inference, "generate", rank_env)
-    with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
-        tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
-    _reject_unused_chat_options(options)
+    tokenizer = open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
+    _refuse_unused_chat_options(options)
     source = replace(source, want=override_want(source.want, options.want))
     prompts = request.read_prompts()
     end_mark = ""
@@ -242,15 +235,15 @@ def prepare_generation(
         for i, prompt in enumerate(ids)
     )
     settings = EngineSettings(slots=min(MAX_GENERATED_AT_ONCE, len(requests)), cache_gib=options.cache_gib)
-    cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and --max-tokens {request.max_tokens}"
+    cache = f"the cache of {len(ids)} prompt{'s' * (len(ids) > 1)} and {Setting('--max-tokens', request.max_tokens)}"
 
     def cache_bytes(device_type: str) -> dict[str, int]:
-        with reworded_errors((r" with slots=\d+", ""), ("fewer slots", "fewer prompts"), *ENGINE_OPTIONS):
+        with spelled_as(OPTION_NAMES | {"rollout.slots": "prompts"}):
             settings.check()
             dp = cfg.parallel.dp
             return {cache: cache_of_requests(cfg, device_type, [requests[i::dp] for i in range(dp)], settings)}
 
-    device_type = choose_inference_device(cfg, source, rank_env, cache_bytes, GENERATE_OOM_HINT)
+    device_type = choose_inference_device(cfg, source, rank_env, cache_bytes, generate_oom_hint())
     return GenerateJob(
         source=source,
         cfg=cfg,
@@ -265,14 +258,15 @@ def prepare_generation(
     )
 
 
-def _reject_unused_chat_options(options: GenerateOptions) -> None:
-    for value, option, name in (
-        (options.chat_template, "--chat-template", "the template"),
-        (options.want, f"--want {options.want}", "--want"),
-        (options.system, "--system", "the system message"),
+def _refuse_unused_chat_options(options: GenerateOptions) -> None:
+    for value, setting, name in (
+        (options.chat_template, Setting("--chat-template"), "the template"),
+        (options.want, Setting("--want", options.want), str(Setting("--want"))),
+        (options.system, Setting("--system"), "the system message"),
     ):
         if value and not options.chat:
-            raise ConfigError(f"{option} has no effect without --chat; add it, or leave {name} out")
+            way_out = f"add it, or leave {name} out"
+            raise ConfigError(f"{setting:s} has no effect without {Setting('--chat')}; {way_out}")
 
 
 def cache_of_requests(
@@ -292,6 +286,7 @@ def cache_of_requests(
     return sizes.total_bytes(num_pages, min(settings.slots, max(map(len, requests))), settings.cache)
 
 
+@spelled_as({**OPTION_NAMES, **DEVICE_NAMES})
 def choose_inference_device(
     cfg: Config,
     source: ModelSource,
@@ -311,13 +306,10 @@ def choose_inference_device(
         ConfigError: the device is missing, the memory is too small, or a file of the checkpoint is truncated.
     """
     check = partial(check_inference, cfg, rank_env=rank_env, extra_bytes=extra_bytes, suggestion=suggestion)
-    with reworded_errors(*DEVICE_OPTION):
-        device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
-    with reworded_errors(*KERNELS_OPTION):
-        check_kernel_device(cfg.run, device_type)
-    with reworded_errors(*EXPERTS_OPTION):
-        ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
-        check_fetching_ranks(cfg.parallel, cfg.rollout, device_type, ranks_per_machine)
+    device_type = choose_checked_device(cfg.run.device, cfg.parallel.world_size, rank_env, check)
+    check_kernel_device(cfg.run, device_type)
+    ranks_per_machine = cfg.parallel.world_size if rank_env is None else rank_env.local_world_size
+    check_fetching_ranks(cfg.parallel, cfg.rollout, device_type, ranks_per_machine)
     if source.kind == "checkpoint":
         check_file_sizes(source.path)
     return device_type
@@ -327,18 +319,14 @@ def _token_ids(request: EvalRequest, source: ModelSource) -> tuple[np.ndarray | 
     """Return the ids or their file, and their name in messages."""
     override = request.options.tokenizer
     if isinstance(request.tokens, Path):
-        named = "--tokenizer " if override else "the model's tokenizer "
-        reworded = ((r"set data\.tokenizer to that one", "name ids of the model's"), (r"data\.tokenizer=", named))
-        with reworded_errors(*reworded):
-            check_made_by(request.tokens, source, override)
-        return request.tokens, f"--tokens {str(request.tokens)!r}"
+        check_made_by(request.tokens, source, override)
+        return request.tokens, str(Setting("--tokens", str(request.tokens)))
     if request.tokens is not None:
-        return request.tokens, "--tokens"
+        return request.tokens, str(Setting("--tokens"))
     assert request.text is not None, "an evaluation has tokens or text"
-    name = f"--text {str(request.text)!r}"
+    name = str(Setting("--text", str(request.text)))
     text = read_text(request.text, "--text")
-    with reworded_errors(*(TOKENIZER_OPTION if override else ())):
-        return encode_text(source, open_tokenizer(source, override), text, name), name
+    return encode_text(source, open_tokenizer(source, override), text, name), name
 
 
 def _default_seq_len(source: ModelSource, notify: Notify) -> int:
@@ -349,24 +337,18 @@ def _default_seq_len(source: ModelSource, notify: Notify) -> int:
     else:
         seq_len = min(source.context, MAX_DEFAULT_SEQ_LEN)
         origin = f"the context length of the model, {source.context}, up to {MAX_DEFAULT_SEQ_LEN}"
-    notify(f"--seq-len {seq_len}: {origin}")
+    notify(f"{Setting('--seq-len', seq_len)}: {origin}")
     return seq_len
 
 
+@spelled_as(TEXT_NAMES)
 def _encode_chat(
     options: GenerateOptions, source: ModelSource, tokenizer: Tokenizer, messages: tuple[str, ...]
 ) -> tuple[tuple[tuple[int, ...], ...], frozenset[int], str]:
     """Return the messages as token ids in the chat template, the ids that end a turn, and the text that ends it."""
-    with reworded_errors(
-        (r"set data\.chat_template to a file with one", "name a file with one: --chat-template FILE"),
-        (r"data\.chat_template=", "--chat-template "),
-        (r"set data\.chat_template", "name another one: --chat-template FILE"),
-        *TOKENIZER_OPTION,
-    ):
-        template = open_chat_template(source, options.tokenizer, options.chat_template)
-        ids = encode_messages(template, tokenizer, messages, options.system)
-        ends, marker = end_of_turn_marker(template, tokenizer)
-    return ids, ends, marker
+    template = open_chat_template(source, options.tokenizer, options.chat_template)
+    ids = encode_messages(template, tokenizer, messages, options.system)
+    return ids, *end_of_turn_marker(template, tokenizer)
 
 
 def _check_logits(request: EvalRequest) -> None:
@@ -374,28 +356,30 @@ def _check_logits(request: EvalRequest) -> None:
     if path is None:
         return
     if request.options.keep_tail:
-        raise ConfigError("--logits writes whole sequences only, and --keep-tail adds a shorter one; leave one out")
+        rule = f"writes whole sequences only, and {Setting('--keep-tail')} adds a shorter one"
+        raise ConfigError(Problem("--logits", None, rule, "leave one out"))
     if path.suffix != ".npy":
-        raise ConfigError(f"--logits {str(path)!r} must end in .npy, the file format")
+        raise ConfigError(Problem("--logits", str(path), "must end in .npy, the file format"))
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--logits {str(path)!r}: the folder {str(path.absolute().parent)!r} does not exist")
+        rule = f": the folder {str(path.absolute().parent)!r} does not exist"
+        raise ConfigError(Problem("--logits", str(path), rule))
     if path.is_dir():
-        raise ConfigError(f"--logits {str(path)!r} is a folder; name a file in it: {str(path / 'logits.npy')!r}")
+        rule = "is a folder"
+        raise ConfigError(Problem("--logits", str(path), rule, f"name a file in it: {str(path / 'logits.npy')!r}"))
     source_file = request.tokens if request.tokens is not None else request.text
     if isinstance(source_file, Path) and path.resolve() == source_file.resolve():
-        raise ConfigError(f"--logits {str(path)!r} would replace the file that is evaluated; name another one")
-    reject_existing("--logits", path, force=request.options.force)
+        rule = "would replace the file that is evaluated"
+        raise ConfigError(Problem("--logits", str(path), rule, "name another one"))
+    refuse_existing("--logits", path, force=request.options.force)
     check_writable("--logits", path)
 
 
 def _check_disk_space(path: Path | None, dataset: TokenDataset, vocab_size: int) -> None:
-    """Reject logits that do not fit on the disk: running out of space in a memory-mapped file kills the process."""
+    """Refuse logits that do not fit on the disk: running out of space in a memory-mapped file kills the process."""
     if path is None:
         return
     needed_bytes = 4 * dataset.num_sequences * dataset.seq_len * vocab_size
     free_bytes = shutil.disk_usage(path.absolute().parent).free
     if needed_bytes > free_bytes:
-        raise ConfigError(
-            f"--logits {str(path)!r} takes {needed_bytes / 1e9:,.1f} GB, and {free_bytes / 1e9:,.1f} GB are free; "
-            "name a file on another disk, or evaluate less"
-        )
+        rule = f"takes {needed_bytes / 1000000000.0:,.1f} GB, and {free_bytes / 1000000000.0:,.1f} GB are free"
+        raise ConfigError(Problem("--logits", str(path), rule, "name a file on another disk, or evaluate less"))

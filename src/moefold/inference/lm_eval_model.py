@@ -34,7 +34,7 @@ class MoefoldLM(TemplateLM):
     Alone, it loads the model in this process; `moefold lm-eval` passes a model that is sharded over ranks.
 
     Args:
-        model: a loaded model; None: it is loaded according to the arguments.
+        model: a loaded model; None if it is loaded according to the arguments.
         arguments: fields of `LmSettings`.
     """
 
@@ -116,7 +116,7 @@ class MoefoldLM(TemplateLM):
 
         Args:
             string: the text; if it begins with the text of `prefix_token_id`, no tokens are added.
-            add_special_tokens: whether to add them; None: the argument add_bos_token decides.
+            add_special_tokens: whether to add them; None if the argument add_bos_token decides.
         """
         tokenizer = self._text_tokenizer
         bos_id = tokenizer.bos_id
@@ -231,7 +231,7 @@ class _GenerationArguments:
 
 
 def _parse_generation_arguments(arguments: dict[str, Any], default_max_tokens: int) -> _GenerationArguments:
-    """Parse a task's generation arguments; reject unknown arguments."""
+    """Parse a task's generation arguments; refuse unknown arguments."""
     items = dict(arguments)
     until = items.pop("until", [])
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -293,7 +293,7 @@ def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) ->
     """Run lm-eval's command line, with the model of `load_here` registered as "moefold".
 
     Raises:
-        ConfigError: lm-eval rejects its options, or a task's requirements are missing.
+        ConfigError: lm-eval refuses its options, or a task's requirements are missing.
     """
     if load_here is not None:
         load = load_here

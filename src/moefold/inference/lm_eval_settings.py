@@ -10,12 +10,19 @@ from moefold.config.schema import Config
 from moefold.data.chat import ChatTemplate
 from moefold.data.reward_prompt import override_want
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer
-from moefold.errors import ConfigError, reworded_errors
+from moefold.errors import ConfigError, spelled_as
 from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_chat_template
 
 AXES = ("tp", "pp", "ep", "etp", "world_size")
+
+
+ARGUMENT_NAMES = {
+    f"--{name.replace('_', '-')}": f"--model_args {name}="
+    for name in ("dtype", "tokenizer", "chat_template", "ignore_key", "part", "want")
+}
+"""Model arguments of lm-eval by the option of other commands in error messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +91,7 @@ class LmSettings:
         typed: dict[str, Any] = {key: value if types[key] is int else str(value) for key, value in values.items()}
         return cls(**typed)
 
+    @spelled_as(ARGUMENT_NAMES)
     def resolve(self, world_size: int | None) -> tuple[ModelSource, Config]:
         """Find the model and build its inference config.
 
@@ -93,10 +101,9 @@ class LmSettings:
         Raises:
             ConfigError: there is no such model, or the mapping does not fit it.
         """
-        with reworded_errors((r"--part ", "--model_args part=")):
-            import_files(filter(None, self.part.split("+")))
+        import_files(filter(None, self.part.split("+")))
         source = find_source(self.path, tuple(filter(None, self.ignore_key.split("+"))))
-        source = replace(source, want=override_want(source.want, self.want, "--model_args want="))
+        source = replace(source, want=override_want(source.want, self.want))
         overrides = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis)]
         request = InferenceRequest(
             overrides=tuple(overrides),
@@ -108,6 +115,7 @@ class LmSettings:
         )
         return source, inference_config(source, request, "generate")
 
+    @spelled_as(ARGUMENT_NAMES)
     def load_chat_template(self, source: ModelSource, tokenizer: Tokenizer) -> ChatTemplate:
         """Load the chat template for --apply_chat_template.
 
@@ -122,7 +130,7 @@ class LmSettings:
         try:
             return open_chat_template(source, self.tokenizer, self.chat_template)
         except ConfigError as error:
-            raise ConfigError(f"--apply_chat_template: {error} (here --model_args chat_template=FILE)") from error
+            raise error.with_start("--apply_chat_template: ") from error
 
 
 def model_arguments(argv: Sequence[str]) -> dict[str, str]:
@@ -142,9 +150,9 @@ def applies_chat_template(argv: Sequence[str]) -> bool:
     Raises:
         ConfigError: the option names a template.
     """
-    if named := [value for option, value in _parse_options(argv) if option == "--apply_chat_template"]:
+    if values := [value for option, value in _parse_options(argv) if option == "--apply_chat_template"]:
         raise ConfigError(
-            f"--apply_chat_template {named[0]} names one of several templates, but a model has only one here; leave "
+            f"--apply_chat_template {values[0]} names one of several templates, but a model has only one here; leave "
             "the name out, or give a template file with --model_args chat_template=FILE"
         )
     return "--apply_chat_template" in argv

@@ -14,9 +14,9 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.convert.weight_sources import load_hf_weights, load_merged_weights
 from moefold.data.tokenizer import Tokenizer
-from moefold.errors import reworded_errors
+from moefold.errors import spelled_as
 from moefold.host.rank_env import RankEnv
-from moefold.inference.settings import EXPERTS_OPTION, KERNELS_OPTION, explain_oom
+from moefold.inference.settings import OPTION_NAMES, explain_oom
 from moefold.inference.source import ModelSource
 from moefold.launch.rank_errors import RankErrorHandler
 from moefold.launch.ranks import init_distributed
@@ -70,7 +70,7 @@ def load_model(
         RunError: ranks that read each other's experts share no memory; raised on every rank.
     """
     groups = ParallelGroups.create(check_config(cfg, is_training=False), device)
-    with reworded_errors(*EXPERTS_OPTION, *KERNELS_OPTION):
+    with spelled_as(OPTION_NAMES):
         model = InferenceModel.build(cfg, groups)
     with errors_on_all_ranks(current_world()), model.writing_weights():
         if source.kind == "huggingface":

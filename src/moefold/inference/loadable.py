@@ -31,9 +31,9 @@ def loading_faults(path: Path) -> list[str]:
             shapes = parameter_shapes(model)
     except ConfigError as error:
         return [str(error)]
-    wrong = [
+    differing = [
         f"{name} of shape {list(shape)}"
         for name, shape in shapes.items()
         if stored.get(WEIGHTS_PREFIX + name) != tuple(shape)
     ]
-    return [f"its {META_FILE} describes tensors that it does not have: {format_list(wrong)}"] if wrong else []
+    return [f"its {META_FILE} describes tensors that it does not have: {format_list(differing)}"] if differing else []

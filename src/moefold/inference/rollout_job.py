@@ -11,30 +11,34 @@ from moefold.config.schema import Config
 from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, log_note, read_prompts
 from moefold.data.reward_prompt import override_want
 from moefold.data.synthetic_problems import Problems
-from moefold.errors import TOKENIZER_OPTION, ConfigError, reword, reworded_errors
-from moefold.host.output_file import check_output_path, reject_existing
+from moefold.errors import ConfigError, spelled_as
+from moefold.host.output_file import check_output_path, refuse_existing
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.requests import EngineSettings, Request
-from moefold.inference.jobs import ENGINE_OPTIONS, cache_of_requests, choose_inference_device
+from moefold.inference.jobs import cache_of_requests, choose_inference_device
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.settings import GENERATE_OOM_HINT, InferenceRequest, SamplingOptions, launched_config
+from moefold.inference.settings import (
+    OPTION_NAMES,
+    InferenceRequest,
+    SamplingOptions,
+    generate_oom_hint,
+    launched_config,
+)
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_tokenizer
 from moefold.rl.reward import check_columns, check_reward
 from moefold.validate.rl import reward_problems
 
-ROLLOUT_WORDS = (
-    (r"reward\.use=", "--reward "),
-    (r"reward\.use", "--reward"),
-    (r"reward\.weights=", "--reward-weight "),
-    (r"reward\.weights", "--reward-weight"),
-    (r"data\.path=", "--prompts "),
-    (r"data\.skip_bad_rows", "--skip-bad-rows"),
-    (r"data\.task_size", "--task-size"),
-    (r"data\.task=", "--task "),
-    (r", or set reward\.on_error='drop'", ""),
-)
-"""Names of recipe keys in error messages for the command line."""
+ROLLOUT_NAMES = {
+    "reward.use": "--reward",
+    "reward.weights": "--reward-weight",
+    "reward.on_error": "",
+    "data.path": "--prompts",
+    "data.skip_bad_rows": "--skip-bad-rows",
+    "data.task_size": "--task-size",
+    "data.task": "--task",
+}
+"""Options of `moefold rollout` by the recipe key in error messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ class RolloutRequest(SamplingOptions):
     count: int = 0
     """Number of prompts; 0: all prompts of the files, or 256 problems."""
     held_out: bool = False
-    """Whether to use problems that no training uses."""
+    """If True, use problems that no training uses."""
     reward: Sequence[str] = ()
     """Names of reward functions; empty for a task: its verifier."""
     reward_weight: Sequence[float] = ()
@@ -63,7 +67,7 @@ class RolloutRequest(SamplingOptions):
     cache_gib: float = 0.0
     force: bool = False
     skip_bad_rows: bool = False
-    """Whether to skip rows of the files that are not prompts, and log their number."""
+    """If True, skip rows of the files that are not prompts, and log their number."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def prepare_rollouts(
     num_prompts = request.count or (DEFAULT_PROBLEMS if request.task else len(prompts))
     if num_prompts > len(prompts):
         raise ConfigError(f"--count {num_prompts} must be at most the number of prompts, {len(prompts)}")
-    with reworded_errors(*ROLLOUT_WORDS):
+    with spelled_as(ROLLOUT_NAMES):
         for problem in reward_problems(task_cfg.reward):
             raise ConfigError(problem)
         check_reward(task_cfg.data, task_cfg.reward, [prompts.prompt(0)])
@@ -118,13 +122,13 @@ def prepare_rollouts(
     largest = Request(prompt=(0,) * (longest - request.max_tokens), max_tokens=request.max_tokens)
 
     def cache_bytes(device_type: str) -> dict[str, int]:
-        with reworded_errors(*ENGINE_OPTIONS):
+        with spelled_as(OPTION_NAMES):
             settings.check()
             at_once = [largest] * min(request.slots, num_prompts * request.samples)
             num_bytes = cache_of_requests(cfg, device_type, [at_once], settings)
         return {f"the cache of {request.slots} rollouts": num_bytes}
 
-    device_type = choose_inference_device(cfg, source, rank_env, cache_bytes, GENERATE_OOM_HINT)
+    device_type = choose_inference_device(cfg, source, rank_env, cache_bytes, generate_oom_hint())
     return RolloutJob(source, cfg, task_cfg, device_type, request, settings, num_prompts)
 
 
@@ -136,22 +140,16 @@ def open_rollout_prompts(
     Raises:
         ConfigError: a file or a line of a file cannot be used.
     """
-    with reworded_errors(*(TOKENIZER_OPTION if request.tokenizer else ())):
-        tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)
+    tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)
     if request.task:
         problems = Problems(data, request.sampling.seed, is_validation=request.held_out)
         return TaskPrompts(problems, tokenizer, source.want)
-    with reworded_errors(*ROLLOUT_WORDS):
+    with spelled_as(ROLLOUT_NAMES):
         check = check_columns(data, reward)
         prompts: list[Prompt] = read_prompts(
-            data, tokenizer, source.want, check=check, report=_log_note if reports else None
+            data, tokenizer, source.want, check=check, report=log_note if reports else None
         )
     return FilePrompts(prompts, None)
-
-
-def _log_note(note: str) -> None:
-    """Log a message on skipped rows in the words of the command line."""
-    log_note(reword(note, *ROLLOUT_WORDS))
 
 
 def _task_config(request: RolloutRequest, source: ModelSource) -> Config:
@@ -186,4 +184,4 @@ def _check_options(request: RolloutRequest) -> None:
     if request.sampling.temperature == 0 and request.samples > 1:
         raise ConfigError(f"--temperature 0 makes all --samples {request.samples} of a prompt equal; set --samples 1")
     check_output_path("--out", request.out, (".jsonl",))
-    reject_existing("--out", request.out, force=request.force)
+    refuse_existing("--out", request.out, force=request.force)

@@ -7,13 +7,13 @@ from typing import TextIO
 
 import numpy as np
 
-from moefold.errors import reworded_errors
+from moefold.errors import spelled_as
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.load import joined_job, load_model, report_decoding
-from moefold.inference.rollout_job import ROLLOUT_WORDS, RolloutJob, open_rollout_prompts
+from moefold.inference.rollout_job import ROLLOUT_NAMES, RolloutJob, open_rollout_prompts
 from moefold.inference.rollouts import RolloutCollector, rollout_records, stop_rule
-from moefold.inference.settings import GENERATE_OOM_HINT
+from moefold.inference.settings import generate_oom_hint
 from moefold.inference.text import open_tokenizer
 from moefold.rl.reward import Reward
 from moefold.rl.rollout import RolloutGroup
@@ -25,7 +25,7 @@ ROUNDS_OF_SLOTS = 8
 
 def rollout_worker(job: RolloutJob, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, sample, and write rollouts and summary on the first rank; return the exit status."""
-    with joined_job(rank_env, device_type, GENERATE_OOM_HINT) as device, reworded_errors(*ROLLOUT_WORDS):
+    with joined_job(rank_env, device_type, generate_oom_hint()) as device, spelled_as(ROLLOUT_NAMES):
         request, task = job.request, job.task_cfg
         tokenizer = open_tokenizer(job.source, request.tokenizer)
         prompts = open_rollout_prompts(job.task_cfg.data, job.task_cfg.reward, job.source, request)

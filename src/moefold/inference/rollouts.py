@@ -117,9 +117,9 @@ class RolloutCollector:
         started_s = time.perf_counter()
         recorder.set_phase("sampling rollouts")
         # Every rank samples whole groups, so that the samples of a prompt share its cache.
-        mine = np.array_split(np.asarray(indices, dtype=np.int64), self._shard.size)[self._shard.rank].tolist()
-        prompts = [open_prompt(index) for index in mine]
-        requests = self._requests(mine, prompts, group_size, sampling)
+        own_indices = np.array_split(np.asarray(indices, dtype=np.int64), self._shard.size)[self._shard.rank].tolist()
+        prompts = [open_prompt(index) for index in own_indices]
+        requests = self._requests(own_indices, prompts, group_size, sampling)
         completions = self._engine.generate(requests, is_complete=self._is_complete if self._stop.string else None)
         rollouts = [_to_rollout(request, completion) for request, completion in zip(requests, completions, strict=True)]
         own_s = time.perf_counter() - started_s

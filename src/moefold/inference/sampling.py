@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 MIN_TEMPERATURE = 1e-3
 
@@ -35,21 +35,28 @@ class SamplingParams:
             ConfigError: a parameter is out of its range, or has no effect.
         """
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"--temperature {self.temperature:g} must be at least 0 (0: the likeliest token)")
+            raise ConfigError(
+                f"{Setting('--temperature', self.temperature):g} must be at least 0 (0: the likeliest token)"
+            )
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ConfigError(
-                f"--temperature {self.temperature:g} must be at least {MIN_TEMPERATURE:g}, where logits divided by it "
-                "do not overflow, or 0 for the likeliest token"
+                f"{Setting('--temperature', self.temperature):g} must be at least {MIN_TEMPERATURE:g}, where logits "
+                "divided by it do not overflow, or 0 for the likeliest token"
             )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p:g} must lie in (0, 1]: above 0 and at most 1 (1: all tokens)")
+            raise ConfigError(
+                f"{Setting('--top-p', self.top_p):g} must lie in (0, 1]: above 0 and at most 1 (1: all tokens)"
+            )
         if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"--min-p {self.min_p:g} must lie between 0 (all tokens) and 1 (only the likeliest)")
+            raise ConfigError(
+                f"{Setting('--min-p', self.min_p):g} must lie between 0 (all tokens) and 1 (only the likeliest)"
+            )
         if self.top_k < 0:
-            raise ConfigError(f"--top-k {self.top_k} must be at least 0 (0: all tokens)")
+            raise ConfigError(Problem("--top-k", self.top_k, "must be at least 0 (0: all tokens)"))
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed {self.seed} must be at least 0 and below 2**63")
+            raise ConfigError(Problem("--seed", self.seed, "must be at least 0 and below 2**63"))
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0):
             raise ConfigError(
-                "--temperature 0 takes the likeliest token, so --top-p, --top-k and --min-p have no effect"
+                f"{Setting('--temperature', 0)} takes the likeliest token, so {Setting('--top-p')}, "
+                f"{Setting('--top-k')} and {Setting('--min-p')} have no effect"
             )

@@ -32,7 +32,7 @@ class Score:
     log_likelihood: float
     """Sum of the tokens' log-probabilities, in nats."""
     is_greedy: bool
-    """Whether each token is the argmax at its position."""
+    """For each token, True if it is the argmax at its position."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     tp = loaded.groups.attn.tp.size
     width = -(-(max(map(len, request.sequences)) - 1) // tp) * tp
     dp = loaded.groups.attn.dp
-    mine = range(dp.rank, len(request.sequences), dp.size)
-    tokens = torch.zeros(len(mine), width, dtype=torch.int64)
+    sequence_ids = range(dp.rank, len(request.sequences), dp.size)
+    tokens = torch.zeros(len(sequence_ids), width, dtype=torch.int64)
     labels = torch.zeros_like(tokens)
     is_scored = torch.zeros_like(tokens, dtype=torch.bool)
     is_token = torch.zeros_like(is_scored)
-    for i, number in enumerate(mine):
+    for i, number in enumerate(sequence_ids):
         sequence = request.sequences[number]
         count = request.num_scored[number]
         end = len(sequence) - 1
@@ -190,11 +190,11 @@ def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | N
     total = torch.zeros(1, dtype=torch.float64, device=groups.device)
     next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
     for first in range(0, dataset.num_sequences, count * groups.attn.dp.size):
-        mine = dataset.batch(first + groups.attn.dp.rank * count, count, width)
+        batch = dataset.batch(first + groups.attn.dp.rank * count, count, width)
         tokens, labels, is_target, is_token = (
-            torch.from_numpy(values).to(groups.device)[:, model.positions] for values in mine
+            torch.from_numpy(values).to(groups.device)[:, model.positions] for values in batch
         )
-        y = model.forward(tokens, is_token=None if mine[3].all() else is_token)
+        y = model.forward(tokens, is_token=None if batch[3].all() else is_token)
         if y is not None:
             losses = token_losses(y, labels.t(), model.stage.head.vocab_parallel.vocab_range).loss
             if groups.attn.tp.rank == 0:

@@ -1,6 +1,5 @@
 """Config of evaluation and generation: a source's model under its own mapping, and its memory needs."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -19,17 +18,17 @@ from moefold.config.part_table import name_files
 from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
-from moefold.config.suggestions import choices_of, describe_key, nearest_numbers
+from moefold.config.suggestions import choices_of, describe_key
 from moefold.config.train import TrainConfig
 from moefold.config.tree import Tree
 from moefold.config.upgrade import flat_settings
-from moefold.errors import ConfigError, raise_all, reworded_errors
+from moefold.errors import ConfigError, Problem, Setting, raise_all, spelled_as
 from moefold.host.rank_env import RankEnv, check_world_size
 from moefold.inference.source import ModelSource
 from moefold.launch.exit import oom_reason
-from moefold.topology.layout import divisors
 from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, fetches_experts
 from moefold.validate.config import check_config
+from moefold.validate.parallel import DegreeProblem
 from moefold.validate.rollout_experts import fetch_violations
 
 Purpose = Literal["evaluate", "generate"]
@@ -39,17 +38,15 @@ UNUSED_AXIS_KEYS = {
     "virtual_stages": "stages work without gradients, in order",
     "zero": "there are no gradients and no optimizer",
 }
-_CHOICE = r"; choose model\.[\w.]+=(?:\d+(?: or \d+)?|'[^'\n]*')"
-_MODEL_SIZE_HINT = re.compile(rf"{_CHOICE}, or (?=parallel\.)")
-_MODEL_SIZE_ONLY_HINT = re.compile(
-    r"(?P<before>parallel\.(?P<axis>\w+)=(?P<degree>\d+) must (?P<rule>divide|be at most) (?:model\.[\w.]+=|the )"
-    rf"(?P<size>\d+)[^;\n]*){_CHOICE}(?=\n|$)"
-)
-"""Pattern of suggestions by `validate/parallel.py` that change the model."""
-EXPERTS_OPTION = ((r"rollout\.experts='fetch'", "--experts fetch"), ("or choose 'exchange'", "or leave it out"))
-"""Name of rollout.experts in error messages for the command line."""
-KERNELS_OPTION = ((r"run\.(kernels|dtype|device)='(\w+)'", r"--\1 \2"), (r"run\.(kernels|dtype|device)\b", r"--\1"))
-"""Name of run.kernels in error messages for the command line."""
+OPTION_NAMES = {
+    "run.device": "--device",
+    "run.dtype": "--dtype",
+    "run.kernels": "--kernels",
+    "rollout.experts": "--experts",
+    "rollout.cache_gib": "--cache-gib",
+    "rollout.slots": "--slots",
+}
+"""Options of inference commands by the recipe key in error messages."""
 REQUEST_OPTIONS = ("dtype", "device", "experts", "kernels")
 DROP_KEYS = ("eval_capacity_factor", "drop_policy", "drop_scope")
 
@@ -121,7 +118,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
     tree: Tree = {}
     apply_overrides(tree, request.overrides)
     name_files(tree)
-    _reject_unknown_keys(tree, purpose)
+    _refuse_unknown_keys(tree, purpose)
     parallel = config_from_dict({"parallel": tree.get("parallel", {})}).parallel
     raise_all(f"parallel.{name}={value} must be at least 1" for name, value in _degrees(parallel).items() if value < 1)
     if "world_size" not in tree.get("parallel", {}):
@@ -152,11 +149,13 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
         rollout=RolloutConfig(experts=request.experts),
     )
     _check_keys_have_effect(cfg, drops, purpose)
-    try:
-        with reworded_errors(*KERNELS_OPTION):
+    with spelled_as(OPTION_NAMES):
+        try:
             check_config(cfg, is_training=False)
-    except ConfigError as error:
-        raise ConfigError(_remove_model_size_hints(str(error))) from error
+        except ConfigError as error:
+            # The model is trained, so its sizes cannot change.
+            problems = [p.without_model() if isinstance(p, DegreeProblem) else p for p in error.problems]
+            raise ConfigError(*problems) from error
     if purpose == "generate":
         _check_generation(cfg.parallel, cfg.moe, cfg.rollout)
     return cfg
@@ -177,20 +176,7 @@ def launched_config(
     return cfg
 
 
-def _remove_model_size_hints(message: str) -> str:
-    """Remove suggestions that change the sizes of the (trained) model from an error message."""
-    message = _MODEL_SIZE_HINT.sub("; choose ", message)
-    message = _MODEL_SIZE_ONLY_HINT.sub(_suggest_degrees, message)
-    return message.replace("; name 'moe' in model.layers", "; the model is trained, so leave that degree out")
-
-
-def _suggest_degrees(match: re.Match[str]) -> str:
-    size = int(match["size"])
-    legal = divisors(size) if match["rule"] == "divide" else range(1, size + 1)
-    return f"{match['before']}; choose parallel.{match['axis']}={nearest_numbers(int(match['degree']), legal)}"
-
-
-def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
+def _refuse_unknown_keys(tree: Tree, purpose: Purpose) -> None:
     axes = [field.name for field in fields(ParallelConfig) if field.name not in UNUSED_AXIS_KEYS]
     legal = {f"parallel.{name}" for name in axes}
     if purpose == "evaluate":
@@ -199,11 +185,11 @@ def _reject_unknown_keys(tree: Tree, purpose: Purpose) -> None:
         for key in keys:
             name = f"{section}.{key}"
             if section == "parallel" and key in UNUSED_AXIS_KEYS:
-                raise ConfigError(f"{name} has no effect here: {UNUSED_AXIS_KEYS[key]}; leave it out")
+                raise ConfigError(Problem(name, None, f"has no effect here: {UNUSED_AXIS_KEYS[key]}", "leave it out"))
             if name not in legal and (section != "parallel" or key in ("dp", "edp")):
-                shown = next(iter(flat_settings({name: keys[key]})), name)
+                path = next(iter(flat_settings({name: keys[key]})), name)
                 raise ConfigError(
-                    f"{shown} cannot be set here: the model determines it, or it is not used; "
+                    f"{path} cannot be set here: the model determines it, or it is not used; "
                     f"the keys are {', '.join(sorted(legal))}"
                 )
 
@@ -220,13 +206,13 @@ def _check_keys_have_effect(cfg: Config, drops: dict[str, Any], purpose: Purpose
             f"moe.{unused[0]} has no effect: no token is dropped; set moe.eval_capacity_factor above 0, or leave it out"
         )
     if drops and cfg.moe.eval_capacity_factor < 0:
-        raise ConfigError("moe.eval_capacity_factor=-1.0 must be at least 0 here (0: dropless)")
+        raise ConfigError(Problem("moe.eval_capacity_factor", -1.0, "must be at least 0 here (0: dropless)"))
 
 
 def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig) -> None:
     if fetches_experts(rollout):
         degrees = {axis: getattr(p, axis) for axis in ROLLOUT_DEGREES}
-        with reworded_errors(*EXPERTS_OPTION):
+        with spelled_as(OPTION_NAMES):
             raise_all(fetch_violations(degrees, "parallel"))
     if p.cp > 1:
         raise ConfigError(
@@ -235,10 +221,8 @@ def _check_generation(p: ParallelConfig, moe: MoEConfig, rollout: RolloutConfig)
         )
     dispatcher = chosen_in(p, DispatcherPart)
     if dispatcher.needs_equal_token_counts and p.world_size > p.pp:
-        raise ConfigError(
-            f"parallel.dispatcher={dispatcher.kind!r} needs equally many tokens on each rank, which generation does "
-            "not have; choose 'alltoall'"
-        )
+        rule = "needs equally many tokens on each rank, which generation does not have"
+        raise ConfigError(Problem("parallel.dispatcher", dispatcher.kind, rule, "choose 'alltoall'"))
     if chosen_in(moe, ChoicePart).is_forced:
         raise ConfigError(
             f"the run of this checkpoint forced its routing (moe.choice='{moe.choice}', a benchmark) by positions "
@@ -252,18 +236,27 @@ def _degrees(p: ParallelConfig) -> dict[str, int]:
 
 def _resolve_dtype(source: ModelSource, request: InferenceRequest) -> Any:
     if request.dtype not in ("auto", *choices_of("run", "dtype")):
-        raise ConfigError(f"--dtype {request.dtype} must be auto or {describe_key('run', 'dtype')}")
+        raise ConfigError(f"{Setting('--dtype', request.dtype):s} must be auto or {describe_key('run', 'dtype')}")
     return source.dtype if request.dtype == "auto" else request.dtype
 
 
 def _check_device(request: InferenceRequest) -> Any:
     if request.device not in choices_of("run", "device"):
-        raise ConfigError(f"--device {request.device} must be {describe_key('run', 'device')}")
+        raise ConfigError(f"{Setting('--device', request.device):s} must be {describe_key('run', 'device')}")
     return request.device
 
 
-EVAL_OOM_HINT = "give a smaller --batch-size or --seq-len, or shard the model with parallel.tp and pp"
-GENERATE_OOM_HINT = "give a smaller --max-tokens or --cache-gib, or shard the model with parallel.tp and pp"
+def eval_oom_hint() -> str:
+    """Return the way out if the memory is too small for an evaluation."""
+    return f"give a smaller {Setting('--batch-size')} or {Setting('--seq-len')}, or {_SHARDS}"
+
+
+def generate_oom_hint() -> str:
+    """Return the way out if the memory is too small for a generation."""
+    return f"give a smaller {Setting('--max-tokens')} or {Setting('--cache-gib')}, or {_SHARDS}"
+
+
+_SHARDS = "shard the model with parallel.tp and pp"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 

@@ -46,14 +46,14 @@ class ModelSource:
     eos_ids: frozenset[int] = frozenset()
     """End-of-text ids of a Hugging Face folder, or of the folder that a checkpoint's weights were imported from."""
     uses_hf_text_start: bool = False
-    """Whether texts start with the special tokens of the Hugging Face tokenizer: a Hugging Face folder, or weights
+    """True if texts start with the special tokens of the Hugging Face tokenizer: a Hugging Face folder, or weights
     imported from one and not trained further."""
     tokenizer_fingerprint: str = ""
     """Fingerprint of the tokenizer of the training, for a checkpoint without a copy of it; empty if it is unknown."""
     want: RewardPrompt | None = None
     """Reward prompt of a model that was trained with align.method="condition"."""
     has_adapters: bool = False
-    """Whether the checkpoint only has adapters, for merging into the base weights that its metadata names."""
+    """True if the checkpoint only has adapters, for merging into the base weights that its metadata names."""
     notices: tuple[str, ...] = ()
     """Notes for the user: damaged later checkpoints of the run, ignored keys of a Hugging Face folder."""
 
@@ -98,8 +98,8 @@ def checkpoint_source(path: Path) -> ModelSource:
         ConfigError: the metadata cannot be read, or has another version.
     """
     meta = read_meta(path)
-    others = ("seed", "seq_len")
-    data = {key: value for key, value in meta.order.items() if key not in others and "." not in key}
+    keys = ("seed", "seq_len")
+    data = {key: value for key, value in meta.order.items() if key not in keys and "." not in key}
     cfg = parse_run_config({"model": meta.model | {"preset": ""}, "data": data}, path / META_FILE)
     run = find_run_config(path, cfg.model)
     moe = MoEConfig() if run is None else replace(run.moe, trace_every=0, replay="")

@@ -11,14 +11,14 @@ from moefold.bounded_read import read_text as read_bounded
 from moefold.checkpoint.run_tokenizer import other_tokenizer_reason
 from moefold.config.data import DataConfig
 from moefold.data.chat import ChatTemplate, load_chat_template
-from moefold.data.file_formats import reject_surrogates
+from moefold.data.file_formats import refuse_surrogates
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
 from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
-from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, reject_nul, report_notes
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
 from moefold.data.tokenizer_match import compare_tokenizers
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting, spelled_as
 from moefold.inference.source import ModelSource
 
 REPLACEMENT_CHARACTER = "\ufffd"
@@ -37,15 +37,16 @@ def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = F
     """
     if source.uses_hf_text_start and not override and not Path(source.data.tokenizer).exists():
         raise ConfigError(
-            f"{str(source.path)!r} has no tokenizer.json, so it cannot tokenise text; name one with --tokenizer "
-            "(moefold eval takes ids too: --tokens)"
+            f"{str(source.path)!r} has no tokenizer.json, so it cannot tokenise text; name one with "
+            f"{Setting('--tokenizer')} (moefold eval takes ids too: {Setting('--tokens')})"
         )
     data = DataConfig(kind="text", tokenizer=override) if override else source.data
     if source.tokenizer_fingerprint and not override and data.tokenizer != "bytes":
         file = tokenizer_file(existing_path("data.tokenizer", data.tokenizer))
         if reason := other_tokenizer_reason(data.tokenizer, file, source.tokenizer_fingerprint):
-            raise ConfigError(f"{reason}; name the one of the training with --tokenizer")
-    tokenizer = load_tokenizer(data, vocab_size=source.model.vocab_size)
+            raise ConfigError(f"{reason}; name the one of the training with {Setting('--tokenizer')}")
+    with spelled_as({"data.tokenizer": "--tokenizer"} if override else {}):
+        tokenizer = load_tokenizer(data, vocab_size=source.model.vocab_size)
     if reports:
         report_notes(tokenizer)
     return tokenizer
@@ -59,7 +60,13 @@ def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
     """
     name = override or source.data.tokenizer
     if read_tokenize_info(file.parent) and (name == "bytes" or Path(name).exists()):
-        compare_tokenizers([TokenFile(file, 0, None)], open_tokenizer(source, override), name)
+        tokenizer = open_tokenizer(source, override)
+        try:
+            with spelled_as({"data.tokenizer": "--tokenizer" if override else "the model's tokenizer"}):
+                compare_tokenizers([TokenFile(file, 0, None)], tokenizer, name)
+        except ConfigError as error:
+            [problem] = error.problems
+            raise ConfigError(replace(problem, way_out="name ids of the model's")) from error
 
 
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:
@@ -71,8 +78,8 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_lab
     Raises:
         ConfigError: the text is not valid Unicode, or the model was trained on ids and the text is not numbers.
     """
-    reject_surrogates(text, source_label)
-    reject_nul(tokenizer, text, source_label)
+    refuse_surrogates(text, source_label)
+    refuse_nul(tokenizer, text, source_label)
     if source.uses_hf_text_start and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.encode_start(text)
     try:
@@ -80,7 +87,7 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_lab
     except ValueError as error:
         raise ConfigError(
             f"{source_label} cannot be tokenised: this model was trained on bare ids, so text must be numbers "
-            f"separated by spaces ({error}); write those, or name its tokenizer with --tokenizer"
+            f"separated by spaces ({error}); write those, or name its tokenizer with {Setting('--tokenizer')}"
         ) from error
 
 
@@ -108,9 +115,11 @@ def read_text(path: Path, option: str) -> str:
     try:
         return read_bounded(path, MAX_TEXT_BYTES)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{option} {str(path)!r} is not text in UTF-8 ({error.reason}); convert it first") from error
+        raise ConfigError(
+            f"{Setting(option, str(path))} is not text in UTF-8 ({error.reason}); convert it first"
+        ) from error
     except OSError as error:
-        raise ConfigError(f"{option} {str(path)!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{Setting(option, str(path))} cannot be read: {error.strerror}") from error
 
 
 def has_stop_string(tokenizer: Tokenizer, stops: Sequence[str], tokens: Sequence[int]) -> bool:
@@ -154,6 +163,11 @@ class TextStream:
         return text[len(before) :]
 
 
+TEXT_NAMES = {"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template"}
+"""Options of commands by the recipe key in error messages."""
+
+
+@spelled_as(TEXT_NAMES)
 def open_chat_template(source: ModelSource, tokenizer_override: str, template_override: str) -> ChatTemplate:
     """Load the chat template of a model, from its fine-tuning or its tokenizer's folder, or ChatML for bytes.
 
@@ -185,17 +199,18 @@ def encode_messages(
         system: system message before each text; "": no message.
 
     Raises:
-        ConfigError: the template rejects a message, or the model was trained on token ids without a tokenizer.
+        ConfigError: the template refuses a message, or the model was trained on token ids without a tokenizer.
     """
     if isinstance(tokenizer, NumberTokenizer):
-        raise ConfigError("--chat: the model was trained on bare ids and has no tokenizer; name its --tokenizer")
+        rule = ": the model was trained on bare ids and has no tokenizer"
+        raise ConfigError(Problem("--chat", None, rule, f"name its {Setting('--tokenizer')}"))
     encoded = []
-    reject_surrogates(system, "--system")
-    reject_nul(tokenizer, system, "--system")
+    refuse_surrogates(system, f"{Setting('--system')}")
+    refuse_nul(tokenizer, system, f"{Setting('--system')}")
     before = [{"role": "system", "content": system}] if system else []
     for message in messages:
-        reject_surrogates(message, "the prompt")
-        reject_nul(tokenizer, message, "the prompt")
+        refuse_surrogates(message, "the prompt")
+        refuse_nul(tokenizer, message, "the prompt")
         turns = [*before, {"role": "user", "content": message}]
         text = template.render_prompt(turns, "the prompt", add_generation_prompt=True)
         encoded.append(tuple(tokenizer.encode(text).tolist()))
@@ -213,7 +228,7 @@ class StopStringFilter:
         self._stop_strings = [stop for stop in stop_strings if stop]
         self._pending_text = ""
         self.is_stopped = False
-        """Whether a stop string was found."""
+        """True if a stop string was found."""
 
     def push(self, text: str) -> str:
         """Add text and return the text that can be emitted."""
@@ -302,16 +317,17 @@ class TokenDataset:
         return tokens, labels, is_target, is_token
 
 
-def open_ids(path: Path, option: str = "--tokens") -> ShardReader:
+def open_ids(path: Path) -> ShardReader:
     """Open an .npy file of token ids without reading it into memory.
 
     Raises:
         ConfigError: the file is missing, or is not a complete one-dimensional .npy array of integers.
     """
+    name = Setting("--tokens", str(path))
     if not path.exists():
-        raise ConfigError(f"{option} {str(path)!r} does not exist; name an .npy file of token ids")
+        raise ConfigError(name.problem("does not exist", "name an .npy file of token ids"))
     if path.is_dir() or path.suffix != ".npy":
-        raise ConfigError(f"{option} {str(path)!r} is no .npy file; write the ids with numpy.save")
+        raise ConfigError(name.problem("is no .npy file", "write the ids with numpy.save"))
     return read_npy_header(path).open()
 
 
@@ -322,15 +338,16 @@ def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
         ConfigError: there is no full sequence, or an id is outside the vocabulary.
     """
     if dataset.seq_len < 2:
-        raise ConfigError(
-            f"--seq-len {dataset.seq_len} must be at least 2: the first token of a sequence is not predicted"
-        )
+        rule = "must be at least 2: the first token of a sequence is not predicted"
+        raise ConfigError(Problem("--seq-len", dataset.seq_len, rule))
     if dataset.num_sequences == 0:
-        tail = "" if dataset.keeps_tail or len(dataset.ids) < 2 else ", or --keep-tail for a last shorter sequence"
-        raise ConfigError(
-            f"{name} has {len(dataset.ids)} tokens, less than one sequence of --seq-len {dataset.seq_len}; "
-            f"give more, or a shorter --seq-len{tail}"
+        tail = (
+            ""
+            if dataset.keeps_tail or len(dataset.ids) < 2
+            else f", or {Setting('--keep-tail')} for a last shorter sequence"
         )
+        rule = f"has {len(dataset.ids)} tokens, less than one sequence of {Setting('--seq-len', dataset.seq_len)}"
+        raise ConfigError(f"{name} {rule}; give more, or a shorter {Setting('--seq-len')}{tail}")
     for start in range(0, len(dataset.ids), _CHECK_BATCH_TOKENS):
         ids = dataset.ids[start : start + _CHECK_BATCH_TOKENS]
         is_invalid = (ids < 0) | (ids >= vocab_size)

@@ -78,8 +78,8 @@ def _positions(folder: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class VllmServer:
-    """vLLM server.
+class VllmClient:
+    """Client of one vLLM server.
 
     Args:
         url: address of the server.
@@ -153,10 +153,10 @@ class VllmServer:
         served = str(dtype).removeprefix("torch.")
         if served == self.dtype:
             return
-        other = f"; or set run.dtype={served!r}" if served in VLLM_DTYPES else ""
+        alternative = f"; or set run.dtype={served!r}" if served in VLLM_DTYPES else ""
         raise VllmError(
             f"rollout.url={self.url!r} computes in {served}, and training in run.dtype={self.dtype!r}, so sampling "
-            f"would differ by more than rounding; start it by: {self._command()}{other}"
+            f"would differ by more than rounding; start it by: {self._command()}{alternative}"
         )
 
     def _longer(self) -> str:
@@ -286,9 +286,9 @@ class VllmServer:
         )
 
 
-def vllm_server(run: RunConfig, train: TrainConfig, rollout: RolloutConfig, *, returns_experts: bool) -> VllmServer:
+def vllm_server(run: RunConfig, train: TrainConfig, rollout: RolloutConfig, *, returns_experts: bool) -> VllmClient:
     """Return the server of a recipe."""
-    return VllmServer(
+    return VllmClient(
         url=rollout.url,
         folder=rollout.folder,
         dtype=run.dtype,

@@ -20,7 +20,7 @@ from moefold.inference.engine.requests import Completion
 from moefold.inference.jobs import EvalJob, GenerateJob
 from moefold.inference.load import joined_job, load_model, report_decoding
 from moefold.inference.scoring import Evaluation, LogitsFile, evaluate
-from moefold.inference.settings import EVAL_OOM_HINT, GENERATE_OOM_HINT
+from moefold.inference.settings import eval_oom_hint, generate_oom_hint
 from moefold.inference.text import StopStringFilter, TextStream, TokenDataset, has_stop_string, open_ids, open_tokenizer
 from moefold.terminal import MULTILINE_CHARS, printable
 
@@ -40,13 +40,13 @@ class Generation:
 
 def evaluate_on_rank(job: EvalJob, rank_env: RankEnv, device_type: str) -> Evaluation:
     """Join the job and evaluate; the result is the same on every rank."""
-    with joined_job(rank_env, device_type, EVAL_OOM_HINT) as device:
+    with joined_job(rank_env, device_type, eval_oom_hint()) as device:
         return _evaluate(job, device)
 
 
 def eval_worker(job: EvalJob, as_json: bool, rank_env: RankEnv, device_type: str) -> int:
     """Join the job, evaluate, print the result on the first rank; return the exit status."""
-    with joined_job(rank_env, device_type, EVAL_OOM_HINT) as device:
+    with joined_job(rank_env, device_type, eval_oom_hint()) as device:
         result = _evaluate(job, device)
         if rank_env.rank == 0:
             _print_evaluation(result, _dataset(job), as_json=as_json)
@@ -85,7 +85,7 @@ def _print_evaluation(result: Evaluation, dataset: TokenDataset, *, as_json: boo
 
 def generate_on_rank(job: GenerateJob, rank_env: RankEnv, device_type: str) -> list[Generation]:
     """Join the job and generate; the result is the same on every rank."""
-    with joined_job(rank_env, device_type, GENERATE_OOM_HINT) as device:
+    with joined_job(rank_env, device_type, generate_oom_hint()) as device:
         tokenizer = open_tokenizer(job.source, job.tokenizer)
         return _finished_texts(job, _generate(job, device, tokenizer, lambda _, token: None), tokenizer)
 
@@ -99,7 +99,7 @@ def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as
         as_json: print one JSON object per prompt.
         echoes: print each prompt before its continuation.
     """
-    with joined_job(rank_env, device_type, GENERATE_OOM_HINT) as device:
+    with joined_job(rank_env, device_type, generate_oom_hint()) as device:
         tokenizer = open_tokenizer(job.source, job.tokenizer)
         streams = rank_env.rank == 0 and len(job.requests) == 1 and not as_json
         output = _StreamedOutput(job, tokenizer, echoes=echoes, exits_on_broken_pipe=rank_env.world_size == 1)

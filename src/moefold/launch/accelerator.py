@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Names, Setting
 from moefold.host.rank_env import RankEnv
 
 DEVICE_NODES = ("nvidia*", "nvgpu*", "nvhost*", "nvmap", "dxg", "kfd")
@@ -35,15 +35,20 @@ def has_no_gpu(root: Path = Path("/")) -> bool:
     return sys.platform == "linux" and not any(any((root / "dev").glob(node)) for node in DEVICE_NODES)
 
 
+DEVICE_NAMES: Names = {"run.device": "--device", "parallel.world_size": Setting("run.device", "cuda")}
+"""Names of settings in the messages of commands that start as many ranks as they need."""
+
+
 def missing_gpu_message(requested_device: str, world_size: int, rank_env: RankEnv | None, num_gpus: int) -> str:
     """Return the error message for a machine with fewer GPUs than ranks."""
     if rank_env is None:
         fewer = f", or at most {num_gpus} ranks" if num_gpus else ""
         return (
-            f"parallel.world_size={world_size} needs a GPU for each rank, and this machine shows {num_gpus}; "
-            f"set run.device='cpu'{fewer}"
+            f"{Setting('parallel.world_size', world_size)} needs a GPU for each rank, and this machine shows "
+            f"{num_gpus}; set {Setting('run.device', 'cpu')}{fewer}"
         )
     return (
-        f"run.device={requested_device!r} needs a GPU for each rank, and local rank {rank_env.local_rank} finds "
-        f"{num_gpus} on its machine; start as many ranks on each machine as it has GPUs, or set run.device='cpu'"
+        f"{Setting('run.device', requested_device)} needs a GPU for each rank, and local rank {rank_env.local_rank} "
+        f"finds {num_gpus} on its machine; start as many ranks on each machine as it has GPUs, or set "
+        f"{Setting('run.device', 'cpu')}"
     )

@@ -40,8 +40,8 @@ def slowest_machine(machines: Sequence[DetectedMachine]) -> DetectedMachine:
             )
     num_ranks = Counter(machine.host for machine in machines)
     each_gib = min(machine.memory_gib / num_ranks[machine.host] for machine in machines)
-    chosen = min(machines, key=lambda machine: _device_capability(machine.device))
-    return replace(chosen, memory_gib=each_gib * len(machines))
+    slowest = min(machines, key=lambda machine: _device_capability(machine.device))
+    return replace(slowest, memory_gib=each_gib * len(machines))
 
 
 def _device_capability(name: str) -> tuple[float, float]:

@@ -24,13 +24,13 @@ class RankReport:
     reported_at_s: float
     """Time of the last report, as time.time()."""
     has_responded: bool = True
-    """Whether the rank answered the request for a last report."""
+    """True if the rank answered the request for a last report."""
     process_state: str = ALIVE
     """State of the rank's process as seen by another rank of the same machine."""
     source_location: str = ""
     """Source line that the rank's main thread executes."""
     is_communicating: bool = False
-    """Whether `source_location` is inside torch's communication."""
+    """True if `source_location` is inside torch's communication."""
     exit_status: int | None = None
     """Exit status, if the rank deregistered."""
 
@@ -71,9 +71,9 @@ def diagnose(reports: Mapping[int, RankReport], world_size: int) -> Diagnosis:
     for fault, ranks in rules:
         if ranks:
             return Diagnosis(tuple(sorted(ranks)), fault)
-    late = sorted(_stragglers(present))
-    if late and len(late) < len(present):
-        return Diagnosis(tuple(late), "is late")
+    late_ranks = sorted(_stragglers(present))
+    if late_ranks and len(late_ranks) < len(present):
+        return Diagnosis(tuple(late_ranks), "is late")
     return Diagnosis((), "")
 
 
@@ -88,8 +88,10 @@ def format_diagnosis(reports: Mapping[int, RankReport], world_size: int, reason:
     blamed = [rank for rank in diagnosis.ranks if rank in reports]
     lines = [f"moefold: {_headline(diagnosis, reports)}"]
     lines += [f"  {text}" for text in _group_by_activity(reports, blamed, is_blamed=True)]
-    others = [rank for rank, report in reports.items() if rank not in diagnosis.ranks and report.exit_status is None]
-    lines += [f"  {text}" for text in _group_by_activity(reports, others, is_blamed=False)]
+    other_ranks = [
+        rank for rank, report in reports.items() if rank not in diagnosis.ranks and report.exit_status is None
+    ]
+    lines += [f"  {text}" for text in _group_by_activity(reports, other_ranks, is_blamed=False)]
     lines.append(f"  the run ends: {reason}; see docs/failures.md")
     return "\n".join(lines)
 
@@ -114,8 +116,8 @@ def _headline(diagnosis: Diagnosis, reports: Mapping[int, RankReport]) -> str:
 
 def _plural(symptom: str) -> str:
     first, _, tail = symptom.partition(" ")
-    many = {"is": "are", "hangs": "hang"}.get(first, first)
-    return f"{many} {tail}".replace("its process ended", "their processes ended").replace("its host", "their hosts")
+    plural = {"is": "are", "hangs": "hang"}.get(first, first)
+    return f"{plural} {tail}".replace("its process ended", "their processes ended").replace("its host", "their hosts")
 
 
 def _group_by_activity(reports: Mapping[int, RankReport], ranks: Sequence[int], *, is_blamed: bool) -> Iterator[str]:
@@ -149,10 +151,10 @@ def _stragglers(present: Mapping[int, RankReport]) -> set[int]:
     """Return the ranks that other ranks wait for and that wait for no rank themselves."""
     computing = {rank for rank, report in present.items() if not report.is_communicating}
     waits = _wait_graph(present)
-    late = waits.awaited - waits.waiting
+    late_ranks = waits.awaited - waits.waiting
     if len(computing) == len(present):
         computing = set()
-    for candidates in (late & computing, computing, late):
+    for candidates in (late_ranks & computing, computing, late_ranks):
         if candidates:
             return candidates
     return _least_advanced(present)
@@ -163,10 +165,10 @@ def _wait_graph(present: Mapping[int, RankReport]) -> _WaitGraph:
     for rank, report in present.items():
         group = report.snapshot.group
         count = report.snapshot.counts.get(group, 0)
-        for other, other_report in present.items():
+        for peer, other_report in present.items():
             if other_report.snapshot.counts.get(group, count) < count:
                 waits.waiting.add(rank)
-                waits.awaited.add(other)
+                waits.awaited.add(peer)
     return waits
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from moefold.comm.flight_recorder import group_timeout
 from moefold.comm.groups import World, current_world
-from moefold.comm.torch_compat import drain_backward_queue
+from moefold.comm.private_torch import drain_backward_queue
 from moefold.errors import ConfigError, RunError
 from moefold.host.listen import is_loopback
 from moefold.host.processes import ProcessId
@@ -61,7 +61,7 @@ class ProgramRanks:
             port=_free_port() if world.is_rank0 else 0,
         )
         processes = world.all_gather_object(process)
-        peers = [rank for rank, other in enumerate(processes) if other.machine == process.machine]
+        peers = [rank for rank, peer in enumerate(processes) if peer.machine == process.machine]
         local_rank = peers.index(world.rank)
         self.rank_env = RankEnv(
             rank=world.rank,

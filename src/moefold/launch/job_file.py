@@ -17,7 +17,7 @@ from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 from moefold.remote_path import is_remote
 from moefold.terminal import escape_char
 
@@ -190,7 +190,7 @@ class JobRequest:
     mem: str = ""
     """Memory of a node, such as 512G (GiB)."""
     exclusive: bool | None = None
-    """Whether the job shares its nodes with no other job; None: the default, True."""
+    """True if the job shares its nodes with no other job; None: the default, True."""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -344,7 +344,7 @@ def _check_size(run: RunConfig, p: ParallelConfig, rollout: RolloutConfig, reque
             "or choose another scheduler"
         )
     if run.device == "cpu":
-        raise ConfigError("run.device='cpu' does not use the GPUs of the job; add run.device=auto")
+        raise ConfigError(Problem("run.device", "cpu", "does not use the GPUs of the job", "add run.device=auto"))
 
 
 def _check_start(lora: LoraConfig, checkpoint: CheckpointConfig, sites: SitesConfig) -> None:
@@ -370,31 +370,23 @@ def _check_storage(run: RunConfig, checkpoint: CheckpointConfig, request: JobReq
             continue
         path = PurePosixPath(folder)
         if not path.is_absolute() or path.parts[1:2] in (("tmp",), ("dev",)) or path.parts[1:3] == ("var", "tmp"):
-            raise ConfigError(
-                f"{key}={folder!r} must be an absolute path on storage that all nodes share, not in /tmp; "
-                f"add {key}=/SHARED/{path.name or 'run'} as an argument"
-            )
+            rule = "must be an absolute path on storage that all nodes share, not in /tmp"
+            raise ConfigError(Problem(key, folder, rule, f"add {key}=/SHARED/{path.name or 'run'} as an argument"))
     mount = PurePosixPath(run.dir).parent
     if request.claim and str(mount) == "/":
-        raise ConfigError(
-            f"run.dir={run.dir!r} must be a folder inside the mounted volume; add run.dir=/shared/run as an argument"
-        )
+        rule = "must be a folder inside the mounted volume"
+        raise ConfigError(Problem("run.dir", run.dir, rule, "add run.dir=/shared/run as an argument"))
     is_local = bool(checkpoint.dir) and not is_remote(checkpoint.dir)
     if request.claim and is_local and not PurePosixPath(checkpoint.dir).is_relative_to(mount):
-        raise ConfigError(
-            f"checkpoint.dir={checkpoint.dir!r} must be inside {mount}, where the volume --claim={request.claim} "
-            "is mounted; leave it out for RUN_DIR/checkpoints"
-        )
+        rule = f"must be inside {mount}, where the volume --claim={request.claim} is mounted"
+        raise ConfigError(Problem("checkpoint.dir", checkpoint.dir, rule, "leave it out for RUN_DIR/checkpoints"))
     if request.restarts and not checkpoint.every:
-        raise ConfigError(
-            f"checkpoint.every=0 leaves nothing to resume from for --restarts={request.restarts}; set "
-            "checkpoint.every, or --restarts 0"
-        )
+        rule = f"leaves nothing to resume from for --restarts={request.restarts}"
+        raise ConfigError(Problem("checkpoint.every", 0, rule, "set checkpoint.every, or --restarts 0"))
     if request.restarts and checkpoint.resume != "auto":
-        raise ConfigError(
-            f"checkpoint.resume={checkpoint.resume!r} would lose the steps since then at each of "
-            f"--restarts={request.restarts}; set checkpoint.resume=auto, or --restarts 0"
-        )
+        rule = f"would lose the steps since then at each of --restarts={request.restarts}"
+        way_out = "set checkpoint.resume=auto, or --restarts 0"
+        raise ConfigError(Problem("checkpoint.resume", checkpoint.resume, rule, way_out))
 
 
 def _parse_time(text: str) -> int:

@@ -60,7 +60,7 @@ def run_processes(
 
     Args:
         on_loss: called with the number and the exit code of a rank that a signal has ended, if others run: they go on.
-            None: such a rank has failed.
+            None if such a rank has failed.
 
     Raises:
         RunError: the system cannot start another process.

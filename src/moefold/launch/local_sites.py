@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, ConfigError
+from moefold.errors import EXIT_FAILED, SIGNAL_STATUS, ConfigError, Problem
 from moefold.host.listen import listen
 from moefold.host.processes import signal_on_parent_death
 from moefold.host.rank_env import RankEnv
@@ -61,10 +61,8 @@ def site_environments(count: int, num_ranks: int, device: str, rank_env: RankEnv
         ConfigError: a launcher started this process, or there are too few GPUs.
     """
     if rank_env is not None:
-        raise ConfigError(
-            "sites.number=-1 starts all sites on this machine, and a launcher started this process as a rank of one "
-            "job; set sites.number and sites.meet for each job"
-        )
+        rule = "starts all sites on this machine, and a launcher started this process as a rank of one job"
+        raise ConfigError(Problem("sites.number", -1, rule, "set sites.number and sites.meet for each job"))
     gpus: list[str] = []
     if device != "cpu" and not has_no_gpu():
         # Lazy import: without a GPU driver, only the sites import torch.
@@ -92,7 +90,7 @@ class _SiteProcess:
         self.outputs = ((out, sys.stdout), (err, sys.stderr))
         self.status: int | None = None
         self.is_ended = False
-        """Whether the site was ordered to end, as too few sites are left."""
+        """True if the site was ordered to end, as too few sites are left."""
 
 
 def _fork(
@@ -123,8 +121,8 @@ def _fork(
         os.dup2(out_write, 1)
         os.dup2(err_write, 2)
         # With a copy of their read ends, a site whose reader is gone would not notice it.
-        others = (descriptor for site in before for descriptor, _ in site.outputs)
-        for descriptor in (out_read, err_read, out_write, err_write, *others):
+        descriptors = (descriptor for site in before for descriptor, _ in site.outputs)
+        for descriptor in (out_read, err_read, out_write, err_write, *descriptors):
             os.close(descriptor)
         signal_on_parent_death(signal.SIGTERM, parent)
         os.environ.update(environment)
@@ -191,16 +189,16 @@ class _Sites:
         site.status = code if code >= 0 else SIGNAL_STATUS - code
         server.end_site(site.number, ENDED_EARLY if site.status else ALREADY_DONE)
         if site.status and not self._received:
-            others = [other for other in self._sites if other.status is None]
-            is_enough = len(others) >= self._min_members
+            running = [other for other in self._sites if other.status is None]
+            is_enough = len(running) >= self._min_members
             outlook = "the others go on" if is_enough else "the others are too few for a round, and end"
             print_escaped(
-                f"moefold: site {site.number} ended with status {site.status}" + (f"; {outlook}" if others else ""),
+                f"moefold: site {site.number} ended with status {site.status}" + (f"; {outlook}" if running else ""),
                 file=sys.stderr,
                 flush=True,
             )
             if not is_enough:
-                for other in others:
+                for other in running:
                     other.is_ended = True
                 self._send(signal.SIGTERM)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 from moefold.launch.signed_lines import MAX_LINE_BYTES, BadLineError, Message, SignedLines, new_nonce, parse_object
 
 CONNECT_TIMEOUT_S = 10.0
@@ -32,7 +32,7 @@ def parse_address(text: str, key: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"{key}={text!r} must be HOST:PORT, such as 10.0.0.1:29600")
+        raise ConfigError(Problem(key, text, "must be HOST:PORT, such as 10.0.0.1:29600"))
     return host, int(port)
 
 

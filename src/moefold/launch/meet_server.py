@@ -73,7 +73,7 @@ class MeetServer:
         while True:
             await asyncio.sleep(TICK_S)
             for connection in self._meeting.sites.drop_silent():
-                # A site that continues after a pause finds its connection closed, and says hello again.
+                # A site that continues after a pause finds its connection closed, and registers again.
                 self._writers[connection].close()
             await self._notify()
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moefold.launch.meeting_keys import MAX_STORE_BYTES, MeetingKeys
-from moefold.launch.meeting_sites import SiteList, read_hello
+from moefold.launch.meeting_sites import SiteList, read_registration
 from moefold.launch.signed_lines import Message
 from moefold.launch.site_request import BadRequestError, int_field, seconds_field, text_field
-from moefold.launch.site_round import Asked, Ballot, MeetingRound, estimate_grace_s, pair_members
+from moefold.launch.site_round import MeetingRound, RoundRequest, VotingGroup, estimate_grace_s, pair_members
 
 MAX_KEPT_ROUNDS = 256
 """Rounds whose outcome is kept for late sites."""
@@ -29,11 +29,11 @@ class Meeting:
         self._log = log
         self._clock = clock
         self.sites = SiteList(log, clock, self._lose)
-        """The sites that said hello."""
+        """The registered sites."""
         self._keys = MeetingKeys()
         self._rounds: dict[int, MeetingRound] = {}
-        self._givers: dict[int, Message] = {}
-        """Answers to joining sites whose giver is known."""
+        self._transfer_answers: dict[int, Message] = {}
+        """Answers to joining sites whose sender is known."""
 
     def enter(self, message: Message, connection: int, address: str) -> None:
         """Enter a request.
@@ -47,33 +47,33 @@ class Meeting:
         """
         match message.get("do"):
             case "hello":
-                number, site = read_hello(message, connection, address, self._clock())
+                number, site = read_registration(message, connection, address, self._clock())
                 if not self.sites.living:
                     # All sites of an earlier start have left.
                     self.sites.clear()
                     self._rounds.clear()
-                    self._keys.keep(())
-                self.sites.enter(number, site, message)
+                    self._keys.end_all_except(())
+                self.sites.register(number, site, message)
             case "round":
                 self._enter_round(message, connection)
             case "vote":
                 self._enter_vote(message, connection)
             case "join":
-                number = self.sites.own(message, connection)
-                self.sites[number].is_joining = number not in self._givers
+                number = self.sites.registered_site(message, connection)
+                self.sites[number].is_joining = number not in self._transfer_answers
             case "beat":
                 self.sites.beat(int_field(message, "site"))
             case "left":
-                self.sites.drop(self.sites.own(message, connection), "has left")
+                self.sites.drop(self.sites.registered_site(message, connection), "has left")
             case "set":
                 self._keys.set(text_field(message, "key"), text_field(message, "value", MAX_STORE_BYTES))
             case "get":
                 text_field(message, "key")
             case other:
-                raise BadRequestError(f"{str(other)[:40]!r} is no request")
+                raise BadRequestError(f"{str(other)[:40]!r} is not a request")
 
     def answer(self, message: Message, connection: int, waited_s: float) -> Message | None:
-        """Return the answer to a request that was entered; None: not yet.
+        """Return the answer to a request that was entered; None if not yet.
 
         Args:
             connection: number of its connection.
@@ -81,13 +81,13 @@ class Meeting:
         """
         match message["do"]:
             case "hello":
-                return self.sites.answer_hello(message, connection)
+                return self.sites.answer_registration(message, connection)
             case "round":
-                return self._answer_round(self.sites.own(message, connection), int_field(message, "round"))
+                return self._answer_round(self.sites.registered_site(message, connection), int_field(message, "round"))
             case "join":
-                return self._answer_join(self.sites.own(message, connection))
+                return self._answer_join(self.sites.registered_site(message, connection))
             case "vote":
-                return self._answer_vote(self.sites.own(message, connection), int_field(message, "round"))
+                return self._answer_vote(self.sites.registered_site(message, connection), int_field(message, "round"))
             case "get":
                 value = self._keys.get(message["key"])
                 if value is not None:
@@ -99,38 +99,40 @@ class Meeting:
 
     def _lose(self, number: int) -> None:
         """Forget what a lost site waits for."""
-        self._givers.pop(number, None)
+        self._transfer_answers.pop(number, None)
         self._keys.leave(number)
 
     def _answer_join(self, number: int) -> Message:
         """Return the answer to a joining site: the site that gives it the state, a request to wait, or the end."""
-        if number in self._givers:
-            return self._givers.pop(number)
-        if not [other for other in self.sites.living if not self.sites[other].is_joining]:
+        if number in self._transfer_answers:
+            return self._transfer_answers.pop(number)
+        if not [joined for joined in self.sites.living if not self.sites[joined].is_joining]:
             return {"ended": True}
         return {"wait": True}
 
-    def _assign_joining_site(self, index: int, givers: Sequence[int]) -> Message:
-        """Return the order to give the state to the first joining site after a round; `givers` may give it."""
+    def _assign_joining_site(self, index: int, senders: Sequence[int]) -> Message:
+        """Return the order to send the state to the first joining site after a round; one of `senders` sends it."""
         joining = [
-            number for number in self.sites.living if self.sites[number].is_joining and number not in self._givers
+            number
+            for number in self.sites.living
+            if self.sites[number].is_joining and number not in self._transfer_answers
         ]
-        if not joining or not givers:
+        if not joining or not senders:
             return {}
         number = joining[0]
-        gift = self._keys.begin_gift(number)
+        transfer = self._keys.begin_transfer(number)
         # The next rounds wait for it again.
         self.sites[number].round = index
         self.sites[number].is_joining = False
-        self._givers[number] = {"giver": givers[0], "gift": gift}
-        self._log(f"site {number} takes the state of site {givers[0]} after round {index}")
-        return {"give": {"to": number, "gift": gift, "round": index}}
+        self._transfer_answers[number] = {"giver": senders[0], "gift": transfer}
+        self._log(f"site {number} takes the state of site {senders[0]} after round {index}")
+        return {"give": {"to": number, "gift": transfer, "round": index}}
 
     def _enter_round(self, message: Message, connection: int) -> None:
-        number = self.sites.own(message, connection)
+        number = self.sites.registered_site(message, connection)
         index = int_field(message, "round")
         site = self.sites[number]
-        asked = Asked(
+        request = RoundRequest(
             version=int_field(message, "version"),
             tokens=int_field(message, "tokens"),
             is_finite=bool(message.get("finite")),
@@ -140,19 +142,19 @@ class Meeting:
             merges=bool(message.get("merges")),
         )
         site.round = index
-        site.version = asked.version
+        site.version = request.version
         if not site.is_paired:
-            site.weights = asked.digest
+            site.weights_hash = request.digest
         site.is_joining = False
         # The state that it was given has arrived.
-        self._keys.end_gift(number)
+        self._keys.end_transfer(number)
         round_ = self._rounds.setdefault(index, MeetingRound(self._clock()))
         for old in sorted(self._rounds)[:-MAX_KEPT_ROUNDS]:
             if old != index:
                 del self._rounds[old]
         round_.delays_s.setdefault(number, self._clock() - round_.opened_s)
         if not round_.is_closed:
-            round_.asked[number] = asked
+            round_.requests[number] = request
 
     def _answer_round(self, number: int, index: int) -> Message | None:
         round_ = self._rounds.get(index)
@@ -162,63 +164,67 @@ class Meeting:
             self._try_close(index, round_)
         if not round_.is_closed:
             return None
-        ballot = round_.ballot_of(number)
-        if number in round_.answers and (ballot is None or ballot.outcome is None):
+        voters = round_.voting_group_of(number)
+        if number in round_.answers and (voters is None or voters.outcome is None):
             return round_.answers[number]
         return self.sites.missed(number) or {"skip": f"it came after round {index} was over"}
 
     def _try_close(self, index: int, round_: MeetingRound) -> None:
         """Choose the members of a round once every living site has asked for it, or the wait is over."""
         living = self.sites.living
-        asked = {number: ask for number, ask in round_.asked.items() if number in living}
+        requests = {number: request for number, request in round_.requests.items() if number in living}
         awaited = [
             number
             for number in living
-            if number not in asked and self.sites[number].round < index and not self.sites[number].is_joining
+            if number not in requests and self.sites[number].round < index and not self.sites[number].is_joining
         ]
-        if not asked:
+        if not requests:
             return
-        wait_s = self._wait_s(round_, asked)
+        wait_s = self._wait_s(round_, requests)
         if awaited and self._clock() - round_.opened_s < wait_s:
             return
-        version = max(ask.version for ask in asked.values())
-        is_paired = self.sites[min(asked)].is_paired
+        version = max(request.version for request in requests.values())
+        is_paired = self.sites[min(requests)].is_paired
         missed = {
-            number: self.sites.missed(number) for number, ask in asked.items() if is_paired or ask.version < version
+            number: self.sites.missed(number)
+            for number, request in requests.items()
+            if is_paired or request.version < version
         }
         round_.answers = {number: answer for number, answer in missed.items() if answer}
-        members = tuple(sorted(asked.keys() - round_.answers.keys()))
+        members = tuple(sorted(requests.keys() - round_.answers.keys()))
         if awaited:
             text = f"round {index}: {describe_sites(members)}"
             self._log(f"{text}; {describe_sites(awaited)} did not come within {wait_s:.3g} s")
         if not members:
             return
-        is_last = any(asked[number].is_last for number in members)
-        merges = any(asked[number].merges for number in members)
-        is_refused = self._answer_members(index, round_, members, asked, in_pairs=is_paired and not merges)
+        is_last = any(requests[number].is_last for number in members)
+        merges = any(requests[number].merges for number in members)
+        of_members = {number: requests[number] for number in members}
+        is_refused = self._answer_members(index, round_, of_members, in_pairs=is_paired and not merges)
         if not is_refused and not is_last:
-            giver = next((number for ballot in round_.ballots for number in ballot.members), members[0])
-            round_.answers[giver] = round_.answers[giver] | self._assign_joining_site(index, [giver])
+            sender = next((number for voters in round_.voting_groups for number in voters.members), members[0])
+            round_.answers[sender] = round_.answers[sender] | self._assign_joining_site(index, [sender])
         self._keys.forget()
 
-    def _wait_s(self, round_: MeetingRound, asked: Mapping[int, Asked]) -> float:
+    def _wait_s(self, round_: MeetingRound, requests: Mapping[int, RoundRequest]) -> float:
         """Return how long a round waits after its first site: the grace time, once a quorum is here."""
         timeout_s = round_.timeout_s
-        settings = self.sites[min(asked)].settings
+        settings = self.sites[min(requests)].settings
         # No site gives its state after the last round, so a site that is left out could not finish.
-        if len(asked) < _quorum(settings) or any(ask.is_last for ask in asked.values()):
+        if len(requests) < _quorum(settings) or any(request.is_last for request in requests.values()):
             return timeout_s
-        past = (self._rounds[other] for other in sorted(self._rounds))
+        past = (self._rounds[index] for index in sorted(self._rounds))
         grace_s = settings.get("sites.grace_s", 0) or estimate_grace_s(past)
         return timeout_s if grace_s is None else min(grace_s, timeout_s)
 
     def _answer_members(
-        self, index: int, round_: MeetingRound, members: tuple[int, ...], asked: Mapping[int, Asked], *, in_pairs: bool
+        self, index: int, round_: MeetingRound, requests: Mapping[int, RoundRequest], *, in_pairs: bool
     ) -> bool:
         """Set the answers to the members of a round; return whether it is refused because their weights differ."""
+        members = tuple(requests)
         settings = self.sites[members[0]].settings
         quorum = _quorum(settings)
-        digests = {number: asked[number].digest for number in members}
+        digests = {number: request.digest for number, request in requests.items()}
         common: Message = {}
         if len(members) < quorum:
             common = {"skip": f"only {describe_sites(members)}, and sites.quorum needs {quorum}"}
@@ -232,74 +238,74 @@ class Meeting:
         groups = pair_members(int_field(settings, "run.seed"), index, members) if in_pairs else [members]
         round_.answers |= dict.fromkeys(members, {"rests": True})
         # Connections between other sets of sites are dropped, except for late sites that still exchange.
-        late = [ballot.members for other in self._rounds.values() for ballot in other.ballots if not ballot.outcome]
-        self._keys.keep([*groups, *late])
+        open_groups = [v.members for other in self._rounds.values() for v in other.voting_groups if not v.outcome]
+        self._keys.end_all_except([*groups, *open_groups])
         for group in groups:
-            answer = self._group_answer(group, asked)
+            answer = self._group_answer(group, requests)
             round_.answers |= dict.fromkeys(group, answer)
             if "members" in answer:
-                round_.ballots.append(Ballot(group))
+                round_.voting_groups.append(VotingGroup(group))
             else:
                 self._log(f"round {index}: {describe_sites(group)}; {answer['skip']}")
         return False
 
-    def _group_answer(self, group: tuple[int, ...], asked: Mapping[int, Asked]) -> Message:
+    def _group_answer(self, group: tuple[int, ...], requests: Mapping[int, RoundRequest]) -> Message:
         """Return the answer to sites that exchange with each other."""
-        tokens = {number: asked[number].tokens * asked[number].is_finite for number in group}
+        tokens = {number: requests[number].tokens * requests[number].is_finite for number in group}
         total = sum(tokens.values())
         if not total:
             return {"skip": "no site has trained since its last round and has finite weights"}
         return {
             "members": list(group),
             "weights": [tokens[number] / total for number in group],
-            "nonfinite": [number for number in group if not asked[number].is_finite],
+            "nonfinite": [number for number in group if not requests[number].is_finite],
             "epoch": self._keys.connect(group),
         }
 
     def _enter_vote(self, message: Message, connection: int) -> None:
-        number = self.sites.own(message, connection)
+        number = self.sites.registered_site(message, connection)
         round_ = self._rounds.get(int_field(message, "round"))
-        ballot = None if round_ is None else round_.ballot_of(number)
-        if ballot is None:
-            raise BadRequestError(f"site {number} is no member of the round")
-        if not ballot.votes:
-            ballot.first_vote_s = self._clock()
-        ballot.votes[number] = bool(message.get("ok"))
+        voters = None if round_ is None else round_.voting_group_of(number)
+        if voters is None:
+            raise BadRequestError(f"site {number} is not a member of the round")
+        if not voters.votes:
+            voters.first_vote_s = self._clock()
+        voters.votes[number] = bool(message.get("ok"))
         if not message.get("ok"):
             # Connections between the members may be broken.
-            self._keys.disconnect(ballot.members)
+            self._keys.disconnect(voters.members)
 
     def _answer_vote(self, number: int, index: int) -> Message | None:
         round_ = self._rounds.get(index)
-        ballot = None if round_ is None else round_.ballot_of(number)
-        if round_ is None or ballot is None:
+        voters = None if round_ is None else round_.voting_group_of(number)
+        if round_ is None or voters is None:
             raise BadRequestError(f"round {index} is over")
-        if ballot.outcome is None:
-            ballot.outcome = self._outcome(ballot, round_.timeout_s)
-            if ballot.outcome is None:
+        if voters.outcome is None:
+            voters.outcome = self._outcome(voters, round_.timeout_s)
+            if voters.outcome is None:
                 return None
-            if ballot.outcome["apply"]:
-                for member in ballot.members:
-                    self.sites[member].version = round_.asked[member].version + 1
+            if voters.outcome["apply"]:
+                for member in voters.members:
+                    self.sites[member].version = round_.requests[member].version + 1
                     if not self.sites[member].is_paired:
-                        self.sites[member].weights = None
+                        self.sites[member].weights_hash = None
             else:
-                self._keys.disconnect(ballot.members)
-                text = f" of {describe_sites(ballot.members)}" if len(round_.ballots) > 1 else ""
-                self._log(f"round {index}{text} is not applied: {ballot.outcome['why']}")
-        return ballot.outcome
+                self._keys.disconnect(voters.members)
+                text = f" of {describe_sites(voters.members)}" if len(round_.voting_groups) > 1 else ""
+                self._log(f"round {index}{text} is not applied: {voters.outcome['why']}")
+        return voters.outcome
 
-    def _outcome(self, ballot: Ballot, wait_s: float) -> Message | None:
-        failed = [number for number in ballot.members if ballot.votes.get(number) is False]
+    def _outcome(self, voters: VotingGroup, wait_s: float) -> Message | None:
+        failed = [number for number in voters.members if voters.votes.get(number) is False]
         if failed:
             return {"apply": False, "why": f"the exchange failed on {describe_sites(failed)}"}
-        missing = [number for number in ballot.members if number not in ballot.votes]
+        missing = [number for number in voters.members if number not in voters.votes]
         if not missing:
             return {"apply": True}
         lost = [number for number in missing if number not in self.sites.living]
         if lost:
             return {"apply": False, "why": f"{describe_sites(lost)} left"}
-        if self._clock() - ballot.first_vote_s > wait_s:
+        if self._clock() - voters.first_vote_s > wait_s:
             return {"apply": False, "why": f"{describe_sites(missing)} did not finish within {wait_s:g} s"}
         return None
 

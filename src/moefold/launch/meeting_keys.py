@@ -1,4 +1,4 @@
-"""Keys of a meeting point, by which sites connect with each other and give their state to a joining site."""
+"""Keys of a meeting point, by which sites connect with each other and send their state to a joining site."""
 
 import secrets
 from collections.abc import Collection
@@ -18,8 +18,8 @@ class MeetingKeys:
         self._num_epochs = 0
         self._epochs: dict[tuple[int, ...], str] = {}
         """Sites that are connected with each other, and the name under which they connected."""
-        self._num_gifts = 0
-        self._gifts: dict[int, str] = {}
+        self._num_transfers = 0
+        self._transfers: dict[int, str] = {}
         """Transfers to joining sites that may be in progress."""
 
     def set(self, key: str, value: str) -> None:
@@ -29,26 +29,26 @@ class MeetingKeys:
             BadRequestError: the store is full.
         """
         before = self._values.get(key)
-        added = len(key) + len(value) - (0 if before is None else len(key) + len(before))
-        if self._num_bytes + added > MAX_STORE_BYTES:
+        added_bytes = len(key) + len(value) - (0 if before is None else len(key) + len(before))
+        if self._num_bytes + added_bytes > MAX_STORE_BYTES:
             raise BadRequestError("the store is full")
         self._values[key] = value
-        self._num_bytes += added
+        self._num_bytes += added_bytes
 
     def get(self, key: str) -> str | None:
-        """Return the value of a key; None: not yet, or it was forgotten."""
+        """Return the value of a key; None if not yet, or it was forgotten."""
         return self._values.get(key)
 
     def is_over(self, key: str) -> bool:
         """Return whether the connection or transfer of a key has ended, because one of its sites left."""
         name = key.partition("/")[0]
         is_own = name.startswith((f"{self._name}-", f"gift-{self._name}-"))
-        return is_own and name not in self._epochs.values() and name not in self._gifts.values()
+        return is_own and name not in self._epochs.values() and name not in self._transfers.values()
 
     def forget(self) -> None:
         """Delete the keys of connections and transfers that are over."""
-        kept = {*self._epochs.values(), *self._gifts.values()}
-        self._values = {key: value for key, value in self._values.items() if key.partition("/")[0] in kept}
+        living_names = {*self._epochs.values(), *self._transfers.values()}
+        self._values = {key: value for key, value in self._values.items() if key.partition("/")[0] in living_names}
         self._num_bytes = sum(len(key) + len(value) for key, value in self._values.items())
 
     def connect(self, group: tuple[int, ...]) -> str:
@@ -62,21 +62,21 @@ class MeetingKeys:
         """End the connection of sites, which may be broken."""
         self._epochs.pop(group, None)
 
-    def keep(self, groups: Collection[tuple[int, ...]]) -> None:
-        """End the connections of all other sets of sites."""
+    def end_all_except(self, groups: Collection[tuple[int, ...]]) -> None:
+        """Keep the connections of these sets of sites, and end all others."""
         self._epochs = {group: epoch for group, epoch in self._epochs.items() if group in groups}
 
     def leave(self, number: int) -> None:
         """End the connections and the transfer of a site, which may come back as another process."""
-        self._gifts.pop(number, None)
+        self._transfers.pop(number, None)
         self._epochs = {group: epoch for group, epoch in self._epochs.items() if number not in group}
 
-    def begin_gift(self, number: int) -> str:
+    def begin_transfer(self, number: int) -> str:
         """Return the name of a new transfer to a joining site."""
-        self._num_gifts += 1
-        self._gifts[number] = f"gift-{self._name}-{self._num_gifts}"
-        return self._gifts[number]
+        self._num_transfers += 1
+        self._transfers[number] = f"gift-{self._name}-{self._num_transfers}"
+        return self._transfers[number]
 
-    def end_gift(self, number: int) -> None:
+    def end_transfer(self, number: int) -> None:
         """End the transfer to a site: its state has arrived."""
-        self._gifts.pop(number, None)
+        self._transfers.pop(number, None)

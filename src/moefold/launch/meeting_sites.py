@@ -1,4 +1,4 @@
-"""The sites of a meeting point: those that are here, those that are refused, and those that lack rounds."""
+"""Sites of a meeting point: registered sites, refused sites, and sites that missed rounds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ MAX_SITES = 1024
 
 @dataclass
 class Site:
-    """A site that said hello."""
+    """A registered site."""
 
     host: str
     """Host of the site, as the site reports it."""
     address: str
     """Address that the first rank of the site connects from."""
     settings: dict[str, Any]
-    weights: int | None
+    weights_hash: int | None
     """Hash of the site's outer weights after `version` rounds; None if unknown."""
     round: int
     """Last round that was due on the site, counted from 1 in a run, as the steps between rounds may differ."""
@@ -32,7 +32,7 @@ class Site:
     connection: int | None
     last_word_s: float
     is_joining: bool = False
-    """Whether the site lacks rounds and waits for the state of another site; rounds do not wait for it."""
+    """True if the site lacks rounds and waits for the state of another site; rounds do not wait for it."""
 
     @property
     def is_paired(self) -> bool:
@@ -41,7 +41,7 @@ class Site:
 
 
 class SiteList:
-    """The sites by number, with the checks of those that come.
+    """Registered sites by number, and the checks of a site that registers.
 
     Args:
         log: writes a line to the log.
@@ -63,11 +63,11 @@ class SiteList:
         """Sites whose process ended before the site came here, with the reason."""
 
     def __getitem__(self, number: int) -> Site:
-        """Return a site that said hello."""
+        """Return a registered site."""
         return self._sites[number]
 
     def beat(self, number: int) -> None:
-        """Count a message of a site that is here."""
+        """Count a message of a registered site."""
         if site := self._sites.get(number):
             site.last_word_s = self._clock()
 
@@ -77,8 +77,8 @@ class SiteList:
         self._refused.clear()
         self._has_started = False
 
-    def enter(self, number: int, site: Site, message: Message) -> None:
-        """Add a site that says hello, or refuse it.
+    def register(self, number: int, site: Site, message: Message) -> None:
+        """Add a site that registers, or refuse it.
 
         Args:
             message: its request.
@@ -108,35 +108,35 @@ class SiteList:
         for other in self.living:
             if other == number:
                 continue
-            theirs = self._sites[other]
-            for key in sorted(site.settings.keys() | theirs.settings.keys()):
-                own_value = site.settings.get(key)
-                value = theirs.settings.get(key)
-                if own_value != value:
+            peer = self._sites[other]
+            for key in sorted(site.settings.keys() | peer.settings.keys()):
+                site_value = site.settings.get(key)
+                value = peer.settings.get(key)
+                if site_value != value:
                     return (
-                        f"{key}={own_value!r} must equal the value of site {other}, {value!r}; start all sites with "
+                        f"{key}={site_value!r} must equal the value of site {other}, {value!r}; start all sites with "
                         "the same recipe and the same base weights"
                     )
-            is_known = site.weights is not None and theirs.weights is not None
+            is_known = site.weights_hash is not None and peer.weights_hash is not None
             # Sites in pairs have equal weights only at the start.
             is_known = is_known and (site.version == 0 or not site.is_paired)
-            if site.version == theirs.version and is_known and site.weights != theirs.weights:
+            if site.version == peer.version and is_known and site.weights_hash != peer.weights_hash:
                 return (
                     f"its outer weights differ from the weights of site {other} after {site.version} rounds; start the "
                     "sites with the same run.seed and checkpoint.init_from, or from checkpoints of the same run"
                 )
-            if is_loopback(site.address) != is_loopback(theirs.address):
+            if is_loopback(site.address) != is_loopback(peer.address):
                 return (
-                    f"it comes from {site.address}, and site {other} from {theirs.address}, which cannot reach each "
+                    f"it comes from {site.address}, and site {other} from {peer.address}, which cannot reach each "
                     "other; set sites.meet to an address of the meeting point that all sites can reach, not 127.0.0.1"
                 )
         return ""
 
-    def answer_hello(self, message: Message, connection: int) -> Message | None:
-        """Return the answer to a site that said hello: that all are here, or which sites are missing, or why not."""
+    def answer_registration(self, message: Message, connection: int) -> Message | None:
+        """Return the answer to a site that has registered: all are here, some are missing, or it is refused."""
         if refusal := self._refusals.pop(connection, ""):
             return {"refused": refusal}
-        number = self.own(message, connection)
+        number = self.registered_site(message, connection)
         count = int_field(message["settings"], "sites.count")
         missing = [other for other in range(count) if other not in self.living]
         if missing and not self._has_started:
@@ -146,7 +146,7 @@ class SiteList:
         if not self._has_started:
             self._has_started = True
             self._log(f"all {count} sites are here")
-        # The next request of a joining site says so: a hello after a lost connection comes during a vote too.
+        # The next request of a joining site says so: it also registers after a lost connection, during a vote too.
         return self.missed(number) or {"ready": True}
 
     def missed(self, number: int) -> Message | None:
@@ -161,15 +161,15 @@ class SiteList:
             ahead = [other for other in self.living if self._sites[other].version > site.version]
         if not ahead:
             return None
-        giver = max(ahead, key=lambda other: (self._sites[other].version, -other))
-        return {"missed": site.version, "giver": giver, "version": self._sites[giver].version}
+        sender = max(ahead, key=lambda other: (self._sites[other].version, -other))
+        return {"missed": site.version, "giver": sender, "version": self._sites[sender].version}
 
-    def own(self, message: Message, connection: int) -> int:
-        """Return the site of a message, which must have said hello on this connection."""
+    def registered_site(self, message: Message, connection: int) -> int:
+        """Return the site of a message, which must have registered on this connection."""
         number = int_field(message, "site")
         site = self._sites.get(number)
         if site is None or site.connection != connection:
-            raise BadRequestError(f"site {number} did not say hello on this connection")
+            raise BadRequestError(f"site {number} has not registered on this connection")
         site.last_word_s = self._clock()
         return number
 
@@ -212,8 +212,8 @@ class SiteList:
             self._log(f"site {number} {why}")
 
 
-def read_hello(message: Message, connection: int, address: str, now_s: float) -> tuple[int, Site]:
-    """Return the number and the state of a site that says hello.
+def read_registration(message: Message, connection: int, address: str, now_s: float) -> tuple[int, Site]:
+    """Return the number and the state of a site that registers.
 
     Raises:
         BadRequestError: a field is missing or wrong.
@@ -229,7 +229,7 @@ def read_hello(message: Message, connection: int, address: str, now_s: float) ->
         host=text_field(message, "host"),
         address=address,
         settings=settings,
-        weights=int_field(message, "weights") if "weights" in message else None,
+        weights_hash=int_field(message, "weights") if "weights" in message else None,
         round=int_field(message, "round"),
         version=int_field(message, "version"),
         connection=connection,

@@ -122,9 +122,9 @@ def compute_on_rank0(
 
 def _gather_facts(store: dist.Store, world_size: int, own_facts: JsonDict, timeout_s: float) -> list[JsonDict]:
     """Return the facts of all ranks, in rank order. Called on rank 0."""
-    others = range(1, world_size)
-    store.wait([f"facts/{rank}" for rank in others], timedelta(seconds=timeout_s))
-    return [own_facts, *(json.loads(store.get(f"facts/{rank}")) for rank in others)]
+    peers = range(1, world_size)
+    store.wait([f"facts/{rank}" for rank in peers], timedelta(seconds=timeout_s))
+    return [own_facts, *(json.loads(store.get(f"facts/{rank}")) for rank in peers)]
 
 
 def _publish_result(store: dist.Store, world_size: int, result: JsonDict, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Error handling of a rank in a multi-rank job: exit at once, with one message for the whole job."""
+"""Error handling of a rank in a multi-rank job: exit immediately, with one message for the whole job."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ class RankErrorHandler:
 
     In a single-rank job it only turns `sys.exit` in code that the run calls into an error that names the line.
 
-    A signal ends the rank at once with 128 + its number: code that has state to save handles signals itself. An
+    A signal ends the rank immediately with 128 + its number: code that has state to save handles signals itself. An
     exception ends the rank with its message (ConfigError: exit 2; RunError: exit 1) or its traceback (exit 1), without
     destroying the process group, which could block on the other ranks. Launchers end the other ranks when one exits,
     so ranks that fail in the same way, or as a consequence, wait a moment and print nothing.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, group_timeout, read_snapshot
-from moefold.comm.torch_compat import import_compiler
+from moefold.comm.private_torch import import_compiler
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
 from moefold.host.listen import is_loopback

@@ -33,11 +33,11 @@ from moefold.host.rank_env import RankEnv
 PREFIX = "moefold/regroup"
 LOST_KEY = "lost"
 POLL_S = 0.02
-"""Least interval between two questions to the store. It grows with the number of ranks."""
+"""Shortest interval between two requests to the store. It grows with the number of ranks."""
 LOOK_S = 0.5
 """Interval between two checks of this machine's processes by a rank that waits for the others."""
 CONNECT_POLL_S = 0.005
-"""Least interval while process groups connect, which asks for several keys one after another."""
+"""Shortest interval while process groups connect, which request several keys one after another."""
 LOSS_WAIT_S = 5.0
 """Limit of the wait for the lost rank that explains a failed collective."""
 LEAVE_WAIT_S = 20.0
@@ -54,7 +54,7 @@ class CannotChooseError(Exception):
     """This rank does not know enough to choose the members; another survivor does."""
 
 
-class NoLossError(Exception):
+class NoRankLostError(Exception):
     """No rank was lost: another error ended the generation."""
 
 
@@ -215,7 +215,7 @@ class Regroup:
             choose: chooses the members from the facts of all survivors.
 
         Raises:
-            NoLossError: no member is lost, or the training has ended.
+            NoRankLostError: no member is lost, or the training has ended.
             RunError: the survivors cannot go on, or count this rank as lost.
         """
         number = self.current.number + 1
@@ -227,7 +227,7 @@ class Regroup:
             now_s = time.monotonic()
             if now_s >= next_look_s:
                 if self.ended_status() is not None:
-                    raise NoLossError
+                    raise NoRankLostError
                 self._report_gone(waited_s=now_s - started_s, number=number)
                 if (survivors := self._survivors(number)) is not None:
                     self._publish(key, survivors, choose)
@@ -309,53 +309,53 @@ class Regroup:
         """Record lost ranks: ranks whose processes are gone, and ranks that did not arrive in time.
 
         Raises:
-            NoLossError: no member is lost at the end of the wait.
+            NoRankLostError: no member is lost at the end of the wait.
         """
-        lost = self.lost()
-        gone = set(self._find_gone()) - lost
-        if (lost | gone).isdisjoint(self.current.members) and waited_s > min(LOSS_WAIT_S, self._timeout_s):
+        lost_ranks = self.lost()
+        gone_ranks = set(self._find_gone()) - lost_ranks
+        if (lost_ranks | gone_ranks).isdisjoint(self.current.members) and waited_s > min(LOSS_WAIT_S, self._timeout_s):
             # No process on the machine of a lost node is left to report it.
-            gone |= set(self._find_silent()) - set(self._arrived(number))
+            gone_ranks |= set(self._find_silent()) - set(self._arrived(number))
             # Another survivor may have recorded them meanwhile.
-            lost = self.lost()
-            gone -= lost
-            if (lost | gone).isdisjoint(self.current.members):
-                raise NoLossError
-        is_loss = not (lost | gone).isdisjoint(self.current.members)
+            lost_ranks = self.lost()
+            gone_ranks -= lost_ranks
+            if (lost_ranks | gone_ranks).isdisjoint(self.current.members):
+                raise NoRankLostError
+        is_loss = not (lost_ranks | gone_ranks).isdisjoint(self.current.members)
         if is_loss and waited_s > self._timeout_s:
-            silent = set(self.current.ranks) - set(self._arrived(number)) - lost - gone
+            silent = set(self.current.ranks) - set(self._arrived(number)) - lost_ranks - gone_ranks
             for rank in silent:
                 # It must not write further files of the run.
                 self._kill(rank)
-            gone |= silent
-        for rank in gone:
+            gone_ranks |= silent
+        for rank in gone_ranks:
             report_lost(self._base, rank)
 
     def _survivors(self, number: int) -> dict[int, Any] | None:
         """Return the facts of the survivors, by job rank; None until every rank has arrived or is lost."""
         arrived = self._arrived(number)
         # Read after the arrivals: a loss that was reported before the last of them is known here.
-        lost = self.lost()
-        if lost.isdisjoint(self.current.members) or not set(self.current.ranks) <= lost | set(arrived):
+        lost_ranks = self.lost()
+        if lost_ranks.isdisjoint(self.current.members) or not set(self.current.ranks) <= lost_ranks | set(arrived):
             return None
-        return {rank: facts for rank, facts in sorted(arrived.items()) if rank not in lost}
+        return {rank: facts for rank, facts in sorted(arrived.items()) if rank not in lost_ranks}
 
     def _is_first(self, number: int) -> bool:
         """Return whether this rank was the first to arrive."""
-        lost = self.lost()
-        return next((rank for rank in self._arrived(number) if rank not in lost), self._rank) == self._rank
+        lost_ranks = self.lost()
+        return next((rank for rank in self._arrived(number) if rank not in lost_ranks), self._rank) == self._rank
 
     def _publish(self, key: str, survivors: dict[int, Any], choose: ChooseMembers) -> None:
-        lost = tuple(sorted(set(self.current.ranks) - set(survivors)))
+        lost_ranks = tuple(sorted(set(self.current.ranks) - set(survivors)))
         try:
-            members, plan = choose(survivors, lost)
+            members, plan = choose(survivors, lost_ranks)
         except CannotChooseError:
             return
         except RunError as error:
             self._store.compare_set(key, "", json.dumps({"refused": str(error)}))
             return
         spares = tuple(rank for rank in survivors if rank not in members)
-        generation = RankGeneration(self.current.number + 1, tuple(members), spares, lost, plan)
+        generation = RankGeneration(self.current.number + 1, tuple(members), spares, lost_ranks, plan)
         self._store.compare_set(key, "", json.dumps(asdict(generation)))
 
     def _arrived(self, number: int) -> dict[int, Any]:

@@ -23,7 +23,6 @@ SECRET_VARIABLE = "MOEFOLD_SITES_SECRET"
 """Environment variable with the shared secret."""
 MIN_SECRET_CHARS = 16
 NONCE_BYTES = 16
-_SIGNATURE_CHARS = 64
 
 Message = dict[str, Any]
 
@@ -83,9 +82,9 @@ def parse_object(content: bytes) -> Message:
     try:
         message = json.loads(content)
     except (ValueError, RecursionError):
-        raise BadLineError("the content is no JSON") from None
+        raise BadLineError("the content is not JSON") from None
     if not isinstance(message, dict):
-        raise BadLineError("the content is no JSON object")
+        raise BadLineError("the content is not a JSON object")
     return message
 
 

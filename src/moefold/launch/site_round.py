@@ -21,7 +21,7 @@ PAIRS_SETTING = "sites.topology"
 
 
 @dataclass(frozen=True)
-class Asked:
+class RoundRequest:
     """Request of a site for a round."""
 
     version: int
@@ -30,13 +30,13 @@ class Asked:
     digest: int
     timeout_s: float
     is_last: bool
-    """Whether no step follows the round; then no state is given after it."""
+    """True if no step follows the round; then no state is given after it."""
     merges: bool
-    """Whether all sites take the mean of their weights, under every topology."""
+    """True if all sites take the mean of their weights, under every topology."""
 
 
 @dataclass
-class Ballot:
+class VotingGroup:
     """Sites that exchange with each other in a round and vote on it together: all members, or a pair."""
 
     members: tuple[int, ...]
@@ -51,12 +51,12 @@ class MeetingRound:
     """One round: the requests of the sites, and the answers once it is closed."""
 
     opened_s: float
-    asked: dict[int, Asked] = field(default_factory=dict)
+    requests: dict[int, RoundRequest] = field(default_factory=dict)
     delays_s: dict[int, float] = field(default_factory=dict)
     """Time of each site's request after the first request, also of late sites."""
     answers: dict[int, Message] = field(default_factory=dict)
     """Answers by site; empty until the round is closed."""
-    ballots: list[Ballot] = field(default_factory=list)
+    voting_groups: list[VotingGroup] = field(default_factory=list)
 
     @property
     def is_closed(self) -> bool:
@@ -66,11 +66,11 @@ class MeetingRound:
     @property
     def timeout_s(self) -> float:
         """Longest wait that a site of the round allows."""
-        return max(settings.timeout_s for settings in self.asked.values())
+        return max(settings.timeout_s for settings in self.requests.values())
 
-    def ballot_of(self, number: int) -> Ballot | None:
-        """Return the ballot of a site; None if it exchanges nothing in this round."""
-        return next((ballot for ballot in self.ballots if number in ballot.members), None)
+    def voting_group_of(self, number: int) -> VotingGroup | None:
+        """Return the sites that a site votes with; None if it exchanges nothing in this round."""
+        return next((voters for voters in self.voting_groups if number in voters.members), None)
 
 
 def pair_members(seed: int, index: int, members: Sequence[int]) -> list[tuple[int, ...]]:

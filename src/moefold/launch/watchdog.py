@@ -30,7 +30,7 @@ from moefold.comm.flight_recorder import (
     format_ranks,
     read_snapshot,
 )
-from moefold.comm.torch_compat import abort_process_groups
+from moefold.comm.private_torch import abort_process_groups
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv
@@ -213,11 +213,11 @@ class Watchdog:
         The survivors get errors from a loss on; a second timeout in the same generation without a new loss ends the
         job.
         """
-        lost = store_reporter.drop_silent_ranks()
+        silent = store_reporter.drop_silent_ranks()
         if self.flight_recorder.stalled_s() <= self.flight_recorder.hang_timeout_s:
             return True
         members = self.flight_recorder.members
-        new = lost - self._timed_losses if members is None else lost.intersection(members) - self._timed_losses
+        new = silent - self._timed_losses if members is None else silent.intersection(members) - self._timed_losses
         self._timed_losses |= new
         if new:
             self.flight_recorder.note_progress()
@@ -294,8 +294,8 @@ class _StoreReporter(threading.Thread):
                 is_new = not self.peers_known.is_set()
                 self._wake.wait(max(POLL_S, self._rank_env.world_size / 5000) if is_new else self.period_s)
                 self._wake.clear()
-            if self._exit_status != 0 and not self.regroups and (lost := self.lost_peers()):
-                self._report_lost_peers(lost)
+            if self._exit_status != 0 and not self.regroups and (lost_ranks := self.lost_peers()):
+                self._report_lost_peers(lost_ranks)
             self._connected_store.set(f"left/{self._rank_env.rank}", str(self._exit_status))
         except STORE_ERRORS:
             self._last_contact_s = -float("inf")
@@ -378,15 +378,15 @@ class _StoreReporter(threading.Thread):
         self._credit_awaited_rank()
         if self.regroups:
             self._record_losses()
-        elif lost := self.lost_peers():
-            self._report_lost_peers(lost)
+        elif lost_ranks := self.lost_peers():
+            self._report_lost_peers(lost_ranks)
         if self._reason:
             self._diagnose_and_exit(self._reason, is_lost_peer=self._is_lost_peer)
 
     def lost_peers(self) -> list[int]:
         """Return the other ranks of this machine that are gone without having deregistered."""
-        gone = [rank for rank, state in self.local_peer_states().items() if state == GONE]
-        return [rank for rank in gone if not self._connected_store.check([f"left/{rank}"])]
+        gone_ranks = [rank for rank, state in self.local_peer_states().items() if state == GONE]
+        return [rank for rank in gone_ranks if not self._connected_store.check([f"left/{rank}"])]
 
     def kill_peer(self, rank: int) -> None:
         """Kill the process of another rank of this machine, unless it is gone."""
@@ -427,10 +427,10 @@ class _StoreReporter(threading.Thread):
 
     def silent_ranks(self) -> list[int]:
         """Return the other ranks that have not left and whose reports did not change for `MAX_MISSED_PERIODS`."""
-        others = [rank for rank in range(self._rank_env.world_size) if rank != self._rank_env.rank]
-        before = {rank: self._last_text(rank) for rank in others}
+        peers = [rank for rank in range(self._rank_env.world_size) if rank != self._rank_env.rank]
+        before = {rank: self._last_text(rank) for rank in peers}
         self._run_for(MAX_MISSED_PERIODS * self.period_s)
-        silent = [rank for rank in others if self._last_text(rank) == before[rank]]
+        silent = [rank for rank in peers if self._last_text(rank) == before[rank]]
         return [rank for rank in silent if not self._connected_store.check([f"left/{rank}"])]
 
     def _run_for(self, duration_s: float) -> None:
@@ -456,12 +456,12 @@ class _StoreReporter(threading.Thread):
         if new and not self.stack_shows_comm:
             abort_process_groups()
 
-    def _report_lost_peers(self, lost: list[int]) -> NoReturn:
+    def _report_lost_peers(self, lost_ranks: list[int]) -> NoReturn:
         if self._rank_env.record_paths:
             # The launcher names the lost ranks and ends the others, except a rank that is blocked inside NCCL.
             time.sleep(2 * self.period_s)
             self.exit_failed()
-        self._diagnose_and_exit(f"{format_ranks(lost)} can no longer take part", is_lost_peer=False)
+        self._diagnose_and_exit(f"{format_ranks(lost_ranks)} can no longer take part", is_lost_peer=False)
 
     def _credit_awaited_rank(self) -> None:
         """Record progress while the rank that this rank waits for makes progress.

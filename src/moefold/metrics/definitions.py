@@ -200,10 +200,10 @@ REPLICAS = _metrics(
     ("loss_dispersion", "", "standard deviation over mean of the losses of the dp replicas"),
     ("grad_norm_dispersion", "", "standard deviation over mean of the norms of their dense gradients"),
     ("grad_cosine", "", "mean cosine of their dense gradients before reduction, over all pairs"),
-    ("grad_cosine_min", "", "least cosine of a pair"),
+    ("grad_cosine_min", "", "smallest cosine of a pair"),
     ("expert_grad_norm_dispersion", "", "of the expert gradients of the edp replicas; likewise:"),
     ("expert_grad_cosine", "", "mean cosine"),
-    ("expert_grad_cosine_min", "", "least cosine"),
+    ("expert_grad_cosine_min", "", "smallest cosine"),
 )
 
 OFFLOAD = _metrics(
@@ -220,12 +220,12 @@ MEMORY = _metrics(
 )
 
 RANK_TIMES = _metrics(
-    ("own_min_s", "s", "time outside collectives up to the gradients, least of the ranks; on CUDA of the step before"),
+    ("own_min_s", "s", "time outside collectives up to the gradients, minimum of ranks; on CUDA of the step before"),
     ("own_median_s", "s", "the same, median of the ranks"),
     ("own_max_s", "s", "the same, largest of the ranks"),
     ("slowest_rank", "", "the rank of `own_max_s`"),
     ("data_max_s", "s", "loading the rank's shard of the batch, largest of the ranks"),
-    ("wait_min_s", "s", "time in collectives, least of the ranks: of the rank for which the others wait"),
+    ("wait_min_s", "s", "time in collectives, smallest of the ranks: of the rank for which the others wait"),
     ("wait_median_s", "s", "time in collectives, median of the ranks"),
 )
 
@@ -412,12 +412,12 @@ ELSEWHERE = _metrics(
         "tokens/s",
         "predicted tokens of a step, without padding as all samples are full, over its time and the GPUs",
     ),
-    ("plan: memory_gib", "GiB", "predicted peak of the fullest rank, the reserve left out"),
+    ("plan: memory_gib", "GiB", "predicted peak of the rank with the most memory, the reserve left out"),
 )
 
 
 def number_of(values: Mapping[str, Any], path: str) -> float | None:
-    """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None: no number."""
+    """Return a number of a step by its path, "rl.reward"; for a list the maximum, with NaN; None if absent."""
     value: Any = values
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -511,8 +511,8 @@ LINE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """Places of a number in addition to metrics.jsonl, the line of a step and the page."""
+class DisplayPlaces:
+    """Places where a number is shown in addition to metrics.jsonl, the line of a step and the page."""
 
     chart: str
     """Group of the number's chart on the board; empty: no chart."""
@@ -542,62 +542,62 @@ CHARTS = {
 }  # fmt: skip
 """Groups of the charts of records whose numbers are not in `SHOWN`."""
 SHOWN = {
-    "loss": Shown("Training", "loss, nats", "train/loss"),
-    "eval_loss": Shown("Training", "held-out loss, nats", "eval/loss"),
-    "grad_norm": Shown("Training", "gradient norm", "train/grad_norm"),
-    "lr": Shown("Training", "learning rate", "train/lr"),
-    "tokens": Shown("", curve="train/tokens"),
-    "tokens_consumed": Shown(""),
-    "rl.reward": Shown(_RL, table="rl"),
-    "rl.eval_reward": Shown(_RL, "held-out reward", table="rl"),
-    "rl.kl": Shown(_RL, "KL to the reference, nats"),
-    "rl.length_mean": Shown(_RL, "length, tokens", table="rl"),
-    "rl.entropy": Shown(_RL, "entropy, nats", table="rl"),
-    "rl.mismatch_mean": Shown(_RL, "mismatch, nats", table="rl"),
-    "rl.solved": Shown(_RL, "solved groups"),
-    "rl.mixed_groups": Shown(_RL, "groups with two rewards"),
-    "rl.clipped": Shown(_RL, "clipped tokens"),
-    "rl.ratio_max": Shown(_RL, "largest ratio"),
-    "rl.rollout_s": Shown(_RL, "sampling, s"),
-    "rl.rollout_tokens_per_s": Shown(_RL, "sampled tokens/s"),
-    "step_time_s": Shown("Speed", "step, s", "speed/step_time_s"),
-    "tokens_per_s": Shown("Speed", curve="speed/tokens_per_s"),
-    "tflops_per_rank": Shown("Speed", "TFLOP/s of a rank", "speed/tflops_per_rank"),
-    "mfu": Shown("Speed", "MFU", "speed/mfu"),
-    "save_s": Shown("Speed", "blocked by saving, s"),
-    "expert_load": Shown("Experts", "busiest expert over mean", "moe/worst_expert_load"),
-    "dropped_fraction": Shown("Experts", "dropped tokens", "moe/dropped_fraction"),
-    "aux_loss": Shown("Experts", "load-balancing loss", "train/aux_loss"),
-    "z_loss": Shown("Experts", "router z-loss", "train/z_loss"),
-    "mtp_loss": Shown(_PARTS, "multi-token prediction loss, nats", "train/mtp_loss"),
-    "indexer_loss": Shown(_PARTS, "loss of the indexers, nats", "train/indexer_loss"),
-    "projected_gradient": Shown(_PARTS),
-    "loss_metrics.accuracy": Shown(_PARTS, table="preferences"),
-    "loss_metrics.margin": Shown(_PARTS, "margin, nats", table="preferences"),
-    "loss_metrics.chosen_reward": Shown(_PARTS, "chosen, nats", table="preferences"),
-    "loss_metrics.rejected_reward": Shown(_PARTS, "rejected, nats", table="preferences"),
-    "loss_metrics.desirable_reward": Shown(_PARTS, "desirable, nats", table="preferences"),
-    "loss_metrics.undesirable_reward": Shown(_PARTS, "undesirable, nats", table="preferences"),
-    "memory_gib": Shown(_RANKS, "peak memory of the fullest rank, GiB", "memory/peak_gib"),
-    "rank_times.own_max_s": Shown(_RANKS, "work of the slowest rank, s"),
-    "rank_times.own_median_s": Shown(_RANKS, "work of the median rank, s"),
-    "rank_times.own_min_s": Shown(_RANKS, "work of the fastest rank, s"),
-    "rank_times.wait_median_s": Shown(_RANKS, "wait of the median rank, s"),
-    "rank_times.wait_min_s": Shown(_RANKS, "least wait of a rank, s"),
-    "rank_times.data_max_s": Shown(_RANKS, "longest data loading of a rank, s"),
-    "rank_times.slowest_rank": Shown(""),
-    "offload.stored_gib": Shown(_RANKS, "offload: stored, GiB"),
-    "offload.kept_gib": Shown(_RANKS, "offload: kept, GiB"),
-    "offload.io_s": Shown(_RANKS, "offload: transfers, s"),
-    "offload.waited_s": Shown(_RANKS, "offload: waits, s"),
-    "attention_max_over_mean": Shown("Attention", "busiest rank", "attention/max_over_mean", "attention"),
-    "attention_moved_rows": Shown("Attention", "moved rows", "attention/moved_rows", "attention"),
-    "attention_bytes": Shown("Attention", "bytes sent", "attention/bytes", "attention"),
-    "sites.difference": Shown("Sites", table="sites"),
-    "sites.agreement": Shown("Sites", table="sites"),
-    "sites.routing_overlap": Shown("Sites", table="sites"),
-    "sites.router_distance": Shown("Sites", table="sites"),
-    "sites.spike": Shown("Sites", "loss spike", table="sites"),
+    "loss": DisplayPlaces("Training", "loss, nats", "train/loss"),
+    "eval_loss": DisplayPlaces("Training", "held-out loss, nats", "eval/loss"),
+    "grad_norm": DisplayPlaces("Training", "gradient norm", "train/grad_norm"),
+    "lr": DisplayPlaces("Training", "learning rate", "train/lr"),
+    "tokens": DisplayPlaces("", curve="train/tokens"),
+    "tokens_consumed": DisplayPlaces(""),
+    "rl.reward": DisplayPlaces(_RL, table="rl"),
+    "rl.eval_reward": DisplayPlaces(_RL, "held-out reward", table="rl"),
+    "rl.kl": DisplayPlaces(_RL, "KL to the reference, nats"),
+    "rl.length_mean": DisplayPlaces(_RL, "length, tokens", table="rl"),
+    "rl.entropy": DisplayPlaces(_RL, "entropy, nats", table="rl"),
+    "rl.mismatch_mean": DisplayPlaces(_RL, "mismatch, nats", table="rl"),
+    "rl.solved": DisplayPlaces(_RL, "solved groups"),
+    "rl.mixed_groups": DisplayPlaces(_RL, "groups with two rewards"),
+    "rl.clipped": DisplayPlaces(_RL, "clipped tokens"),
+    "rl.ratio_max": DisplayPlaces(_RL, "largest ratio"),
+    "rl.rollout_s": DisplayPlaces(_RL, "sampling, s"),
+    "rl.rollout_tokens_per_s": DisplayPlaces(_RL, "sampled tokens/s"),
+    "step_time_s": DisplayPlaces("Speed", "step, s", "speed/step_time_s"),
+    "tokens_per_s": DisplayPlaces("Speed", curve="speed/tokens_per_s"),
+    "tflops_per_rank": DisplayPlaces("Speed", "TFLOP/s of a rank", "speed/tflops_per_rank"),
+    "mfu": DisplayPlaces("Speed", "MFU", "speed/mfu"),
+    "save_s": DisplayPlaces("Speed", "blocked by saving, s"),
+    "expert_load": DisplayPlaces("Experts", "busiest expert over mean", "moe/worst_expert_load"),
+    "dropped_fraction": DisplayPlaces("Experts", "dropped tokens", "moe/dropped_fraction"),
+    "aux_loss": DisplayPlaces("Experts", "load-balancing loss", "train/aux_loss"),
+    "z_loss": DisplayPlaces("Experts", "router z-loss", "train/z_loss"),
+    "mtp_loss": DisplayPlaces(_PARTS, "multi-token prediction loss, nats", "train/mtp_loss"),
+    "indexer_loss": DisplayPlaces(_PARTS, "loss of the indexers, nats", "train/indexer_loss"),
+    "projected_gradient": DisplayPlaces(_PARTS),
+    "loss_metrics.accuracy": DisplayPlaces(_PARTS, table="preferences"),
+    "loss_metrics.margin": DisplayPlaces(_PARTS, "margin, nats", table="preferences"),
+    "loss_metrics.chosen_reward": DisplayPlaces(_PARTS, "chosen, nats", table="preferences"),
+    "loss_metrics.rejected_reward": DisplayPlaces(_PARTS, "rejected, nats", table="preferences"),
+    "loss_metrics.desirable_reward": DisplayPlaces(_PARTS, "desirable, nats", table="preferences"),
+    "loss_metrics.undesirable_reward": DisplayPlaces(_PARTS, "undesirable, nats", table="preferences"),
+    "memory_gib": DisplayPlaces(_RANKS, "largest peak memory of a rank, GiB", "memory/peak_gib"),
+    "rank_times.own_max_s": DisplayPlaces(_RANKS, "work of the slowest rank, s"),
+    "rank_times.own_median_s": DisplayPlaces(_RANKS, "work of the median rank, s"),
+    "rank_times.own_min_s": DisplayPlaces(_RANKS, "work of the fastest rank, s"),
+    "rank_times.wait_median_s": DisplayPlaces(_RANKS, "wait of the median rank, s"),
+    "rank_times.wait_min_s": DisplayPlaces(_RANKS, "shortest wait of a rank, s"),
+    "rank_times.data_max_s": DisplayPlaces(_RANKS, "longest data loading of a rank, s"),
+    "rank_times.slowest_rank": DisplayPlaces(""),
+    "offload.stored_gib": DisplayPlaces(_RANKS, "offload: stored, GiB"),
+    "offload.kept_gib": DisplayPlaces(_RANKS, "offload: kept, GiB"),
+    "offload.io_s": DisplayPlaces(_RANKS, "offload: transfers, s"),
+    "offload.waited_s": DisplayPlaces(_RANKS, "offload: waits, s"),
+    "attention_max_over_mean": DisplayPlaces("Attention", "busiest rank", "attention/max_over_mean", "attention"),
+    "attention_moved_rows": DisplayPlaces("Attention", "moved rows", "attention/moved_rows", "attention"),
+    "attention_bytes": DisplayPlaces("Attention", "bytes sent", "attention/bytes", "attention"),
+    "sites.difference": DisplayPlaces("Sites", table="sites"),
+    "sites.agreement": DisplayPlaces("Sites", table="sites"),
+    "sites.routing_overlap": DisplayPlaces("Sites", table="sites"),
+    "sites.router_distance": DisplayPlaces("Sites", table="sites"),
+    "sites.spike": DisplayPlaces("Sites", "loss spike", table="sites"),
 }
 """Places of the numbers of a step, by path, in the order of the charts. Others have a chart under their name."""
 LAYER_CURVES = {
@@ -615,8 +615,8 @@ def title_of(path: str) -> str:
     """Return the title of a number in a chart or a table."""
     word = path.partition(".")[2] or path
     ending = next((ending for ending in _UNITS if word.endswith(ending)), "")
-    named = SHOWN[path].title if path in SHOWN else ""
-    return named or word.removesuffix(ending).replace("_", " ") + _UNITS.get(ending, "")
+    title = SHOWN[path].title if path in SHOWN else ""
+    return title or word.removesuffix(ending).replace("_", " ") + _UNITS.get(ending, "")
 
 
 def charts_of(paths: Iterable[str]) -> list[tuple[int, str, str, str]]:
@@ -650,7 +650,7 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
     Raises:
         ConfigError: an entry is not a `Metric`, a name has another form or is taken, or a reduction does not exist.
     """
-    used = {metric.name for metric in STEP}
+    used_names = {metric.name for metric in STEP}
     for metric in metrics:
         if not isinstance(metric, Metric):
             raise ConfigError(
@@ -662,14 +662,14 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
                 f"the metric {metric.name!r} of a callback must have a name of letters, digits and _, such as "
                 "dead_weights"
             )
-        if metric.name in used:
+        if metric.name in used_names:
             raise ConfigError(f"the metric {metric.name!r} of a callback exists already; give it another name")
         if metric.reduce not in REDUCTIONS:
             raise ConfigError(
                 f"the metric {metric.name!r} of a callback has reduce={metric.reduce!r}, which must be one of "
                 f"{', '.join(map(repr, REDUCTIONS))}"
             )
-        used.add(metric.name)
+        used_names.add(metric.name)
 
 
 def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str, float | None]:
@@ -721,7 +721,7 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
 
 
 def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> dict[str, Any]:
-    """Return the numbers of a step in the order of the table; None: no value.
+    """Return the numbers of a step in the order of the table.
 
     Args:
         values: values by name.
@@ -783,7 +783,7 @@ def definitions_text() -> str:
         lines += [group.title, ""]
         for metric in group.metrics:
             unit = f"  ({metric.unit})" if metric.unit else ""
-            other = f"; elsewhere: {metric.elsewhere}" if metric.elsewhere else ""
-            lines += [f"  {metric.name}{unit}", f"      {metric.counts}{other}"]
+            elsewhere = f"; elsewhere: {metric.elsewhere}" if metric.elsewhere else ""
+            lines += [f"  {metric.name}{unit}", f"      {metric.counts}{elsewhere}"]
         lines.append("")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moefold.comm.torch_compat import CAST_OP, TorchDispatchMode, local_tensor, storage_key, tree_iter
+from moefold.comm.private_torch import CAST_OP, TorchDispatchMode, local_tensor, storage_key, tree_iter
 from moefold.model.module_wrapper import CallContext, Function, wrap_calls, wrap_method
 
 Phase = Literal["before", "forward", "backward"]
@@ -33,7 +33,7 @@ class Allocation:
     part: str
     phase: Phase
     is_tagged: bool = False
-    """Whether the part was set explicitly, independent of the part that allocated the storage."""
+    """True if the part was set explicitly, independent of the part that allocated the storage."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
     Raises:
         ConfigError: metrics.jsonl cannot be read.
     """
-    series: dict[str, dict[int, float]] = {path: {} for path, shown in SHOWN.items() if shown.table}
+    series: dict[str, dict[int, float]] = {path: {} for path, places in SHOWN.items() if places.table}
     for record in read_records(run_dir):
         for path, values in series.items():
             if not np.isnan(value := value_of(record, path)):

@@ -43,7 +43,7 @@ class Curves:
     tokens: int
     """Total trained tokens."""
     is_reward: bool = False
-    """Whether the first panel shows rewards."""
+    """True if the first panel shows rewards."""
 
 
 def plot_loss(run_dir: Path) -> Path:

@@ -275,14 +275,14 @@ class StepLine:
             time_left_s: seconds to the end of the run; not shown for the last step.
         """
         columns = self.columns(values, values["eval_loss"], time_left_s)
-        kept: set[str] = set()
-        free = width + len(GAP)
+        kept_names: set[str] = set()
+        free_width = width + len(GAP)
         for column in sorted(self._table, key=lambda column: column.rank):
             cost = len(columns.get(column.name, "")) + len(GAP)
-            if column.name in columns and (cost <= free or column.rank == 0):
-                kept.add(column.name)
-                free -= cost
-        return GAP.join(text for name, text in columns.items() if name in kept).rstrip()
+            if column.name in columns and (cost <= free_width or column.rank == 0):
+                kept_names.add(column.name)
+                free_width -= cost
+        return GAP.join(text for name, text in columns.items() if name in kept_names).rstrip()
 
     def columns(self, values: Mapping[str, Any], eval_loss: float | None, time_left_s: float) -> dict[str, str]:
         """Return the columns of a step by name, from left to right."""

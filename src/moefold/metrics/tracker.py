@@ -127,7 +127,7 @@ Tracker = TensorBoardTracker | WandbTracker
 
 def _scalars(values: Mapping[str, Any], *, per_layer: bool) -> dict[str, float]:
     """Return the scalars of a step by curve name."""
-    scalars = {shown.curve: number_of(values, path) for path, shown in SHOWN.items() if shown.curve}
+    scalars = {places.curve: number_of(values, path) for path, places in SHOWN.items() if places.curve}
     program = {name: values[name] for name in values.keys() - {metric.name for metric in STEP}}
     scalars |= _tree("program", program)
     for section, start in TRACKED.items():

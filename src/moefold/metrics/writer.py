@@ -42,7 +42,7 @@ class AuxiliaryOutputs:
         self._report = report
         self._failed: set[str] = set()
         self.rejects_settings = False
-        """Whether a ConfigError is raised, so that the user can correct it: only before the first step."""
+        """True if a ConfigError is raised, so that the user can correct it: only before the first step."""
 
     def has_failed(self, name: str) -> bool:
         """Return whether an output has failed."""
@@ -211,15 +211,15 @@ def truncate_metrics(path: Path, last_step: int) -> int:
     Returns:
         Number of removed lines.
     """
-    kept: list[str] = []
+    kept_lines: list[str] = []
     removed = 0
     for line, record in read_lines(path):
         if record is not None and record["step"] <= last_step:
-            kept.append(line + "\n")
+            kept_lines.append(line + "\n")
         else:
             removed += 1
     if removed or _ends_mid_line(path):
-        _write_atomically(path, kept)
+        _write_atomically(path, kept_lines)
     return removed
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from moefold.comm.private_torch import innermost_saved_tensor_hooks
 from moefold.comm.resumable import Resumable
-from moefold.comm.torch_compat import innermost_saved_tensor_hooks
 from moefold.model.module_wrapper import CallContext, Function, as_resumable, wrap_calls
 
 TensorFunction = Callable[..., tuple[Tensor, ...]]
@@ -133,7 +133,7 @@ class _ResumableCheckpoint:
 
 def _advance(resumable: Resumable[Tensor], pack: Callable[[Tensor], None]) -> bool:
     """Run one step and pack its saved tensors with `pack`; return True if no step was left."""
-    with saved_tensors_hooks(pack, _reject_unpack):
+    with saved_tensors_hooks(pack, _refuse_unpack):
         return next(resumable, _END) is _END
 
 
@@ -145,7 +145,7 @@ def _unpack_resumable(packed: tuple[_ResumableCheckpoint, int]) -> Tensor:
     return resumable_checkpoint.unpack(number)
 
 
-def _reject_unpack(packed: None) -> Tensor:
+def _refuse_unpack(packed: None) -> Tensor:
     raise AssertionError("recomputed tensors must not be unpacked")
 
 
@@ -222,7 +222,7 @@ class _CheckpointWithoutOutput(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.recompute_context = recompute_context
         recompute_context.ctx = ctx
-        # This graph is discarded at once: bypass the enclosing hooks.
+        # This graph is discarded immediately: bypass the enclosing hooks.
         with saved_tensors_hooks(Tensor.detach, _unpack_output):
             return tuple(result.detach() for result in recompute_context.run_with_graph(tensors)[1])
 

@@ -50,7 +50,7 @@ class AttentionMaskSpec:
     window: int = 0
     """Sliding window: maximum number of keys of a query, its own included; 0: no limit."""
     documents: PackedDocuments | None = None
-    """Documents of the whole samples; None: a sample is one document."""
+    """Documents of the whole samples; None if a sample is one document."""
 
     def needs_mask(self, seq_len: int) -> bool:
         """Return whether these limits may mask causal keys of a sample of this length."""
@@ -140,7 +140,7 @@ class TokenMixer(nn.Module, ABC):
     """
 
     selects_keys: ClassVar[bool] = False
-    """Whether each query attends to selected keys: `forward` then takes a `Selection`."""
+    """True if each query attends to selected keys: `forward` then takes a `Selection`."""
     fused_refusal: ClassVar[str] = "a layer of another class"
     """Reason why no kernel for whole layers computes this class; "" if a kernel does, see `fused_block.py`."""
 
@@ -247,7 +247,7 @@ class CoreAttention(Protocol):
             q: queries, [S, B, A, D], any strides; S, A and G are this rank's own.
             k: keys, [S, B, G, D].
             v: values, [S, B, G, D].
-            documents: documents of the *whole* samples on every rank; None: a sample is one document.
+            documents: documents of the *whole* samples on every rank; None if a sample is one document.
             sinks: a logit for each query head that takes part in the softmax, [A]; see `fold_in_sinks`.
             scale: factor of the scores; None: 1/sqrt(D).
 

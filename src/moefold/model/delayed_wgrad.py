@@ -1,6 +1,6 @@
 """Delayed weight gradients: interface through which a pipeline schedule splits the backward pass in two.
 
-The input gradient of a layer is needed by the previous stage at once, the weight gradients only by the optimizer
+The input gradient of a layer is needed by the previous stage immediately, the weight gradients only by the optimizer
 (arXiv:2401.10241). Modules with a `wgrad_store` pass their weight-gradient GEMMs to it instead of computing them.
 """
 
@@ -32,7 +32,7 @@ class WeightGradSink:
     """Destination of the weight gradients of one call of an autograd function."""
 
     wgrad_store: WeightGradStoreProtocol | None = None
-    """Store of the delayed weight gradients; None: autograd gets all weight gradients."""
+    """Store of the delayed weight gradients; None if autograd gets all weight gradients."""
     tracked_weights: tuple[Tensor, ...] = ()
     """The differentiable weights; autograd gets detached copies if their gradients are delayed."""
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.torch_compat import has_forward_hooks
+from moefold.comm.private_torch import has_forward_hooks
 from moefold.model.attention import TokenMixer
 from moefold.model.layer_cache import CurrentPass
 from moefold.model.local_param import local_param

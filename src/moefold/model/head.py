@@ -30,7 +30,7 @@ from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
 CPU_CHUNK_TOKENS = 512
-"""Tokens of a loss chunk on a CPU if logits are saved; bounds temporaries (docs/log.md#2026-11-20-savers-of-memory)."""
+"""Tokens of a loss chunk on a CPU if logits are saved (docs/log.md#2026-11-20-chunked-loss-and-recomputation)."""
 
 
 class Head(nn.Module):
@@ -118,7 +118,7 @@ class Head(nn.Module):
         return local_param(weight, x.dtype)
 
     def _bias_shard(self, x: Tensor) -> Tensor | None:
-        """Return this rank's biases of the logits in the dtype of x, [V/tp], divided as the logits are; None: none."""
+        """Return this rank's biases of the logits in the dtype of x, [V/tp], divided as the logits are."""
         if self.bias is None:
             return None
         bias = local_param(self.bias, x.dtype)

@@ -298,8 +298,8 @@ class Selection:
         """Return the selection of a layer.
 
         Args:
-            indexer: indexer of the layer; None: an earlier layer selects.
-            shared: selection that several layers share; None: no other layer reads it.
+            indexer: indexer of the layer; None if an earlier layer selects.
+            shared: selection that several layers share; None if no other layer reads it.
         """
         selection = shared or Selection()
         selection._indexer = indexer or selection._indexer

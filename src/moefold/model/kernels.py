@@ -33,7 +33,7 @@ class RoutingKernel(Protocol):
 
 
 class SoftmaxKernel(Protocol):
-    """Softmax of routers."""
+    """Kernel of the softmax over the experts in a router."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the differentiable softmax over the last dim."""
@@ -97,7 +97,7 @@ class Kernels:
     paged_attention: PagedAttentionKernel | None = None
     """Attention of decoding, to the pages of a cache."""
     page_reader: "FlashPages | None" = None
-    """Attention of decoding on CUDA, to the pages of a cache; None: these are gathered."""
+    """Attention of decoding on CUDA, to the pages of a cache; None if these are gathered."""
     decode: DecodeKernel | None = None
     """Whole layers of decoding; None: the modules, one after another."""
     decode_choice: DecodeChoice | None = None

@@ -31,7 +31,7 @@ class PassRows:
     last_positions: Sequence[int]
     """Position of the last row of each segment, [segments]; the host knows it without a wait for the device."""
     state_slots_N: Tensor | None = None
-    """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None: no layer has states."""
+    """Slot of each segment's state in `RecurrentStates`, int64 [segments]; None if no layer has states."""
     num_state_slots: int = 0
     """Largest slot of a state, plus 1."""
 

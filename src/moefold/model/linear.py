@@ -93,7 +93,7 @@ def linear(
         x: [..., K].
         weight: [N, K].
         bias: [N].
-        wgrad_store: receives the delayed weight gradient; None: it is computed with the gradient of x.
+        wgrad_store: receives the delayed weight gradient; None if it is computed with the gradient of x.
         linear_backend: low-precision or other GEMMs; None: torch's, in the dtype of x.
 
     Returns:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.comm.torch_compat import foreach_copy_, shard_in_graph
+from moefold.comm.private_torch import foreach_copy_, shard_in_graph
 from moefold.ops.quantization.weight_cache import mark_weight, weight_identity
 
 
@@ -73,7 +73,7 @@ class CastCopy:
     values: Tensor | None = None
     """None until the parameter is first read in another dtype than its own."""
     is_fresh: bool = False
-    """Whether the copy has the values of the parameter; if not, a reader casts the parameter."""
+    """True if the copy has the values of the parameter; if not, a reader casts the parameter."""
 
     def read(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Return `parameter.to(dtype)` without a cast; the gradient of each use is cast before it is added."""

@@ -301,7 +301,7 @@ def _merge_over_ranks(
         local: statistics of this rank's rows.
         row_N: row of each label on this rank.
         vocab_range: reductions over the ranks.
-        dot_N: `exponential_dot` of this rank's rows; None: no entropy.
+        dot_N: `exponential_dot` of this rank's rows; None if there is no entropy.
     """
     top_N = vocab_range.reduce_max(local.top_C)
     share_N = (local.top_C - top_N).exp()

@@ -46,8 +46,8 @@ class LossMetricRecorder:
             mask: bool, in the shape of the values; False values do not count.
         """
         assert LossMetric(name, "mean") in self.metrics, name
-        added = torch.stack((values.double().where(mask, 0.0).sum(), mask.sum().double()))
-        self._sums[name] = self._sums[name] + added if name in self._sums else added
+        sum_and_count = torch.stack((values.double().where(mask, 0.0).sum(), mask.sum().double()))
+        self._sums[name] = self._sums[name] + sum_and_count if name in self._sums else sum_and_count
 
     @torch.no_grad()
     def record_max(self, name: str, values: Tensor, mask: Tensor) -> None:

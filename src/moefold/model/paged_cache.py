@@ -160,7 +160,7 @@ class PagedAttention(PagedCache):
             q: queries, [R, 1, A, D].
             k: keys of the same tokens, [R, 1, G, D].
             v: values, [R, 1, G, D or narrower].
-            documents: None: a continued text is one document.
+            documents: None, as a continued text is one document.
             sinks, scale: see `CoreAttention`; sinks [A].
 
         Returns:
@@ -253,7 +253,7 @@ class PagedLatents(PagedCache):
 
 @dataclass(frozen=True)
 class PageKernels:
-    """Kernels that read the pages where they lie, without a gather; None: no such kernel."""
+    """Kernels that read the pages where they lie, without a gather; None if there is no such kernel."""
 
     rows: PagedAttentionKernel | None = None
     """Kernel with a page table for each row, for pages of `PAGE_POSITIONS` positions."""
@@ -338,8 +338,8 @@ def attend_pages(
         for start in range(0, len(singles), size):
             chunk = slice(start, start + size)
             last = max(rows.last_positions[i] for i in singles[chunk])
-            chosen = index[chunk]
-            attend(chosen, tables[chunk], last, (len(chosen), 1))
+            chunk_rows = index[chunk]
+            attend(chunk_rows, tables[chunk], last, (len(chunk_rows), 1))
     for i, span in rows.chunks:
         attend(span, rows.tables_NP[i : i + 1], rows.last_positions[i], (1, rows.counts[i]))
     return out

@@ -116,20 +116,20 @@ def select_slots(
     width = min(top_k, longest)
     slots_of_rows = positions_R.new_full((len(positions_R), width), -1, dtype=torch.int32)
 
-    def select(chosen: Tensor | slice, farthest: int, tables_NP: Tensor, guess_RK: Tensor | None = None) -> Tensor:
+    def select(row_ids: Tensor | slice, farthest: int, tables_NP: Tensor, guess_RK: Tensor | None = None) -> Tensor:
         """Select keys for rows with a table each, or for all rows of one sample; return positions, int32 [rows, K]."""
-        positions = positions_R[chosen]
+        positions = positions_R[row_ids]
         num_pages = farthest // page_positions + 1
         tables_NP = tables_NP[:, :num_pages]
         keys_NLD = index_keys[tables_NP.long()].flatten(1, 2)
-        scores = _scores(index.query[chosen, 0], index.weight[chosen, 0], keys_NLD)
+        scores = _scores(index.query[row_ids, 0], index.weight[row_ids, 0], keys_NLD)
         stops = (positions + 1).int()
         starts = (stops - window).clamp(min=0) if window else torch.zeros_like(stops)
         selected_RK = exact_topk(scores, width, starts=starts, stops=stops, guess=guess_RK)
         best_RK = selected_RK.long()
         pages = tables_NP.expand(len(best_RK), -1).gather(1, best_RK.clamp(min=0) // page_positions)
         slots = pages.long() * page_positions + best_RK.clamp(min=0) % page_positions
-        slots_of_rows[chosen] = slots.masked_fill(best_RK < 0, -1).int()
+        slots_of_rows[row_ids] = slots.masked_fill(best_RK < 0, -1).int()
         return selected_RK
 
     singles = rows.single_rows

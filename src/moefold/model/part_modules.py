@@ -74,9 +74,9 @@ def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
                 f"{describe_part(part)} has {len(spec.initial)} initial values of {spec.shape[0]} rows of "
                 f"{spec.name}; give one for each, or one for all"
             )
-    listed = {spec.name.removeprefix("."): tuple(spec.shape) for spec in specs}
+    listed_shapes = {spec.name.removeprefix("."): tuple(spec.shape) for spec in specs}
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    if faults := "; ".join(_differences(listed, shapes)):
+    if faults := "; ".join(_differences(listed_shapes, shapes)):
         raise ConfigError(
             f"{describe_part(part)} lists other parameters than {type(module).__qualname__} has: {faults}"
         )
@@ -96,13 +96,13 @@ def _check_output(name: str, module: nn.Module, inputs: tuple[Any, ...], output:
         raise RunError(f"{returned}, which must have the shape of its input, {tuple(inputs[0].shape)}")
 
 
-def _differences(listed: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    for name in dict.fromkeys((*listed, *shapes)):
+def _differences(listed_shapes: dict[str, tuple[int, ...]], shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    for name in dict.fromkeys((*listed_shapes, *shapes)):
         if name not in shapes:
             yield f"{name} is only in params()"
-        elif name not in listed:
+        elif name not in listed_shapes:
             yield f"{name} is only in the module"
-        elif listed[name] != shapes[name]:
-            yield f"{name} has the shape {listed[name]} in params() and {shapes[name]} in the module"
-    if listed == shapes and list(listed) != list(shapes):
-        yield f"params() has the order {', '.join(listed)}, and the module {', '.join(shapes)}"
+        elif listed_shapes[name] != shapes[name]:
+            yield f"{name} has the shape {listed_shapes[name]} in params() and {shapes[name]} in the module"
+    if listed_shapes == shapes and list(listed_shapes) != list(shapes):
+        yield f"params() has the order {', '.join(listed_shapes)}, and the module {', '.join(shapes)}"

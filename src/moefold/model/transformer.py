@@ -57,7 +57,7 @@ class ModuleSettings:
     vocab_rows: int
     """Rows of the vocabulary on a rank."""
     overlaps_experts: bool
-    """Whether layers run by `forward_resumable`, one micro-batch during the all-to-alls of another."""
+    """True if layers run by `forward_resumable`, one micro-batch during the all-to-alls of another."""
 
 
 def module_settings(cfg: Config) -> ModuleSettings:
@@ -113,7 +113,7 @@ class Block(nn.Module):
         self.norms_checkpoint: OutputCheckpoint = no_checkpoint
         self.fused: Callable[[Tensor, Rope, TokenColumns], LayerOutput] | None = None
         self.is_frozen = settings.train.trains_indexers_only(model)
-        """Whether only the indexer has gradients: the rest of the layer is computed without a graph."""
+        """True if only the indexer has gradients: the rest of the layer is computed without a graph."""
 
     def forward(
         self,
@@ -295,8 +295,13 @@ class _Shortcut:
             x = output if self._routed is None else output + self._routed
             self._routed = None
             return x
+        assert self._routed is None, "a layer with a shortcut is followed by a dense one"
         x, self._routed = output
         return x
+
+    def end(self) -> None:
+        """Check that no routed output is left: the stage would lose it."""
+        assert self._routed is None, "a stage does not end with a layer with a shortcut"
 
 
 def _new_selection() -> "Selection":
@@ -361,7 +366,7 @@ class Transformer(nn.Module):
         self.set_loss(chosen_in(train, LossPart))
         self.is_frozen = train.trains_indexers_only(model)
         self.freezes_weights = self.is_frozen or settings.lora.trains_adapters_only
-        """Whether the weights are frozen, except for indexers' weights in their warm-up stage."""
+        """True if the weights are frozen, except for indexers' weights in their warm-up stage."""
         if is_first or (is_last and model.last_stage_needs_embedding):
             self.embedding = Embedding(model, self.dtype)
         self.layers = nn.ModuleDict({str(i): Block(model, settings, i) for i in layers})
@@ -413,7 +418,7 @@ class Transformer(nn.Module):
 
         Args:
             x: tokens, int64 [B, S/cp], on the first stage, or hidden states of the previous stage, [S/(cp*tp), B, H].
-            document_bounds: bounds of the documents in the column "document_starts"; None: the host reads that column.
+            document_bounds: bounds of the documents in the column "document_starts"; None if the CPU reads it.
             columns: the columns of the micro-batch; see `Batch`.
 
         Returns:
@@ -445,6 +450,7 @@ class Transformer(nn.Module):
             selections = _Selections()
             for block in self._blocks():
                 x = shortcut.add((yield from run_block(block, x, *args, selections.of(block))))
+            shortcut.end()
         if not self.is_last:
             return self._hidden_output(x)
         if "labels" not in columns:

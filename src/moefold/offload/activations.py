@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.comm.torch_compat import storage_key, tensor_version
+from moefold.comm.private_torch import storage_key, tensor_version
 from moefold.model.activation_checkpoint import OutputCheckpoint, TensorFunction, no_checkpoint
 from moefold.model.local_param import is_weight
 from moefold.model.module_wrapper import CallContext, Function, wrap_calls

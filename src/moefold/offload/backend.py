@@ -33,7 +33,7 @@ class OffloadBackend(Protocol):
             ready: result of `CopyEngine.record_event` when the data was computed.
 
         Returns:
-            A handle for `load`, whose garbage collection frees the space. None: there is no space.
+            A handle for `load`, whose garbage collection frees the space. None if there is no space.
 
         Raises:
             OSError: the bytes cannot be stored.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moefold.comm.torch_compat import tensor_version
+from moefold.comm.private_torch import tensor_version
 from moefold.offload.backend import OffloadBackend
 
 

@@ -45,7 +45,7 @@ class TuningKey(NamedTuple):
 class Autotuner:
     """Choice of the fastest implementation by key: from recorded times, or measured where it is first needed.
 
-    A single rank uses its measurements at once. Several ranks use the first candidate, the default, until `settle`
+    A single rank uses its measurements immediately. Several ranks use the first candidate, the default, until `settle`
     gives all of them the same times; after that nothing is measured, because other ranks would wait for it.
 
     Args:
@@ -184,11 +184,13 @@ def merge_times(times_of_ranks: Iterable[Times]) -> Times:
     merged: Times = {}
     for times in times_of_ranks:
         for operation, by_octave in times.items():
-            kept = merged.setdefault(operation, {})
+            kept_times = merged.setdefault(operation, {})
             for octave, times_of_octave in by_octave.items():
-                other = kept.get(octave, times_of_octave)
-                has_same = times_of_octave.keys() == other.keys()
-                kept[octave] = {name: max(ms, other[name]) for name, ms in times_of_octave.items()} if has_same else {}
+                present = kept_times.get(octave, times_of_octave)
+                has_same = times_of_octave.keys() == present.keys()
+                kept_times[octave] = (
+                    {name: max(ms, present[name]) for name, ms in times_of_octave.items()} if has_same else {}
+                )
     return {
         operation: usable
         for operation, by_octave in merged.items()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.comm.torch_compat import (
+from moefold.comm.private_torch import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
     cuda_flash_attention,
@@ -83,7 +83,7 @@ class BlockedWindow:
 
     window: int
     document_starts: Tensor | None = None
-    """Start index of each token's document, int64 [S, B]; may be negative. None: no limit."""
+    """Start index of each token's document, int64 [S, B]; may be negative. None if there is no limit."""
 
     @property
     def block_size(self) -> int:
@@ -175,11 +175,11 @@ class FlashMask:
     """
 
     is_causal: bool
-    """Whether a query attends to no key after its place."""
+    """True if a query attends to no key after its place."""
     window_left: int = -1
     """Maximum number of keys before its place that a query attends to; -1: no limit."""
     segments: Segments | None = None
-    """Documents: a query attends to the keys of its document; None: each sample is one document."""
+    """Documents: a query attends to the keys of its document; None if each sample is one document."""
     query_segments: Segments | None = None
     """The queries of each document, which belong to its last tokens, for B = 1; None: all tokens (Sq = Sk)."""
 

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import cudnn_attention, cudnn_attention_backward
+from moefold.comm.private_torch import cudnn_attention, cudnn_attention_backward
 from moefold.ops.block_attention import PROBE_LSE_TOLERANCE, PROBE_TOLERANCE, CudaFlash, Mask, MathBlockAttention
 
 MAX_HEAD_SIZE = 128

@@ -42,7 +42,7 @@ class HeadWeights:
     value: LinearWeights
     output: LinearWeights
     query_norm: Tensor | None
-    """Norm of each query head, [D]; None: no QK norm."""
+    """Norm of each query head, [D]; None if there is no QK norm."""
     key_norm: Tensor | None
     sinks: Tensor | None
     """A logit for each query head, [A]; see `fold_in_sinks`."""
@@ -68,7 +68,7 @@ class LayerWeights:
     """Gate [E, H, F], up [E, H, F] and down [E, F, H] projections, in the dtype that `ExpertOps.weight_dtype` names."""
     top_k: int
     routing: SoftmaxRouting | None
-    """Expert choice of the kernel; None: the caller chooses."""
+    """Expert choice of the kernel; None if the caller chooses."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class DecodeLayer(Protocol):
             normed_RH: input of the experts, as `attend` returned it.
             ids_RK: experts of each row, int64 [R, K]; the experts of a row differ.
             probs_RK: weight of each, float32 [R, K].
-            shared_RH: output of shared experts, which is added to the output of the routed experts; None: not added.
+            shared_RH: output of shared experts, which is added to the output of the routed experts; None if not added.
         """
         ...
 

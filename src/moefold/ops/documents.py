@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.comm.host_copy import copy_to_device
-from moefold.topology.token_placement import Placement
+
+if TYPE_CHECKING:
+    from moefold.topology.token_placement import Placement
 
 T = TypeVar("T")
 
@@ -26,8 +28,8 @@ class DocumentBounds:
 
     of_samples: tuple[tuple[int, ...], ...]
     """For each sample the first position of every document, ascending from 0, and then S."""
-    placement: Placement | None = None
-    """Placement of the tokens of the round, with the documents of all its samples; None: each sample is on its cp
+    placement: "Placement | None" = None
+    """Placement of the tokens of the round, with the documents of all its samples; None if each sample is on its cp
     ranks, as `sequence_positions` says, and this rank knows the documents of its own samples."""
 
     @staticmethod
@@ -66,7 +68,7 @@ class PackedDocuments:
     starts_SB: Tensor
     """Start position of each token's document, int64 [S, B], on the device."""
     token_weights: Tensor | None = None
-    """Share of each token of this rank in losses of attention, 0 for padding, [B, S/cp]; None: there is no padding."""
+    """Share of each token of this rank in losses of attention, 0 for padding, [B, S/cp]; None without padding."""
     _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _in_chunks: dict[int, "PackedDocuments"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -146,7 +148,7 @@ class AttentionChunks:
         """Return the chunks of the documents as documents; the documents themselves if there are no chunks.
 
         Args:
-            documents: documents of the whole samples; None: each sample is one document.
+            documents: documents of the whole samples; None if each sample is one document.
             seq_len: tokens of a whole sample, S.
             batch: samples.
             device: device of the tensors.

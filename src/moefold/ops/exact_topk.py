@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import assert_on_device
+from moefold.comm.private_torch import assert_on_device
 
 if TYPE_CHECKING:
     from moefold.ops.cpu.exact_topk import CExactTopk

@@ -72,7 +72,7 @@ class GatheredRows:
 
     values: Tensor
     source_R: Tensor | None = None
-    """int32 [R]; None: `values` are the rows."""
+    """int32 [R]; None if `values` are the rows."""
     has_padding: bool = True
     """False: no element of `source_R` is -1."""
 
@@ -171,7 +171,7 @@ class ExpertOptions:
     bias_slice: slice = field(default_factory=lambda: ALL_COLUMNS)
     """Columns of H of the local part of the bias of the down projection."""
     permute_map: PermuteMap | None = None
-    """Permutation that the operations fuse; None: rows are sorted by expert already, in input and output."""
+    """Permutation that the operations fuse; None if rows are sorted by expert already, in input and output."""
     saves_fc1: bool = True
     """True: save the gate and up projections for backward; False: recompute them."""
     delays_wgrad: bool = False

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import has_onednn_linear, onednn_linear
+from moefold.comm.private_torch import has_onednn_linear, onednn_linear
 
 PADDED_SIZES_PER_DOUBLING = 16
 """Distinct padded row counts between n and 2n: at most 1/16 of the rows is padding, 3 % on average."""

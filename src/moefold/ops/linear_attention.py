@@ -42,7 +42,7 @@ def recurrent_linear_attention(
         k: keys, [S, B, G, D].
         v: values, [S, B, A, Dv].
         log_decay: logarithm of the decay before each token, at most 0, [S, B, A, 1 or D].
-        beta: write strength of the delta rule, [S, B, A]; None: no delta rule.
+        beta: write strength of the delta rule, [S, B, A]; None if there is no delta rule.
         state: [B, A, D, Dv], float32 at least; it is not changed.
 
     Returns:
@@ -95,7 +95,7 @@ class ChunkedLinearAttention:
 
     Attributes:
         chunk_size: tokens of a chunk, C; it changes results only by rounding.
-        initial_state: computes the states before the tokens from earlier tokens on other ranks; None: `state` is given.
+        initial_state: computes the states before the tokens from earlier tokens on other ranks; None with `state`.
         kernel: implementation for the tensors that it supports; None: torch operations for all.
     """
 
@@ -154,11 +154,11 @@ class _Documents:
     """Documents of the tokens of each chunk."""
 
     is_same: Tensor
-    """Whether two tokens of a chunk are of one document, bool [N, B, 1, C, C]."""
+    """True where two tokens of a chunk are of one document, bool [N, B, 1, C, C]."""
     is_first: Tensor
-    """Whether a token's document began before its chunk, bool [N, B, 1, C, 1]."""
+    """True where a token's document began before its chunk, bool [N, B, 1, C, 1]."""
     is_last: Tensor
-    """Whether a token is in the same document as the last token of its chunk, bool [N, B, 1, C, 1]."""
+    """True where a token is in the same document as the last token of its chunk, bool [N, B, 1, C, 1]."""
 
 
 def _documents(is_start_SB: Tensor | None, size: int) -> _Documents | None:
@@ -269,7 +269,7 @@ class _HeadDecays:
 
     Args:
         total: sum of the logarithms of the decays from the start of the chunk, [N, B, A, C, 1].
-        is_same: whether two tokens are of one document, bool [N, B, 1, C, C]; None: all tokens are of one.
+        is_same: whether two tokens are of one document, bool [N, B, 1, C, C]; None if all tokens are of one.
     """
 
     def __init__(self, total: Tensor, is_same: Tensor | None) -> None:
@@ -412,7 +412,7 @@ def causal_convolution(
         weight_CK: [C, K], the last column for the token itself.
         previous_KBC: the K-1 tokens before the first token, [K-1, B, C].
         num_previous_SB: earlier tokens of each token's document, int64 [S, B]; tokens before them do not count.
-        activation: function of the sums before they are rounded; None: none.
+        activation: function of the sums before they are rounded.
         kernel: implementation for the tensors that it supports, without activation and with `F.silu`; None: torch
             operations for all.
 

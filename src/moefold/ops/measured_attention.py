@@ -30,8 +30,8 @@ def measured_causal_sdpa(tuner: Autotuner, q: Tensor, k: Tensor, v: Tensor, scal
     names = sdpa_backends(q, v)
     timed = {name: partial(_both_passes, backend, q, k, v, scale) for name, backend in names.items()}
     shape = q.dtype, q.shape[1].bit_length(), q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    chosen = names[tuner.choose(TuningKey("causal attention", len(q), shape), timed)]
-    return _by_backend(chosen, q, k, v, scale)
+    fastest = names[tuner.choose(TuningKey("causal attention", len(q), shape), timed)]
+    return _by_backend(fastest, q, k, v, scale)
 
 
 def sdpa_backends(q: Tensor, v: Tensor) -> dict[str, SDPBackend | None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from moefold.comm.torch_compat import cuda_flash_attention, cuda_flash_attention_reads_pages
+from moefold.comm.private_torch import cuda_flash_attention, cuda_flash_attention_reads_pages
 from moefold.config.cache_pages import CUDA_PAGE_POSITIONS
 from moefold.ops.block_attention import (
     PROBE_LSE_TOLERANCE,
@@ -47,7 +47,7 @@ class FlashPages:
         if k_RGD.shape != v_RGD.shape:
             return f"flash attention takes no values of {v_RGD.shape[-1]} with keys of {k_RGD.shape[-1]}"
         if page_positions % CUDA_PAGE_POSITIONS:
-            return f"pages of {page_positions} positions are no multiple of {CUDA_PAGE_POSITIONS}"
+            return f"pages of {page_positions} positions are not a multiple of {CUDA_PAGE_POSITIONS}"
         return device_refusal(q_RAD.device)
 
     def __call__(

@@ -72,7 +72,7 @@ class NoRope:
     """No position embedding (NoPE): leaves queries and keys unchanged."""
 
     positions: Tensor | None = None
-    """Positions of the tokens, int64 [S, 1 or B], from the start of their sample or document; None: not known."""
+    """Positions of the tokens, int64 [S, 1 or B], from the start of their sample or document; None if not known."""
     query_scale: Tensor | None = None
     """Attention temperature: factor of the queries by position, float32 or float64 [S, 1 or B, 1, 1]; None: 1."""
 

@@ -77,15 +77,15 @@ def select_keys(index: IndexTensors, visible: VisibleKeys, top_k: int) -> Tensor
     """
     num_keys = len(index.key)
     heads = index.query.shape[2]
-    chosen = index.query.new_empty(*index.query.shape[:2], min(top_k, num_keys), dtype=torch.int32)
+    key_ids = index.query.new_empty(*index.query.shape[:2], min(top_k, num_keys), dtype=torch.int32)
     for rows, sample in _blocks(index.query, heads * num_keys):
         limit = visible.limit(rows, sample, num_keys)
         scores = index_scores(index.query[rows, sample], index.weight[rows, sample], index.key[:limit, sample])
         scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         bounds = (x[rows, sample].contiguous() for x in (visible.starts_SB, visible.stops_SB))
         starts, stops = bounds
-        chosen[rows, sample] = exact_topk(scores, chosen.shape[2], starts=starts, stops=stops)
-    return chosen
+        key_ids[rows, sample] = exact_topk(scores, key_ids.shape[2], starts=starts, stops=stops)
+    return key_ids
 
 
 def sparse_attention(

@@ -134,7 +134,7 @@ class TaskAttention:
         return dq.to(q.dtype), dk, dv
 
     def _kernel_for(self, q: Tensor, k: Tensor, v: Tensor, kernel: TaskKernel | None) -> TaskKernel | None:
-        """Return the kernel that computes all tasks in one call; None: no kernel supports them."""
+        """Return the kernel that computes all tasks in one call; None if no kernel supports them."""
         if not len(q):
             return None
         longest = int(np.diff(self._keys).max())

@@ -73,7 +73,7 @@ def build_optimizer(
 
 
 def _check_states(part: OptimizerPart, weight: ParamSpec, names: Collection[str]) -> None:
-    listed = {state.name for state in part.states(weight)}
-    if listed != set(names):
-        fault = f"the states {sorted(names)} of {weight.name}, and states() lists {sorted(listed)}"
+    state_names = {state.name for state in part.states(weight)}
+    if state_names != set(names):
+        fault = f"the states {sorted(names)} of {weight.name}, and states() lists {sorted(state_names)}"
         raise ConfigError(f"{describe_part(part)} has {fault}")

@@ -94,9 +94,9 @@ def describe_schedule_change(before: Mapping[str, Any], run: RunConfig, training
         return f"the learning rate of step {step + 1} is {rate:.3g}; {course}"
     steps = before["run.steps"]
     keys = {name.removeprefix("train."): value for name, value in before.items() if name != "run.steps"}
-    flat, others = flat_settings(after), flat_settings(before)
+    flat, old = flat_settings(after), flat_settings(before)
     changes = ", ".join(
-        f"{key}={value} (it had {others.get(key, 'none')})" for key, value in flat.items() if others.get(key) != value
+        f"{key}={value} (it had {old.get(key, 'none')})" for key, value in flat.items() if old.get(key) != value
     )
     try:
         train = replace(training, **keys | {"lr_schedule": _part_before(keys["lr_schedule"], training)})

@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 
 from moefold.model.local_param import local_tensor
-from moefold.optim.outer_round import OuterNorms, PendingRound, Sent, dot, mix
+from moefold.optim.outer_round import OuterNorms, PendingRound, SentVector, dot, mix
 from moefold.optim.outer_weights import OuterWeights
 
 if TYPE_CHECKING:
     from moefold.comm.groups import ParallelGroups
-    from moefold.comm.site_links import Exchanged
+    from moefold.comm.site_links import ExchangeResult
 
 
 class OuterOptimizer(OuterWeights):
     """Outer weights, momentum and residual, and their updates in a round; for the arguments see the base class."""
 
-    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> Sent:
+    def vector_to_send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
         """Return the vector that this site sends in a round.
 
         Args:
@@ -43,14 +43,16 @@ class OuterOptimizer(OuterWeights):
             delta: result of `difference`.
             is_last: the round follows the last step.
         """
-        return Sent(delta, self.num_coded(fragments))
+        return SentVector(delta, self.num_coded(fragments))
 
-    def receive(self, round_: PendingRound, sent: Sent, exchanged: "Exchanged", members: Sequence[int]) -> PendingRound:
+    def with_received_values(
+        self, round_: PendingRound, sent: SentVector, exchanged: "ExchangeResult", members: Sequence[int]
+    ) -> PendingRound:
         """Return a certain round with the values that its members have exchanged; changes nothing.
 
         Args:
             round_: the round, with the weighted mean of the members' vectors.
-            sent: result of `send`.
+            sent: result of `vector_to_send`.
             exchanged: the result of the exchange.
             members: the sites of the round.
         """
@@ -127,11 +129,11 @@ class OuterOptimizer(OuterWeights):
             sent: result of `difference`.
             decoded: `sent` as the sites decoded it.
         """
-        lost = sent - decoded
+        rounding = sent - decoded
         # Weights that are not finite, which the sites do not read, leave no residual for the next round.
-        lost = torch.where(lost.isfinite(), lost, 0.0)
+        rounding = torch.where(rounding.isfinite(), rounding, 0.0)
         names = self.names(fragments)
-        for (_, (residual,)), values in zip(self.visit(names, ["residual"]), self.parts(names, lost), strict=True):
+        for (_, (residual,)), values in zip(self.visit(names, ["residual"]), self.parts(names, rounding), strict=True):
             residual.copy_(values)
 
     @torch.no_grad()

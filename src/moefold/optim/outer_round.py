@@ -45,7 +45,7 @@ class PendingRound:
         return self.due > self.step
 
 
-class Sent(NamedTuple):
+class SentVector(NamedTuple):
     """Vector that a site sends in a round."""
 
     vector: Tensor

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.torch_compat import zeros_like_shard
+from moefold.comm.private_torch import zeros_like_shard
+from moefold.config.param_spec import ParamSpec
 from moefold.model.local_param import local_tensor
 
 STEP = "step"
@@ -86,19 +87,21 @@ class StateStore:
             yield [local_tensor(moment) for moment in moments_of_param]
 
 
-EXPERT_BIASES = ("experts.b_gate", "experts.b_up", "experts.b_down")
+def group_by_decay(
+    parameters: Mapping[str, nn.Parameter], weights: Mapping[str, ParamSpec]
+) -> dict[bool, list[nn.Parameter]]:
+    """Return the parameters with weight decay (True), and norms, sinks and biases (False); at least one group.
 
-
-def group_by_decay(parameters: Mapping[str, nn.Parameter]) -> dict[bool, list[nn.Parameter]]:
-    """Return the parameters with weight decay (True), and norms, sinks and biases (False); at least one group."""
+    Args:
+        parameters: parameters of this rank, by name.
+        weights: every parameter of the model, by name.
+    """
     groups: dict[bool, list[nn.Parameter]] = {}
     if not parameters:
         # A pipeline stage may have no parameters in the warm-up of indexers, but torch requires a group.
         groups[False] = []
     for name, parameter in parameters.items():
-        # Biases of experts have two dims: one row per expert.
-        decays = parameter.dim() > 1 and not name.endswith(EXPERT_BIASES)
-        groups.setdefault(decays, []).append(parameter)
+        groups.setdefault(weights[name].is_matrix, []).append(parameter)
     return groups
 
 

@@ -49,7 +49,7 @@ class Batch:
     num_micro_batches: int | None = None
     """Number of micro-batches of this batch; None: the recipe's number. Pipelines always run the recipe's number."""
     mismatch_limit: float | None = None
-    """Limit on the mismatch of sampler and training in this batch; None: it is not judged."""
+    """Limit on the mismatch of sampler and training in this batch; None if it is not judged."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all tensors."""
@@ -58,7 +58,7 @@ class Batch:
     def placed_samples(self) -> tuple[int, ...] | None:
         """Return the samples that have tokens on this rank, as ascending indices in the global batch.
 
-        None: this rank has whole samples or shards of them. The host waits for the device.
+        None if this rank has whole samples or shards of them. The host waits for the device.
         """
         if "token_samples" not in self.columns:
             return None

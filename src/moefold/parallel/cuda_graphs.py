@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import foreach_copy_, storage_key
+from moefold.comm.private_torch import foreach_copy_, storage_key
 
 NUM_WARMUP_RUNS = 2
 """Eager runs before a capture: libraries are initialised, and kernels compiled and chosen, at their first use."""

@@ -1,5 +1,6 @@
 """Expert parallelism: the dispatcher of all layers, and the ranks that share the micro-batches of the MoE layers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -9,15 +10,13 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_max
 from moefold.comm.groups import MoEGroups, ParallelGroups
-from moefold.config.chosen import chosen, chosen_in
+from moefold.config.chosen import chosen
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.config.parallel import ParallelConfig
 from moefold.config.part import checked_build, make_part
 from moefold.config.schema import Config
 from moefold.errors import ConfigError, RunError
 from moefold.model.moe.dispatch import Dispatcher, LocalDispatcher, ShardedMicroBatch
 from moefold.model.transformer import Transformer
-from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.tensor_parallel import local_positions
 
 
@@ -92,32 +91,32 @@ def apply_expert_parallel(
         layer.experts.bias_slice = bias_slice
 
 
-def local_receive_load(model: ParallelModel, parallel: ParallelConfig) -> Tensor:
+def local_receive_load(dispatchers: Iterable[Dispatcher[Any]], part: DispatcherPart, groups: ParallelGroups) -> Tensor:
     """Return this rank's largest receive load since the last call in its slot, zeros in the other slots, [ranks].
 
     [0] if the dispatcher has no buffer that could be too small.
     """
-    world = model.groups.world
-    has_buffer = chosen_in(parallel, DispatcherPart).room(1) is not None
-    loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=model.groups.device)
-    dispatchers = (layer.dispatcher for layer in model.moe_layers().values())
+    world = groups.world
+    has_buffer = part.room(1) is not None
+    loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=groups.device)
     local_loads = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
     if local_loads:
         loads[world.rank] = torch.stack(local_loads).max()
     return loads
 
 
-def check_receive_loads(loads: Tensor, parallel: ParallelConfig, step: str) -> None:
-    """Stop the run if a rank's receive buffer was too small: the results of this pass are wrong.
+def check_receive_loads(loads: Tensor, part: DispatcherPart, passes: str) -> None:
+    """Stop the run if a rank's receive buffer was too small: the results of these passes are wrong.
 
     Args:
         loads: receive loads of all ranks, on the host.
-        step: description of the computation, for the message.
+        part: the dispatcher of the layers.
+        passes: description of the computation, for the message.
 
     Raises:
         RunError: a load is above 1.
     """
     if not loads.numel() or float(loads.max()) <= 1:
         return
-    overflow = chosen_in(parallel, DispatcherPart).overflow(float(loads.max()))
-    raise RunError(f"{step} is void: rank {int(loads.argmax())} {overflow}")
+    overflow = part.overflow(float(loads.max()))
+    raise RunError(f"{passes} is void: rank {int(loads.argmax())} {overflow}")

@@ -22,7 +22,7 @@ class ForwardChain:
     """
 
     fetches_experts = False
-    """Whether ranks read each other's experts from shared memory."""
+    """True if ranks read each other's experts from shared memory."""
 
     def __init__(self, stages: Sequence[Transformer], stage_plan: StagePlan, groups: ParallelGroups) -> None:
         self.stages = list(stages)
@@ -47,7 +47,7 @@ class ForwardChain:
         Args:
             tokens: int64 [B, S]; on a rank without the first stage only its shape matters.
             num_local_tokens: tokens per sample on this rank between the sub-layers.
-            token_weights: 0 for padding, which is not routed, otherwise above 0, [B, S/cp]; None: no padding.
+            token_weights: 0 for padding, which is not routed, otherwise above 0, [B, S/cp]; None without padding.
 
         Returns:
             The logits of the last stage, [tokens that its head keeps, B, V/tp]; None on other ranks.

@@ -28,8 +28,7 @@ from torch.export import register_dataclass
 from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all, reduce_scatter_into
 from moefold.comm.comm_timer import CommTimer, Timestamp
 from moefold.comm.groups import Group, ParallelGroups
-from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
-from moefold.comm.torch_compat import (
+from moefold.comm.private_torch import (
     as_parameter,
     fsdp_param_group,
     fsdp_reduction_group,
@@ -39,6 +38,7 @@ from moefold.comm.torch_compat import (
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
+from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim, shard_rows
 from moefold.config.run import RunConfig
@@ -135,13 +135,13 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, run: RunConf
         fully_shard(block, mesh=dense, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
         if exempt:
             # FSDP has one type for the parameters of a module: these are a separate group on the same module.
-            others = {p for name, p in block.attention.named_parameters() if name not in exempt}
+            attention_parameters = {p for name, p in block.attention.named_parameters() if name not in exempt}
             fully_shard(
                 block.attention,
                 mesh=dense,
                 mp_policy=full_precision,
                 reshard_after_forward=False,
-                ignored_params=others,
+                ignored_params=attention_parameters,
             )
     fully_shard(stage, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
     for fsdp_module in _fsdp_modules(stage):
@@ -389,12 +389,12 @@ class PerRankGradDots:
     def _after_all_reduce(self, output: Tensor) -> None:
         self._group.comm_timer.leave(self._all_reduce_start)
         if self.is_enabled:
-            sent = self._buffers[0]
-            if sent.is_cuda:
+            buffer = self._buffers[0]
+            if buffer.is_cuda:
                 # FSDP frees it after the reduce-scatter, before the all-reduce stream has read it. Without
                 # record_stream, the allocating stream could overwrite it with other gradients.
-                sent.record_stream(torch.cuda.current_stream())
-            self._accumulate_dots(sent)
+                buffer.record_stream(torch.cuda.current_stream())
+            self._accumulate_dots(buffer)
         self._buffers.clear()
 
     @torch.no_grad()

@@ -78,11 +78,11 @@ class GatheredWeights:
         """Send parts of a tensor to rank 0 as bytes; return the received parts, in the order of the ranks."""
         rank = self._world.rank
         itemsize = self._dtypes[name].itemsize
-        mine = [overlap for owner, overlap in boxes if owner == rank]
+        own_boxes = [overlap for owner, overlap in boxes if owner == rank]
         send_splits = [0] * self._world.size
         receive_splits = [0] * self._world.size
         buffer = torch.empty(0, dtype=torch.uint8, device=self._model.groups.device)
-        for overlap in mine:
+        for overlap in own_boxes:
             values = self._local[name][overlap.index_in(self._own_boxes[name])].contiguous()
             buffer = values.flatten().view(torch.uint8)
             send_splits[0] = buffer.numel()

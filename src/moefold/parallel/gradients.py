@@ -1,17 +1,14 @@
-"""Gradient accumulation over micro-batches, reduction over tp, global norm over both views, and clipping."""
+"""Gradients of a step: reduction over tp, global norm over both views, and clipping."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moefold.comm.collectives import all_reduce_sum_
 from moefold.comm.groups import Group
-from moefold.comm.torch_compat import foreach_mul_, foreach_norm, local_tensor
-from moefold.model.transformer import Transformer
-from moefold.parallel.batch import Batch
+from moefold.comm.private_torch import foreach_mul_, foreach_norm, local_tensor
 
 NORM_EPS = 1e-6
 """Added to the norm in the clip factor, as in torch.nn.utils.clip_grad_norm_."""
@@ -101,44 +98,3 @@ def num_replicas(tensor: Tensor) -> int:
         if placement.is_replicate():
             count *= tensor.device_mesh.size(axis)
     return count
-
-
-class Accumulation:
-    """Runs the whole model on one micro-batch after another."""
-
-    def __init__(self, model: Transformer, num_micro_batches: int, zero: int) -> None:
-        self._model = model
-        self._num_micro_batches = num_micro_batches
-        self._zero = zero
-
-    def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate the gradients of the batch; return the loss terms of this rank's tokens, [terms]."""
-        total = self._zero_terms(batch)
-        count = self._count(batch)
-        for i, (tokens, keywords) in enumerate(batch.micro_batches(count)):
-            self._prepare_backward(is_last=i == count - 1)
-            loss = self._model(tokens, **keywords)
-            loss.sum().backward()
-            total += loss.detach()
-        return total
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Tensor:
-        """Return the loss terms of this rank's tokens, [terms], without gradients."""
-        total = self._zero_terms(batch)
-        for tokens, keywords in batch.micro_batches(self._count(batch)):
-            total += self._model(tokens, **keywords)
-        return total
-
-    def _count(self, batch: Batch) -> int:
-        """Return the number of micro-batches of a batch on this rank."""
-        return batch.num_micro_batches or self._num_micro_batches
-
-    def _zero_terms(self, batch: Batch) -> Tensor:
-        return batch.columns["weights"].new_zeros(len(self._model.loss_terms))
-
-    def _prepare_backward(self, *, is_last: bool) -> None:
-        if isinstance(self._model, FSDPModule):
-            self._model.set_is_last_backward(is_last)
-            self._model.set_requires_gradient_sync(is_last or self._zero >= 2)
-            self._model.set_reshard_after_backward(is_last or self._zero == 3)

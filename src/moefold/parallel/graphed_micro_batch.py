@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from moefold.comm.flight_recorder import FlightRecorder
-from moefold.comm.torch_compat import foreach_zero_
+from moefold.comm.private_torch import foreach_zero_
 from moefold.model.transformer import Transformer
+from moefold.parallel.accumulation import Accumulation
 from moefold.parallel.batch import Batch
 from moefold.parallel.cuda_graphs import NUM_WARMUP_RUNS, GraphRecorder, MakeRecorder, write_inputs
-from moefold.parallel.gradients import Accumulation
 
 
 class GraphedAccumulation(Accumulation):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from moefold.comm.torch_compat import TreeSpec, foreach_copy_, tree_flatten, tree_unflatten
+from moefold.comm.private_torch import TreeSpec, foreach_copy_, tree_flatten, tree_unflatten
 from moefold.model.attention import TokenMixer
 from moefold.model.local_param import local_param
 from moefold.model.module_wrapper import Function, wrap_method

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import fsdp_param_group, fsdp_parameters, is_in_backward
+from moefold.comm.private_torch import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.attention import SelfAttention, TokenMixer
 from moefold.model.head import Head
@@ -97,7 +97,7 @@ TRACKED_METHODS: tuple[tuple[type, str, str], ...] = (
 )
 """Methods whose allocations belong to a part; calls inside may belong to other parts."""
 TRACKED_LAYERS: tuple[tuple[type, str], ...] = ((Block, "residual stream"), (MoELayer, "router"))
-"""As above, for `forward_method`."""
+"""Layers whose `forward_method` has allocations that belong to a part."""
 DISPATCH_PART = "dispatch buffers"
 DISPATCH_METHODS = (
     "dispatch_preprocess",
@@ -190,7 +190,7 @@ def _tracked_methods(model: ParallelModel) -> Iterator[tuple[object, str, str]]:
 
 
 def tag_states(
-    tracker: MemoryTracker, stages: list[Transformer], optimizer: torch.optim.Optimizer, others: Iterable[Tensor] = ()
+    tracker: MemoryTracker, stages: list[Transformer], optimizer: torch.optim.Optimizer, batch: Iterable[Tensor] = ()
 ) -> None:
     """Tag the tensors that exist before a step: weights, buffers, moments and others."""
     for stage in stages:
@@ -199,7 +199,7 @@ def tag_states(
         if stage.rope is not None:
             tracker.tag("buffers", (stage.rope.cos, stage.rope.sin))
     tracker.tag("optimizer", states_on_device(optimizer))
-    tracker.tag("batch", others)
+    tracker.tag("batch", batch)
 
 
 def tag_gradients(tracker: MemoryTracker, stages: list[Transformer]) -> None:

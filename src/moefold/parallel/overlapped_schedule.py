@@ -6,9 +6,9 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.resumable import ResumableTask, run_to_end
 from moefold.model.transformer import Transformer
+from moefold.parallel.accumulation import Accumulation
 from moefold.parallel.batch import Batch
 from moefold.parallel.fsdp import UnshardedParams
-from moefold.parallel.gradients import Accumulation
 
 
 class OverlappedAccumulation(Accumulation):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moefold.comm.host_copy import copy_to_device
-from moefold.comm.torch_compat import has_forward_hooks
+from moefold.comm.private_torch import has_forward_hooks
 from moefold.config.cache_pages import PAGE_POSITIONS, page_positions
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart
@@ -62,8 +62,8 @@ def decoding_notice(model: InferenceModel | ParallelModel, kind: CacheKind = "la
     reasons = Counter(filter(None, map(fused_unsupported_reason, blocks)))
     if not reasons:
         return ""
-    listed = ", ".join(f"{count} for {reason}" for reason, count in reasons.items())
-    return f"{reasons.total()} of {len(blocks)} layers decode by modules instead of in C ({listed}): {MODULES_COST}"
+    counts = ", ".join(f"{count} for {reason}" for reason, count in reasons.items())
+    return f"{reasons.total()} of {len(blocks)} layers decode by modules instead of in C ({counts}): {MODULES_COST}"
 
 
 def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str:
@@ -87,8 +87,8 @@ def _pages_notice(model: InferenceModel | ParallelModel, kind: CacheKind) -> str
 def _describe_paths(paths: Sequence[str]) -> str:
     """Count the layers whose caches have the same `page_path`; "" if no cache has a path."""
     counts = Counter(filter(None, paths))
-    listed = "; ".join(f"{count} layer{'s' * (count > 1)}: {path}" for path, count in counts.items())
-    return f"pages of {listed}" if listed else ""
+    text = "; ".join(f"{count} layer{'s' * (count > 1)}: {path}" for path, count in counts.items())
+    return f"pages of {text}" if text else ""
 
 
 @contextmanager
@@ -137,7 +137,7 @@ class PickedRows:
     def __init__(self, inner: SequenceParallel) -> None:
         self._inner = inner
         self.rows_N = torch.zeros(0, dtype=torch.int64)
-        """These rows, int64 [N]."""
+        """The rows that are kept, int64 [N]."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather the rows of all tp ranks and select some: [R/tp, 1, H] -> [N, 1, H]."""
@@ -154,7 +154,7 @@ class PagedDecoder:
     | attribute | becomes | | --- | --- | | the attributes named by `TokenMixer.caches`, such as `core_attention` | the
     cache of this layer | | `sequence_parallel` | one for any number of tokens | | `sequence_parallel` of the head |
     `PickedRows` | | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all | |
-    `eval_capacity_policy` | None: no token is dropped | | `override` of the routers, if choices are recorded |
+    `eval_capacity_policy` | None if no token is dropped | | `override` of the routers, if choices are recorded |
     `RoutingCache` | | `fused` of a layer that a kernel computes whole | `FusedBlock` | | `fused` of a stage with only
     these layers | `FusedLayers` |
 

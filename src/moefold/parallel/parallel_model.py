@@ -1,23 +1,31 @@
 """Model of one rank, sharded along every axis, and the runner of its micro-batches."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups
+from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.model.local_param import CastCopies
+from moefold.model.loss_function import LossFunction
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
+from moefold.parallel.accumulation import Accumulation
 from moefold.parallel.batch import Batch
-from moefold.parallel.gradients import Accumulation, sum_replicated_gradients
+from moefold.parallel.expert_parallel import check_receive_loads, local_receive_load
+from moefold.parallel.fsdp import reshard_parameters
+from moefold.parallel.gradients import sum_replicated_gradients
 from moefold.topology.pipeline_layout import StagePlan
 
 if TYPE_CHECKING:
@@ -44,10 +52,12 @@ class ShardedStages:
     stage_plan: StagePlan
     """The stages of all ranks."""
     groups: ParallelGroups
+    dispatcher: DispatcherPart
+    """The dispatcher of the MoE layers, never "auto"."""
     positions: Tensor
     """Sequence positions of this rank, int64 [S/cp]."""
     shards_data_parallel: bool
-    """Whether data-parallel ranks shard the weights."""
+    """True if data-parallel ranks shard the weights."""
     message: str = ""
     """Log message about the resolved open choices of the recipe; empty if it left nothing open."""
     offload: "ActivationOffload | None" = None
@@ -106,6 +116,39 @@ class ParallelModel(ShardedStages):
 
             allreduce_tied_embedding_grad(self.stages, self.stage_plan, self.groups.pp)
         return loss
+
+    @contextmanager
+    def evaluating(self, passes: str, loss: LossFunction | None = None) -> Iterator[None]:
+        """Switch to evaluation inside this context, where the weights must not change; collective at its end.
+
+        Args:
+            passes: description of the passes, for an error.
+            loss: loss of the last stage inside this context, with as many terms; None: the loss of the model.
+
+        Raises:
+            RunError: a rank had no room for the tokens of its experts, so the results are wrong.
+        """
+        last = self.stages[-1]
+        own_loss = last.loss
+        was_training = last.training
+        last.loss = own_loss if loss is None else loss
+        self.train(False)
+        try:
+            with self.cast_copies.fresh():
+                yield
+            # The next pass gathers the weights again, after they have changed.
+            reshard_parameters(self.stages)
+            loads = self.local_receive_load()
+            if loads.numel():
+                check_receive_loads(all_reduce_sum(loads, self.groups.world).cpu(), self.dispatcher, passes)
+        finally:
+            self.train(was_training)
+            last.loss = own_loss
+
+    def local_receive_load(self) -> Tensor:
+        """Return the receive loads of all passes since the last call; see `expert_parallel.local_receive_load`."""
+        dispatchers = (layer.dispatcher for layer in self.moe_layers().values())
+        return local_receive_load(dispatchers, self.dispatcher, self.groups)
 
     @property
     def duplicate_params(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.torch_compat import allocate
+from moefold.comm.private_torch import allocate
 from moefold.config.chosen import chosen
 from moefold.config.groups.context import ContextPart
 from moefold.config.schema import Config
@@ -171,6 +171,7 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stages=stages,
         stage_plan=plan,
         groups=groups,
+        dispatcher=selection.part,
         positions=positions,
         shards_data_parallel=for_training and cfg.parallel.zero > 0,
         message="; ".join(filter(None, (selection.message, kernels.message))),

@@ -18,10 +18,10 @@ from moefold.model.local_param import parameter_over
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
+from moefold.validate.rollout_experts import FETCH
 
 ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of this, a line of the cache."""
-FETCH_SETTING = "rollout.experts='fetch'"
 
 
 class PeerExperts:
@@ -49,7 +49,7 @@ class PeerExperts:
             return
         tensors = [weight for layer in layers.values() for weight in layer.experts.weights]
         sizes = [_aligned(local_slice(weight)[0].nbytes * self._ep.size) for weight in tensors]
-        memory = open_shared_memory(sum(sizes), self._ep, FETCH_SETTING)
+        memory = open_shared_memory(sum(sizes), self._ep, str(FETCH))
         buffers = iter(memory.split(sizes))
         for layer in layers.values():
             self._share(layer, buffers)

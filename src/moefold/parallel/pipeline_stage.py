@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
+from moefold.comm.private_torch import fsdp_param_groups, run_fsdp_post_backward
 from moefold.comm.resumable import Resumable, ResumableTask, run_to_end
-from moefold.comm.torch_compat import fsdp_param_groups, run_fsdp_post_backward
 from moefold.parallel.wgrad_store import WeightGradStore, WeightGradTask
 
 

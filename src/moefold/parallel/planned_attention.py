@@ -52,8 +52,10 @@ class AttentionPlanOptions:
 class AttentionStatistics:
     """Attention work of a rank since the last reset, over its layers and passes."""
 
+    rounds: list[DocumentBounds] = field(default_factory=list)
+    """Documents of each round, in the order of the forward passes of the stage."""
     pairs: list[int] = field(default_factory=list)
-    """Visible (query, key) pairs of each round, in the order of their forward passes."""
+    """Visible (query, key) pairs of each round."""
     moved_rows: int = 0
     """Rows of queries that this rank computed for other ranks."""
     sent_bytes: int = 0
@@ -62,6 +64,7 @@ class AttentionStatistics:
 
     def reset(self) -> None:
         """Reset all counts."""
+        self.rounds.clear()
         self.pairs.clear()
         self.moved_rows = 0
         self.sent_bytes = 0
@@ -69,11 +72,12 @@ class AttentionStatistics:
 
     def add_plan(self, plan: AttentionPlan) -> None:
         """Add the tasks of a plan to the checksum."""
-        for column in (plan.documents_K, plan.firsts_K, plan.stops_K, plan.hosts_K):
+        for column in (plan.documents_K, plan.firsts_K, plan.stops_K, plan.compute_ranks_K):
             self.plans_crc = crc32(column.tobytes(), self.plans_crc)
 
-    def begin_round(self) -> int:
+    def begin_round(self, bounds: DocumentBounds) -> int:
         """Return the index of a new round."""
+        self.rounds.append(bounds)
         self.pairs.append(0)
         return len(self.pairs) - 1
 
@@ -100,18 +104,18 @@ class RowTransfer:
         self._num_rows = needed.num_rows
         self._num_own = len(own_tokens)
         self._communicates = transfers.num_rows > 0
-        sent, self._input_splits = transfers.sent_by(group.rank, group.size)
+        sent_tokens, self._input_splits = transfers.sent_by(group.rank, group.size)
         received, self._output_splits = transfers.received_by(group.rank, group.size)
         by_token = np.argsort(own_tokens)
         places = needed.rows_of(own_tokens)
-        kept = np.flatnonzero(places >= 0)
+        ids = np.flatnonzero(places >= 0)
         self._is_identity = (
-            not self._communicates and len(kept) == self._num_own and bool((places == np.arange(self._num_own)).all())
+            not self._communicates and len(ids) == self._num_own and bool((places == np.arange(self._num_own)).all())
         )
-        self._sent_rows = rank.index(by_token[np.searchsorted(own_tokens[by_token], sent)])
+        self._sent_rows = rank.index(by_token[np.searchsorted(own_tokens[by_token], sent_tokens)])
         self._received_places = rank.index(needed.rows_of(received))
-        self._own_rows = rank.index(kept)
-        self._own_places = rank.index(places[kept])
+        self._own_rows = rank.index(ids)
+        self._own_places = rank.index(places[ids])
 
     @property
     def num_received(self) -> int:
@@ -125,9 +129,9 @@ class RowTransfer:
         gathered = x.new_empty((self._num_rows, x.shape[1]))
         gathered[self._own_places] = x[self._own_rows]
         if self._communicates:
-            sent = x[self._sent_rows]
-            self._statistics.sent_bytes += sent.nbytes
-            gathered[self._received_places] = all_to_all(sent, self._group, self._input_splits, self._output_splits)
+            rows = x[self._sent_rows]
+            self._statistics.sent_bytes += rows.nbytes
+            gathered[self._received_places] = all_to_all(rows, self._group, self._input_splits, self._output_splits)
         return gathered
 
     def scatter_sum(self, x: Tensor) -> Tensor:
@@ -140,9 +144,9 @@ class RowTransfer:
         total = x.new_zeros((self._num_own, x.shape[1]))
         total[self._own_rows] = x[self._own_places]
         if self._communicates:
-            sent = x[self._received_places]
-            self._statistics.sent_bytes += sent.nbytes
-            returned = all_to_all(sent, self._group, self._output_splits, self._input_splits)
+            sent_rows = x[self._received_places]
+            self._statistics.sent_bytes += sent_rows.nbytes
+            returned = all_to_all(sent_rows, self._group, self._output_splits, self._input_splits)
             for rows, values in zip(
                 self._sent_rows.split(self._input_splits), returned.split(self._input_splits), strict=True
             ):
@@ -178,17 +182,17 @@ class RankTasks:
         plan: the plan of the round.
         rank: this rank.
         num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
-        round_index: index of the round in the statistics; None: it is not counted, as all ranks have equal work.
+        round_index: index of the round in the statistics; None if it is not counted, as all ranks have equal work.
     """
 
     def __init__(self, plan: AttentionPlan, rank: RoundRank, num_samples: int, round_index: int | None) -> None:
         number = int(np.flatnonzero(rank.members == rank.group.rank)[0])
         own_tokens = plan.placement.slots(number).reshape(num_samples, -1).T.ravel()
         queries, keys = plan.needed_tokens(number)
-        chosen = plan.hosts_K == number
-        stops = plan.stops_K[chosen]
+        is_own = plan.compute_ranks_K == number
+        stops = plan.stops_K[is_own]
         ranges = [
-            np.stack((needed.rows_of(firsts[chosen]), needed.rows_of(stops - 1) + 1), 1)
+            np.stack((needed.rows_of(firsts[is_own]), needed.rows_of(stops - 1) + 1), 1)
             for needed, firsts in ((queries, plan.firsts_K), (keys, plan.first_keys))
         ]
         exchange = plan.exchange()
@@ -250,7 +254,7 @@ class AttentionPlanner:
 
         Args:
             q: queries of this rank's tokens, [S/cp, B, A, D].
-            documents: their documents; None: a sample is one document.
+            documents: their documents; None if a sample is one document.
             window: sliding window; 0: no limit.
         """
         num_tokens, num_samples = q.shape[:2]
@@ -260,9 +264,10 @@ class AttentionPlanner:
                 bounds = DocumentBounds(((0,),) * num_samples)
                 self._without_documents[key] = self._build(q, bounds, window, None)
             return self._without_documents[key]
-        round_index = documents.cached("attention round", self.statistics.begin_round)
+        bounds = documents.bounds
+        round_index = documents.cached("attention round", lambda: self.statistics.begin_round(bounds))
         return documents.cached(
-            ("attention tasks", window, num_samples), lambda: self._build(q, documents.bounds, window, round_index)
+            ("attention tasks", window, num_samples), lambda: self._build(q, bounds, window, round_index)
         )
 
     def _build(self, q: Tensor, bounds: DocumentBounds, window: int, round_index: int | None) -> RankTasks:

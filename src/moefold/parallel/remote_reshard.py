@@ -168,7 +168,7 @@ class WeightReceiver:
         self._boxes = self._transfer.target.boxes(link.rank - link.split.num_training)
         check_boxes(weight_tensors(model), self._boxes)
         self._buckets = [
-            mine for bucket in self._transfer.buckets() if (mine := [m for m in bucket if m.target == link.rank])
+            moves for bucket in self._transfer.buckets() if (moves := [m for m in bucket if m.target == link.rank])
         ]
 
     @torch.no_grad()

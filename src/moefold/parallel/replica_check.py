@@ -45,8 +45,8 @@ class Divergence:
         holders = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         if len(self.ranks) == len(self.members):
             return f"{self.what} differs between {holders} ({self.axis}), and no majority shows which is right"
-        others = len(self.members) - len(self.ranks)
-        return f"{self.what} on {holders} differs from the {others} other ranks that hold it ({self.axis})"
+        num_others = len(self.members) - len(self.ranks)
+        return f"{self.what} on {holders} differs from the {num_others} other ranks that hold it ({self.axis})"
 
 
 @dataclass(frozen=True)
@@ -70,42 +70,19 @@ class _TensorDigest:
     """False if some ranks of the axis lack the tensor and use a zero digest."""
 
 
-class ReplicaCheck:
-    """Compares replicated state, losses and gradients between ranks, on the steps that ask for it.
+class ReplicaGradients:
+    """Compares losses and gradients of the replicas on the steps that ask for it.
 
     Args:
         model: the model of this rank.
-        moments: optimizer moments by name.
-        zero: the ZeRO level; from 1 on, the gathered weights are compared too.
         comm_hooks: the communication hooks of the model's FSDP modules.
-        samples: samples of each data-parallel replica in a step, without padding; empty: all have equal numbers.
+        samples: samples of each data-parallel replica in a step, without padding.
     """
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        moments: Mapping[str, Tensor],
-        zero: int,
-        comm_hooks: FSDPCommHooks,
-        samples: Sequence[int] = (),
-    ) -> None:
-        groups = model.groups
-        self._samples, self._expert_samples = _samples_of_replicas(groups.layout, samples)
+    def __init__(self, model: ParallelModel, comm_hooks: FSDPCommHooks, samples: Sequence[int]) -> None:
+        self._samples, self._expert_samples = _samples_of_replicas(model.groups.layout, samples)
         self._model = model
-        self._moments = moments
-        self._zero = zero
         self._comm_hooks = comm_hooks
-        self._hasher = TensorHasher(groups.device)
-        self._no_digest = torch.zeros(2, dtype=torch.int64, device=groups.device)
-        self._groups: dict[str, Group] = {
-            "tp": groups.attn.tp,
-            "dp_cp": groups.attn.dp_cp,
-            "edp": groups.moe.edp,
-            "stage": groups.attn.stage,
-            "cp": groups.attn.cp,
-            "pp": groups.pp,
-            "world": groups.world,
-        }
 
     def enable(self) -> None:
         """Collect the dot products of the gradients of the next backward passes, until `metrics`."""
@@ -139,6 +116,33 @@ class ReplicaCheck:
             self._expert_samples,
         )
 
+
+class ReplicaCheck:
+    """Compares the replicated state of ranks.
+
+    Args:
+        model: the model of this rank.
+        moments: optimizer moments by name.
+        zero: the ZeRO level; from 1 on, the gathered weights are compared too.
+    """
+
+    def __init__(self, model: ParallelModel, moments: Mapping[str, Tensor], zero: int) -> None:
+        groups = model.groups
+        self._model = model
+        self._moments = moments
+        self._zero = zero
+        self._hasher = TensorHasher(groups.device)
+        self._no_digest = torch.zeros(2, dtype=torch.int64, device=groups.device)
+        self._groups: dict[str, Group] = {
+            "tp": groups.attn.tp,
+            "dp_cp": groups.attn.dp_cp,
+            "edp": groups.moe.edp,
+            "stage": groups.attn.stage,
+            "cp": groups.attn.cp,
+            "pp": groups.pp,
+            "world": groups.world,
+        }
+
     @torch.no_grad()
     def find_divergences(self, batch: Batch, host_facts: Sequence[HostFact]) -> tuple[Divergence, ...]:
         """Return the divergences between ranks, the same list on every rank; collective over all ranks.
@@ -154,7 +158,7 @@ class ReplicaCheck:
         if self._all_match(by_axis):
             return ()
         divergences = [d for axis, group_digests in by_axis.items() for d in self._compare(axis, group_digests)]
-        return tuple(dict.fromkeys(d for listed in current_world().all_gather_object(divergences) for d in listed))
+        return tuple(dict.fromkeys(d for of_rank in current_world().all_gather_object(divergences) for d in of_rank))
 
     def _all_match(self, digests_by_axis: Mapping[str, list[_TensorDigest]]) -> bool:
         """Return whether the members of every group have equal digests; every rank checks all groups."""
@@ -249,9 +253,9 @@ def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArra
 
     Args:
         layout: the mapping.
-        samples: samples of each data-parallel replica; empty: all have equal numbers.
+        samples: samples of each data-parallel replica.
     """
-    replica_samples = np.array(samples or [1] * layout.dp, dtype=np.float64)
+    replica_samples = np.array(samples, dtype=np.float64)
     expert_samples = np.zeros(layout.edp)
     for rank in range(layout.world_size):
         expert_samples[layout.moe.coordinate(rank, "edp")] += replica_samples[layout.attention.coordinate(rank, "dp")]

@@ -56,7 +56,7 @@ class WeightTransfer:
         target: the model that gets them: for inference, or for training under another mapping, without its optimizer
             state. It may lack the multi-token prediction layers of the source.
         max_scratch_bytes: largest memory of the buffers of one bucket on a rank.
-        ranks_per_node: consecutive ranks that share a node, which are preferred as senders; None: all do.
+        ranks_per_node: consecutive ranks that share a node, which are preferred as senders; None if all do.
 
     Raises:
         ValueError: the mappings have different numbers of ranks, the models have different tensors, or

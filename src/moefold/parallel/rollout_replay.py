@@ -115,7 +115,7 @@ class RolloutReplay:
         world = self._groups.world
         rank = world.rank
         rows, starts = _concatenate(recorded, len(tokens.last_R), len(self._member.sampled_layers), self._top_k)
-        sent: list[NDArray[np.uint8]] = []
+        sent_rows: list[NDArray[np.uint8]] = []
         for member, receiver in enumerate(self._members):
             layers = self._common_layers(self._member, receiver, member)
             is_mine = self._is_from(tokens, receiver, self._member.shard)
@@ -123,13 +123,13 @@ class RolloutReplay:
             index = starts[index] + self._rows_of_receiver(tokens.offset_NS, receiver)[is_mine]
             columns = np.array([self._member.sampled_layers.index(layer) for layer in layers], np.int64)
             block = rows[np.ix_(columns, index)]
-            sent.append(np.ascontiguousarray(block, self._dtype).reshape(-1).view(np.uint8))
+            sent_rows.append(np.ascontiguousarray(block, self._dtype).reshape(-1).view(np.uint8))
         masks = [self._is_from(tokens, self._member, member.shard) for member in self._members]
         item = self._top_k * self._dtype.itemsize
         layers_from = [self._common_layers(member, self._member, rank) for member in self._members]
         counts = [len(layers) * int(mask.sum()) * item for layers, mask in zip(layers_from, masks, strict=True)]
-        buffer = torch.from_numpy(np.concatenate(sent)).to(self._groups.device)
-        received = all_to_all(buffer, world, [len(block) for block in sent], counts).cpu().numpy()
+        buffer = torch.from_numpy(np.concatenate(sent_rows)).to(self._groups.device)
+        received = all_to_all(buffer, world, [len(block) for block in sent_rows], counts).cpu().numpy()
         ids = np.zeros((len(self._member.layers), *masks[0].shape, self._top_k), self._dtype)
         for block, layers, mask in zip(np.split(received, np.cumsum(counts)[:-1]), layers_from, masks, strict=True):
             shape = len(layers), int(mask.sum()), self._top_k

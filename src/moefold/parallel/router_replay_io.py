@@ -88,8 +88,8 @@ class RouterReplayBuffer:
             local: Array = step.samples(layer, first_sample, self._num_samples)[:, self._positions]
             return local
         samples, positions = np.divmod(self._slots.cpu().numpy(), self._shape.seq_len)
-        chosen: Array = step.samples(layer, 0, self._shape.global_batch_size)[samples, positions]
-        return chosen
+        expert_ids: Array = step.samples(layer, 0, self._shape.global_batch_size)[samples, positions]
+        return expert_ids
 
     def _slots_of(self, batch: Batch) -> Tensor | None:
         """Return sample * S + position of each token of this rank, [N, S/(cp*tp)]; None: samples in their places."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.comm.groups import Group
+from moefold.comm.private_torch import foreach_copy_, fsdp_param_group, fsdp_shard, replace_fsdp_gather
 from moefold.comm.shared_memory import PipeBarrier, SharedExchange, open_shared_memory
-from moefold.comm.torch_compat import foreach_copy_, fsdp_param_group, fsdp_shard, replace_fsdp_gather
 from moefold.errors import RunError
 
 ALIGNMENT = 64

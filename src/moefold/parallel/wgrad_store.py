@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from moefold.comm.torch_compat import fsdp_param_groups, run_fsdp_post_backward
+from moefold.comm.private_torch import fsdp_param_groups, run_fsdp_post_backward
 from moefold.model.delayed_wgrad import Compute
 
 WeightGradTask = Callable[[], None]

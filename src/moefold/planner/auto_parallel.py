@@ -30,9 +30,7 @@ def plan_mapping(cfg: Config, given: frozenset[str], machine: DetectedMachine) -
     """Return the recipe with the fastest mapping that fits, and a description of the choice.
 
     Args:
-        cfg: a recipe with `parallel.mapping = "auto"`.
         given: the keys that the recipe sets; keys of a mapping among them are fixed.
-        machine: the machine to train on.
 
     Raises:
         ConfigError: nothing is legal, or nothing fits.

@@ -96,10 +96,6 @@ def with_run_defaults(cfg: Config, name: str) -> Config:
     """Return the config of a bare model with defaults for a run, a learning-rate schedule and data.
 
     `PLACEHOLDER_COMMENTS` explains them.
-
-    Args:
-        cfg: a model under a mapping; the rest is the default.
-        name: name of the model, for the folder of the run.
     """
     folder = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip(".-") or "planned"
     return replace(

@@ -19,18 +19,10 @@ FOLD_AXES = ("tp", "cp", "pp", "ep", "etp")
 NUMBER_AXES = ("seq_len", "tp", "cp", "pp", "ep", "etp", "mbs")
 
 
-@dataclass(frozen=True)
-class MappingFamily:
-    """Kind of mapping that users choose between."""
-
-    title: str
-    group: MappingGroup
-
-
 FAMILIES = {
-    "folded": MappingFamily("folded", MappingGroup(zero_stages=(0, 1, 2))),
-    "coupled": MappingFamily("ETP = TP", MappingGroup(1, METHODS[COUPLED_WITH_CP].accepts, (0, 1, 2))),
-    "fsdp": MappingFamily("ZeRO-3 (FSDP)", MappingGroup(zero_stages=(3,))),
+    "folded": MappingGroup(zero_stages=(0, 1, 2), title="folded"),
+    "coupled": MappingGroup(1, METHODS[COUPLED_WITH_CP].accepts, (0, 1, 2), "ETP = TP"),
+    "fsdp": MappingGroup(zero_stages=(3,), title="ZeRO-3 (FSDP)"),
 }
 """By the word in `--take`: any folding with ZeRO 0 to 2, its part without folding, and ZeRO-3 with any folding."""
 
@@ -76,7 +68,7 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
     request = planner.request
     own_rows = [row for row in _measured() if row["model"] == request.model_spec.name]
     degrees = {tuple(int(row[axis]) for axis in FOLD_AXES) for row in own_rows}
-    plans = planner.search.find([family.group for family in FAMILIES.values()])
+    plans = planner.search.find([*FAMILIES.values()])
     least_s = min((own[0].time.total_s for own in plans if own), default=0.0)
     found = []
     for (name, family), own in zip(FAMILIES.items(), plans, strict=True):
@@ -84,8 +76,8 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
             continue
         # If a family is within the error of the fastest, its mapping must be too.
         limit_s = _within_error(least_s if own[0].time.total_s <= _within_error(least_s) else own[0].time.total_s)
-        accepts = _accepts_both(family.group.accepts, degrees)
-        measured = planner.search.plans_below(limit_s, family.group.zero_stages, accepts, is_beam=True)
+        accepts = _accepts_both(family.accepts, degrees)
+        measured = planner.search.plans_below(limit_s, family.zero_stages, accepts, is_beam=True)
         candidates = [
             FamilyBest(
                 name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _within_error(least_s), own[0]

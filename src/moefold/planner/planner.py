@@ -20,7 +20,7 @@ from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.tree import parsed_value
 from moefold.cost.hardware import GIB, Device, SiteLink, device_names, load_device
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.memory.budget import MemoryModel
@@ -86,9 +86,6 @@ def legal_context(model: ModelConfig, parallel: ParallelConfig) -> str | Part:
 
 class Planner:
     """Searches the legal mappings of one request.
-
-    Args:
-        request: the request.
 
     Raises:
         ConfigError: the recipe cannot run under any mapping.
@@ -223,7 +220,7 @@ class Planner:
             options.append(f"{num_gpus} GPUs")
         options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
         if not options:
-            return f"{text}; choose a smaller model, or a shorter --seq-len"
+            return f"{text}; choose a smaller model, or a shorter {Setting('--seq-len')}"
         return f"{text}; it would fit with {', or '.join(options)}"
 
     def least_gpus(self) -> int | None:
@@ -318,7 +315,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             value = tuple(map(str, value)) if isinstance(value, list) else value
             axis, value = ("offload", "optimizer") if axis == "moments" else (axis, value)
             fixed = f"{axis}={format_axis_value(value)}"
-            raise ConfigError(f"{word} has no effect: the search chooses it; fix it with --fix {fixed}")
+            raise ConfigError(f"{word} has no effect: the search chooses it; fix it with {Setting('--fix')} {fixed}")
 
 
 def _nearby_gpu_counts(num_gpus: int) -> Iterator[int]:

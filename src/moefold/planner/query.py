@@ -19,7 +19,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.hardware import GIB, load_device
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import resolve_precision
 from moefold.planner.cost_model.workload import RecordedRouting, workload_from_config
@@ -68,7 +68,7 @@ class PlanOptions:
     flops: Literal["full", "causal"] = "full"
     """Attention in the FLOP count of the MFU."""
     mtp_flops: Literal["with", "without"] | None = None
-    """Whether that count includes multi-token prediction; None counts it."""
+    """True if that count includes multi-token prediction; None counts it."""
     method: str = FOLDED
     """Part of the search."""
     offload: bool = False
@@ -88,11 +88,6 @@ class PlanOptions:
 def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
     """Build the request of a planner.
 
-    Args:
-        model: preset, recipe (.toml), or Hugging Face config.json or its folder.
-        gpu: name of a known device, or a .toml file.
-        options: further settings.
-
     Raises:
         ConfigError: the model, the device or a setting is wrong or missing.
     """
@@ -104,7 +99,8 @@ def plan_request(model: str, gpu: str, options: PlanOptions) -> PlanRequest:
     reserve = default_reserve_gib(device) if options.memory_reserve is None else options.memory_reserve
     if not 0 <= reserve < device.memory_gib:
         raise ConfigError(
-            f"--memory-reserve {reserve:g} must be at least 0 and below {device.memory_gib:g}, the GiB of {device.name}"
+            f"{Setting('--memory-reserve', reserve):g} must be at least 0 and below {device.memory_gib:g}, the GiB of "
+            f"{device.name}"
         )
     check_imbalance(options.imbalance, base.model.ffn.moe.num_experts)
     factor = base.moe.capacity_factor if options.capacity_factor is None else options.capacity_factor
@@ -169,7 +165,6 @@ def result_as_dict(
     """Return the result in the form of `moefold plan --json`: the best mappings, best first, and each family's.
 
     Args:
-        planner: the planner that searched.
         count: number of mappings, each of another fold; None: `DEFAULT_MAPPINGS`.
         families: the best mapping of each family; None: they are searched.
     """
@@ -265,8 +260,8 @@ def check_imbalance(value: float, num_experts: int) -> float:
     most = max(1, num_experts)
     if not 1 <= value <= most:
         raise ConfigError(
-            f"--imbalance {value:g} must be at least 1 and at most {most}, the number of experts: it is the busiest "
-            "expert-parallel rank over the mean"
+            f"{Setting('--imbalance', value):g} must be at least 1 and at most {most}, the number of experts: it is "
+            "the busiest expert-parallel rank over the mean"
         )
     return value
 
@@ -287,10 +282,10 @@ def _chosen_sizes(
     }
     for option, (key, given) in sizes.items():
         if given is not None and key in named:
-            raise ConfigError(f"{option} {given} and {key} set the same; leave one of them out")
+            raise ConfigError(f"{Setting(option, given)} and {key} set the same; leave one of them out")
     unsaid = {option for option, (key, given) in sizes.items() if not is_recipe and given is None and key not in named}
     if "--num-gpus" in unsaid:
-        raise ConfigError("--num-gpus is missing; set it, or give a recipe as MODEL, which supplies it")
+        raise ConfigError(f"{Setting('--num-gpus')} is missing; set it, or give a recipe as MODEL, which supplies it")
     num_gpus = _in_bounds("--num-gpus", options.num_gpus, parallel.world_size, MAX_GPUS)
     default_len = DEFAULT_SEQ_LEN if "--seq-len" in unsaid else train.seq_len
     seq_len = _in_bounds("--seq-len", options.seq_len, default_len, max_integer("train", "seq_len"))
@@ -311,7 +306,7 @@ def _in_bounds(option: str, given: int | None, default: int, maximum: int) -> in
     """Return the given number, or the default, if it is at least 1 and at most the maximum."""
     number = default if given is None else given
     if number < 1:
-        raise ConfigError(f"{option} {number} must be at least 1")
+        raise ConfigError(f"{Setting(option, number)} must be at least 1")
     check_at_most(option, number, maximum)
     return number
 
@@ -319,7 +314,8 @@ def _in_bounds(option: str, given: int | None, default: int, maximum: int) -> in
 def _counts_mtp(given: str | None, model: ModelConfig) -> bool:
     if given is not None and not model.mtp_layers:
         raise ConfigError(
-            f"--mtp-flops {given} has no effect: model.mtp_layers=0 turns multi-token prediction off; leave it out"
+            f"{Setting('--mtp-flops', given):s} has no effect: model.mtp_layers=0 turns multi-token prediction off; "
+            "leave it out"
         )
     return given != "without"
 

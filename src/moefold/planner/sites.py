@@ -26,8 +26,9 @@ from moefold.config.part import Part
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.cost.hardware import Device, SiteLink
-from moefold.cost.site_traffic import difference_itemsize, num_trained, recipe_format, site_traffic
-from moefold.errors import ConfigError
+from moefold.cost.site_traffic import num_trained, recipe_format, site_traffic
+from moefold.cost.state_bytes import master_dtype_bytes
+from moefold.errors import ConfigError, Setting
 
 TARGET = 0.95
 """Utilisation that settings are chosen for."""
@@ -116,9 +117,6 @@ class SiteCost:
     """Cost model of the rounds between sites.
 
     Args:
-        link: connection of each site.
-        count: sites.
-        step_s: step time of a site.
         volumes: content of the rounds of each fragment, by precision.
         in_pairs: a site exchanges with one other site in a round, and not with all.
     """
@@ -227,7 +225,7 @@ def site_volumes(cfg: Config, precision: str | None = None) -> tuple[RoundVolume
     sites = cfg.sites
     code = recipe_format(cfg.run, cfg.sites, precision)
     name = precision or sites.precision
-    of_method = precision is None and sites.part.wire_format(difference_itemsize(cfg.run)) is not None
+    of_method = precision is None and sites.part.wire_format(master_dtype_bytes(cfg.run)) is not None
     encode_s, decode_s = sites.part.coding_s if of_method else CODING_S[name]
     # A site also decodes its own vector, if its code is lossy.
     num_members = 2 if sites.part.in_pairs else sites.count
@@ -248,11 +246,9 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
 
     Args:
         cfg: a recipe with sites under a mapping that `check_config` passed.
-        link: connection of each site.
-        step_s: step time of a site.
     """
     sites = cfg.sites
-    has_code = sites.part.wire_format(difference_itemsize(cfg.run)) is not None
+    has_code = sites.part.wire_format(master_dtype_bytes(cfg.run)) is not None
     # A residual is the error of a code, and float32 has none.
     choosable = [name for name in CODING_S if name != "float32" or not sites.residual]
     precisions = [sites.precision] if has_code else choosable
@@ -278,7 +274,7 @@ def plan_sites(cfg: Config, link: SiteLink, step_s: float) -> SitePlan:
         options=options,
         chosen=chosen,
         further=_further_keys(sites, chosen.settings),
-        data_parallel=cost.data_parallel(num_trained(cfg.model, cfg.train, cfg.lora) * difference_itemsize(cfg.run)),
+        data_parallel=cost.data_parallel(num_trained(cfg.model, cfg.train, cfg.lora) * master_dtype_bytes(cfg.run)),
     )
 
 
@@ -322,9 +318,9 @@ def with_site_settings(cfg: Config, plan: SitePlan) -> Config:
     settings = plan.chosen.settings
     if settings.every > cfg.run.steps:
         raise ConfigError(
-            f"a utilisation of {TARGET:.0%} needs sites.every={settings.every}, which is above run.steps="
-            f"{cfg.run.steps}; raise run.steps, take a faster --site-link, or merge once after the last step by "
-            "sites.first=run.steps"
+            f"a utilisation of {TARGET:.0%} needs sites.every={settings.every}, which is above "
+            f"run.steps={cfg.run.steps}; raise run.steps, take a faster {Setting('--site-link')}, or merge once after "
+            "the last step by sites.first=run.steps"
         )
     sites = replace(
         cfg.sites,
@@ -342,11 +338,8 @@ def resolve_sites(
     """Return a recipe with the sites to plan for, and their link; None if no link is given, or there is one site.
 
     Args:
-        cfg: the recipe.
         device: its device, whose link is the default.
         count: `--sites`; None: the recipe's sites.count.
-        bytes_per_s: `--site-link`.
-        latency_s: `--site-latency`.
 
     Raises:
         ConfigError: an option is out of its range, or has no effect.
@@ -359,15 +352,19 @@ def resolve_sites(
     if link is not None and latency_s is not None:
         link = replace(link, latency_s=latency_s)
     if link is None and (count is not None or latency_s is not None):
-        option = f"--sites {count}" if count is not None else f"--site-latency {latency_s:g}"
+        option = f"{Setting('--sites', count)}" if count is not None else f"{Setting('--site-latency', latency_s):g}"
         raise ConfigError(
-            f"{option} needs the bandwidth between sites: add --site-link BYTES_PER_S, or [site_link] with bytes_per_s "
-            "and latency_s to the device's file"
+            f"{option} needs the bandwidth between sites: add {Setting('--site-link')} BYTES_PER_S, or [site_link] "
+            "with bytes_per_s and latency_s to the device's file"
         )
     if number == 1:
         if bytes_per_s is not None or latency_s is not None:
-            option = f"--site-link {bytes_per_s:g}" if bytes_per_s is not None else f"--site-latency {latency_s:g}"
-            raise ConfigError(f"{option} has no effect: sites.count=1 has no other site; add --sites")
+            option = (
+                f"{Setting('--site-link', bytes_per_s):g}"
+                if bytes_per_s is not None
+                else f"{Setting('--site-latency', latency_s):g}"
+            )
+            raise ConfigError(f"{option} has no effect: sites.count=1 has no other site; add {Setting('--sites')}")
         return cfg, None
     # A recipe without rounds gets one at the latest at its end.
     every = cfg.sites.every if cfg.sites.is_active else min(cfg.sites.every, cfg.run.steps)
@@ -376,8 +373,8 @@ def resolve_sites(
 
 def _check_options(count: int | None, bytes_per_s: float | None, latency_s: float | None) -> None:
     if count is not None and count < 2:
-        raise ConfigError(f"--sites {count} must be at least 2: one site has nothing to exchange")
+        raise ConfigError(f"{Setting('--sites', count)} must be at least 2: one site has nothing to exchange")
     if bytes_per_s is not None and not 0 < bytes_per_s < math.inf:
-        raise ConfigError(f"--site-link {bytes_per_s:g} must be above 0: bytes a second, one way")
+        raise ConfigError(f"{Setting('--site-link', bytes_per_s):g} must be above 0: bytes a second, one way")
     if latency_s is not None and not 0 <= latency_s < math.inf:
-        raise ConfigError(f"--site-latency {latency_s:g} must be at least 0: seconds of a message, one way")
+        raise ConfigError(f"{Setting('--site-latency', latency_s):g} must be at least 0: seconds of a message, one way")

@@ -20,7 +20,6 @@ class RecipeStageSplitter:
 
     Args:
         cfg: the recipe; from its mapping only the layout is read.
-        model_spec: its model.
         as_megatron: split as Megatron-Core does by default: into even stages, if they divide the layers, or the layers
             with the embedding and the loss.
     """

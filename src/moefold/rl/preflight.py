@@ -6,7 +6,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer, report_notes
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.rl.reward import check_columns, check_reward
 
 MAX_CHECKED_PROBLEMS = 1000
@@ -30,8 +30,8 @@ def check_rollout_data(cfg: Config) -> int:
     num_prompts = cfg.rl.updates * cfg.train.global_batch_size // cfg.rl.group_size
     if len(prompts.train) < num_prompts:
         raise ConfigError(
-            f"data.path={cfg.data.path!r} has {len(prompts.train)} prompts to train on, and a step needs {num_prompts} "
-            "(rl.updates * train.global_batch_size / rl.group_size); give more prompts, or lower "
+            f"{Setting('data.path', cfg.data.path)} has {len(prompts.train)} prompts to train on, and a step needs "
+            f"{num_prompts} (rl.updates * train.global_batch_size / rl.group_size); give more prompts, or lower "
             "train.global_batch_size"
         )
     sources = [source for source in (prompts.train, prompts.validation) if source is not None]

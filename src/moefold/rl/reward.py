@@ -15,7 +15,7 @@ from moefold.config.faults import FaultsConfig
 from moefold.config.limits import MAX_NUMBER
 from moefold.config.rl import RewardConfig
 from moefold.data.prompts import Prompt
-from moefold.errors import ConfigError, RunError
+from moefold.errors import ConfigError, Problem, RunError, Setting
 from moefold.rl.reward_pool import RewardError, RewardPool, RewardTimeoutError
 from moefold.rl.verifiers import REQUIRED_COLUMNS, TASK_VERIFIERS, VERIFIERS, column_fault
 
@@ -211,7 +211,8 @@ class Reward:
             failed = FailedReward(prompt, name, reason, details)
             if self._on_error == "stop":
                 trace = f"\n{details.rstrip()}" if details else ""
-                raise RunError(f"{failed.describe()}; fix it, or set reward.on_error='drop'{trace}")
+                drop = str(Setting("reward.on_error", "drop"))
+                raise RunError(f"{failed.describe()}; fix it{drop and f', or set {drop}'}{trace}")
             self._failures.append(failed)
             scores = [np.full(count, math.nan)] * len(self._names)
             break
@@ -265,10 +266,8 @@ def check_reward(data: DataConfig, reward: RewardConfig, prompts: Sequence[Promp
     """
     names = reward_names(data, reward)
     if not names:
-        raise ConfigError(
-            f"reward.use='' must name the reward of data.kind={data.kind!r}: one of "
-            f"{', '.join(VERIFIERS)}, or FILE.py:FUNCTION"
-        )
+        rule = f"must name the reward of data.kind={data.kind!r}: one of {', '.join(VERIFIERS)}, or FILE.py:FUNCTION"
+        raise ConfigError(Problem("reward.use", "", rule))
     for name in names:
         _check_function(name, prompts, reward.timeout_s)
 
@@ -292,17 +291,16 @@ def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> N
         return
     reference = split_reference(name)
     if reference is None:
-        raise ConfigError(
-            f"reward.use={name!r} must be one of {', '.join(VERIFIERS)}, or FILE.py:FUNCTION, such as reward.py:reward"
-        )
+        rule = f"must be one of {', '.join(VERIFIERS)}, or FILE.py:FUNCTION, such as reward.py:reward"
+        raise ConfigError(Problem("reward.use", name, rule))
     if not reference[0].is_file():
-        raise ConfigError(f"reward.use={name!r}: {str(reference[0])!r} does not exist; name a Python file")
+        raise ConfigError(Problem("reward.use", name, f": {str(reference[0])!r} does not exist", "name a Python file"))
     with RewardPool(*reference, workers=1, timeout_s=timeout_s) as pool:
         (result,) = pool.call_all([reward_arguments(prompts[0], ["", ""], [[], []])])
     reason = str(result) if isinstance(result, RewardError) else _fault(result, 2)
     if reason:
         raise ConfigError(
-            f"reward.use={name!r} was tried with two empty completions, and {reason}; the signature is "
+            f"{Setting('reward.use', name)} was tried with two empty completions, and {reason}; the signature is "
             "f(prompts, completions, **columns) -> list of one number or None for each completion"
         )
 
@@ -312,12 +310,12 @@ def _check_columns(name: str, prompt: Prompt) -> None:
     for column in REQUIRED_COLUMNS[name]:
         if column not in prompt.columns:
             raise ConfigError(
-                f"reward.use={name!r} reads the column {column!r}, and {prompt.location} has the columns "
+                f"{Setting('reward.use', name)} reads the column {column!r}, and {prompt.location} has the columns "
                 f"{sorted(prompt.columns)}; add it, or choose another reward"
             )
         value = prompt.columns[column]
         if rule := column_fault(name, column, value):
             raise ConfigError(
-                f"{prompt.location}: the column {column!r} {rule} for reward.use={name!r}, and is "
+                f"{prompt.location}: the column {column!r} {rule} for {Setting('reward.use', name)}, and is "
                 f"{reprlib.repr(value)}; fix it, or choose another reward"
             )

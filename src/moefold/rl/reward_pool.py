@@ -140,7 +140,7 @@ class RewardPool:
 
         Args:
             calls: the keyword arguments.
-            limit_s: time limit of all calls together; None: no limit.
+            limit_s: time limit of all calls together; None if there is no limit.
 
         Raises:
             TimeoutError: a result is late; pending calls are dropped.

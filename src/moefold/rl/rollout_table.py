@@ -129,9 +129,9 @@ class RolloutTable:
 
     def drop(self, skipped: Sequence[range]) -> int:
         """Remove the rounds that have prompts to skip; return their number."""
-        kept = [r for r in self._rounds if not any(prompt in span for span in skipped for prompt in r.prompts)]
-        num_dropped = len(self._rounds) - len(kept)
-        self._rounds = deque(kept)
+        kept_rounds = [r for r in self._rounds if not any(prompt in span for span in skipped for prompt in r.prompts)]
+        num_dropped = len(self._rounds) - len(kept_rounds)
+        self._rounds = deque(kept_rounds)
         return num_dropped
 
     def drop_older(self, step: int, staleness: int, updates: int) -> int:

@@ -43,27 +43,27 @@ def text_of(completion: Completion) -> str:
 def exact(prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
     """Return 1.0 if the completion, without surrounding whitespace, is equal to the column `answer`."""
     return [
-        float(text_of(completion).strip() == str(wanted).strip())
-        for completion, wanted in zip(completions, answer, strict=True)
+        float(text_of(completion).strip() == str(target).strip())
+        for completion, target in zip(completions, answer, strict=True)
     ]
 
 
 def number(prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
     """Return 1.0 if the last numbers of the completion and of the column `answer` are equal."""
     rewards = []
-    for completion, wanted in zip(completions, answer, strict=True):
+    for completion, target in zip(completions, answer, strict=True):
         last = last_number(text_of(completion))
-        rewards.append(float(last is not None and last == last_number(str(wanted))))
+        rewards.append(float(last is not None and last == last_number(str(target))))
     return rewards
 
 
 def sort(prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
     """Return the fraction of correct positions of the column `answer`; 0.0 for another length."""
     rewards = []
-    for completion, wanted in zip(completions, answer, strict=True):
+    for completion, target in zip(completions, answer, strict=True):
         text = text_of(completion)
-        same = sum(left == right for left, right in zip(text, str(wanted), strict=False))
-        rewards.append(same / len(wanted) if len(text) == len(wanted) and wanted else 0.0)
+        same = sum(left == right for left, right in zip(text, str(target), strict=False))
+        rewards.append(same / len(target) if len(text) == len(target) and target else 0.0)
     return rewards
 
 
@@ -76,9 +76,9 @@ def countdown(
 ) -> list[float]:
     """Return 1.0 if the completion is an expression of exactly the column `numbers` with the value `target`."""
     rewards = []
-    for completion, allowed, wanted in zip(completions, numbers, target, strict=True):
+    for completion, allowed, value in zip(completions, numbers, target, strict=True):
         parsed = evaluate(text_of(completion))
-        is_right = parsed is not None and parsed[0] == wanted and Counter(parsed[1]) == Counter(allowed)
+        is_right = parsed is not None and parsed[0] == value and Counter(parsed[1]) == Counter(allowed)
         rewards.append(float(is_right))
     return rewards
 

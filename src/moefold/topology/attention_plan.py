@@ -1,10 +1,10 @@
 """Plan of the attention of a round: the rows of documents that each rank computes, and the rows that are sent for it.
 
-Only visible (query, key) pairs are computed: a task is a run of rows of one document, computed whole on one rank, its
-host. Tasks start where their tokens are placed. If the work of the ranks differs, rows leave the ranks that have too
-much (core attention disaggregation, arXiv:2510.18121). Rows of queries are sent to the host if it does not hold them,
-rows of keys and values once to each host that needs them. Where EP folds over dp x cp, every layer waits for the
-slowest rank of the round, so work is balanced inside each round.
+Only visible (query, key) pairs are computed: a task is a run of rows of one document, computed whole on one rank.
+Tasks start where their tokens are placed. If the work of the ranks differs, rows leave the ranks that have too much
+(core attention disaggregation, arXiv:2510.18121). Rows of queries are sent to the rank that computes them if it does
+not hold them, rows of keys and values once to each rank that needs them. Where EP folds over dp x cp, every layer waits
+for the slowest rank of the round, so work is balanced inside each round.
 
 The plan has only integers from the lengths of the documents: every rank computes the same, without communication.
 """
@@ -31,7 +31,7 @@ class AttentionTask(NamedTuple):
     document: Document
     first: int
     stop: int
-    host: int
+    compute_rank: int
     """Rank that computes the task."""
 
 
@@ -73,9 +73,9 @@ class Transfers(NamedTuple):
 
     def rows(self, source: int, destination: int) -> Integers:
         """Return the numbers of the tokens that are sent from one rank to another, ascending, int64."""
-        chosen = (self.sources_X == source) & (self.destinations_X == destination)
-        run, offset = expand(self.lengths_X[chosen])
-        tokens: Integers = self.firsts_X[chosen][run] + offset
+        is_sent = (self.sources_X == source) & (self.destinations_X == destination)
+        run, offset = expand(self.lengths_X[is_sent])
+        tokens: Integers = self.firsts_X[is_sent][run] + offset
         return tokens
 
     def sent_by(self, rank: int, num_ranks: int) -> tuple[Integers, list[int]]:
@@ -86,10 +86,10 @@ class Transfers(NamedTuple):
         """Return the tokens whose rows a rank receives, by source, and the number from each source."""
         return self._tokens(self.destinations_X == rank, self.sources_X, num_ranks)
 
-    def _tokens(self, chosen: NDArray[np.bool_], peers: Integers, num_ranks: int) -> tuple[Integers, list[int]]:
-        run, offset = expand(self.lengths_X[chosen])
-        counts = sum_by(peers[chosen], self.lengths_X[chosen], num_ranks)
-        return self.firsts_X[chosen][run] + offset, counts.tolist()
+    def _tokens(self, is_chosen: NDArray[np.bool_], peers: Integers, num_ranks: int) -> tuple[Integers, list[int]]:
+        run, offset = expand(self.lengths_X[is_chosen])
+        counts = sum_by(peers[is_chosen], self.lengths_X[is_chosen], num_ranks)
+        return self.firsts_X[is_chosen][run] + offset, counts.tolist()
 
     def between(self, members: Integers) -> "Transfers":
         """Return the transfers between the members of a group, given the member of each rank of the round."""
@@ -121,7 +121,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Tasks of a round, in columns, by host, then number of the first token.
+    """Tasks of a round, in columns, by the rank that computes, then number of the first token.
 
     Args:
         placement: placement of the tokens.
@@ -129,7 +129,7 @@ class AttentionPlan:
         documents_K: index of the document of each task.
         firsts_K: number of the first token of each task.
         stops_K: number of the last token of each task, plus 1.
-        hosts_K: rank that computes each task.
+        compute_ranks_K: rank that computes each task.
     """
 
     placement: Placement
@@ -137,17 +137,17 @@ class AttentionPlan:
     documents_K: Integers
     firsts_K: Integers
     stops_K: Integers
-    hosts_K: Integers
+    compute_ranks_K: Integers
 
     @property
     def tasks(self) -> tuple[AttentionTask, ...]:
         """Tasks one by one, for display and tests."""
         documents = self.placement.documents
         length = self.placement.shape.seq_len
-        columns = self.documents_K, self.firsts_K % length, (self.stops_K - self.firsts_K), self.hosts_K
+        columns = self.documents_K, self.firsts_K % length, (self.stops_K - self.firsts_K), self.compute_ranks_K
         return tuple(
-            AttentionTask(documents[document], first, first + count, host)
-            for document, first, count, host in zip(*(column.tolist() for column in columns), strict=True)
+            AttentionTask(documents[document], first, first + count, compute_rank)
+            for document, first, count, compute_rank in zip(*(column.tolist() for column in columns), strict=True)
         )
 
     @cached_property
@@ -171,7 +171,7 @@ class AttentionPlan:
     @cached_property
     def pairs_of_ranks(self) -> Integers:
         """Visible pairs that each rank computes, int64 [dp * cp]."""
-        return sum_by(self.hosts_K, self.pairs, self.placement.shape.num_ranks)
+        return sum_by(self.compute_ranks_K, self.pairs, self.placement.shape.num_ranks)
 
     @property
     def max_over_mean(self) -> float:
@@ -184,19 +184,19 @@ class AttentionPlan:
         Args:
             rank: compute only the rows that this rank sends or receives, which is faster; None: all rows.
         """
-        tasks = np.arange(len(self.hosts_K)) if rank is None else self._tasks_of(rank)
-        hosts = self.hosts_K[tasks]
+        tasks = np.arange(len(self.compute_ranks_K)) if rank is None else self._tasks_of(rank)
+        compute_ranks = self.compute_ranks_K[tasks]
         stops = self.stops_K[tasks]
-        queries = self._transfers(hosts, self.firsts_K[tasks], stops, rank)
-        return Exchange(queries, self._transfers(hosts, self.first_keys[tasks], stops, rank))
+        queries = self._transfers(compute_ranks, self.firsts_K[tasks], stops, rank)
+        return Exchange(queries, self._transfers(compute_ranks, self.first_keys[tasks], stops, rank))
 
     def needed_tokens(self, rank: int) -> tuple[TokenRanges, TokenRanges]:
         """Return the tokens whose queries a rank computes, and the tokens whose keys and values it needs for them."""
-        chosen = self.hosts_K == rank
-        hosts = self.hosts_K[chosen]
-        stops = self.stops_K[chosen]
+        is_own = self.compute_ranks_K == rank
+        compute_ranks = self.compute_ranks_K[is_own]
+        stops = self.stops_K[is_own]
         queries, keys = (
-            TokenRanges(*_union(hosts, firsts[chosen], stops, self.placement.shape.num_tokens)[1:])
+            TokenRanges(*_union(compute_ranks, firsts[is_own], stops, self.placement.shape.num_tokens)[1:])
             for firsts in (self.firsts_K, self.first_keys)
         )
         return queries, keys
@@ -205,7 +205,7 @@ class AttentionPlan:
         """Return the indices of the tasks of the documents that a rank computes or holds a part of."""
         placement = self.placement
         is_own = np.zeros(len(placement.bounds_N), bool)
-        is_own[self.documents_K[self.hosts_K == rank]] = True
+        is_own[self.documents_K[self.compute_ranks_K == rank]] = True
         runs = placement.ranks_M == rank
         first = np.searchsorted(placement.bounds_N, placement.firsts_M[runs], "right") - 1
         last = np.searchsorted(placement.bounds_N, (placement.firsts_M + placement.lengths_M)[runs] - 1, "right") - 1
@@ -213,17 +213,17 @@ class AttentionPlan:
         is_own[first[run] + offset] = True
         return np.flatnonzero(is_own[self.documents_K])
 
-    def _transfers(self, hosts: Integers, firsts: Integers, stops: Integers, rank: int | None) -> Transfers:
-        """Return the runs of needed tokens that other ranks than the host hold.
+    def _transfers(self, compute_ranks: Integers, firsts: Integers, stops: Integers, rank: int | None) -> Transfers:
+        """Return the runs of needed tokens that another rank holds than the rank that needs them.
 
         Args:
-            hosts: rank that needs each range of tokens, ascending.
+            compute_ranks: rank that needs each range of tokens, ascending.
             firsts: number of the first token of each range.
             stops: number of the last token of each range, plus 1.
             rank: see `exchange`.
         """
         placement = self.placement
-        hosts, firsts, stops = _union(hosts, firsts, stops, placement.shape.num_tokens)
+        compute_ranks, firsts, stops = _union(compute_ranks, firsts, stops, placement.shape.num_tokens)
         order = placement.runs_by_token
         run_firsts = placement.firsts_M[order]
         first_run = np.searchsorted(run_firsts, firsts, "right") - 1
@@ -233,13 +233,13 @@ class AttentionPlan:
         sources = placement.ranks_M[order[run]]
         begins = np.maximum(firsts[need], run_firsts[run])
         ends = np.minimum(stops[need], run_firsts[run] + placement.lengths_M[order[run]])
-        destinations = hosts[need]
+        destinations = compute_ranks[need]
         is_sent = sources != destinations
         if rank is not None:
             is_sent &= (sources == rank) | (destinations == rank)
-        chosen = np.flatnonzero(is_sent)
-        chosen = chosen[np.lexsort((begins[chosen], sources[chosen], destinations[chosen]))]
-        return Transfers(sources[chosen], destinations[chosen], begins[chosen], (ends - begins)[chosen])
+        sent_ids = np.flatnonzero(is_sent)
+        sent_ids = sent_ids[np.lexsort((begins[sent_ids], sources[sent_ids], destinations[sent_ids]))]
+        return Transfers(sources[sent_ids], destinations[sent_ids], begins[sent_ids], (ends - begins)[sent_ids])
 
 
 def pairs_before(rows: Integers, window: int) -> Integers:
@@ -275,26 +275,26 @@ def plan_attention(
     Args:
         placement: placement of the tokens.
         window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
-        tolerance: see above, at least 0; None: every rank computes the rows that it holds.
+        tolerance: see above, at least 0; None if every rank computes the rows that it holds.
         block: documents are cut between ranks at multiples of this, in tokens from their start.
         pool: number of ranks that share work, a divisor of the number of ranks; 0: all.
-        nodes: node of each rank; None: all ranks are in one node.
+        nodes: node of each rank; None if all ranks are in one node.
 
     Returns:
         The plan.
     """
-    documents, firsts, stops, hosts = _tasks_at_home(placement)
-    plan = AttentionPlan(placement, window, documents, firsts, stops, hosts)
+    documents, firsts, stops, compute_ranks = _tasks_at_home(placement)
+    plan = AttentionPlan(placement, window, documents, firsts, stops, compute_ranks)
     num_ranks = placement.shape.num_ranks
     pool = pool or num_ranks
     if tolerance is None or pool == 1:
         return plan
-    moved = [
+    moves = [
         move
         for first in range(0, num_ranks, pool)
         for move in _Balancer(plan, range(first, first + pool), tolerance, block, nodes).moves()
     ]
-    return _with_moves(plan, moved)
+    return _with_moves(plan, moves)
 
 
 def _tasks_at_home(placement: Placement) -> tuple[Integers, Integers, Integers, Integers]:
@@ -311,24 +311,26 @@ def _tasks_at_home(placement: Placement) -> tuple[Integers, Integers, Integers, 
 
 
 def _joined(
-    documents: Integers, firsts: Integers, stops: Integers, hosts: Integers
+    documents: Integers, firsts: Integers, stops: Integers, compute_ranks: Integers
 ) -> tuple[Integers, Integers, Integers, Integers]:
-    """Sort tasks by host and token; join tasks of one document that follow each other on a host."""
-    order = np.lexsort((firsts, hosts))
-    documents, firsts, stops, hosts = documents[order], firsts[order], stops[order], hosts[order]
+    """Sort tasks by rank and token; join tasks of one document that follow each other on a rank."""
+    order = np.lexsort((firsts, compute_ranks))
+    documents, firsts, stops, compute_ranks = documents[order], firsts[order], stops[order], compute_ranks[order]
     begins = np.ones(len(order), bool)
-    begins[1:] = (np.diff(hosts) != 0) | (np.diff(documents) != 0) | (firsts[1:] != stops[:-1])
+    begins[1:] = (np.diff(compute_ranks) != 0) | (np.diff(documents) != 0) | (firsts[1:] != stops[:-1])
     starts = np.flatnonzero(begins)
     ends = np.append(starts[1:], len(order)) - 1
-    return documents[starts], firsts[starts], stops[ends], hosts[starts]
+    return documents[starts], firsts[starts], stops[ends], compute_ranks[starts]
 
 
-def _union(hosts: Integers, firsts: Integers, stops: Integers, num_tokens: int) -> tuple[Integers, Integers, Integers]:
-    """Join the ranges of tokens that overlap or touch, for each host."""
-    if not len(hosts):
-        return hosts, firsts, stops
-    # Ranges of different hosts lie in different parts of one line, with a gap.
-    shift = hosts * (num_tokens + 1)
+def _union(
+    compute_ranks: Integers, firsts: Integers, stops: Integers, num_tokens: int
+) -> tuple[Integers, Integers, Integers]:
+    """Join the ranges of tokens that overlap or touch, for each rank."""
+    if not len(compute_ranks):
+        return compute_ranks, firsts, stops
+    # Ranges of different ranks lie in different parts of one line, with a gap.
+    shift = compute_ranks * (num_tokens + 1)
     order = np.argsort(firsts + shift, kind="stable")
     begins = (firsts + shift)[order]
     reached = np.maximum.accumulate((stops + shift)[order])
@@ -336,8 +338,12 @@ def _union(hosts: Integers, firsts: Integers, stops: Integers, num_tokens: int) 
     is_new[1:] = begins[1:] > reached[:-1]
     starts = np.flatnonzero(is_new)
     ends = np.append(starts[1:], len(order)) - 1
-    host = hosts[order][starts]
-    return host, begins[starts] - host * (num_tokens + 1), reached[ends] - host * (num_tokens + 1)
+    compute_rank = compute_ranks[order][starts]
+    return (
+        compute_rank,
+        begins[starts] - compute_rank * (num_tokens + 1),
+        reached[ends] - compute_rank * (num_tokens + 1),
+    )
 
 
 class _Move(NamedTuple):
@@ -346,7 +352,7 @@ class _Move(NamedTuple):
     task: int
     first: int
     stop: int
-    host: int
+    compute_rank: int
 
 
 class _Balancer:
@@ -365,7 +371,7 @@ class _Balancer:
         self._pairs = {rank: int(plan.pairs_of_ranks[rank]) for rank in ranks}
         total = sum(self._pairs.values()) * (TOLERANCE_UNIT + round(tolerance * TOLERANCE_UNIT))
         self._limit = -(-total // (len(ranks) * TOLERANCE_UNIT))
-        self._hosts_of_document: dict[int, list[int]] = {}
+        self._ranks_of_document: dict[int, list[int]] = {}
         self._stops: dict[int, int] = {}
         """End of the remaining rows of each task that has given rows."""
         self._heaps: dict[int, list[tuple[int, int]]] = {}
@@ -389,10 +395,10 @@ class _Balancer:
     def _tasks_to_give(self, source: int) -> list[int]:
         """Return the tasks of a rank, in descending order of their pairs for each row that would be sent."""
         plan = self._plan
-        first, stop = np.searchsorted(plan.hosts_K, (source, source + 1))
-        chosen = slice(first, stop)
-        rows = 2 * plan.stops_K[chosen] - plan.firsts_K[chosen] - plan.first_keys[chosen]
-        return [int(first + i) for i in np.argsort(-(plan.pairs[chosen] // rows), kind="stable")]
+        first, stop = np.searchsorted(plan.compute_ranks_K, (source, source + 1))
+        tasks = slice(first, stop)
+        rows = 2 * plan.stops_K[tasks] - plan.firsts_K[tasks] - plan.first_keys[tasks]
+        return [int(first + i) for i in np.argsort(-(plan.pairs[tasks] // rows), kind="stable")]
 
     def _give(self, source: int, task: int, *, may_overfill: bool) -> Iterable[_Move]:
         """Give rows from the end of a task until it is empty or less than half a block of its rows is too much.
@@ -413,19 +419,19 @@ class _Balancer:
             block_pairs = self._pairs_before(stop) - self._pairs_before(last_cut)
             if 2 * surplus < block_pairs:
                 return
-            host = self._destination(source, document, block_pairs)
-            room = self._limit - self._pairs[host]
+            compute_rank = self._destination(source, document, block_pairs)
+            room = self._limit - self._pairs[compute_rank]
             if room < block_pairs and not may_overfill:
                 return
             cut = self._cut(first, stop, min(surplus, room), rounds_down=room < surplus)
             pairs = self._pairs_before(stop) - self._pairs_before(cut)
             self._pairs[source] -= pairs
-            self._pairs[host] += pairs
-            self._push(host)
+            self._pairs[compute_rank] += pairs
+            self._push(compute_rank)
             self._push(source)
-            if host not in (hosts := self._hosts(document)):
-                hosts.append(host)
-            yield _Move(task, start + cut, start + stop, host)
+            if compute_rank not in (compute_ranks := self._compute_ranks(document)):
+                compute_ranks.append(compute_rank)
+            yield _Move(task, start + cut, start + stop, compute_rank)
             stop = cut
             self._stops[task] = start + stop
 
@@ -459,25 +465,25 @@ class _Balancer:
 
     def _destination(self, source: int, document: int, needed: int) -> int:
         """Return the rank that takes rows; it always has less work than the limit."""
-        room = {rank: self._limit - self._pairs.get(rank, self._limit) for rank in self._hosts(document)}
+        room = {rank: self._limit - self._pairs.get(rank, self._limit) for rank in self._compute_ranks(document)}
         holder = max(room, key=lambda rank: (room[rank], -rank))
         if room[holder] >= needed:
             return holder
         near = None if self._nodes is None else self._lightest(self._nodes[source])
         if near is not None and self._limit - self._pairs[near] >= needed:
             return near
-        host = self._lightest(-1)
-        assert host is not None, "the mean of all ranks is at most the limit"
-        return host
+        compute_rank = self._lightest(-1)
+        assert compute_rank is not None, "the mean of all ranks is at most the limit"
+        return compute_rank
 
-    def _hosts(self, document: int) -> list[int]:
+    def _compute_ranks(self, document: int) -> list[int]:
         """Return the ranks that compute rows of a document; they hold or receive keys of it."""
-        if document not in self._hosts_of_document:
+        if document not in self._ranks_of_document:
             order, documents = self._tasks_by_document
             first, stop = np.searchsorted(documents, (document, document + 1))
-            hosts = self._plan.hosts_K[order[first:stop]]
-            self._hosts_of_document[document] = list(dict.fromkeys(hosts.tolist()))
-        return self._hosts_of_document[document]
+            compute_ranks = self._plan.compute_ranks_K[order[first:stop]]
+            self._ranks_of_document[document] = list(dict.fromkeys(compute_ranks.tolist()))
+        return self._ranks_of_document[document]
 
     @cached_property
     def _tasks_by_document(self) -> tuple[Integers, Integers]:
@@ -505,14 +511,14 @@ def _with_moves(plan: AttentionPlan, moves: Sequence[_Move]) -> AttentionPlan:
     """Return the plan after the moves; a task's moves are in order, each ends where the next move begins, backwards."""
     if not moves:
         return plan
-    tasks, firsts, stops, hosts = (np.array(column, np.int64) for column in zip(*moves, strict=True))
+    tasks, firsts, stops, compute_ranks = (np.array(column, np.int64) for column in zip(*moves, strict=True))
     rest_stops = plan.stops_K.copy()
     np.minimum.at(rest_stops, tasks, firsts)
     keeps = rest_stops > plan.firsts_K
-    documents, firsts, stops, hosts = _joined(
+    documents, firsts, stops, compute_ranks = _joined(
         np.concatenate((plan.documents_K[keeps], plan.documents_K[tasks])),
         np.concatenate((plan.firsts_K[keeps], firsts)),
         np.concatenate((rest_stops[keeps], stops)),
-        np.concatenate((plan.hosts_K[keeps], hosts)),
+        np.concatenate((plan.compute_ranks_K[keeps], compute_ranks)),
     )
-    return AttentionPlan(plan.placement, plan.window, documents, firsts, stops, hosts)
+    return AttentionPlan(plan.placement, plan.window, documents, firsts, stops, compute_ranks)

@@ -115,5 +115,5 @@ def order_mismatches(sequences: Sequence[CollectiveSequence], layout: Layout) ->
             if sequences[rank] != reference:
                 pairs = zip(reference, sequences[rank], strict=False)
                 place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(reference), len(sequences[rank])))
-                shown = [str(row[place]) if place < len(row) else "nothing" for row in (reference, sequences[rank])]
-                yield f"ranks {group[0]} and {rank} share a group, and collective {place} is {shown[0]} and {shown[1]}"
+                names = [str(row[place]) if place < len(row) else "nothing" for row in (reference, sequences[rank])]
+                yield f"ranks {group[0]} and {rank} share a group, and collective {place} is {names[0]} and {names[1]}"

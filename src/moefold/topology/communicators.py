@@ -80,12 +80,12 @@ def communicator_names(layout: Layout, by_name: Mapping[str, Communicator]) -> d
     axes: dict[Communicator, list[str]] = {}
     for name, communicator in by_name.items():
         spec = GROUPS[name]
-        named = axes.setdefault(communicator, [])
+        axis_names = axes.setdefault(communicator, [])
         # An axis of degree 1 adds nothing to a product.
         product = " x ".join(axis for axis in spec.axes if spec.view_of(layout).degree(axis) > 1)
-        if product and product not in named:
-            named.append(product)
+        if product and product not in axis_names:
+            axis_names.append(product)
     return {
-        communicator: (" / ".join(named) or "one rank") + (" (FSDP)" if communicator.purpose == "fsdp" else "")
-        for communicator, named in axes.items()
+        communicator: (" / ".join(axis_names) or "one rank") + (" (FSDP)" if communicator.purpose == "fsdp" else "")
+        for communicator, axis_names in axes.items()
     }

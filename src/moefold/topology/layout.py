@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import lcm, log, prod
 
 from moefold.config.parallel import ParallelConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 MOE_AXES = ("etp", "ep", "edp", "pp")
@@ -143,7 +143,8 @@ def fold(
     degrees = {"world_size": world_size, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
     for key, value in degrees.items():
         if value < 1:
-            raise ConfigError(f"parallel.{key}={value} must be at least 1; leave it out for the default of 1")
+            rule = "must be at least 1"
+            raise ConfigError(Problem(f"parallel.{key}", value, rule, "leave it out for the default of 1"))
     multiple = lcm(tp * cp * pp, etp * ep * pp)
     stage = _divide("pp", pp, world_size, "world_size", multiple)
     rows = _divide("tp", tp, stage, "world_size/pp", multiple)
@@ -199,20 +200,17 @@ def _divide(key: str, value: int, total: int, name: str, multiple: int) -> int:
     legal = divisors(total)
     nearest = sorted(sorted(legal, key=lambda d: abs(d - value))[:8])
     choices = f"choose one of {', '.join(map(str, nearest))}" if len(nearest) > 1 else f"choose {nearest[0]}"
-    raise ConfigError(
-        f"parallel.{key}={value} must divide {name}={total}; {choices}, "
-        f"or make parallel.world_size a multiple of {multiple}"
-    )
+    rule = f"must divide {name}={total}"
+    way_out = f"{choices}, or make {Setting('parallel.world_size')} a multiple of {multiple}"
+    raise ConfigError(Problem(f"parallel.{key}", value, rule, way_out))
 
 
 def _parse_view(key: str, order: str, degrees: dict[str, int]) -> View:
     axes = tuple(order.split("-"))
     if sorted(axes) != sorted(degrees):
         default = DEFAULT_ORDER if key == "order" else DEFAULT_MOE_ORDER
-        raise ConfigError(
-            f"parallel.{key}={order!r} must name each of {', '.join(degrees)} once, slowest to fastest, "
-            f"joined by '-'; the default is {default!r}"
-        )
+        rule = f"must name each of {', '.join(degrees)} once, slowest to fastest, joined by '-'"
+        raise ConfigError(Problem(f"parallel.{key}", order, rule, f"the default is {default!r}"))
     return View(axes, tuple(degrees[axis] for axis in axes))
 
 

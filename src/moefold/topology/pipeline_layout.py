@@ -11,6 +11,8 @@ Stages follow each other in model order, virtual stages included. A stage withou
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moefold.errors import Setting
+
 LETTERS = "EtmL"
 LETTER_MEANINGS = {"E": "the embedding", "t": "a layer", "m": "a layer of multi-token prediction", "L": "the loss"}
 MAX_SYMBOLS = 100_000
@@ -73,8 +75,8 @@ def validate_layout(text: str, *, num_layers: int, num_mtp_layers: int, num_stag
     if len(bars) + 1 != num_stages:
         where = f"the first | too many is at character {bars[num_stages - 1]}" if len(bars) >= num_stages else ""
         yield (
-            f"it has {len(bars) + 1} stage{'s' if bars else ''}, and parallel.pp*parallel.virtual_stages={num_stages}"
-            f"{'; ' + where if where else ''}"
+            f"it has {len(bars) + 1} stage{'s' if bars else ''}, and "
+            f"{Setting('parallel.pp')}*parallel.virtual_stages={num_stages}{'; ' + where if where else ''}"
         )
 
 
@@ -124,7 +126,7 @@ class _LayoutParser:
     def read(self) -> list[LayoutSymbol]:
         symbols = self._parse_sequence(opened_at=None)
         if not symbols:
-            raise LayoutSyntaxError("it is empty; the least is 'EtL'")
+            raise LayoutSyntaxError("it is empty; the shortest layout is 'EtL'")
         return symbols
 
     def _parse_sequence(self, opened_at: int | None) -> list[LayoutSymbol]:

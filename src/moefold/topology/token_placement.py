@@ -98,9 +98,9 @@ class Placement:
 
     def slots(self, rank: int) -> Integers:
         """Return the numbers of a rank's tokens, int64 [C]: sample * S + position."""
-        chosen = slice(*np.searchsorted(self.ranks_M, (rank, rank + 1)))
-        run, offset = expand(self.lengths_M[chosen])
-        return self.firsts_M[chosen][run] + offset
+        own_spans = slice(*np.searchsorted(self.ranks_M, (rank, rank + 1)))
+        run, offset = expand(self.lengths_M[own_spans])
+        return self.firsts_M[own_spans][run] + offset
 
     def check(self) -> None:
         """Check that every token has one slot, and every rank its number of slots.
@@ -298,16 +298,16 @@ class _Packer:
 
     def _roomiest(self, length: int) -> list[int]:
         """Return the fewest ranks with the most room that together have room for a document."""
-        chosen: list[int] = []
+        ranks: list[int] = []
         room = 0
         while room < length:
             negative, rank = heapq.heappop(self._by_room)
-            if -negative == self._room[rank] and rank not in chosen:
-                chosen.append(rank)
+            if -negative == self._room[rank] and rank not in ranks:
+                ranks.append(rank)
                 room += self._room[rank]
-        for rank in chosen:
+        for rank in ranks:
             heapq.heappush(self._by_room, (-self._room[rank], rank))
-        return sorted(chosen)
+        return sorted(ranks)
 
 
 def _even_shares(rooms: Sequence[int], total: int) -> list[int]:

@@ -55,9 +55,12 @@ class AttentionMeter:
             return torch.zeros(0, dtype=torch.float64, device=device)
         world = self._groups.world
         numbers = torch.zeros(world.size + 1, max(2, self._num_rounds), dtype=torch.float64)
+        # The stages of a rank may run the same micro-batches in different orders.
+        indices: dict[int, int] = {}
         for planner in self._planners:
-            for i, pairs in enumerate(planner.statistics.pairs):
-                numbers[world.rank, i % self._num_rounds] += pairs
+            for bounds, pairs in zip(planner.statistics.rounds, planner.statistics.pairs, strict=True):
+                index = indices.setdefault(id(bounds), len(indices))
+                numbers[world.rank, index % self._num_rounds] += pairs
             if self._groups.attn.tp.rank == 0:
                 numbers[-1, 0] += planner.statistics.moved_rows
             numbers[-1, 1] += planner.statistics.sent_bytes

@@ -39,7 +39,7 @@ class RoundPlacer:
             dp=parallel.dp, cp=parallel.cp, micro_batch_size=train.micro_batch_size, seq_len=train.seq_len
         )
         self.moves_tokens = plan.moves_tokens and parallel.dp * parallel.cp > 1
-        """Whether ranks hold tokens other than the usual parts of their samples."""
+        """True if ranks hold tokens other than the usual parts of their samples."""
 
     def add_placement(self, batch: Batch) -> Batch:
         """Return the batch with placements if ranks share attention work; collective over dp."""

@@ -50,7 +50,120 @@ class InputCount:
         return None if self.num_tokens == self.num_inputs else 1.0 / max(1, self.num_tokens)
 
 
-class BatchSharder:
+class BatchBuilder:
+    """Builds the batches of this rank from its samples."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        groups: ParallelGroups,
+        positions: Tensor,
+    ) -> None:
+        self.global_batch_size = train.global_batch_size
+        self._samples_per_rank = train.num_micro_batches(parallel.dp) * train.micro_batch_size
+        self._padded_batch_size = self._samples_per_rank * parallel.dp
+        self._micro_batch_size = train.micro_batch_size
+        self._mtp_layers = model.mtp_layers
+        self._dp_group = groups.attn.dp
+        self._placer: RoundPlacer | None = None
+        plan = chosen_in(parallel, ContextPart).plan
+        if plan.balances_hosts or plan.moves_tokens:
+            from moefold.train import batch_placement
+
+            self._placer = batch_placement.RoundPlacer(parallel, train, groups)
+        self._first_in_batch = self._dp_group.rank * self._samples_per_rank
+        self._positions = positions.cpu().numpy()
+        self._device = groups.device
+        self._dtype = torch.float64 if run.dtype == "float64" else torch.float32
+
+    @property
+    def own_samples(self) -> range:
+        """Indices in a global batch of the samples of this data-parallel rank, without padding."""
+        end = self._first_in_batch + self._samples_per_rank
+        return range(min(self._first_in_batch, self.global_batch_size), min(end, self.global_batch_size))
+
+    def count_inputs(self, samples: SampleBatch) -> InputCount:
+        """Count the inputs of a global batch for `build_batch`; collective over dp.
+
+        Args:
+            samples: the samples of this rank, the same number as on each other rank.
+        """
+        is_token = samples.is_token()
+        num_tokens = self._sum_over_ranks(np.array([float(is_token.sum())]))
+        return InputCount(int(num_tokens[0]), is_token.size * self._dp_group.size)
+
+    def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sum over the data-parallel ranks; collective over dp."""
+        sums: NDArray[np.float64] = (
+            all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
+        )
+        return sums
+
+    def build_batch(
+        self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, count: InputCount
+    ) -> Batch:
+        """Build a batch of this rank's samples, whose weights are final.
+
+        Collective over dp if `parallel.context` moves tokens.
+
+        Args:
+            samples: the samples of this rank, a multiple of the micro-batch size.
+            weights: the share of each target in the loss, see `WeightedSamples`.
+            first_in_batch: index of the first of the samples in the global batch.
+            count: inputs of the global batch, or of all batches of an evaluation.
+
+        Raises:
+            ConfigError: `parallel.context` moves tokens of documents, and the samples have none.
+        """
+        per_token = {"tokens": samples.inputs, "labels": samples.labels, "weights": weights[:, 0]}
+        per_token |= samples.token_columns
+        if (token_weight := count.token_weight) is not None:
+            per_token["token_weights"] = samples.is_token() * token_weight
+        if self._mtp_layers:
+            per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}
+        starts = samples.document_starts()
+        bounds: tuple[DocumentBounds, ...] = ()
+        if starts is not None:
+            firsts = range(0, len(starts), self._micro_batch_size)
+            bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
+        if self._placer is not None and self._placer.moves_tokens:
+            if starts is None:
+                # `validate/unused.py` refuses the key in a recipe; a Config made in Python has no given keys.
+                raise ConfigError(
+                    f"{ContextPart.key}.placement={self._placer.kind!r} places documents, and the samples have none; "
+                    "set data.document_end or data.document_index, or choose placement='samples'"
+                )
+            assert not samples.sample_columns, "a placement is refused for data with columns of samples"
+            columns, bounds = self._placer.move_tokens(per_token | {"document_starts": starts}, bounds)
+        else:
+            columns = {name: values[..., self._positions] for name, values in per_token.items()}
+            columns |= samples.sample_columns
+            if starts is not None:
+                columns["document_starts"] = starts
+        columns["sample_ids"] = first_in_batch + np.arange(len(samples.tokens))
+        tensors = {name: self._to_tensor(values) for name, values in columns.items()}
+        return Batch(tensors.pop("tokens"), tensors, bounds, count.num_tokens)
+
+    def _mtp_targets(self, labels: np.ndarray) -> np.ndarray:
+        """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]; 0 past the end of a sample.
+
+        They are taken from the full sample, so no communication with the ranks of later positions is needed.
+        """
+        ahead = np.zeros((len(labels), self._mtp_layers, labels.shape[1]), dtype=labels.dtype)
+        for depth in range(1, 1 + self._mtp_layers):
+            ahead[:, depth - 1, :-depth] = labels[:, depth:]
+        return ahead
+
+    def _to_tensor(self, values: np.ndarray) -> Tensor:
+        """Copy to the device without waiting; floating-point values in the type of the loss."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)
+
+
+class BatchSharder(BatchBuilder):
     """Shards global batches over data-parallel ranks and context-parallel ranks.
 
     Micro-batch j of the global batch is samples [j * B, (j + 1) * B). The j-th micro-batch of data-parallel rank d is
@@ -69,30 +182,9 @@ class BatchSharder:
         groups: ParallelGroups,
         positions: Tensor,
     ) -> None:
+        super().__init__(run, model, parallel, train, groups, positions)
         self._sampler = sampler
-        self.global_batch_size = train.global_batch_size
-        self._samples_per_rank = train.num_micro_batches(parallel.dp) * train.micro_batch_size
-        self._padded_batch_size = self._samples_per_rank * parallel.dp
-        self._micro_batch_size = train.micro_batch_size
-        self._mtp_layers = model.mtp_layers
         self._vocab_size = model.vocab_size
-        self._dp_group = groups.attn.dp
-        self._placer: RoundPlacer | None = None
-        plan = chosen_in(parallel, ContextPart).plan
-        if plan.balances_hosts or plan.moves_tokens:
-            from moefold.train import batch_placement
-
-            self._placer = batch_placement.RoundPlacer(parallel, train, groups)
-        self._first_in_batch = self._dp_group.rank * self._samples_per_rank
-        self._positions = positions.cpu().numpy()
-        self._device = groups.device
-        self._dtype = torch.float64 if run.dtype == "float64" else torch.float32
-
-    @property
-    def own_samples(self) -> range:
-        """Indices in a global batch of the samples of this data-parallel rank, without padding."""
-        end = self._first_in_batch + self._samples_per_rank
-        return range(min(self._first_in_batch, self.global_batch_size), min(end, self.global_batch_size))
 
     def batch(self, first_sample: int) -> Batch:
         """Return this rank's shard of the global batch that starts at sample `first_sample` of the run."""
@@ -195,83 +287,6 @@ class BatchSharder:
             for samples, weights in weighted
         ]
         return batches if self._placer is None else [self._placer.add_placement(batch) for batch in batches]
-
-    def count_inputs(self, samples: SampleBatch) -> InputCount:
-        """Count the inputs of a global batch for `build_batch`; collective over dp.
-
-        Args:
-            samples: the samples of this rank, the same number as on each other rank.
-        """
-        is_token = samples.is_token()
-        num_tokens = self._sum_over_ranks(np.array([float(is_token.sum())]))
-        return InputCount(int(num_tokens[0]), is_token.size * self._dp_group.size)
-
-    def _sum_over_ranks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum over the data-parallel ranks; collective over dp."""
-        sums: NDArray[np.float64] = (
-            all_reduce_sum(torch.from_numpy(values).to(self._device), self._dp_group).cpu().numpy()
-        )
-        return sums
-
-    def build_batch(
-        self, samples: SampleBatch, weights: TargetWeights, first_in_batch: int, count: InputCount
-    ) -> Batch:
-        """Build a batch of this rank's samples, whose weights are final.
-
-        Collective over dp if `parallel.context` moves tokens.
-
-        Args:
-            samples: the samples of this rank, a multiple of the micro-batch size.
-            weights: the share of each target in the loss, see `WeightedSamples`.
-            first_in_batch: index of the first of the samples in the global batch.
-            count: inputs of the global batch, or of all batches of an evaluation.
-
-        Raises:
-            ConfigError: `parallel.context` moves tokens of documents, and the samples have none.
-        """
-        per_token = {"tokens": samples.inputs, "labels": samples.labels, "weights": weights[:, 0]}
-        per_token |= samples.token_columns
-        if (token_weight := count.token_weight) is not None:
-            per_token["token_weights"] = samples.is_token() * token_weight
-        if self._mtp_layers:
-            per_token |= {"mtp_labels": self._mtp_targets(samples.labels), "mtp_weights": weights[:, 1:]}
-        starts = samples.document_starts()
-        bounds: tuple[DocumentBounds, ...] = ()
-        if starts is not None:
-            firsts = range(0, len(starts), self._micro_batch_size)
-            bounds = tuple(DocumentBounds.of_positions(starts[i : i + self._micro_batch_size]) for i in firsts)
-        if self._placer is not None and self._placer.moves_tokens:
-            if starts is None:
-                # `validate/unused.py` refuses the key in a recipe; a Config made in Python has no given keys.
-                raise ConfigError(
-                    f"{ContextPart.key}.placement={self._placer.kind!r} places documents, and the samples have none; "
-                    "set data.document_end or data.document_index, or choose placement='samples'"
-                )
-            assert not samples.sample_columns, "a placement is refused for data with columns of samples"
-            columns, bounds = self._placer.move_tokens(per_token | {"document_starts": starts}, bounds)
-        else:
-            columns = {name: values[..., self._positions] for name, values in per_token.items()}
-            columns |= samples.sample_columns
-            if starts is not None:
-                columns["document_starts"] = starts
-        columns["sample_ids"] = first_in_batch + np.arange(len(samples.tokens))
-        tensors = {name: self._to_tensor(values) for name, values in columns.items()}
-        return Batch(tensors.pop("tokens"), tensors, bounds, count.num_tokens)
-
-    def _mtp_targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return the MTP targets: tokens 2, 3, ... positions ahead, [count, mtp_layers, S]; 0 past the end of a sample.
-
-        They are taken from the full sample, so no communication with the ranks of later positions is needed.
-        """
-        ahead = np.zeros((len(labels), self._mtp_layers, self._sampler.seq_len), dtype=labels.dtype)
-        for depth in range(1, 1 + self._mtp_layers):
-            ahead[:, depth - 1, :-depth] = labels[:, depth:]
-        return ahead
-
-    def _to_tensor(self, values: np.ndarray) -> Tensor:
-        """Copy to the device without waiting; floating-point values in the type of the loss."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return copy_to_device(tensor.to(self._dtype) if tensor.is_floating_point() else tensor, self._device)
 
 
 def _scale_weights(samples: SampleBatch, weights: TargetWeights) -> TargetWeights:

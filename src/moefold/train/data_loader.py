@@ -2,49 +2,36 @@
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.resume import data_order_change, dropped_files, moved_data_message, relocated, sample_order
+from moefold.checkpoint.resume import dropped_files, sample_order
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import ParallelGroups, World, current_world
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.schema import Config
 from moefold.data.dataset import Dataset, ProgramData, open_dataset
-from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
 from moefold.data.input_paths import SKIPPED
 from moefold.data.sample import ReferenceLogProbs
 from moefold.data.sampler import Sampler, StridedSampler
 from moefold.data.shard_reader import BrokenShardError, OutOfVocabError
-from moefold.data.skip_corrupt import corrupt_files
-from moefold.data.source_listing import named_sources
 from moefold.data.token_file import TokenFileSet, build_token_file_set, check_same_files
-from moefold.errors import ConfigError, format_list
+from moefold.errors import format_list
 from moefold.parallel.batch import Batch
 from moefold.train.batch_sharding import BatchSharder, WeightedSamples
+from moefold.train.data_files import DataFingerprints, RunDataFiles
+from moefold.train.position import Position
+
+if TYPE_CHECKING:
+    from moefold.train.step_data import DataEvent
 
 T = TypeVar("T")
-
-
-class DataEvent(Protocol):
-    """Event of lost data that does not end a run, for the log."""
-
-    setting: ClassVar[str]
-    """The recipe key that allows it."""
-
-    def describe(self) -> str:
-        """Return a log message."""
-        ...
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the record for faults.jsonl."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -97,45 +84,6 @@ class DroppedEvaluation:
         return {"kind": "data", "action": "evaluation skipped", "lost_samples": self.num_samples}
 
 
-@dataclass
-class Position:
-    """Progress of a run. Each field is saved and restored."""
-
-    step: int = 0
-    """Steps done."""
-    samples: int = 0
-    """Samples of the data read."""
-    tokens: int = 0
-    """Tokens trained on: input tokens of all ranks in the applied updates, without padding."""
-    tokens_consumed: int = 0
-    """The same count over all steps, including skipped updates."""
-    skipped: list[tuple[int, int]] = field(default_factory=list)
-    """Samples to skip, each as first and end."""
-
-    def __post_init__(self) -> None:
-        """Set `restarts_data`: the data loader decides whether the next state to load counts samples of other data."""
-        self.restarts_data = False
-
-    @property
-    def skipped_ranges(self) -> tuple[range, ...]:
-        """The samples of the run to skip."""
-        return tuple(range(first, end) for first, end in self.skipped)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set all fields that a checkpoint has. The present samples to skip are kept: the checkpoint may lack them."""
-        # Old checkpoints have only one count of tokens.
-        found = {"tokens_consumed": state_dict["tokens"]} | state_dict
-        if self.restarts_data:
-            found |= {"samples": 0, "skipped": []}
-        earlier = [(int(first), int(end)) for first, end in found["skipped"]]
-        found["skipped"] = list(dict.fromkeys(earlier + self.skipped))
-        vars(self).update({name: value for name, value in found.items() if name in asdict(self)})
-
-
 class DataLoader:
     """Loads this rank's shard of each batch; with data.corrupt="skip" a corrupt file is dropped on all ranks."""
 
@@ -151,8 +99,8 @@ class DataLoader:
         cfg: Config,
         groups: ParallelGroups,
         positions: Tensor,
+        position: Position,
         program_data: ProgramData | None = None,
-        position: Position | None = None,
     ) -> None:
         """Fingerprint the data files; collective.
 
@@ -160,8 +108,8 @@ class DataLoader:
             cfg: the recipe.
             groups: the process groups of this rank.
             positions: sequence positions of this rank.
+            position: progress of the run.
             program_data: the samples of data.kind="program".
-            position: progress of the run; None for a new run.
 
         Raises:
             ConfigError: ranks see different files.
@@ -170,13 +118,8 @@ class DataLoader:
         self._groups = groups
         self._positions = positions
         self._program_data = program_data
-        self._position = position or Position()
-        self.order = sample_order(cfg)
-        """The settings that determine the text of sample n."""
-        self._data_files = resolve_data_files(cfg.data, current_world())
-        self.fingerprints = self._data_files.by_name
-        """Present fingerprints of the files."""
-        self._initial_fingerprints = self._data_files.by_name
+        self._position = position
+        self.files = RunDataFiles(sample_order(cfg), cfg.data, position)
         self._shards: TokenFileSet | None = None
         self._is_dropped_evaluation_reported = False
         self.events: list[DataEvent] = []
@@ -193,9 +136,12 @@ class DataLoader:
             ConfigError: as `open_dataset`, or all files are lost.
         """
         cfg = self._cfg
-        change = "" if meta is None else self.decide_restart(meta)
-        resumed_meta = None if meta is None or change else relocated(meta, self.order, self.fingerprints)
-        self._shards = resolve_token_files(cfg.model, cfg.data, self._data_files, resumed_meta, current_world())
+        resumed_meta: CheckpointMeta | None = None
+        if meta is not None and (change := self.files.decide_restart(meta)):
+            self.message = f"the data restarts at sample 0: {change}"
+        elif meta is not None:
+            resumed_meta, self.message = self.files.resume(meta)
+        self._shards = resolve_token_files(cfg.model, cfg.data, self.files.found, resumed_meta, current_world())
         data = self._program_data or open_dataset(
             cfg.data,
             seq_len=cfg.train.seq_len,
@@ -213,32 +159,18 @@ class DataLoader:
         self.train_sharder = self.sharder(self.train_sampler)
         self._validation_sharder = self.sharder(data.validation)
         already_dropped = {} if resumed_meta is None else resumed_meta.data_lost
-        if change:
-            self.message = f"the data restarts at sample 0: {change}"
-        if resumed_meta is not None:
-            self._initial_fingerprints = resumed_meta.data_files
-            self.message = moved_data_message(resumed_meta, self.order)
         if already_dropped:
             names = format_list([f"data file {name} ({reason})" for name, reason in already_dropped.items()])
             self.message = "; ".join(filter(None, [self.message, f"still left out: {names}"]))
         dropped = {} if self._shards is None else self._shards.dropped
         skipped_files = {
-            name: self._data_files.skip_reasons.get(name, "it cannot be read")
-            for name, value in self.fingerprints.items()
+            name: self.files.found.skip_reasons.get(name, "it cannot be read")
+            for name, value in self.files.fingerprints.items()
             if value == SKIPPED
         }
         if resumed_meta is None and self._can_drop_files:
             dropped = skipped_files | {**dropped}
         self._add_events({name: reason for name, reason in dropped.items() if name not in already_dropped})
-
-    def decide_restart(self, meta: CheckpointMeta) -> str:
-        """Restart the data at sample 0 if it is not the data of a checkpoint; return the difference, or an empty text.
-
-        Call it before the state of the checkpoint is loaded.
-        """
-        change = data_order_change(meta, self.order, self.fingerprints, drops_files=self._can_drop_files)
-        self._position.restarts_data = bool(change)
-        return change
 
     def sharder(self, sampler: Sampler) -> BatchSharder:
         """Return the reader of this rank's shards of global batches of a sampler."""
@@ -249,7 +181,7 @@ class DataLoader:
         """Return the files, and the position in a stream, so that it need not be read from its start."""
         shards = self._shards or TokenFileSet()
         return {
-            "data_files": dict(self._initial_fingerprints),
+            "data_files": dict(self.files.initial),
             "data_tokens": dict(shards.num_tokens),
             "data_lost": dict(shards.dropped),
             "stream": self.train_sampler.state(self._position.samples),
@@ -261,11 +193,7 @@ class DataLoader:
             self.train_sampler.restore(state_dict.get("stream"))
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        """Return this rank's shard of the next global batch, and the sample numbers of the batch; collective.
-
-        Args:
-            first: first sample of the run that is not used yet.
-            skipped_ranges: samples to skip.
+        """Return this rank's shard of the next global batch, and the sample numbers of the batch; see `StepData`.
 
         Raises:
             BrokenShardError, OutOfVocabError: a file cannot be read and may not be dropped.
@@ -283,11 +211,7 @@ class DataLoader:
         return self.train_sharder.to_batch(part), samples
 
     def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
-        """Return this rank's validation batches, empty if all samples are lost; collective, raises as `next_batch`.
-
-        Args:
-            num_samples: the first samples to read; None: train.eval_samples of them.
-        """
+        """Return this rank's validation batches, empty if all samples are lost; raises as `next_batch`."""
         count = self._cfg.train.eval_samples if num_samples is None else num_samples
 
         def read() -> tuple[list[WeightedSamples], int]:
@@ -364,37 +288,6 @@ def _rank_and_host(rank: int) -> str:
     return f"rank {rank} (host {socket.gethostname()})"
 
 
-@dataclass(frozen=True)
-class DataFingerprints:
-    """Fingerprints of all data files; the same on every rank."""
-
-    by_name: dict[str, str] = field(default_factory=dict)
-    """Results of `fingerprint`, computed by rank 0 only; "skipped" for files that any rank has to skip."""
-    skip_reasons: dict[str, str] = field(default_factory=dict)
-    """Reason for each skipped file, if known."""
-
-
-def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
-    """Fingerprint the data files on rank 0 and compare them with every rank's; collective over the world.
-
-    Raises:
-        ConfigError: another rank sees different files, and they are not token files that may be skipped as corrupt;
-            raised on every rank.
-    """
-    on_rank0: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
-    size_differences = {} if world.is_rank0 else size_differences_by_file(on_rank0.by_name, file_sizes(data))
-    fingerprints = dict(on_rank0.by_name)
-    reasons = dict(on_rank0.skip_reasons)
-    for rank, differences in enumerate(world.all_gather_object(size_differences)):
-        reason = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
-        if differences and not data.drops_files:
-            raise ConfigError(f"{reason}; give all machines the same files")
-        for name in differences:
-            fingerprints[name] = SKIPPED
-            reasons.setdefault(name, reason)
-    return DataFingerprints(fingerprints, reasons)
-
-
 def resolve_token_files(
     model: ModelConfig, data: DataConfig, fingerprints: DataFingerprints, meta: CheckpointMeta | None, world: World
 ) -> TokenFileSet | None:
@@ -431,12 +324,3 @@ def resolve_token_files(
         found = build_token_file_set(data, vocab_size=model.vocab_size, skipped=skipped)
     shards: TokenFileSet = world.all_gather_object(found)[0]
     return shards
-
-
-def _read_fingerprints(data: DataConfig) -> DataFingerprints:
-    looks = fingerprint(data)
-    if data.kind != "tokens" or SKIPPED not in looks.values():
-        return DataFingerprints(looks)
-
-    faults = corrupt_files(data)
-    return DataFingerprints(looks, {name: faults[file] for name, file in named_sources(data) if file in faults})

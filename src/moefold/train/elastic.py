@@ -20,17 +20,17 @@ from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkp
 from moefold.comm.collectives import is_collective_error
 from moefold.comm.flight_recorder import WATCHED_TIMEOUT, format_ranks, group_timeout
 from moefold.comm.groups import current_world
-from moefold.comm.torch_compat import drain_backward_queue, forget_process_groups
+from moefold.comm.private_torch import drain_backward_queue, forget_process_groups
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.host.processes import run_with_timeout
 from moefold.launch.ranks import CONNECT_GRACE_S, init_process_group
-from moefold.launch.regroup import LostRankError, NoLossError, RankGeneration, Regroup
+from moefold.launch.regroup import LostRankError, NoRankLostError, RankGeneration, Regroup
 from moefold.launch.rendezvous import STORE_ERRORS
 from moefold.launch.watchdog import Watchdog
-from moefold.recipe import after_loss, fitting_after_loss
+from moefold.recipe import without_lost_ranks, world_sizes_after_rank_loss
 from moefold.train.callbacks.callback import Callback, TrainingContext
 from moefold.train.callbacks.checkpointing import SaveHistory
 from moefold.train.elastic_members import choose, snapshot_facts
@@ -41,7 +41,7 @@ MAX_COLLECTIONS = 8
 
 
 @dataclass(frozen=True)
-class Loss:
+class RankLoss:
     """Ranks that were lost, for the log."""
 
     generation: RankGeneration
@@ -53,7 +53,7 @@ class Loss:
 
     @property
     def restored_step(self) -> int | None:
-        """The step that is restored from memory; None: a checkpoint is loaded."""
+        """The step that is restored from memory; None if a checkpoint is loaded."""
         step: int | None = self.generation.plan["step"]
         return step
 
@@ -102,19 +102,19 @@ class Loss:
         }
 
 
-class LossLog(Callback):
-    """Callback that records the loss before a generation, once the generation is ready to train."""
+class RankLossLog(Callback):
+    """Callback that logs which ranks were lost, once the smaller job is ready to train."""
 
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
+    def __init__(self, rank_loss: RankLoss) -> None:
+        self._rank_loss = rank_loss
 
     def on_start(self, context: TrainingContext) -> None:
-        """Log the loss, on rank 0."""
+        """Log the lost ranks, on rank 0."""
         if context.log is None:
             return
-        record = self._loss.to_record(context.groups.attn.dp.size, context.position.step)
+        record = self._rank_loss.to_record(context.groups.attn.dp.size, context.position.step)
         context.log.log_fault(record)
-        source = "" if self._loss.restored_step is None else ", restored from the memory of the ranks"
+        source = "" if self._rank_loss.restored_step is None else ", restored from the memory of the ranks"
         context.log.message(
             f"regrouped in {record['seconds']:.2f} s; training goes on after step {context.position.step}{source}"
         )
@@ -138,8 +138,8 @@ def with_saved_checkpoints(run: RunConfig, checkpoint: CheckpointConfig, history
     All ranks learn of the saves, because a spare took part in none of them.
     """
     world = current_world()
-    looks = world.is_rank0 and checkpoint.saves
-    has_checkpoint = looks and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
+    reads_folder = world.is_rank0 and checkpoint.saves
+    has_checkpoint = reads_folder and bool(complete_checkpoints(checkpoint_folder(run, checkpoint)))
     gathered = world.all_gather_object((has_checkpoint, history.saved_step))
     history.saved_step = max((step for _, step in gathered if step is not None), default=None)
     if not gathered[0][0] or history.saved_step is None:
@@ -195,7 +195,7 @@ class GenerationLoop:
         self._train = train
         self._on_spare = on_spare
         self._history = SaveHistory()
-        self._loss: Loss | None = None
+        self._rank_loss: RankLoss | None = None
 
     def run(self, stop: StopSignals) -> int:
         """Train to the end, through losses; return the exit status.
@@ -225,21 +225,21 @@ class GenerationLoop:
             if failure is not None and not self._may_be_loss(failure):
                 self._regroup.fail()
                 raise failure
-            if self._loss is None:
+            if self._rank_loss is None:
                 on_loss()
             if failure is not None:
                 _drop_frames(failure)
             self._free_groups()
             try:
                 generation = self._regroup.next(self._facts(), self._choose_members)
-            except NoLossError:
+            except NoRankLostError:
                 ended = self._regroup.ended_status()
                 if ended is None and failure is not None:
                     self._regroup.fail()
                     raise failure from None
                 return ended or 0
             activities = tuple(map(self._describe_end, generation.lost))
-            self._loss = Loss(generation, activities, noticed_s)
+            self._rank_loss = RankLoss(generation, activities, noticed_s)
             self._history.restored_step = generation.plan["step"]
             if self._history.snapshots is not None:
                 self._history.snapshots.settle(generation.plan["snapshots"])
@@ -252,13 +252,15 @@ class GenerationLoop:
             recorder.set_phase("waiting as a spare rank")
             self._on_spare()
             return self._regroup.await_change()
-        cfg = after_loss(self._cfg, len(generation.members))
-        if self._loss is None:
+        cfg = without_lost_ranks(self._cfg, len(generation.members))
+        if self._rank_loss is None:
             return self._train(self._cfg, (), (), self._history)
         recorder.start_generation(generation.members)
         recorder.set_phase("connecting to the other ranks")
         self._connect(len(generation.members))
-        return self._train(cfg, (self._loss.describe(cfg.parallel.dp),), (LossLog(self._loss),), self._history)
+        return self._train(
+            cfg, (self._rank_loss.describe(cfg.parallel.dp),), (RankLossLog(self._rank_loss),), self._history
+        )
 
     def _connect(self, num_ranks: int) -> None:
         rank = self._regroup.rank
@@ -291,7 +293,7 @@ class GenerationLoop:
 
     def _choose_members(self, facts: Mapping[int, Any], lost: Sequence[int]) -> tuple[Sequence[int], Any]:
         survivors = sorted(facts)
-        sizes = [size for size in fitting_after_loss(self._cfg) if size <= len(survivors)]
+        sizes = [size for size in world_sizes_after_rank_loss(self._cfg) if size <= len(survivors)]
         if not sizes:
             texts = [f"rank {rank}{self._describe_end(rank)}" for rank in lost]
             raise RunError(

@@ -26,8 +26,8 @@ def snapshot_facts(snapshots: PeerSnapshots | None) -> Any:
     if snapshots is None:
         return None
     return [
-        [generation, rank, {str(step): sorted(ranks) for step, ranks in held.items()}]
-        for generation, rank, held in snapshots.claims()
+        [generation, rank, {str(step): sorted(ranks) for step, ranks in held_steps.items()}]
+        for generation, rank, held_steps in snapshots.claims()
     ]
 
 
@@ -46,37 +46,37 @@ def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberC
     generation = max((claims[0][0] for claims in facts.values() if claims), default=0)
     if not generation or snapshots is None:
         return MemberChoice(tuple(survivors[:count]), 0, None)
-    held, job_ranks = _held_by_rank(facts, generation)
+    held_steps, job_ranks = _held_by_rank(facts, generation)
     layout = snapshots.layout_of(generation)
     if layout is None:
-        if held:
+        if held_steps:
             raise CannotChooseError
         return MemberChoice(tuple(survivors[:count]), generation, None)
-    return MemberChoice(*_members(survivors, count, held, job_ranks, layout, generation))
+    return MemberChoice(*_members(survivors, count, held_steps, job_ranks, layout, generation))
 
 
 def _held_by_rank(facts: Facts, generation: int) -> tuple[dict[int, HeldSteps], dict[int, int]]:
     """Return the held steps and the job rank of each survivor, by its rank in a generation."""
-    held: dict[int, HeldSteps] = {}
+    held_steps: dict[int, HeldSteps] = {}
     job_ranks = {}
     for job_rank, claims in facts.items():
         for number, rank, steps in claims or []:
             if number == generation and rank is not None:
-                held[rank] = {int(step): frozenset(ranks) for step, ranks in steps.items()}
+                held_steps[rank] = {int(step): frozenset(ranks) for step, ranks in steps.items()}
                 job_ranks[rank] = job_rank
-    return held, job_ranks
+    return held_steps, job_ranks
 
 
 def _members(
     survivors: Sequence[int],
     count: int,
-    held: Mapping[int, HeldSteps],
+    held_steps: Mapping[int, HeldSteps],
     job_ranks: Mapping[int, int],
     layout: SnapshotLayout,
     generation: int,
 ) -> tuple[tuple[int, ...], int, int | None]:
-    step = choose_step(held, layout)
-    chosen = tuple(held) if len(held) <= count else choose_members(held, layout, count)
+    step = choose_step(held_steps, layout)
+    chosen = tuple(held_steps) if len(held_steps) <= count else choose_members(held_steps, layout, count)
     if step is None or chosen is None:
         return tuple(survivors[:count]), generation, None
     members = [job_ranks[rank] for rank in chosen]

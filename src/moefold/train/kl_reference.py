@@ -45,7 +45,7 @@ class ReferenceModel:
         for parameter in self._model.named_parameters.values():
             parameter.requires_grad_(False)
         self.is_reset = False
-        """Whether the weights are the policy's at a reset, which checkpoints must contain."""
+        """True if the weights are the policy's at a reset, which checkpoints must contain."""
 
     @property
     def source(self) -> str:
@@ -86,10 +86,9 @@ class ReferenceModel:
 
         Pipeline ranks other than the last return zeros.
         """
-        self._groups.recorder.set_phase("log-probabilities of the reference model")
         for layer in self._model.moe_layers().values():
             layer.begin_step(0)
-        return label_log_probs(self._model, self._capture, batch)
+        return label_log_probs(self._model, self._capture, batch, "the reference model")
 
     def copy_from(self, policy: ParallelModel) -> None:
         """Take the weights of the policy, shard by shard; local."""

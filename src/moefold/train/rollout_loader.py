@@ -1,6 +1,6 @@
 """Batches of reinforcement learning: sample rollouts of prompts, score them, and pack them into training samples.
 
-`RolloutLoader` takes the place of the data loader. All ranks sample their share of the groups; then every rank has all
+All ranks sample their share of the groups; then every rank has all
 rollouts, and computes the same advantages and the same packing, so the global batch does not depend on the mapping.
 With `rl.staleness` rounds are sampled ahead and wait in a `RoundQueue`; with `rollout.ranks` other ranks sample them
 meanwhile, and each rank receives the rows that it trains on.
@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta
-from moefold.checkpoint.resume import moved_data_message, relocated
+from moefold.checkpoint.resume import sample_order
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.trainer_sampler_link import JobLink
 from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.data.prompts import open_prompts
+from moefold.data.prompts import PromptSource, open_prompts
 from moefold.data.tokenizer import load_tokenizer
+from moefold.objectives.recipe_loss import loss_columns
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward, check_columns
@@ -29,14 +30,16 @@ from moefold.rl.rollout import Rollout, RolloutGroup
 from moefold.rl.rollout_table import TABLE_KEY
 from moefold.rl.step_rows import pack_step
 from moefold.topology.rollout_mapping import rollout_config
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.batch_sharding import BatchBuilder
+from moefold.train.data_files import RunDataFiles
 from moefold.train.kl_reference import KLReference, ReferenceModel
-from moefold.train.log_probs import TrainerLogProbs
+from moefold.train.log_probs import LogProbCapture
+from moefold.train.position import Position
 from moefold.train.remote_rollouts import RemoteRollouts, SamplingStart
-from moefold.train.rollout_sampler import PromptSampler
 from moefold.train.rollout_source import LocalRollouts, LocalSampling, RolloutSource
 from moefold.train.round_queue import RoundQueue
 from moefold.train.round_steps import RoundStep, RoundSteps
+from moefold.train.step_data import DataEvent
 from moefold.validate.exactness import mismatch_limit
 
 
@@ -63,11 +66,26 @@ class FailedRewardEvent:
         }
 
 
-class RolloutLoader(DataLoader):
-    """Samples, scores and packs the rollouts of each step; the data loader of reinforcement learning.
+class PromptNumbers:
+    """Numbers of the prompts of a run, `SampleNumbers`. The trainer counts prompts as samples."""
 
-    `callbacks.rollouts` calls what it has beyond a data loader.
-    """
+    has_annotations = True
+    filled = 1.0
+
+    def __init__(self, prompts: PromptSource | None) -> None:
+        self.prompts = prompts
+
+    def __len__(self) -> int:
+        """Return the number of different prompts."""
+        return 0 if self.prompts is None else len(self.prompts)
+
+    def origin(self, index: int) -> str:
+        """Return the location of a prompt."""
+        return "" if self.prompts is None else self.prompts.prompt(index).location
+
+
+class RolloutLoader:
+    """Samples, scores and packs the rollouts of each step; `StepData` of reinforcement learning."""
 
     metrics: dict[str, Any]
     """Metrics of the rollouts of the last batch."""
@@ -79,11 +97,9 @@ class RolloutLoader(DataLoader):
         cfg: Config,
         groups: ParallelGroups,
         model: ParallelModel,
-        columns: Sequence[str],
         reward: Reward,
-        *,
-        link: JobLink | None = None,
-        position: Position | None = None,
+        position: Position,
+        link: JobLink | None,
     ) -> None:
         """Fingerprint the prompt files; collective.
 
@@ -91,20 +107,24 @@ class RolloutLoader(DataLoader):
             cfg: the recipe.
             groups: the process groups of training.
             model: the model in training.
-            columns: the columns of a batch that the loss reads.
             reward: scores the completions.
+            position: progress of the run.
             link: link to the ranks of rollout.ranks; None without them.
-            position: progress of the run; None for a new run.
         """
-        super().__init__(cfg, groups, model.positions, position=position)
+        self._cfg = cfg
+        self._groups = groups
+        self._position = position
+        self.files = RunDataFiles(sample_order(cfg), cfg.data, position)
+        self.events: list[DataEvent] = []
         self._model = model
-        self._trainer: TrainerLogProbs | None = None
-        if "trainer_log_probs" in columns:
-            self._trainer = TrainerLogProbs(model, cfg.rollout.temperature)
+        self._capture: LogProbCapture | None = None
+        if "trainer_log_probs" in loss_columns(model.stages[0].loss):
+            self._capture = LogProbCapture(cfg.rollout.temperature, tuple(model.stages[-1].loss.terms))
         self._link = link
         self._tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         self.sampling = LocalSampling(cfg, groups, model, reward, self._tokenizer)
         self.kl_reference = KLReference(cfg.rl, model, partial(ReferenceModel, cfg, groups))
+        self.train_sharder = BatchBuilder(cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
         self._loaded: dict[str, Any] | None = None
         self._pending: list[RoundStep] = []
         self._samples: Sequence[int] = ()
@@ -117,18 +137,15 @@ class RolloutLoader(DataLoader):
             ConfigError: as `open_prompts`.
         """
         cfg = self._cfg
-        self.message = self.sampling.message
-        if meta is not None and (change := self.decide_restart(meta)):
-            self.message += f"; the prompts restart at the first: {change}"
+        self._messages = [self.sampling.message]
+        if meta is not None and (change := self.files.decide_restart(meta)):
+            self._messages.append(f"the prompts restart at the first: {change}")
         elif meta is not None:
-            self._initial_fingerprints = relocated(meta, self.order, self.fingerprints).data_files
-            self.message = "; ".join(filter(None, [self.message, moved_data_message(meta, self.order)]))
-        self.reference = None
+            self._messages.append(self.files.resume(meta)[1])
         prompts = open_prompts(cfg.data, self._tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward))
         self._prompts = prompts
-        self.train_sampler = PromptSampler(prompts.train, cfg.train.seq_len)
-        self.validation_sampler = PromptSampler(prompts.validation, cfg.train.seq_len)
-        self.train_sharder = self.sharder(self.train_sampler)
+        self.train_sampler = PromptNumbers(prompts.train)
+        self.validation_sampler = PromptNumbers(prompts.validation)
         end_id = self._tokenizer.separator_id
         assert end_id is not None, "checked before the run"
         dp_rank = self._groups.attn.dp.rank
@@ -140,21 +157,22 @@ class RolloutLoader(DataLoader):
             self.train_sharder,
             lambda step_groups: pack_step(step_groups, *parts),
             self.sampling.replay,
-            self._trainer,
+            self._capture,
         )
-        self.queue = RoundQueue(cfg.run, cfg.train, cfg.rl, self._open_source(self.train_sampler))
+        self.queue = RoundQueue(cfg.run, cfg.train, cfg.rl, self._open_source(prompts.train))
 
-    def _open_source(self, prompts: PromptSampler) -> RolloutSource:
+    def _open_source(self, prompts: PromptSource) -> RolloutSource:
         """Return the source of the rounds: this rank, or the ranks of rollout.ranks."""
         if self._link is None:
             return LocalRollouts(self.sampling.sampler, self.sampling.model.update, prompts)
         source = WeightSharding.from_config(self._cfg, for_training=True)
         target = WeightSharding.from_config(rollout_config(self._cfg), for_training=False)
-        return RemoteRollouts(source, target, self._groups, self._model, self._link, SamplingStart(self.fingerprints))
+        return RemoteRollouts(
+            source, target, self._groups, self._model, self._link, SamplingStart(self.files.fingerprints)
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the headers of the rollouts and the state of the reference model, for `load_tensors`."""
-        super().load_state_dict(state_dict)
         self._pending = []
         self._step = self._position.step
         self._loaded = state_dict.get("rl")
@@ -171,7 +189,7 @@ class RolloutLoader(DataLoader):
         """
         if path is not None:
             state = None if self._position.restarts_data else self._loaded
-            self.message += self.queue.restore(path, state, self._step, self._prompts.train.prompt)
+            self._messages.append(self.queue.restore(path, state, self._step, self._prompts.train.prompt))
         self.kl_reference.load_tensors(path, is_of_rl=self._loaded is not None)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -182,14 +200,11 @@ class RolloutLoader(DataLoader):
         """Return the files, the state of the reference model, and the headers of the rollouts."""
         headers = self.queue.headers()
         table = {TABLE_KEY: headers} if headers else {}
-        return super().state_dict() | {"rl": self.kl_reference.state_dict() | table}
+        files = {"data_files": dict(self.files.initial), "data_tokens": {}, "data_lost": {}, "stream": None}
+        return files | {"rl": self.kl_reference.state_dict() | table}
 
     def next_batch(self, first: int, skipped_ranges: Sequence[range]) -> tuple[Batch, Sequence[int]]:
-        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts; collective.
-
-        Args:
-            first: first prompt of the run that is not used yet.
-            skipped_ranges: prompts to skip.
+        """Return this rank's shard of the next step's rollouts, and the numbers of the prompts; see `StepData`.
 
         Raises:
             RunError: a reward function failed.
@@ -218,6 +233,15 @@ class RolloutLoader(DataLoader):
     def is_round_complete(self) -> bool:
         """Return whether all sampled rollouts were trained on. A run is saved and stopped only then."""
         return not self._pending
+
+    @property
+    def message(self) -> str:
+        """Notes on exact sampling and on what a resumed run lacks, for the start of the run."""
+        return "; ".join(filter(None, self._messages))
+
+    def eval_batches(self, num_samples: int | None = None) -> list[Batch]:
+        """Return no batches: held-out prompts have no targets, see `evaluate_reward`."""
+        return []
 
     def evaluate_reward(self) -> float | None:
         """Return the mean reward of greedy completions of held-out prompts; None without rewards. Collective.

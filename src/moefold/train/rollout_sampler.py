@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from moefold.comm.groups import ParallelGroups
 from moefold.config.schema import Config
 from moefold.data.prompts import PromptSource
-from moefold.data.sample import Sample
-from moefold.data.sampler import Sampler
+from moefold.data.sampler import next_indices
 from moefold.data.tokenizer import Tokenizer
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import EngineSettings
@@ -25,28 +24,6 @@ from moefold.rl.statistics import RoundStatistics
 
 GREEDY = SamplingParams(temperature=0.0)
 """Sampling parameters for held-out prompts."""
-
-
-class PromptSampler(Sampler):
-    """Numbers of the prompts of a run. The trainer counts prompts as samples."""
-
-    has_annotations = True
-
-    def __init__(self, prompts: PromptSource | None, seq_len: int) -> None:
-        self.prompts = prompts
-        self.seq_len = seq_len
-
-    def __len__(self) -> int:
-        """Return the number of different prompts."""
-        return 0 if self.prompts is None else len(self.prompts)
-
-    def annotated_sample(self, index: int) -> Sample:
-        """Raise NotImplementedError: samples are packed rollouts, and a prompt does not determine them."""
-        raise NotImplementedError("prompts are no samples")
-
-    def origin(self, index: int) -> str:
-        """Return the location of a prompt."""
-        return "" if self.prompts is None else self.prompts.prompt(index).location
 
 
 @dataclass(frozen=True)
@@ -97,12 +74,12 @@ class RoundSampler:
         )
 
     def sample(
-        self, sampler: PromptSampler, position: PromptPosition, version: int, statistics: RoundStatistics
+        self, prompts: PromptSource, position: PromptPosition, version: int, statistics: RoundStatistics
     ) -> Round:
         """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace groups of equal rewards.
 
         Args:
-            sampler: the prompts.
+            prompts: the prompts of the run.
             position: where the round begins.
             version: optimizer steps of the weights that sample.
             statistics: receives the statistics of the round.
@@ -112,18 +89,17 @@ class RoundSampler:
         """
         rl = self._cfg.rl
         count = rl.updates * self._cfg.train.global_batch_size // rl.group_size
-        assert sampler.prompts is not None
         kept: list[RolloutGroup] = []
         equal: list[RolloutGroup] = []
-        prompts: list[int] = []
+        numbers: list[int] = []
         failures: list[FailedReward] = []
         shard_of_prompt: dict[int, int] = {}
         expert_ids: dict[RolloutKey, NDArray[np.integer]] = {}
         for _ in range(rl.most_rounds if rl.mixed_only else 1):
-            indices = sampler.next_sample_indices(position.first, count - len(kept), position.skipped_ranges)
+            indices = next_indices(position.first, count - len(kept), position.skipped_ranges)
             position = replace(position, first=indices[-1] + 1)
-            prompts += indices
-            collected = self._collect(sampler.prompts, indices, rl.group_size, self._sampling)
+            numbers += indices
+            collected = self._collect(prompts, indices, rl.group_size, self._sampling)
             failures += collected.failures
             shard_of_prompt |= dict(zip(indices, collected.shards, strict=True))
             expert_ids |= collected.expert_ids
@@ -135,7 +111,7 @@ class RoundSampler:
         groups = kept + equal[: count - len(kept)]
         routing = SampledRouting(shard_of_prompt, expert_ids) if self._records_routing else None
         return make_round(
-            groups, version=version, prompts=prompts, statistics=statistics, failures=failures, routing=routing
+            groups, version=version, prompts=numbers, statistics=statistics, failures=failures, routing=routing
         )
 
     def evaluate(self, prompts: PromptSource) -> tuple[float | None, list[FailedReward]]:

@@ -95,7 +95,7 @@ class RoundQueue:
 
         Args:
             path: the checkpoint.
-            state: its state of reinforcement learning; None: it has no rounds for this run.
+            state: its state of reinforcement learning; None if it has no rounds for this run.
             step: its optimizer steps.
             open_prompt: returns a prompt by its number.
 
@@ -117,14 +117,14 @@ class RoundQueue:
             num_dropped = self._table.drop_older(step, rl.staleness, rl.updates)
         if num_dropped:
             return (
-                f"; {num_dropped} round{'s' * (num_dropped > 1)} of rollouts in the checkpoint, of older weights than "
+                f"{num_dropped} round{'s' * (num_dropped > 1)} of rollouts in the checkpoint, of older weights than "
                 f"rl.staleness={rl.staleness} allows, are sampled again"
             )
         wanted = self._num_ahead(step)
         if state is None or not step or len(self._table) >= wanted:
             return ""
         return (
-            f"; the checkpoint has {len(self._table)} of the {wanted} rounds of rollouts that a run of "
+            f"the checkpoint has {len(self._table)} of the {wanted} rounds of rollouts that a run of "
             f"{self._num_steps} steps with rl.staleness={rl.staleness} has sampled by step {step}: its weights sample "
             "the others, so this run differs from an uninterrupted one"
         )

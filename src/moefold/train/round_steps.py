@@ -14,8 +14,8 @@ from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutR
 from moefold.rl.rollout import RolloutGroup, SampledRouting, rollout_positions
 from moefold.rl.rollout_table import Round
 from moefold.rl.step_rows import StepRows, split_steps
-from moefold.train.batch_sharding import BatchSharder
-from moefold.train.log_probs import TrainerLogProbs
+from moefold.train.batch_sharding import BatchBuilder
+from moefold.train.log_probs import LogProbCapture, label_log_probs
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RoundStep:
     """This rank's shard of its rollouts."""
     metrics: dict[str, Any]
     routing: BatchRouting | None = None
-    """Choices of experts to replay; None: the routers choose."""
+    """Choices of experts to replay; None if the routers choose."""
 
 
 class RoundSteps:
@@ -39,8 +39,8 @@ class RoundSteps:
         model: the model in training.
         sharder: builds the batches.
         pack: packs the rollouts of one step, and returns the rows of this rank.
-        replay: replays the choices of experts; None: the routers choose.
-        trainer: computes log-probabilities of the weights that sampled; None: the loss reads none.
+        replay: replays the choices of experts; None if the routers choose.
+        capture: stores log-probabilities of the weights that sampled; None if the loss reads none.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class RoundSteps:
         train: TrainConfig,
         rl: RLConfig,
         model: ParallelModel,
-        sharder: BatchSharder,
+        sharder: BatchBuilder,
         pack: Callable[[Sequence[RolloutGroup]], StepRows],
         replay: RolloutReplay | None,
-        trainer: TrainerLogProbs | None,
+        capture: LogProbCapture | None,
     ) -> None:
         self._seq_len = train.seq_len
         self._updates = rl.updates
@@ -59,7 +59,7 @@ class RoundSteps:
         self._sharder = sharder
         self._pack = pack
         self._replay = replay
-        self._trainer = trainer
+        self._capture = capture
         self._dp = model.groups.attn.dp
 
     def build(self, one: Round, step: int, waited_s: float) -> list[RoundStep]:
@@ -111,10 +111,10 @@ class RoundSteps:
         count = self._sharder.count_inputs(rows.samples)
         batch = self._sharder.build_batch(rows.samples, weights[:, None], rows.first, count)
         batch = replace(batch, num_micro_batches=rows.num_micro_batches)
-        if self._trainer is not None:
+        if self._capture is not None:
             if self._replay is not None and routing is not None:
                 self._replay.use(routing, in_evaluation=True)
-            trained = self._trainer.of_batch(batch)
+            trained = label_log_probs(self._model, self._capture, batch, "the weights that sampled")
             batch = replace(batch, columns=batch.columns | {"trainer_log_probs": trained})
         return RoundStep(groups, batch, metrics, routing)
 

@@ -25,15 +25,23 @@ class _ChoiceRecorder:
 
     def __init__(self) -> None:
         self.num_samples = 0
-        self.chosen: list[Tensor] = []
-        """Choices of each micro-batch, int16 [tokens, K]."""
+        self._chosen: list[tuple[Tensor, Tensor]] = []
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Record the choices; the result is the same tensor, see `RouterOverride`."""
-        ids_SBK = ids_TK.view(-1, len(sample_ids_B), ids_TK.shape[1])
-        counted = ids_SBK[:, sample_ids_B < self.num_samples]
-        self.chosen.append(counted.flatten(0, 1).to("cpu", torch.int16))
+        ids_BSK = ids_TK.view(-1, len(sample_ids_B), ids_TK.shape[1]).transpose(0, 1)
+        is_counted = sample_ids_B < self.num_samples
+        self._chosen.append((sample_ids_B[is_counted].cpu(), ids_BSK[is_counted].to("cpu", torch.int16)))
         return ids_TK
+
+    def take(self) -> Tensor:
+        """Return the choices since the last call, int16 [tokens, K], sample by sample.
+
+        Micro-batches may have any size and order.
+        """
+        sample_ids, chosen_NSK = map(torch.cat, zip(*self._chosen, strict=True))
+        self._chosen.clear()
+        return chosen_NSK[sample_ids.argsort()].flatten(0, 1)
 
 
 class RoutingProbe:
@@ -62,18 +70,20 @@ class RoutingProbe:
             self._batches = context.data.eval_batches(NUM_SAMPLES) if self._train.eval_every else []
         layers = context.training.model.moe_layers()
         routers: Sequence[Router] = [layers[number].router for number in sorted(layers)]
+        overrides = [router.override for router in routers]
         recorders = [_ChoiceRecorder() for _ in routers]
         for router, recorder in zip(routers, recorders, strict=True):
             router.override = recorder
+        chosen: list[Tensor] = []
         try:
             for number, batch in enumerate(self._batches):
                 for recorder in recorders:
                     recorder.num_samples = NUM_SAMPLES - number * self._train.global_batch_size
                 context.training.evaluate([batch])
+                chosen += [recorder.take() for recorder in recorders]
         finally:
-            for router in routers:
-                router.override = None
-        chosen = [ids for recorder in recorders for ids in recorder.chosen]
+            for router, override in zip(routers, overrides, strict=True):
+                router.override = override
         hasher = TensorHasher(context.groups.device)
         # Sites without samples have nothing to compare.
         keys = [int(hasher.digest(batch.tokens)[1]) for batch in self._batches] or [self._site]

@@ -108,13 +108,13 @@ def choose_run_folder(
     reason = "a job is training it" if is_busy else _not_resumable_reason(run_dir, cfg)
     if not reason:
         return RunFolder(cfg, _changes_message(_read_settings(run_dir), cfg))
-    free = next(
+    free_dir = next(
         folder for folder in (_with_number(run_dir, number) for number in count(2)) if is_free(folder, locked_folder)
     )
     message = (
-        f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free)!r}"
+        f"run.dir={str(run_dir)!r} holds another run, which stays as it is ({reason}); this run is in {str(free_dir)!r}"
     )
-    return RunFolder(_in_folder(configured, free), message)
+    return RunFolder(_in_folder(configured, free_dir), message)
 
 
 def _in_folder(cfg: Config, folder: Path) -> Config:
@@ -163,16 +163,16 @@ def _is_same_run(folder: Path, cfg: Config, locked_folder: Path | None) -> bool:
     if settings is None or cfg.checkpoint.resume != "auto" or not _contains_run(folder, cfg.checkpoint):
         return False
     differing = _changed_keys(settings, _settings(cfg))
-    moved = {f"data.{key}" for key in LOCATION_KEYS}.intersection(differing)
-    if any(not _is_free_to_change(key) for key in differing if key not in moved):
+    moved_keys = {f"data.{key}" for key in LOCATION_KEYS}.intersection(differing)
+    if any(not _is_free_to_change(key) for key in differing if key not in moved_keys):
         return False
     if cfg.checkpoint.dir and "checkpoint.dir" in differing:
         return False
     newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
-    if moved and (newest is None or _data_difference(read_meta(newest), cfg.data, sample_order(cfg))):
+    if moved_keys and (newest is None or _data_difference(read_meta(newest), cfg.data, sample_order(cfg))):
         return False
     if newest is None:
-        # All checkpoints are damaged: the start rejects that. No checkpoint: a running job may be about to save one.
+        # All checkpoints are damaged: the start refuses that. No checkpoint: a running job may be about to save one.
         return bool(named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))) or (
             folder != locked_folder and is_in_use(folder)
         )
@@ -222,17 +222,17 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
     checkpoints = named_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     if resume != "auto":
         source = to_path(resume)
-        # Checkpoints of later steps are rejected by name at the start.
+        # Checkpoints of later steps are refused by name at the start.
         is_same_run = any(path.resolve() == source.resolve() or step_of(path) > step_of(source) for path in checkpoints)
         return "" if is_same_run else f"{resume!r} is of another run"
     newest = _newest_intact_checkpoint(cfg.run, cfg.checkpoint)
     if newest is None:
-        # Damaged checkpoints are rejected by name at the start.
+        # Damaged checkpoints are refused by name at the start.
         return "" if checkpoints else "it has no checkpoint to go on from"
     meta = read_meta(newest)
     settings = _read_settings(run_dir)
     if meta.origin:
-        # A checkpoint of weights only: rejected at the start, with the way out.
+        # A checkpoint of weights only: refused at the start, with the way out.
         return ""
     difference = model_differences(meta.model, cfg.model) or _data_difference(meta, cfg.data, sample_order(cfg))
     if difference:
@@ -252,7 +252,7 @@ def _not_resumable_reason(run_dir: Path, cfg: Config) -> str:
 def _data_difference(meta: CheckpointMeta, data: DataConfig, order: SampleOrder) -> str:
     """Describe how the data of a checkpoint's run and of the recipe differ; files of the same name count as the same.
 
-    Files that have changed under their names are rejected by name at the start.
+    Files that have changed under their names are refused by name at the start.
     """
     # Only files with different names need to be read for the answer.
     digests = fingerprint(data) if meta.data_files and moved_data_message(meta, order) else None

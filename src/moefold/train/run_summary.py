@@ -23,7 +23,7 @@ from moefold.config.sites import SitesConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adapter_weights
 from moefold.cost.flops import count_parameters
-from moefold.data.sampler import Sampler
+from moefold.data.sampler import SampleNumbers
 from moefold.errors import SIGNAL_STATUS
 from moefold.optim.lr_schedule import continuation
 from moefold.terminal import format_count
@@ -33,7 +33,9 @@ MIN_UNBOUNDED_SAMPLES = 2**39
 """A sampler of at least this many samples is a stream or synthetic data, whose length is not reported."""
 
 
-def startup_lines(cfg: Config, device_type: str, train_sampler: Sampler, validation_sampler: Sampler) -> list[str]:
+def startup_lines(
+    cfg: Config, device_type: str, train_sampler: SampleNumbers, validation_sampler: SampleNumbers
+) -> list[str]:
     """Return the lines that describe the run before its first step.
 
     Args:
@@ -148,8 +150,8 @@ def _describe_data(
     train: TrainConfig,
     data: DataConfig,
     rl: RLConfig,
-    train_sampler: Sampler,
-    validation_sampler: Sampler,
+    train_sampler: SampleNumbers,
+    validation_sampler: SampleNumbers,
 ) -> str:
     seq_len = train.seq_len
     paths = data.path if isinstance(data.path, str) else ", ".join(data.path)

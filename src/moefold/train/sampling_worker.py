@@ -25,7 +25,7 @@ from moefold.rl.step_rows import pack_step, split_steps
 from moefold.topology.layout import Layout
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.remote_rollouts import ORDERS_TAG, ROUNDS_TAG, RoundOrder, SamplingStart, sampling_rank_of
-from moefold.train.rollout_sampler import PromptPosition, PromptSampler, RoundSampler
+from moefold.train.rollout_sampler import PromptPosition, RoundSampler
 from moefold.validate.config import check_config
 
 
@@ -54,10 +54,8 @@ class SamplingWorker:
         tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
         assert tokenizer.separator_id is not None, "checked before the run"
         self._pad_id = tokenizer.separator_id
-        self._prompts = PromptSampler(
-            open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check_columns(cfg.data, cfg.reward)).train,
-            cfg.train.seq_len,
-        )
+        check = check_columns(cfg.data, cfg.reward)
+        self._prompts = open_prompts(cfg.data, tokenizer, seed=cfg.run.seed, check=check).train
         model = InferenceModel.build(sampled, groups)
         source = WeightSharding.from_config(cfg, for_training=True)
         target = WeightSharding.from_config(sampled, for_training=False)

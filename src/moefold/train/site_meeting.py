@@ -117,11 +117,11 @@ class SiteMeeting:
         reply: Message = current_world().all_gather_object(answer)[0]
         return reply
 
-    def ask_until_ready(self, hello: Message, poll: Callable[[Message], bool]) -> str:
-        """Say hello until all sites are here; collective.
+    def ask_until_ready(self, registration: Message, poll: Callable[[Message], bool]) -> str:
+        """Register until all sites are here; collective.
 
         Args:
-            hello: position and weights of the site.
+            registration: position and weights of the site.
             poll: called on all ranks with each answer to wait; returns whether to stop waiting.
 
         Returns:
@@ -132,7 +132,7 @@ class SiteMeeting:
             ConfigError: the settings or weights differ from the other sites'.
             RunError: the meeting point cannot be reached, or a site was refused and did not come back.
         """
-        message = hello | {
+        message = registration | {
             "do": "hello",
             "host": socket.gethostname(),
             "settings": self._settings,

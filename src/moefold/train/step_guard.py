@@ -58,7 +58,7 @@ class StepGuard:
 
     A spike is a value above median + factor * 1.4826 * MAD of the last `spike_window` values, where MAD is their median
     distance from the median. This is the Hampel identifier (L. Davies, U. Gather: The identification of multiple
-        outliers, JASA 88, 1993), which is robust against a few spikes in the window. Only steps that change the weights
+    outliers, JASA 88, 1993), which is robust against a few spikes in the window. Only steps that change the weights
     enter the window.
 
     Its state is everything that a resumed run needs for the same decisions.

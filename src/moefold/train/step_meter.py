@@ -1,6 +1,7 @@
 """Measurements of a training step: the numbers of each rank, and one all-reduce of all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from moefold.metrics.step_metrics import (
     peak_memory_gib,
 )
 from moefold.model.loss_metrics import MISMATCH
-from moefold.parallel.expert_parallel import local_receive_load
 from moefold.parallel.gradients import local_norm_sq
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.step_guard import Mismatch, StepDecision
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moefold.config.groups.optimizer import ForwardPasses, ProjectedGradient
     from moefold.metrics.memory_tracker import MemoryTracker
     from moefold.parallel.memory_tracking import MemoryByPart
-    from moefold.parallel.replica_check import Divergence, HostFact
+    from moefold.parallel.replica_check import HostFact
     from moefold.train.attention_meter import AttentionMeter
     from moefold.train.nonfinite import NonFiniteReport
 
@@ -76,8 +76,6 @@ class StepResult:
     """The terms of the loss function by name."""
     loss_metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the loss function by name: logged, not minimised."""
-    divergences: "tuple[Divergence, ...]" = ()
-    """Values that differ between ranks although they should be equal, if the step was checked."""
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers by name that the table of metrics has."""
@@ -128,7 +126,6 @@ class StepMeter:
     ) -> None:
         self.clipped = clipped
         self._model = model
-        self._parallel = parallel
         self._routed = model.stages[0].config.routed
         self._moe_numbers = model.stages[0].config.moe_layer_numbers
         self._indexers = [indexer for stage in model.stages for indexer in stage.indexers().values()]
@@ -140,6 +137,16 @@ class StepMeter:
 
             self._attention = attention_meter.AttentionMeter(model, parallel, train)
         self._duplicate_params = model.duplicate_params
+        self._data_s = 0.0
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Load the next batch inside this context: the time counts as part of its step."""
+        groups = self._model.groups
+        groups.world.comm_timer.start()
+        started_s = groups.recorder.clock()
+        yield
+        self._data_s = groups.recorder.clock() - started_s
 
     def begin_step(self) -> None:
         """Forget the numbers of earlier passes."""
@@ -166,7 +173,6 @@ class StepMeter:
         loss: Tensor,
         step: int,
         flags: Sequence[bool],
-        data_s: float,
         memory_tracker: "MemoryTracker | None",
         passes: "ForwardPasses | None",
         rate: float,
@@ -177,7 +183,6 @@ class StepMeter:
             loss: loss terms of this rank.
             step: number of the step.
             flags: stop flags of this rank.
-            data_s: time that this rank took to load the batch.
             memory_tracker: memory tracker of a measured step.
             passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
             rate: learning rate of the step.
@@ -199,9 +204,9 @@ class StepMeter:
         router_stats = self._local_router_stats(device).split([5, *[num_experts] * 3], 1)
         for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
             packer.add(name, stats)
-        packer.add_row("rank times", self._times(data_s, device), world)
+        packer.add_row("rank times", self._times(device), world)
         packer.add("offload", self._offload_metrics(device))
-        packer.add("receive loads", local_receive_load(self._model, self._parallel))
+        packer.add("receive loads", self._model.local_receive_load())
         by_part = torch.zeros(0, dtype=torch.float64, device=device)
         if memory_tracker is not None:
             from moefold.parallel.memory_tracking import bytes_by_part
@@ -256,14 +261,14 @@ class StepMeter:
             **({} if self._attention is None else self._attention.metrics(totals["attention"])),
         )
 
-    def _times(self, data_s: float, device: torch.device) -> Tensor:
+    def _times(self, device: torch.device) -> Tensor:
         """Return compute, data and communication time of this rank in seconds, [3]; zeros if nothing is timed."""
         times = torch.zeros(NUM_TIMES, dtype=torch.float64, device=device)
         total_s, waited_s = self._model.groups.world.comm_timer.read()
         if total_s:
             # Element by element: copying a list would synchronise the host with the device.
             times[COMPUTE] = total_s - waited_s
-            times[DATA] = data_s
+            times[DATA] = self._data_s
             times[COMM] = waited_s
         return times
 

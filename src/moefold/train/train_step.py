@@ -1,6 +1,5 @@
 """One optimizer step: forward, backward, gradient clipping, update, and the metrics reduced over all ranks."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,12 +18,13 @@ from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names, is_adapter
 from moefold.optim.build import build_optimizer
 from moefold.optim.lr_schedule import learning_rate, schedule_settings
-from moefold.optim.states import named_moments, reset_moments, set_learning_rate, set_step_count
+from moefold.optim.states import reset_moments, set_learning_rate, set_step_count
 from moefold.parallel.batch import Batch
-from moefold.parallel.expert_parallel import check_receive_loads, local_receive_load
-from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks, reshard_parameters
+from moefold.parallel.expert_parallel import check_receive_loads
+from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
 from moefold.parallel.gradients import clip_gradients, needs_clip
 from moefold.parallel.parallel_model import ParallelModel
+from moefold.train.due import is_due
 from moefold.train.step_guard import GRAD_NORM, SPIKE_METRICS, StepGuard
 from moefold.train.step_meter import StepMeter, StepResult, StepTotals
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from moefold.metrics.memory_tracker import MemoryTracker
     from moefold.optim.outer import OuterOptimizer
     from moefold.optim.states import StateStore
-    from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
+    from moefold.parallel.replica_check import ReplicaGradients
     from moefold.parallel.router_replay_io import RouterReplayBuffer
     from moefold.train.nonfinite import NonFiniteReport
 
@@ -83,20 +83,15 @@ class TrainingStep:
 
             self.router_replay = router_replay_io.RouterReplayBuffer(model, cfg.model, cfg.parallel, cfg.moe, cfg.train)
         self._fsdp_hooks: FSDPCommHooks | None = None
-        self._replica_checker: ReplicaCheck | None = None
+        self._replica_gradients: ReplicaGradients | None = None
         if cfg.parallel.world_size > 1:
             model.groups.world.comm_timer.is_on = cfg.faults.straggler_factor > 0
             self._fsdp_hooks = install_comm_hooks(model.stages, model.groups, cfg.parallel.zero)
             if cfg.faults.replica_check_every:
                 from moefold.parallel import replica_check
 
-                self._replica_checker = replica_check.ReplicaCheck(
-                    model,
-                    named_moments(self.optimizer, self.optimized),
-                    cfg.parallel.zero,
-                    self._fsdp_hooks,
-                    replica_check.samples_by_replica(cfg.parallel, cfg.train),
-                )
+                samples = replica_check.samples_by_replica(cfg.parallel, cfg.train)
+                self._replica_gradients = replica_check.ReplicaGradients(model, self._fsdp_hooks, samples)
         self.meter = StepMeter(model, self.parameters | self.optimized, cfg.parallel, cfg.train)
 
     @property
@@ -159,18 +154,11 @@ class TrainingStep:
         """Return the gathered weights that are in memory of several ranks."""
         return [] if self._fsdp_hooks is None else self._fsdp_hooks.gathered
 
-    def start_clock(self) -> None:
-        """Start timing the next step now rather than at the call of `run`."""
-        self.model.groups.world.comm_timer.start()
+    def run(self, batch: Batch, step: int) -> StepResult:
+        """Train on this rank's shard of a global batch, see `run_polled`; no stop flag is polled."""
+        return self.run_polled(batch, step, tuple)
 
-    def run(
-        self,
-        batch: Batch,
-        step: int,
-        flags: StopFlags = lambda: (),
-        data_s: float = 0.0,
-        host_facts: "Callable[[], Sequence[HostFact]]" = tuple,
-    ) -> StepResult:
+    def run_polled(self, batch: Batch, step: int, flags: StopFlags) -> StepResult:
         """Train on this rank's shard of a global batch.
 
         Collective: every rank calls it with its shard of the same batch.
@@ -179,28 +167,21 @@ class TrainingStep:
             batch: this rank's shard.
             step: number of this step, 1-based.
             flags: returns the stop flags of this rank; polled once the gradients are ready, and summed over all ranks.
-            data_s: time that this rank took to load the batch.
-            host_facts: returns further host values for the replica check to compare.
         """
-        self.start_clock()
         self.begin_step(step, batch)
-        replica_check = (
-            None
-            if self._replica_checker is None or step % self._cfg.faults.replica_check_every
-            else self._replica_checker
-        )
-        if replica_check is not None:
-            replica_check.enable()
+        replicas = self._replica_gradients if is_due(self._cfg.faults.replica_check_every, step) else None
+        if replicas is not None:
+            replicas.enable()
         loss, memory_tracker = self._tracked_forward_backward(batch, step)
         if self._owned is not None:
             self._owned.take_gradients()
         recorder = self.model.groups.recorder
         recorder.set_phase("reducing the metrics")
         rate = learning_rate(self._cfg.train, self._cfg.run.steps, step)
-        totals = self.meter.reduce(loss, step, flags(), data_s, memory_tracker, self._passes, rate)
+        totals = self.meter.reduce(loss, step, flags(), memory_tracker, self._passes, rate)
         result = totals.result
-        check_receive_loads(totals.receive_loads, self._cfg.parallel, f"step {step}")
-        metrics = None if replica_check is None else replica_check.metrics(self.meter.own_loss(loss.detach())[0])
+        check_receive_loads(totals.receive_loads, self.model.dispatcher, f"step {step}")
+        metrics = None if replicas is None else replicas.metrics(self.meter.own_loss(loss.detach())[0])
         decision = self.guard.decide(result.guarded_metrics(), result.mismatch(batch.mismatch_limit))
         recorder.set_phase("optimizer")
         nonfinite_report: NonFiniteReport | None = None
@@ -214,13 +195,9 @@ class TrainingStep:
         if decision.reason == "nonfinite":
             nonfinite_report = self._locate_nonfinite(batch, step, loss)
         self._zero_gradients()
-        every = self._cfg.train.reset_moments_every
-        if every and step % every == 0:
+        if is_due(self._cfg.train.reset_moments_every, step):
             self.reset_moments()
-        result = replace(result, decision=decision, nonfinite_report=nonfinite_report)
-        if replica_check is None:
-            return result
-        return replace(result, replicas=metrics, divergences=self.divergences(batch, step, rate, host_facts()))
+        return replace(result, decision=decision, nonfinite_report=nonfinite_report, replicas=metrics)
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -250,37 +227,9 @@ class TrainingStep:
             clip_gradients(self.meter.clipped, totals.device_grad_norm, self._cfg.train.clip_grad)
         return int(self.optimizer.step() is not False)
 
-    @property
-    def checks_replicas(self) -> bool:
-        """True if the recipe asks for replica checks and there are several ranks."""
-        return self._replica_checker is not None
-
-    def divergences(
-        self, batch: Batch, step: int, rate: float, host_facts: "Sequence[HostFact]"
-    ) -> "tuple[Divergence, ...]":
-        """Return the values that differ between ranks after a step although they should be equal; collective.
-
-        Empty unless the recipe asks for replica checks.
-
-        Args:
-            batch: this rank's shard of the step's batch.
-            step: number of the step.
-            rate: learning rate of the step.
-            host_facts: further host values to compare.
-        """
-        if self._replica_checker is None:
-            return ()
-        from moefold.parallel.replica_check import HostFact
-
-        position = f"step {step}, rate {rate!r}, {json.dumps(self.guard.state_dict())}"
-        return self._replica_checker.find_divergences(
-            batch, (HostFact("the position of the run", position, ("world",)), *host_facts)
-        )
-
     def _tracked_forward_backward(self, batch: Batch, step: int) -> "tuple[Tensor, MemoryTracker | None]":
         """Run forward and backward, with a memory tracker if the recipe measures this step."""
-        every = self._cfg.metrics.memory_every
-        if not every or step % every:
+        if not is_due(self._cfg.metrics.memory_every, step):
             return self.forward_backward(batch, step), None
         with self.track_memory(batch) as memory_tracker:
             return self.forward_backward(batch, step), memory_tracker
@@ -343,29 +292,22 @@ class TrainingStep:
 
         Args:
             batches: this rank's shards.
-            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.
+            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch.
 
         Returns:
             The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.
         """
-        self.model.train(False)
         losses: list[Tensor] = []
         raised: tuple[int, ...] = ()
-        with self.model.cast_copies.fresh():
+        with self.model.evaluating("the validation"):
             for i, batch in enumerate(batches):
                 if flags is not None and i % STOP_POLL_EVERY == 0:
                     raised = self._count_flags(flags())
                 if any(raised):
                     break
                 losses.append(self.model.runner.evaluate(batch))
-        reshard_parameters(self.model.stages)
-        self.model.train(True)
         if any(raised):
             return None, raised
-        loads = local_receive_load(self.model, self._cfg.parallel)
-        if loads.numel():
-            loads = all_reduce_sum(loads, self.model.groups.world)
-        check_receive_loads(loads.cpu(), self._cfg.parallel, "the validation")
         total = torch.stack([self.meter.own_loss(loss) for loss in losses]).sum(0)
         return float(all_reduce_sum(total.double(), self.model.groups.world)), raised
 

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,15 @@ from moefold.config.schema import Config
 from moefold.cost.flops import step_flops_per_token
 from moefold.errors import SIGNAL_STATUS
 from moefold.model.loss_function import LossFunction
-from moefold.objectives.recipe_loss import loss_columns, policy_loss
+from moefold.objectives.recipe_loss import policy_loss
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.callbacks.checkpointing import Checkpointing, SaveHistory
 from moefold.train.callbacks.evaluation import PeriodicEvaluation
 from moefold.train.callbacks.metrics import MetricsLogging, RoutingTraceSaving, StragglerDetection
-from moefold.train.callbacks.run_log import RunLog
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.data_loader import DataLoader
+from moefold.train.position import Position
 from moefold.train.run_summary import startup_lines
 from moefold.train.signals import SIGNALS, StopSignals
 from moefold.train.step_meter import StepResult
@@ -34,7 +35,8 @@ from moefold.train.train_step import TrainingStep
 if TYPE_CHECKING:
     from moefold.comm.trainer_sampler_link import JobLink
     from moefold.data.dataset import ProgramData
-    from moefold.parallel.replica_check import HostFact
+    from moefold.train.rollout_loader import RolloutLoader
+    from moefold.train.step_data import StepData
 
 
 class Trainer:
@@ -60,8 +62,7 @@ class Trainer:
             messages: lines to log before all others.
             loss: the loss to minimise; None: next-token prediction.
             data: the samples of data.kind="program"; None: the recipe's samples.
-            callbacks: further hooks, the same on every rank, called after the trainer's own; `after_step` of a hook
-                with state is called before the step is saved.
+            callbacks: hooks of the program, the same on every rank, see `CallbackStage`.
             link: link to the ranks of rollout.ranks; None without them.
             history: checkpoints of an earlier trainer of this process; None for the first.
         """
@@ -73,87 +74,77 @@ class Trainer:
         torch.manual_seed(cfg.run.seed)
         self._flight_recorder.set_phase("building the model")
         if cfg.is_rl:
-            loss = policy_loss(cfg.rl, cfg.rollout.temperature) if loss is None else loss
+            loss = loss or policy_loss(cfg.rl, cfg.rollout.temperature)
         model = parallelize(cfg, groups, loss)
         self._train_step = TrainingStep(model, cfg)
         self._flight_recorder.set_phase("opening the data")
         self._position = Position()
         self._resources = ExitStack()
         """Processes that make data, which end with the run."""
-        self._data_loader = self._open_loader(model, loss, data, link)
+        self._data_loader: StepData
+        self._data_loader, own = self._open_rollouts(model, link) if cfg.is_rl else self._open_data(model, data)
         self._checkpointing = Checkpointing(cfg, groups, history)
-        self._further_callbacks = tuple(callbacks)
-        self._callbacks = self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
+        self._program_callbacks = tuple(callbacks)
+        own += self._recipe_callbacks(measures_kernels=model.autotuner.is_enabled)
+        self._callbacks = tuple(sorted(own, key=lambda callback: callback.stage))
 
-    def _recipe_callbacks(self, *, measures_kernels: bool) -> tuple[Callback, ...]:
-        """Return the callbacks of the recipe in order; modules of unused features are not imported."""
+    def _open_data(self, model: ParallelModel, data: "ProgramData | None") -> tuple[DataLoader, list[StageCallback]]:
+        """Return the data loader and the callbacks that need it."""
         cfg = self._cfg
-        rounds: tuple[Callback, ...] = ()
-        evaluations: tuple[Callback, ...] = (PeriodicEvaluation(cfg.train, cfg.run.steps),)
-        rollouts: tuple[Callback, ...] = ()
-        reference: tuple[Callback, ...] = ()
-        kernels: tuple[Callback, ...] = ()
-        replicas: tuple[Callback, ...] = ()
-        if cfg.is_rl:
-            from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging, RolloutRounds
-
-            rounds = (RolloutRounds(),)
-            evaluations = (RewardEvaluation(cfg.train.eval_every, cfg.rl.reset_patience),)
-            rollouts = (RolloutLogging(cfg.metrics.rollouts_every),)
+        loader = DataLoader(cfg, self._groups, model.positions, self._position, data)
+        callbacks: list[StageCallback] = [PeriodicEvaluation(cfg.train, cfg.run.steps)]
         if chosen_in(cfg.align, AlignmentPart).has_reference:
             from moefold.train.callbacks.preference_reference import ReferencePass
 
-            reference = (ReferencePass(cfg.checkpoint),)
+            callbacks.append(ReferencePass(loader, cfg.checkpoint))
+        return loader, callbacks
+
+    def _open_rollouts(
+        self, model: ParallelModel, link: "JobLink | None"
+    ) -> "tuple[RolloutLoader, list[StageCallback]]":
+        """Return the source of rollouts and the callbacks that need it."""
+        from moefold.rl.reward import Reward
+        from moefold.train.callbacks.rollouts import RewardEvaluation, RolloutLogging, RolloutRounds
+        from moefold.train.rollout_loader import RolloutLoader
+
+        cfg = self._cfg
+        reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
+        self._resources.enter_context(reward)
+        loader = RolloutLoader(cfg, self._groups, model, reward, self._position, link)
+        return loader, [
+            RolloutRounds(loader),
+            RewardEvaluation(loader, cfg.train.eval_every, cfg.run.steps, cfg.rl.reset_patience),
+            RolloutLogging(loader, cfg.metrics.rollouts_every),
+        ]
+
+    def _recipe_callbacks(self, *, measures_kernels: bool) -> list[StageCallback]:
+        """Return the callbacks that need no data; modules of unused features are not imported."""
+        cfg = self._cfg
+        flops_per_token = step_flops_per_token(cfg.model, cfg.train, cfg.lora)
+        callbacks: list[StageCallback] = [
+            RoutingTraceSaving(),
+            MetricsLogging(cfg.run, cfg.metrics, flops_per_token, self._groups.device, self._program_callbacks),
+            StragglerDetection(cfg.faults.straggler_factor),
+            self._checkpointing,
+        ]
         if measures_kernels:
             from moefold.train.callbacks.kernel_timing import KernelChoices
 
-            kernels = (KernelChoices(),)
+            callbacks.append(KernelChoices())
         if cfg.parallel.world_size > 1 and cfg.faults.replica_check_every:
             from moefold.train.callbacks.replica_comparison import ReplicaComparison
 
-            replicas = (ReplicaComparison(cfg.checkpoint, cfg.run.seed, self._checkpointing.saver.drain),)
+            drain = self._checkpointing.saver.drain
+            callbacks.append(ReplicaComparison(cfg.run, cfg.parallel, cfg.faults, cfg.checkpoint, drain))
         if cfg.sites.is_active:
             from moefold.train.callbacks.site_evaluation import SiteEvaluation
             from moefold.train.callbacks.sites import SiteRounds
             from moefold.train.site_meeting import equal_settings
 
             settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
-            rounds = (
-                *rounds,
-                SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings),
-            )
-            evaluations = (*evaluations, SiteEvaluation(cfg.model, cfg.sites))
-        return (
-            *kernels,
-            *rounds,
-            *reference,
-            *evaluations,
-            RoutingTraceSaving(),
-            MetricsLogging(
-                cfg.run,
-                cfg.metrics,
-                step_flops_per_token(cfg.model, cfg.train, cfg.lora),
-                self._groups.device,
-                self._further_callbacks,
-            ),
-            *rollouts,
-            StragglerDetection(cfg.faults.straggler_factor),
-            *replicas,
-            self._checkpointing,
-        )
-
-    def _open_loader(
-        self, model: ParallelModel, loss: LossFunction | None, data: "ProgramData | None", link: "JobLink | None"
-    ) -> DataLoader:
-        if loss is None or not self._cfg.is_rl:
-            return DataLoader(self._cfg, self._groups, model.positions, data, self._position)
-        from moefold.rl.reward import Reward
-        from moefold.train.rollout_loader import RolloutLoader
-
-        cfg = self._cfg
-        reward = Reward(cfg.data, cfg.faults, cfg.reward, num_ranks=cfg.num_job_ranks)
-        self._resources.enter_context(reward)
-        return RolloutLoader(cfg, self._groups, model, loss_columns(loss), reward, link=link, position=self._position)
+            callbacks.append(SiteRounds(cfg.run, cfg.model, cfg.train, cfg.sites, settings))
+            callbacks.append(SiteEvaluation(cfg.model, cfg.sites))
+        return callbacks
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step or until a signal, and return the exit status; collective.
@@ -177,6 +168,8 @@ class Trainer:
             stack.enter_context(stop)
             stack.enter_context(self._resources)
             if context.is_first_rank:
+                from moefold.train.run_log import RunLog
+
                 is_gpu = self._groups.device.type != "cpu"
                 clock = self._flight_recorder.clock
                 log = RunLog(self._cfg, first_step, resume, self._startup_messages(), stop, clock, is_gpu=is_gpu)
@@ -186,7 +179,7 @@ class Trainer:
             try:
                 self._loop(context, collect_garbage)
             except Exception as error:
-                for callback in (*self._callbacks, *self._further_callbacks):
+                for callback in (*self._callbacks, *self._program_callbacks):
                     callback.on_error(context, error)
                 raise
             if context.log is not None:
@@ -199,7 +192,7 @@ class Trainer:
         self._train_step.add_states(states)
         # Rollouts that are too old for the step of the position are sampled again.
         states.add("data", self._data_loader, after=("position", "weights"))
-        for prefix, callbacks in (("", self._callbacks), (CALLBACKS, self._further_callbacks)):
+        for prefix, callbacks in (("", self._callbacks), (CALLBACKS, self._program_callbacks)):
             for callback in callbacks:
                 if callback.saved_as:
                     states.add(f"{prefix}{callback.saved_as}", callback)
@@ -212,7 +205,10 @@ class Trainer:
             if step is None:
                 continue
             for callback in self._each_callback(is_after_step=True):
-                callback.after_step(context, step)
+                if isinstance(callback, StageCallback):
+                    step = callback.complete_in_stage(context, step)
+                else:
+                    callback.after_step(context, step)
             collect_garbage(step.number)
             # A signal in the last step does not change the status, unless it prevented the evaluation.
             if step.signals and not (step.is_last and step.is_evaluated):
@@ -223,17 +219,17 @@ class Trainer:
             finish()
 
     def _each_callback(self, *, is_after_step: bool = False) -> Iterator[Callback]:
-        """Yield the callbacks in order. The flight recorder's phase names the user's callbacks.
+        """Yield the callbacks stage by stage. The flight recorder's phase names the program's callbacks.
 
         Args:
-            is_after_step: whether further callbacks with state come before the checkpoint of a step, which has their
-                state after that step.
+            is_after_step: whether the hooks after a step are called, see `CallbackStage.PROGRAM_STATE`.
         """
-        *earlier, checkpointing = self._callbacks
-        before = [callback for callback in self._further_callbacks if callback.saved_as] if is_after_step else []
-        after = [callback for callback in self._further_callbacks if not (is_after_step and callback.saved_as)]
-        for callback in (*earlier, *before, checkpointing, *after):
-            if callback in self._further_callbacks:
+        order: list[tuple[CallbackStage, Callback]] = [(callback.stage, callback) for callback in self._callbacks]
+        for callback in self._program_callbacks:
+            has_state = is_after_step and callback.saved_as
+            order.append((CallbackStage.PROGRAM_STATE if has_state else CallbackStage.PROGRAM, callback))
+        for stage, callback in sorted(order, key=itemgetter(0)):
+            if stage in (CallbackStage.PROGRAM_STATE, CallbackStage.PROGRAM):
                 self._flight_recorder.set_phase(f"the callback {type(callback).__name__}")
             yield callback
 
@@ -242,29 +238,18 @@ class Trainer:
         clock = self._flight_recorder.clock
         started_s = clock()
         self._flight_recorder.begin_step(self._position.step + 1, "loading data")
-        self._train_step.start_clock()
-        batch, samples = self._data_loader.next_batch(self._position.samples, self._position.skipped_ranges)
-        context.log_dropped_files(self._position.step + 1)
-        data_s = clock() - started_s
-        result = self._train_step.run(
-            batch,
-            self._position.step + 1,
-            lambda: context.stop.flags,
-            data_s,
-            lambda: self._host_facts(context),
-        )
+        with self._train_step.meter.loading():
+            batch, samples = self._data_loader.next_batch(self._position.samples, self._position.skipped_ranges)
+            context.log_dropped_files(self._position.step + 1)
+        result = self._train_step.run_polled(batch, self._position.step + 1, lambda: context.stop.flags)
         step_time_s = clock() - started_s
         if context.log is not None:
             context.log.report_stop(self._position.step + 1, clock.take_stopped_s())
         self._checkpointing.saver.check()
         if result.decision.reason and not self._handle_fault(context, result, samples):
             return None
-        self._position.step += 1
-        self._position.samples = samples[-1] + 1
         assert batch.num_tokens is not None, "the data loader counts the tokens of each batch"
-        self._position.tokens_consumed += batch.num_tokens
-        if result.decision.updates:
-            self._position.tokens += batch.num_tokens
+        self._position.advance(samples, batch.num_tokens, is_updated=result.decision.updates)
         return FinishedStep(
             number=self._position.step,
             result=result,
@@ -272,14 +257,8 @@ class Trainer:
             step_time_s=step_time_s,
             is_last=self._position.step == self._cfg.run.steps,
             num_tokens=batch.num_tokens,
-            signals=[number for number, count in zip(SIGNALS, result.flags, strict=True) if count],
+            signals=tuple(number for number, count in zip(SIGNALS, result.flags, strict=True) if count),
         )
-
-    def _host_facts(self, context: TrainingContext) -> "list[HostFact]":
-        """Return the host values that the replica check compares."""
-        from moefold.train.callbacks.replica_comparison import host_facts
-
-        return host_facts(context, self._cfg.run.seed)
 
     def _handle_fault(self, context: TrainingContext, result: StepResult, samples: Sequence[int]) -> bool:
         """Log, skip, roll back or stop after a step at fault; return False after a rollback. Collective.
@@ -341,7 +320,7 @@ class Trainer:
 
 
 STEPS_BETWEEN_COLLECTIONS = 50
-"""As in torchtitan (`gc_freq`). No tensor of a step is in a reference cycle, so only small objects wait for it."""
+"""Equal to `gc_freq` of torchtitan. No tensor of a step is in a reference cycle, so only small objects wait for it."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Entry point of each rank of `moefold train`."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from moefold.checkpoint.checkpoint_dir import checkpoint_folder, complete_checkpoints
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.torch_compat import set_aside_process_groups
+from moefold.comm.private_torch import set_aside_process_groups
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.faults import FaultsConfig
@@ -139,67 +139,101 @@ def train_on_rank(
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    stop = StopSignals(announces=rank_env.rank == 0)
-    limit_s = cfg.faults.timeout_s
-    regroups = cfg.faults.regroups and rank_env.world_size > 1
-    watchdog = Watchdog(rank_env, limit_s, device_type, regroups=regroups)
-    failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
     split = JobSplit(cfg.parallel.world_size, cfg.rollout.ranks)
-    note_progress = watchdog.flight_recorder.note_progress
-    find_lost = (watchdog.gone_ranks, watchdog.silent_ranks)
-    regroup = Regroup(rank_env, device_type, limit_s, *find_lost, watchdog.kill, note_progress)
-    open_store = regroup.open_first_store if regroups else None
-    joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start, open_store)
-    with failing, joined as (device, link), watchdog, ExitStack() as cleanup:
-        if link is not None:
-            link.recorder = watchdog.flight_recorder
-        if link is not None and split.samples(rank_env.rank):
-            from moefold.train.sampling_worker import SamplingWorker
-
-            watchdog.flight_recorder.first_rank = split.num_training
-            with stop:
-                # The training ranks order the stop, also after a signal.
-                SamplingWorker(cfg, fold_mapping(cfg.parallel), device, watchdog.flight_recorder, link).run()
-            return TrainOutcome(0, Path(cfg.run.dir))
-        watchdog.flight_recorder.set_phase("choosing the folder of the run")
-        # A network file system may look different on another machine, so rank 0 decides.
-        folder = current_world().all_gather_object(choose_run_folder(cfg) if rank_env.rank == 0 else None)[0]
-        reporting = StepReporting(program.on_step)
-        training = _RankTraining(
-            program=replace(program, callbacks=(*program.callbacks, reporting)),
-            first_messages=(folder.message, *messages, runtime_env_message(rank_env, device_type)),
-            device=device,
-            link=link,
-            watchdog=watchdog,
-            stop=stop,
-            locks=cleanup.enter_context(_RunLocks(cfg, folder)),
-        )
-        run_dir = Path(folder.cfg.run.dir)
-        list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
-        if regroups:
-            from moefold.train.elastic import GenerationLoop
-
-            loop = GenerationLoop(folder.cfg, regroup, watchdog, device, training.train, training.locks.release)
-            status = loop.run(stop)
-            newest = None if regroup.is_spare or regroup.rank else list_newest()
-            return TrainOutcome(status, run_dir, reporting.last, newest)
-        status = training.train(folder.cfg, (), (), SaveHistory())
-        watchdog.flight_recorder.set_phase("listing the checkpoints")
-        newest = current_world().all_gather_object(list_newest() if rank_env.rank == 0 else None)[0]
-        return TrainOutcome(status, run_dir, reporting.last, newest)
+    with _join_job(cfg.faults, split, rank_env, device_type) as job:
+        run = _RankRun(cfg, (*messages, runtime_env_message(rank_env, device_type)), program, job)
+        return run.train() if job.link is None or not split.samples(job.rank) else run.sample(job.link)
 
 
 @dataclass(frozen=True, kw_only=True)
+class _RankJob:
+    """The job as this rank has joined it."""
+
+    rank: int
+    device: torch.device
+    link: JobLink | None
+    """Link between the ranks that train and the ranks that only sample; None without these."""
+    watchdog: Watchdog
+    stop: StopSignals
+    regroup: Regroup | None
+    """Agreement of the survivors of a lost rank; None if a loss ends the job."""
+
+
+@contextmanager
+def _join_job(faults: FaultsConfig, split: JobSplit, rank_env: RankEnv, device_type: str) -> Iterator[_RankJob]:
+    """Join the other ranks under a watchdog, report an error of this rank inside the context, and leave."""
+    stop = StopSignals(announces=rank_env.rank == 0)
+    limit_s = faults.timeout_s
+    regroups = faults.regroups and rank_env.world_size > 1
+    watchdog = Watchdog(rank_env, limit_s, device_type, regroups=regroups)
+    failing = RankErrorHandler(rank_env, lambda: any(stop.flags), watchdog)
+    regroup: Regroup | None = None
+    if regroups:
+        find_lost = (watchdog.gone_ranks, watchdog.silent_ranks)
+        note_progress = watchdog.flight_recorder.note_progress
+        regroup = Regroup(rank_env, device_type, limit_s, *find_lost, watchdog.kill, note_progress)
+    open_store = None if regroup is None else regroup.open_first_store
+    joined = init_split_job(rank_env, split, device_type, limit_s, watchdog.start, open_store)
+    with failing, joined as (device, link), watchdog:
+        if link is not None:
+            link.recorder = watchdog.flight_recorder
+            if split.samples(rank_env.rank):
+                watchdog.flight_recorder.first_rank = split.num_training
+        yield _RankJob(rank=rank_env.rank, device=device, link=link, watchdog=watchdog, stop=stop, regroup=regroup)
+
+
+@dataclass(frozen=True)
+class _RankRun:
+    """The part of this rank in a run."""
+
+    cfg: Config
+    messages: tuple[str, ...]
+    program: ProgramParts
+    job: _RankJob
+
+    def sample(self, link: JobLink) -> TrainOutcome:
+        """Sample rollouts until the training ranks have ended."""
+        from moefold.train.sampling_worker import SamplingWorker
+
+        cfg = self.cfg
+        with self.job.stop:
+            # The training ranks order the stop, also after a signal.
+            recorder = self.job.watchdog.flight_recorder
+            SamplingWorker(cfg, fold_mapping(cfg.parallel), self.job.device, recorder, link).run()
+        return TrainOutcome(0, Path(cfg.run.dir))
+
+    def train(self) -> TrainOutcome:
+        """Choose the run folder and train in it, through losses of ranks if the recipe regroups; collective."""
+        job = self.job
+        job.watchdog.flight_recorder.set_phase("choosing the folder of the run")
+        # A network file system may look different on another machine, so rank 0 decides.
+        folder = current_world().all_gather_object(choose_run_folder(self.cfg) if job.rank == 0 else None)[0]
+        reporting = StepReporting(self.program.on_step)
+        program = replace(self.program, callbacks=(*self.program.callbacks, reporting))
+        list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
+        with _RunLocks(self.cfg, folder) as locks:
+            training = _RankTraining(job, program, (folder.message, *self.messages), locks)
+            if job.regroup is not None:
+                from moefold.train.elastic import GenerationLoop
+
+                loop = GenerationLoop(folder.cfg, job.regroup, job.watchdog, job.device, training.train, locks.release)
+                status = loop.run(job.stop)
+                newest = None if job.regroup.is_spare or job.regroup.rank else list_newest()
+            else:
+                status = training.train(folder.cfg, (), (), SaveHistory())
+                job.watchdog.flight_recorder.set_phase("listing the checkpoints")
+                newest = current_world().all_gather_object(list_newest() if job.rank == 0 else None)[0]
+        return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, newest)
+
+
+@dataclass(frozen=True)
 class _RankTraining:
     """Trains on this rank, with the existing process group."""
 
+    job: _RankJob
     program: ProgramParts
     first_messages: tuple[str, ...]
     """Lines to log before all others, of the first trainer."""
-    device: torch.device
-    link: JobLink | None
-    watchdog: Watchdog
-    stop: StopSignals
     locks: "_RunLocks"
 
     def train(self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory) -> int:
@@ -211,11 +245,12 @@ class _RankTraining:
             callbacks: further hooks, called before the program's hooks.
             history: checkpoints of the run that this process knows.
         """
-        recorder = self.watchdog.flight_recorder
+        job = self.job
+        recorder = job.watchdog.flight_recorder
         with ExitStack() as cleanup:
-            groups = ParallelGroups.create(fold_mapping(cfg.parallel), self.device, recorder)
+            groups = ParallelGroups.create(fold_mapping(cfg.parallel), job.device, recorder)
             cleanup.callback(groups.release)
-            self.stop.announces = groups.rank == 0
+            job.stop.announces = groups.rank == 0
             if cfg.faults.regroups:
                 from moefold.train.elastic import with_saved_checkpoints
 
@@ -227,7 +262,7 @@ class _RankTraining:
                 loss=self.program.loss,
                 data=self.program.data,
                 callbacks=(*callbacks, *self.program.callbacks),
-                link=self.link,
+                link=job.link,
                 history=history,
             )
             if groups.rank == 0:
@@ -235,7 +270,7 @@ class _RankTraining:
                 self.locks.acquire(starts_run=not messages)
             else:
                 self.locks.release()
-            return trainer.run(self.stop)
+            return trainer.run(job.stop)
 
 
 def _newest_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:

@@ -1,12 +1,11 @@
 """Validation of a config before any rank starts, without torch.
 
-`check_config` uses the settings only; `train/start.py` checks the machine that will run them. Each rule is a function
-that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in the
-annotation of its field (`config/field.py`). Rules between keys are in `moe.py`, `parallel.py`, `train.py` and
+`check_config` uses the settings only; `train/machine_checks.py` checks the machine that will run them. Each rule is a
+function that yields one message per violation: key, value, rule and the nearest legal settings. Rules on one key are in
+the annotation of its field (`config/field.py`). Rules between keys are in `moe.py`, `parallel.py`, `train.py` and
 `memory.py`, settings without effect in `unused.py`, the memory of a step in `memory_need.py`.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +14,12 @@ from moefold.config.chosen import chosen_parts, tables_in
 from moefold.config.layer_words import parse_layers
 from moefold.config.model import ModelConfig
 from moefold.config.part import Part, describe_part
-from moefold.config.problem import Problem
 from moefold.config.rule import apply_rule, part_problems
 from moefold.config.schema import Config
 from moefold.config.suggestions import group_at, slot_fault, wrong_kind
-from moefold.errors import ConfigError, raise_all
+from moefold.errors import ConfigError, Problem, raise_all, spelled_as
 from moefold.topology.layout import Layout, fold_mapping
-from moefold.topology.rollout_mapping import has_rollout_mapping, rollout_config, rollout_degrees
+from moefold.topology.rollout_mapping import ROLLOUT_DEGREES, has_rollout_mapping, rollout_config, rollout_degrees
 from moefold.validate.cuda_graphs import CUDA_GRAPH_RULES
 from moefold.validate.lora import LORA_RULES
 from moefold.validate.memory import OFFLOAD_RULES, RECOMPUTE_RULES, validate_memory
@@ -36,12 +34,12 @@ from moefold.validate.sparse import SELECTION_STAGE_RULES, SPARSE_ATTENTION_RULE
 from moefold.validate.train import DATA_RULES, FAULT_RULES, KERNEL_RULES, TRAIN_RULES
 
 
-def validate_layer_words(model: ModelConfig) -> Iterator[str]:
+def validate_layer_words(model: ModelConfig) -> Iterator[Problem]:
     """Check the names and the number of the layers."""
     try:
         parse_layers(model.layers)
     except ValueError as error:
-        yield f"model.layers={model.layers!r} {error}"
+        yield Problem("model.layers", model.layers, f"{error}")
 
 
 def layer_problems(cfg: Config) -> Iterator[Problem]:
@@ -52,9 +50,9 @@ def layer_problems(cfg: Config) -> Iterator[Problem]:
             yield from part_problems(part, cfg)
 
 
-def validate_layers(cfg: Config) -> Iterator[str]:
+def validate_layers(cfg: Config) -> Iterator[Problem]:
     """Check the parts of the layers."""
-    yield from dict.fromkeys(map(str, layer_problems(cfg)))
+    yield from {str(problem): problem for problem in layer_problems(cfg)}.values()
 
 
 MODEL_RULES = (
@@ -81,8 +79,6 @@ RULES = (
 
 
 ROLLOUT_RULES = (validate_rollout_experts, validate_vllm)
-
-_DEGREE_KEY = re.compile(r"\bparallel\.(tp|pp|ep|etp)\b")
 
 
 def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
@@ -113,7 +109,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     training_rules = training_only if is_training else ()
     messages = [message for rule in (*RULES, *training_rules) for message in apply_rule(rule, cfg)]
     parts = [part for part in chosen_parts(cfg) if is_training or not part.is_for_training]
-    raise_all((*messages, *(str(problem) for part in parts for problem in part_problems(part, cfg))))
+    raise_all((*messages, *(problem for part in parts for problem in part_problems(part, cfg))))
     raise_all(validate_rows(cfg))
     raise_all(validate_collective_order(cfg))
     if is_training:
@@ -122,7 +118,7 @@ def check_config(cfg: Config, *, is_training: bool = True) -> Layout:
     return layout
 
 
-def _slot_problems(cfg: Config) -> Iterator[str]:
+def _slot_problems(cfg: Config) -> Iterator[Problem]:
     """Yield the keys with a part of an unknown or a wrong kind, in a recipe that a program made."""
     for name, value in tables_in(cfg):
         owner: Any = type(value)
@@ -130,9 +126,9 @@ def _slot_problems(cfg: Config) -> Iterator[str]:
             # A table, or a key of a part that is not allowed here.
             continue
         if isinstance(value, str):
-            yield wrong_kind(name, value)
+            yield Problem("", None, wrong_kind(name, value))
         elif fault := slot_fault(name, owner):
-            yield f"{describe_part(value)} {fault}"
+            yield Problem("", None, f"{describe_part(value)} {fault}")
 
 
 def check_rollout_mapping(cfg: Config) -> None:
@@ -143,14 +139,15 @@ def check_rollout_mapping(cfg: Config) -> None:
     """
     if not has_rollout_mapping(cfg.parallel, cfg.rl, cfg.rollout):
         return
+    names = {f"parallel.{axis}": f"rollout.{axis}" for axis in ROLLOUT_DEGREES}
+    if cfg.rollout.ranks:
+        names["parallel.world_size"] = "rollout.ranks"
     try:
-        check_config(rollout_config(cfg), is_training=False)
+        with spelled_as(names):
+            check_config(rollout_config(cfg), is_training=False)
     except ConfigError as error:
         degrees = " ".join(f"{axis}={degree}" for axis, degree in rollout_degrees(cfg.parallel, cfg.rollout).items())
-        rules = _DEGREE_KEY.sub(r"rollout.\1", str(error))
-        if cfg.rollout.ranks:
-            rules = rules.replace("parallel.world_size", "rollout.ranks")
-        raise ConfigError(f"rollouts cannot be sampled under {degrees}: {rules}") from None
+        raise error.with_start(f"rollouts cannot be sampled under {degrees}: ") from None
 
 
 def check_model(model: ModelConfig) -> None:
@@ -166,4 +163,5 @@ def check_model(model: ModelConfig) -> None:
     parts = [part for part in chosen_parts(cfg) if part.key.startswith("model.")]
     problems = [*layer_problems(cfg), *(problem for part in parts for problem in part_problems(part, cfg))]
     # The other sections have defaults, not the settings of the run, and a part may refuse defaults.
-    raise_all(dict.fromkeys((*messages, *(str(problem) for problem in problems if problem.key.startswith("model.")))))
+    refused = (*messages, *(problem for problem in problems if problem.key.startswith("model.")))
+    raise_all({str(problem): problem for problem in refused}.values())

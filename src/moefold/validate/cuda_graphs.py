@@ -11,7 +11,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 
 RECOMPUTE_OUTSIDE_ATTENTION = ("moe", "dense_mlp", "shared_experts", "expert_activation")
 """Parts that may be recomputed if attention is captured."""
@@ -24,34 +24,32 @@ Obstacle = tuple[str, bool, str]
 
 def validate_cuda_graphs(
     run: RunConfig, model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig, train: TrainConfig
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check that captured work has fixed shapes, addresses and memory, and no communication or host work."""
     if not run.uses_cuda_graphs:
         return
     by_mode = _OBSTACLES_BY_MODE[run.cuda_graphs]
     yield from _refusals(run, (*_obstacles(model, parallel, train), *by_mode(run, model, parallel, moe, train)))
     if run.device == "cpu":
-        yield _needs_cuda(run, "cpu")
+        yield Problem("", None, _needs_cuda(run, "cpu"))
 
 
-def validate_graphed_data(run: RunConfig, data: DataConfig, metrics: MetricsConfig) -> Iterator[str]:
+def validate_graphed_data(run: RunConfig, data: DataConfig, metrics: MetricsConfig) -> Iterator[Problem]:
     """Check that data and metrics are the same for every replay of a graph."""
     if run.uses_cuda_graphs:
         yield from _refusals(run, _data_obstacles(data, metrics))
 
 
-def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[str]:
+def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[Problem]:
     for setting, is_present, reason in obstacles:
         if is_present:
-            yield (
-                f"run.cuda_graphs={run.cuda_graphs!r} is incompatible with {setting}: {reason}; set "
-                "run.cuda_graphs='none', or change that"
-            )
+            rule = f"is incompatible with {setting}: {reason}"
+            yield Problem("run.cuda_graphs", run.cuda_graphs, rule, "set run.cuda_graphs='none', or change that")
 
 
 def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Iterator[Obstacle]:
     """Return the obstacles to every graph."""
-    yield f"parallel.tp={p.tp}", p.tp > 1, "its collectives would be captured"
+    yield f"{Setting('parallel.tp', p.tp)}", p.tp > 1, "its collectives would be captured"
     yield f"parallel.cp={p.cp}", p.cp > 1, "its collectives would be captured"
     yield "parallel.overlap_experts=true", p.overlap_experts, "a graph cannot be captured inside a backward pass"
     low = train.precision
@@ -79,8 +77,8 @@ def _module_obstacles(
     """Return the obstacles to graphs of attention."""
     yield "parallel.zero=3", p.zero == 3 and p.world_size > 1, "a graph keeps the weights that ZeRO 3 frees"
     splits_backward = p.pp > 1 and chosen_in(p, SchedulePart).splits_backward
-    late = "a delayed weight gradient reads memory that the next replay overwrites"
-    yield f"parallel.schedule='{p.schedule}'", splits_backward, late
+    obstacle = "a delayed weight gradient reads memory that the next replay overwrites"
+    yield f"parallel.schedule='{p.schedule}'", splits_backward, obstacle
     pattern = f"model.layers={model.layers!r}"
     recomputed = "linear attention is recomputed in the backward pass, and each graph would keep the memory for it"
     yield pattern, model.has_linear_attention, recomputed
@@ -106,10 +104,10 @@ def _full_obstacles(
     """Return the obstacles to graphs of whole micro-batches."""
     world_size = p.world_size
     sharded = "FSDP and the exchanges of several ranks are work of the host, outside of a graph"
-    yield f"parallel.world_size={world_size}", world_size > 1, sharded
+    yield f"{Setting('parallel.world_size', world_size)}", world_size > 1, sharded
     yield from _routing_trace_obstacles(moe)
     needs_padding = has_moe_layers(model) and not moe.pad_to_capacity and _reads_counts(run, model)
-    kernels = f"run.kernels={run.kernels!r} with run.dtype={run.dtype!r}"
+    kernels = f"{Setting('run.kernels', run.kernels)} with {Setting('run.dtype', run.dtype)}"
     yield kernels, needs_padding, "their experts read the token counts on the host, without moe.pad_to_capacity"
 
 
@@ -152,10 +150,9 @@ def check_graphed_loss(run: RunConfig, metric_names: list[str]) -> None:
         ConfigError: a captured loss function has metrics.
     """
     if run.cuda_graphs == "full" and metric_names:
-        raise ConfigError(
-            f"run.cuda_graphs='full' is incompatible with the metrics {metric_names} of the loss function: they are "
-            "recorded by the host; set run.cuda_graphs to 'attention_router', or use a loss without metrics"
-        )
+        rule = f"is incompatible with the metrics {metric_names} of the loss function: they are recorded by the host"
+        way_out = "set run.cuda_graphs to 'attention_router', or use a loss without metrics"
+        raise ConfigError(Problem("run.cuda_graphs", "full", rule, way_out))
 
 
 def _needs_cuda(run: RunConfig, device_type: str) -> str:

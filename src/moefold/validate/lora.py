@@ -11,35 +11,31 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.adapter_spec import adaptable_names, adapted_weights
+from moefold.errors import Problem, Setting
 
 
-def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[str]:
+def validate_targets(model: ModelConfig, lora: LoraConfig) -> Iterator[Problem]:
     """Check that each target names matrices of the model, and that the rank is below their sizes."""
     if not lora.rank:
         return
     names = adaptable_names(model)
     if len(names) == 1:
-        yield (
-            f"lora.rank={lora.rank} has no matrix to adapt: all layers of model.layers="
-            f"{model.layers!r} are linear attention; choose lora.rank=0"
-        )
+        rule = f"has no matrix to adapt: all layers of model.layers={model.layers!r} are linear attention"
+        yield Problem("lora.rank", lora.rank, rule, "choose lora.rank=0")
         return
     if not lora.targets:
-        yield f"lora.targets=[] adapts nothing; name {_listed(names)}, or set lora.rank=0"
+        yield Problem("lora.targets", [], "adapts nothing", f"name {_listed(names)}, or set lora.rank=0")
     for target in lora.targets:
         if target not in names:
-            ours = MATRIX_OF.get(target.rpartition(".")[2].lower(), "")
-            yield (
-                f"lora.targets={target!r} names no matrix of this model that can be adapted; "
-                f"{f'moefold calls it {ours}; ' if ours else ''}choose {_listed(names)}"
-            )
+            matrix = MATRIX_OF.get(target.rpartition(".")[2].lower(), "")
+            rule = "names no matrix of this model that can be adapted"
+            way_out = f"{f'moefold calls it {matrix}; ' if matrix else ''}choose {_listed(names)}"
+            yield Problem("lora.targets", target, rule, way_out)
     for name, weight in adapted_weights(model, lora).items():
         limit = min(weight.shape[-2:])
         if lora.rank > limit:
-            yield (
-                f"lora.rank={lora.rank} must be at most {limit}, the smaller side of {name} "
-                f"{list(weight.shape[-2:])}; choose a lower rank, or lora.targets without it"
-            )
+            rule = f"must be at most {limit}, the smaller side of {name} {list(weight.shape[-2:])}"
+            yield Problem("lora.rank", lora.rank, rule, "choose a lower rank, or lora.targets without it")
             return
 
 
@@ -55,32 +51,30 @@ def _adapts_experts(model: ModelConfig, lora: LoraConfig) -> bool:
 OTHER_TARGETS = "choose lora.targets without experts"
 
 
-def validate_adapted_dispatch(model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig) -> Iterator[str]:
+def validate_adapted_dispatch(model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig) -> Iterator[Problem]:
     """Refuse dispatchers that send the weights of experts."""
     dispatcher = chosen_in(parallel, DispatcherPart)
     if dispatcher.moves_experts and _adapts_experts(model, lora):
-        yield (
-            f"parallel.dispatcher={dispatcher.kind!r} moves the weights of experts between ranks, and not "
-            f"their adapters; {OTHER_TARGETS}, or parallel.dispatcher='alltoall'"
-        )
+        rule = "moves the weights of experts between ranks, and not their adapters"
+        way_out = f"{OTHER_TARGETS}, or parallel.dispatcher='alltoall'"
+        yield Problem("parallel.dispatcher", dispatcher.kind, rule, way_out)
 
 
 def validate_adapter_training(
     run: RunConfig, model: ModelConfig, train: TrainConfig, lora: LoraConfig
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Refuse settings that are incompatible with adapters."""
     if not lora.rank:
         return
-    name = f"lora.rank={lora.rank}"
+    name = Setting("lora.rank", lora.rank)
     if train.quantizes_gemms and _adapts_experts(model, lora):
-        yield (
-            f"train.precision={train.precision!r} has no kernels for experts with adapters; {OTHER_TARGETS}, or "
-            "train.precision='dtype'"
-        )
+        rule = "has no kernels for experts with adapters"
+        yield Problem("train.precision", train.precision, rule, f"{OTHER_TARGETS}, or train.precision='dtype'")
     if run.uses_cuda_graphs:
-        yield f"run.cuda_graphs={run.cuda_graphs!r} does not record adapters; set run.cuda_graphs='none'"
+        yield Problem("run.cuda_graphs", run.cuda_graphs, "does not record adapters", "set run.cuda_graphs='none'")
     if train.trains_indexers_only(model):
-        yield f"train.indexer_stage='warmup' trains only the indexers, and {name} only adapters; choose one of them"
+        rule = f"trains only the indexers, and {name} only adapters"
+        yield Problem("train.indexer_stage", "warmup", rule, "choose one of them")
 
 
 LORA_RULES = (validate_targets, validate_adapted_dispatch, validate_adapter_training)

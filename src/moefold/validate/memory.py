@@ -9,10 +9,10 @@ from moefold.config.schema import Config
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.recompute_parts import COMMON_PARTS, containing_part, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import KERNEL_PROFILES
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 
 
-def validate_memory(cfg: Config) -> Iterator[str]:
+def validate_memory(cfg: Config) -> Iterator[Problem]:
     """Check that a choice of train.recompute "auto" fits, for a recipe that passed all other rules.
 
     Only for run.device "cpu"; with other values `check_memory_device` checks when the device is known.
@@ -21,7 +21,7 @@ def validate_memory(cfg: Config) -> Iterator[str]:
         try:
             check_memory_device(cfg, "cpu")
         except ConfigError as error:
-            yield str(error)
+            yield from error.problems
 
 
 def check_memory_device(cfg: Config, device_type: str) -> None:
@@ -63,50 +63,44 @@ RECOMPUTE_KEY = PartListKey(
 )
 
 
-def validate_recompute(run: RunConfig, model: ModelConfig, train: TrainConfig) -> Iterator[str]:
+def validate_recompute(run: RunConfig, model: ModelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that recomputed parts are known, unique, in the model, and not inside another."""
     parts = train.recompute
     if AUTO in parts:
         yield from _validate_auto_recompute(run, train)
         return
     if train.memory_budget_gib:
-        yield (
-            f"train.memory_budget_gib={train.memory_budget_gib:g} is only read with train.recompute=['{AUTO}']; "
-            "leave it out"
-        )
+        rule = f"is only read with train.recompute=['{AUTO}']"
+        yield Problem("train.memory_budget_gib", train.memory_budget_gib, rule, "leave it out")
     yield from validate_parts(RECOMPUTE_KEY, parts, model)
 
 
-def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -> Iterator[str]:
+def validate_parts(key: PartListKey, parts: Sequence[str], model: ModelConfig) -> Iterator[Problem]:
     """Yield the errors of a list of parts."""
     for part in dict.fromkeys(parts):
         if part not in key.legal_parts():
-            yield (
-                f"{key.key} has {part!r}, which {key.unknown_message}; "
-                f"choose from {', '.join(map(repr, key.legal_parts()))}"
-            )
+            way_out = f"choose from {', '.join(map(repr, key.legal_parts()))}"
+            yield Problem(key.key, None, f"has {part!r}, which {key.unknown_message}", way_out)
         elif parts.count(part) > 1:
-            yield f"{key.key} names {part!r} {parts.count(part)} times; name it once"
+            yield Problem(key.key, None, f"names {part!r} {parts.count(part)} times", "name it once")
         elif reason := missing_reason(part, model):
-            yield f"{key.key} has {part!r}, and {reason}; leave it out"
+            yield Problem(key.key, None, f"has {part!r}, and {reason}", "leave it out")
         elif container := containing_part(part, parts):
-            yield f"{key.key} has {part!r} and {container!r}, which {key.containment_message}; leave one of them out"
+            rule = f"has {part!r} and {container!r}, which {key.containment_message}"
+            yield Problem(key.key, None, rule, "leave one of them out")
 
 
-def _validate_auto_recompute(run: RunConfig, train: TrainConfig) -> Iterator[str]:
+def _validate_auto_recompute(run: RunConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that "auto" is the only value of the list, and has a budget on a CPU and no activation offload."""
     if len(train.recompute) > 1:
-        yield f"train.recompute={list(train.recompute)!r} names parts with '{AUTO}', which chooses them; leave one out"
+        rule = f"names parts with '{AUTO}', which chooses them"
+        yield Problem("train.recompute", list(train.recompute), rule, "leave one out")
     elif train.memory_budget_gib == 0 and run.device == "cpu":
-        yield (
-            f"train.recompute=['{AUTO}'] needs train.memory_budget_gib with run.device='cpu': ranks share the "
-            "machine's memory; give what one rank may use"
-        )
+        rule = "needs train.memory_budget_gib with run.device='cpu': ranks share the machine's memory"
+        yield Problem("train.recompute", [AUTO], rule, "give what one rank may use")
     if train.offload:
-        yield (
-            f"train.recompute=['{AUTO}'] uses formulas, and how much of train.offload is offloaded at the peak "
-            "depends on the disk; name parts, or leave train.offload out"
-        )
+        rule = "uses formulas, and how much of train.offload is offloaded at the peak depends on the disk"
+        yield Problem("train.recompute", [AUTO], rule, "name parts, or leave train.offload out")
 
 
 RECOMPUTE_RULES = (validate_recompute,)
@@ -116,15 +110,14 @@ RECOMPUTE_RULES = (validate_recompute,)
 OFFLOAD_KEY = PartListKey("train.offload", lambda: COMMON_PARTS, "saves nothing of its own", "includes it")
 
 
-def validate_offload(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
+def validate_offload(model: ModelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that offloaded parts are known, unique, in the model, and not recomputed or inside another."""
     yield from validate_parts(OFFLOAD_KEY, train.offload, model)
     for part in train.offload:
         if container := containing_part(part, train.recompute):
-            yield (
-                f"train.offload has {part!r}, of which train.recompute=[{container!r}] saves nothing; leave it out, or "
-                f"offload {container!r}, whose input is saved"
-            )
+            rule = f"has {part!r}, of which train.recompute=[{container!r}] saves nothing"
+            way_out = f"leave it out, or offload {container!r}, whose input is saved"
+            yield Problem("train.offload", None, rule, way_out)
 
 
 def ssd_offload_keys(train: TrainConfig) -> list[str]:
@@ -133,11 +126,12 @@ def ssd_offload_keys(train: TrainConfig) -> list[str]:
     return activations + (["train.offload_optimizer"] if train.offload_optimizer == "ssd" else [])
 
 
-def validate_offload_dir(train: TrainConfig) -> Iterator[str]:
+def validate_offload_dir(train: TrainConfig) -> Iterator[Problem]:
     """Check that SSD offload has a folder."""
     if not train.offload_dir:
         for key in ssd_offload_keys(train):
-            yield f"{key}='ssd' needs train.offload_dir, a folder on a local disk, such as '/scratch/moefold'"
+            rule = "needs train.offload_dir, a folder on a local disk, such as '/scratch/moefold'"
+            yield Problem(f"{key}", "ssd", rule)
 
 
 def check_offload_device(train: TrainConfig, device_type: str) -> None:
@@ -147,10 +141,10 @@ def check_offload_device(train: TrainConfig, device_type: str) -> None:
     to_host["train.offload_optimizer"] = train.offload_optimizer == "host"
     for key, way_out in ways_out.items():
         if to_host[key] and device_type == "cpu":
-            raise ConfigError(
-                f"{key}='host' needs CUDA GPUs, and the ranks would run on the CPU, whose memory is the host's: it "
-                f"would save nothing; choose 'ssd' with train.offload_dir, or {way_out}"
+            rule = (
+                "needs CUDA GPUs, and the ranks would run on the CPU, whose memory is the host's: it would save nothing"
             )
+            raise ConfigError(Problem(f"{key}", "host", rule, f"choose 'ssd' with train.offload_dir, or {way_out}"))
 
 
 OFFLOAD_RULES = (validate_offload, validate_offload_dir)

@@ -13,36 +13,32 @@ from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.suggestions import nearest_multiples, nearest_numbers
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.topology.layout import divisors
 
 
-def validate_routing(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+def validate_routing(model: ModelConfig, moe: MoEConfig) -> Iterator[Problem]:
     """Check all routing settings of a model with MoE layers."""
     part = model.routed
     if part is None:
         return
     if part.top_k > part.num_experts:
-        yield (
-            f"model.ffn.moe.top_k={part.top_k} must be at most model.ffn.moe.num_experts={part.num_experts}; "
-            f"choose 1 to {part.num_experts}"
-        )
+        rule = f"must be at most model.ffn.moe.num_experts={part.num_experts}"
+        yield Problem("model.ffn.moe.top_k", part.top_k, rule, f"choose 1 to {part.num_experts}")
         return
     yield from _validate_zero_experts(part)
     yield from _validate_expert_groups(part)
     yield from _validate_replay(moe)
 
 
-def _validate_replay(moe: MoEConfig) -> Iterator[str]:
+def _validate_replay(moe: MoEConfig) -> Iterator[Problem]:
     """Check that a replayed trace is not combined with a balancing choice."""
     if moe.replay and not chosen_in(moe, ChoicePart).scores_decide:
-        yield (
-            f"moe.replay={moe.replay!r} has chosen the experts already, and moe.choice='{moe.choice}' would choose "
-            "others; choose moe.choice='topk', or leave replay out"
-        )
+        rule = f"has chosen the experts already, and moe.choice='{moe.choice}' would choose others"
+        yield Problem("moe.replay", moe.replay, rule, "choose moe.choice='topk', or leave replay out")
 
 
-def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[Problem]:
     """Check that the router gets a gradient: a single normalised choice always has weight 1."""
     if model.routed is None or model.routed.top_k > 1:
         return
@@ -50,56 +46,52 @@ def validate_router_gradient(model: ModelConfig, moe: MoEConfig) -> Iterator[str
     if not score.weights_sum_to_one:
         return
     key, way_out = score.sums_to_one_by
-    yield (
-        f"model.ffn.moe.top_k=1 with {key} weighs every choice with 1, so the router gets no gradient from the loss; "
-        f"set {way_out}, or model.ffn.moe.top_k=2 or more"
-    )
+    rule = f"with {key} weighs every choice with 1, so the router gets no gradient from the loss"
+    yield Problem("model.ffn.moe.top_k", 1, rule, f"set {way_out}, or model.ffn.moe.top_k=2 or more")
 
 
-def _validate_zero_experts(part: RoutedPart) -> Iterator[str]:
+def _validate_zero_experts(part: RoutedPart) -> Iterator[Problem]:
     """Check the settings that are incompatible with zero-computation experts, and their share."""
     if part.zero_experts and part.router.num_groups > 1:
-        yield (
-            f"model.ffn.moe.zero_experts={part.zero_experts} is incompatible with model.ffn.moe.router.num_groups="
-            f"{part.router.num_groups}, as zero-computation experts are in no group; leave num_groups and top_groups "
-            "out, or zero_experts"
+        rule = (
+            f"is incompatible with model.ffn.moe.router.num_groups={part.router.num_groups}, as zero-computation "
+            "experts are in no group"
         )
+        way_out = "leave num_groups and top_groups out, or zero_experts"
+        yield Problem("model.ffn.moe.zero_experts", part.zero_experts, rule, way_out)
     if part.active_experts > part.top_k:
-        yield (
-            f"model.ffn.moe.active_experts={part.active_experts} must be at most model.ffn.moe.top_k={part.top_k}, "
-            f"the choices of a token; choose a number up to {part.top_k}"
-        )
+        rule = f"must be at most model.ffn.moe.top_k={part.top_k}, the choices of a token"
+        way_out = f"choose a number up to {part.top_k}"
+        yield Problem("model.ffn.moe.active_experts", part.active_experts, rule, way_out)
 
 
-def _validate_expert_groups(part: RoutedPart) -> Iterator[str]:
+def _validate_expert_groups(part: RoutedPart) -> Iterator[Problem]:
     """Check that groups divide the experts and that the top groups have enough experts."""
     groups = part.router.num_groups
     top = part.router.top_groups
     experts = part.num_experts
     if groups == 1 and top == 1:
         return
-    name = f"model.ffn.moe.router.num_groups={groups}"
-    top_name = f"model.ffn.moe.router.top_groups={top}"
+    name = Setting("model.ffn.moe.router.num_groups", groups)
+    top_name = Setting("model.ffn.moe.router.top_groups", top)
     if experts % groups:
         legal = nearest_numbers(groups, divisors(experts))
         second = f"model.ffn.moe.num_experts={nearest_multiples(experts, groups)}"
-        yield f"{name} must divide model.ffn.moe.num_experts={experts}; choose {legal}, or {second}"
+        yield name.problem(f"must divide model.ffn.moe.num_experts={experts}", f"choose {legal}, or {second}")
         return
     size = experts // groups
     if top > groups:
-        yield f"{top_name} must be at most {name}; choose 1 to {groups}"
+        yield top_name.problem(f"must be at most {name}", f"choose 1 to {groups}")
     elif top * size < part.top_k:
-        yield (
-            f"{top_name} groups of {size} experts are fewer than model.ffn.moe.top_k={part.top_k} experts; "
-            f"choose top_groups of {-(-part.top_k // size)} or more, or top_k of {top * size} or less"
+        yield top_name.problem(
+            f"groups of {size} experts are fewer than model.ffn.moe.top_k={part.top_k} experts",
+            f"choose top_groups of {-(-part.top_k // size)} or more, or top_k of {top * size} or less",
         )
     elif top == groups:
-        yield f"{top_name} of {name} limits nothing; choose top_groups below {groups}, or leave both out"
+        yield top_name.problem(f"of {name} limits nothing", f"choose top_groups below {groups}, or leave both out")
     if size == 1 and part.router.sums_top2:
-        yield (
-            f"model.ffn.moe.router={part.router.kind!r} scores a group by its two best experts, and {name} makes "
-            f"groups of one; choose num_groups of {experts // 2} or less"
-        )
+        rule = f"scores a group by its two best experts, and {name} makes groups of one"
+        yield Problem("model.ffn.moe.router", part.router.kind, rule, f"choose num_groups of {experts // 2} or less")
 
 
 ROUTING_RULES = (validate_routing,)
@@ -115,10 +107,11 @@ def check_dispatch_package(model: ModelConfig, parallel: ParallelConfig) -> None
     """
     part = chosen_in(parallel, DispatcherPart)
     if requests_dispatch_kernels(model, parallel) and not part.has_package():
-        raise ConfigError(
-            f"parallel.dispatcher={part.kind!r} needs the package {part.kernel_package}, which is not installed: get "
-            f"it from {part.package_source}, or choose 'alltoall', or 'auto'"
+        rule = (
+            f"needs the package {part.kernel_package}, which is not installed: get it from {part.package_source}, "
+            "or choose 'alltoall', or 'auto'"
         )
+        raise ConfigError(Problem("parallel.dispatcher", part.kind, rule))
 
 
 def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, device_type: str) -> None:
@@ -129,10 +122,8 @@ def check_dispatch_device(model: ModelConfig, parallel: ParallelConfig, device_t
     """
     part = chosen_in(parallel, DispatcherPart)
     if requests_dispatch_kernels(model, parallel) and device_type != "cuda":
-        raise ConfigError(
-            f"parallel.dispatcher={part.kind!r} needs CUDA GPUs, and the ranks would run on the CPU; "
-            "choose 'alltoall', or 'auto'"
-        )
+        rule = "needs CUDA GPUs, and the ranks would run on the CPU"
+        raise ConfigError(Problem("parallel.dispatcher", part.kind, rule, "choose 'alltoall', or 'auto'"))
 
 
 def requests_dispatch_kernels(model: ModelConfig, parallel: ParallelConfig) -> bool:

@@ -4,8 +4,8 @@ Each axis has a function of (config, degree) that yields its violations, so that
 by trials with all other settings unchanged. Also rules of `parallel.overlap_experts` and `overlap_tp`.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import Any
 
@@ -15,7 +15,7 @@ from moefold.config.groups.alignment import AlignmentPart
 from moefold.config.groups.context import BALANCED, ContextPart
 from moefold.config.groups.dispatcher import DispatcherPart
 from moefold.config.groups.drop import DropScopePart
-from moefold.config.groups.router import ChoicePart
+from moefold.config.groups.router import BalanceScopePart, ChoicePart
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.layer_words import repeat_layers, spell_layers
 from moefold.config.limits import MAX_MICRO_BATCHES
@@ -25,15 +25,15 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import describe_part
 from moefold.config.part_registry import is_built_in, kinds_with
-from moefold.config.pipeline_actions import find_deadlock
-from moefold.config.problem import Problem
+from moefold.config.pipeline_actions import SlotRow, find_deadlock, find_swapped
 from moefold.config.rl import RLConfig
+from moefold.config.routing import depends_on_data_parallel_size
 from moefold.config.rule import apply_rule
 from moefold.config.schema import Config
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.stages import plan_stages, with_explicit_layout
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.topology.collective_order import RECOMPUTED_WITH_COMM, collective_sequence, order_mismatches
 from moefold.topology.layout import divisors, fold_mapping
 from moefold.topology.pipeline_layout import parse_layout, validate_layout
@@ -42,7 +42,7 @@ from moefold.topology.schedules import overlapped_schedules, runtime_slots, stag
 WAY_OUT = "choose placement='samples'"
 
 
-def validate_attention_pool(parallel: ParallelConfig) -> Iterator[str]:
+def validate_attention_pool(parallel: ParallelConfig) -> Iterator[Problem]:
     """Check that a pool holds several ranks and whole samples, and that pools divide the ranks of a round."""
     p = parallel
     plan = chosen_in(p, ContextPart).plan
@@ -52,98 +52,87 @@ def validate_attention_pool(parallel: ParallelConfig) -> Iterator[str]:
     ranks = p.dp * p.cp
     if pool == 1 < ranks and p.cp == 1:
         legal = ", ".join(map(str, divisors(ranks)[1:]))
-        yield (
-            "parallel.context.pool=1 leaves all work on its rank, as hosts='home' does; choose "
-            f"one of {legal}, 0 for all ranks, or hosts='home'"
-        )
+        rule = "leaves all work on its rank, as hosts='home' does"
+        yield Problem("parallel.context.pool", 1, rule, f"choose one of {legal}, 0 for all ranks, or hosts='home'")
     elif pool % p.cp or ranks % pool:
         legal = ", ".join(str(p.cp * count) for count in divisors(p.dp) if p.cp * count > 1)
-        yield (
-            f"parallel.context.pool={pool} must be a multiple of parallel.cp={p.cp} that divides dp*cp={ranks}; "
-            f"choose one of {legal}, or 0 for all ranks"
-        )
+        rule = f"must be a multiple of parallel.cp={p.cp} that divides dp*cp={ranks}"
+        yield Problem("parallel.context.pool", pool, rule, f"choose one of {legal}, or 0 for all ranks")
 
 
-def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLConfig) -> Iterator[str]:
+def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLConfig) -> Iterator[Problem]:
     """Check that features that read whole samples are off."""
     plan = chosen_in(parallel, ContextPart).plan
     if not plan.moves_tokens:
         return
-    name, way_out = f"{ContextPart.key}.placement={plan.placement!r}", WAY_OUT
+    name, way_out = Setting(f"{ContextPart.key}.placement", plan.placement), WAY_OUT
     if rl.is_on:
-        yield f"{name} splits samples between ranks, and rollouts have columns of whole samples; {way_out}"
+        yield name.problem("splits samples between ranks, and rollouts have columns of whole samples", f"{way_out}")
     elif data.kind in ("preference", "program"):
-        yield (
-            f"{name} splits samples between ranks, and data.kind={data.kind!r} has losses and columns of whole "
-            f"samples; {way_out}"
-        )
+        rule = f"splits samples between ranks, and data.kind={data.kind!r} has losses and columns of whole samples"
+        yield name.problem(rule, f"{way_out}")
 
 
-def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[str]:
+def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[Problem]:
     """Check that features are off that need contiguous tokens or each micro-batch on one group of ranks."""
     plan = chosen_in(parallel, ContextPart).plan
     if not plan.moves_tokens:
         return
-    name, way_out = f"{ContextPart.key}.placement={plan.placement!r}", WAY_OUT
+    name, way_out = Setting(f"{ContextPart.key}.placement", plan.placement), WAY_OUT
     if model.has_linear_attention:
-        yield (
-            f"{name} splits samples into parts of documents, and linear attention (model.layers) needs "
-            f"contiguous segments of samples; {way_out}"
+        rule = (
+            "splits samples into parts of documents, and linear attention (model.layers) needs contiguous "
+            "segments of samples"
         )
+        yield name.problem(rule, f"{way_out}")
     if has_moe_layers(model):
         yield from _validate_routing(moe, name, way_out, is_balanced=plan.placement == BALANCED)
 
 
-def _validate_routing(moe: MoEConfig, name: str, way_out: str, *, is_balanced: bool) -> Iterator[str]:
+def _validate_routing(moe: MoEConfig, name: Setting, way_out: str, *, is_balanced: bool) -> Iterator[Problem]:
     for key in ("capacity_factor", "eval_capacity_factor"):
         factor = getattr(moe, key)
         if factor > 0 and (is_balanced or not chosen_in(moe, DropScopePart).is_shared):
             counted = "a micro-batch, whose tokens are on all ranks" if is_balanced else "one rank's part of a sample"
-            yield (
-                f"{name} with moe.{key}={factor} would drop other tokens than placement='samples': a capacity counts "
-                f"{counted}; set {key}=0.0 (dropless), or {way_out}"
+            rule = (
+                f"with moe.{key}={factor} would drop other tokens than placement='samples': a capacity counts {counted}"
             )
+            yield name.problem(rule, f"set {key}=0.0 (dropless), or {way_out}")
     if is_balanced and chosen_in(moe, ChoicePart).reads_micro_batch:
-        yield (
-            f"{name} with moe.choice='{moe.choice}' would balance other tokens than placement='samples': it reads the "
-            f"tokens of a micro-batch, which are on all ranks; choose moe.choice='topk', or {way_out}"
+        rule = (
+            f"with moe.choice='{moe.choice}' would balance other tokens than placement='samples': it reads the "
+            "tokens of a micro-batch, which are on all ranks"
         )
+        yield name.problem(rule, f"choose moe.choice='topk', or {way_out}")
 
 
 PLACEMENT_RULES = (validate_attention_pool, validate_placed_samples, validate_placed_tokens)
 
 
-def validate_schedule(cfg: Config) -> Iterator[str]:
+def validate_schedule(cfg: Config) -> Iterator[Problem]:
     """Check the schedule against virtual_stages and pp."""
     p = cfg.parallel
     spec = chosen(cfg, SchedulePart)
     minimum, maximum = spec.virtual_stage_bounds
     if p.virtual_stages < minimum:
         needs = f"{minimum}" if maximum == minimum else f"{minimum} or more"
-        yield (
-            f"parallel.schedule={spec.kind!r} needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}; "
-            f"choose virtual_stages={minimum}, or schedule={spec.with_other_virtual_stages!r}"
-        )
+        rule = f"needs parallel.virtual_stages of {needs}, and it is {p.virtual_stages}"
+        way_out = f"choose virtual_stages={minimum}, or schedule={spec.with_other_virtual_stages!r}"
+        yield Problem("parallel.schedule", spec.kind, rule, way_out)
     elif maximum == 1 and p.virtual_stages > 1:
-        yield (
-            f"parallel.virtual_stages={p.virtual_stages} needs parallel.schedule={spec.with_other_virtual_stages!r}, "
-            f"and it is {spec.kind!r}; choose schedule={spec.with_other_virtual_stages!r} or 'zero-bubble', or "
-            "virtual_stages=1"
-        )
+        rule = f"needs parallel.schedule={spec.with_other_virtual_stages!r}, and it is {spec.kind!r}"
+        way_out = f"choose schedule={spec.with_other_virtual_stages!r} or 'zero-bubble', or virtual_stages=1"
+        yield Problem("parallel.virtual_stages", p.virtual_stages, rule, way_out)
     elif maximum is not None and p.virtual_stages > maximum:
-        yield (
-            f"parallel.schedule={spec.kind!r} has exactly {maximum} stages on each rank, and "
-            f"parallel.virtual_stages={p.virtual_stages}; choose virtual_stages={maximum}, or "
-            f"schedule={spec.with_other_virtual_stages!r}"
-        )
+        rule = f"has exactly {maximum} stages on each rank, and parallel.virtual_stages={p.virtual_stages}"
+        way_out = f"choose virtual_stages={maximum}, or schedule={spec.with_other_virtual_stages!r}"
+        yield Problem("parallel.schedule", spec.kind, rule, way_out)
     elif p.pp == 1 and p.virtual_stages > 1:
-        yield (
-            f"parallel.schedule={spec.kind!r} needs parallel.pp of 2 or more, and it is 1; "
-            "choose schedule='1f1b' with virtual_stages=1, or pp=2"
-        )
+        rule = f"needs {Setting('parallel.pp')} of 2 or more, and it is 1"
+        yield Problem("parallel.schedule", spec.kind, rule, "choose schedule='1f1b' with virtual_stages=1, or pp=2")
 
 
-def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
+def validate_micro_batch_count(cfg: Config) -> Iterator[Problem]:
     """Check that the schedule supports the number of micro-batches."""
     p = cfg.parallel
     batch = cfg.train.global_batch_size
@@ -157,35 +146,49 @@ def validate_micro_batch_count(cfg: Config) -> Iterator[str]:
     if spec.runs_equal_rounds and count % rounds:
         # Multiples of pp are legal, so the nearest legal numbers are within pp.
         near = range(max(1, count - p.pp), count + p.pp + 1)
-        legal = [other for other in near if other % max(1, other // p.pp) == 0]
-        batches = nearest_numbers(batch, [other * step for other in legal], count=2)
-        yield (
-            f"parallel.schedule={spec.kind!r} with pp={p.pp} runs micro-batches in {rounds} equal rounds, {reason}; "
-            f"choose train.global_batch_size={batches}"
-        )
+        legal = [candidate for candidate in near if candidate % max(1, candidate // p.pp) == 0]
+        batches = nearest_numbers(batch, [candidate * step for candidate in legal], count=2)
+        rule = f"with pp={p.pp} runs micro-batches in {rounds} equal rounds, {reason}"
+        yield Problem("parallel.schedule", spec.kind, rule, f"choose train.global_batch_size={batches}")
     factor = spec.min_micro_batches_per_rank
     minimum = factor * p.pp
     if count < minimum:
         micro = cfg.train.micro_batch_size
         smaller = f", micro_batch_size={gcd(micro, batch // (p.dp * minimum))}" if batch % (p.dp * minimum) == 0 else ""
-        yield (
-            f"parallel.schedule={spec.kind!r} needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} "
-            f"micro-batches, {reason}; choose train.global_batch_size={step * minimum}{smaller}, or "
-            f"schedule={spec.with_fewer_micro_batches!r}"
+        rule = f"needs at least {f'{factor}*' if factor > 1 else ''}pp={minimum} micro-batches, {reason}"
+        way_out = (
+            f"choose train.global_batch_size={step * minimum}{smaller}, or schedule={spec.with_fewer_micro_batches!r}"
         )
+        yield Problem("parallel.schedule", spec.kind, rule, way_out)
 
 
-def validate_rows(cfg: Config) -> Iterator[str]:
+def validate_rows(cfg: Config) -> Iterator[Problem]:
     """Check the rows of a schedule from another package, for a recipe that passed all other rules."""
     if cfg.parallel.pp == 1 or is_built_in(type(chosen(cfg, SchedulePart))):
         return
     try:
-        runtime_slots(cfg.model, cfg.parallel, cfg.train)
+        rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     except ConfigError as error:
-        yield str(error)
+        yield from error.problems
+    else:
+        yield from _validate_order(cfg.model, cfg.moe, cfg.parallel, rows)
 
 
-def validate_pipeline_layout(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _validate_order(
+    model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, rows: Sequence[SlotRow]
+) -> Iterator[Problem]:
+    """Check that micro-batches run in order where each counts the tokens of all before it."""
+    if (swapped := find_swapped(rows)) and depends_on_data_parallel_size(model, moe):
+        aux_kind = Setting("moe.aux_kind", chosen_in(moe, BalanceScopePart).kind)
+        rule = (
+            f"{describe_part(chosen_in(parallel, SchedulePart))} runs {swapped[0]} before {swapped[1]}, and {aux_kind} "
+            "counts the tokens of the micro-batches before each one"
+        )
+        way_out = "order the forward passes of a stage by micro-batch, or choose aux_kind='micro_batch'"
+        yield Problem("", None, rule, way_out)
+
+
+def validate_pipeline_layout(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
     """Check that the layout parses, fits the model, and gives every rank weights."""
     num_stages = parallel.pp * parallel.virtual_stages
     text = parallel.pipeline_layout
@@ -198,26 +201,27 @@ def validate_pipeline_layout(model: ModelConfig, parallel: ParallelConfig) -> It
         validate_layout(text, num_layers=model.num_layers, num_mtp_layers=model.mtp_layers, num_stages=num_stages)
     )
     for message in messages:
-        yield f"parallel.pipeline_layout={text!r}: {message}"
+        yield Problem("parallel.pipeline_layout", text, f": {message}")
     spec = chosen_in(parallel, SchedulePart)
     if messages or spec.virtual_stage_bounds[0] > parallel.virtual_stages or spec.is_for_one_mapping:
         return
     yield from _validate_no_empty_ranks(parallel, stage_ranks(parallel))
 
 
-def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+def auto_layout_errors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
     """Check that an automatic layout has a unit for each stage."""
     num_stages = parallel.pp * parallel.virtual_stages
     if num_stages > model.num_layers + 2:
-        yield (
-            f"parallel.pipeline_layout='auto' splits the embedding, {model.num_layers} layers and the loss, and "
-            f"parallel.pp*parallel.virtual_stages={num_stages} are more; choose {_layers(model, num_stages - 2)}, or "
-            "fewer stages"
+        rule = (
+            f"splits the embedding, {model.num_layers} layers and the loss, and "
+            f"{Setting('parallel.pp')}*parallel.virtual_stages={num_stages} are more"
         )
+        way_out = f"choose {_layers(model, num_stages - 2)}, or fewer stages"
+        yield Problem("parallel.pipeline_layout", "auto", rule, way_out)
 
 
-def check_schedule_file(parallel: ParallelConfig, train: TrainConfig) -> None:
-    """Check that the schedule file is complete, does not deadlock, and gives every rank weights.
+def check_schedule_file(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, train: TrainConfig) -> None:
+    """Check that the schedule file is complete, does not deadlock, suits the losses, and gives every rank weights.
 
     Raises:
         ConfigError: it is not valid.
@@ -225,46 +229,64 @@ def check_schedule_file(parallel: ParallelConfig, train: TrainConfig) -> None:
     schedule = chosen_in(parallel, SchedulePart)
     if not schedule.is_for_one_mapping:
         return
-    schedule.rows(parallel.pp, parallel.virtual_stages, train.num_micro_batches(parallel.dp))
+    for problem in _validate_order(model, moe, parallel, runtime_slots(model, parallel, train)):
+        raise ConfigError(problem)
     ranks = schedule.stage_ranks(parallel.pp, parallel.virtual_stages)
     if parallel.pipeline_layout not in ("", "auto"):
         for message in _validate_no_empty_ranks(parallel, ranks):
             raise ConfigError(message)
 
 
-def _validate_no_empty_ranks(parallel: ParallelConfig, ranks: tuple[int, ...]) -> Iterator[str]:
+def _validate_no_empty_ranks(parallel: ParallelConfig, ranks: tuple[int, ...]) -> Iterator[Problem]:
     text = parallel.pipeline_layout
     stages = parse_layout(text)
     for rank in range(parallel.pp):
         stage_numbers = [number for number, pp_rank in enumerate(ranks) if pp_rank == rank]
         if all(stages[number].is_empty for number in stage_numbers):
-            yield (
-                f"parallel.pipeline_layout={text!r} leaves pipeline rank {rank} without weights (stages "
-                f"{', '.join(map(str, stage_numbers))}, counted from 0); "
-                "give it a layer, or choose a smaller parallel.pp"
+            rule = (
+                f"leaves pipeline rank {rank} without weights (stages {', '.join(map(str, stage_numbers))}, "
+                "counted from 0)"
             )
+            way_out = f"give it a layer, or choose a smaller {Setting('parallel.pp')}"
+            yield Problem("parallel.pipeline_layout", text, rule, way_out)
 
 
 PIPELINE_RULES = (validate_schedule, validate_micro_batch_count, validate_pipeline_layout)
 
 
-def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[str]:
+@dataclass(frozen=True)
+class DegreeProblem(Problem):
+    """Degree that does not fit the model; the way out also names sizes of the model."""
+
+    legal: Sequence[int] = ()
+    """Degrees that fit."""
+
+    def without_model(self) -> Problem:
+        """Return the problem with a way out that keeps the model."""
+        return Problem(self.key, self.value, self.rule, f"choose {_nearest_degrees(self.key, self.value, self.legal)}")
+
+
+def _nearest_degrees(key: str, degree: int, legal: Sequence[int]) -> str:
+    return f"{Setting(key, nearest_numbers(degree, legal)):s}"
+
+
+def _validate_divides(name: str, degree: int, key: str, size: int) -> Iterator[Problem]:
     """Check that `degree` divides the size; the message names the nearest legal sizes."""
     if size % degree:
-        yield (f"parallel.{name}={degree} must divide {key}={size}; choose {key}={nearest_multiples(size, degree)}")
+        way_out = f"choose {key}={nearest_multiples(size, degree)}"
+        yield DegreeProblem(f"parallel.{name}", degree, f"must divide {key}={size}", way_out, divisors(size))
 
 
-def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
+def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[Problem]:
     model = cfg.model
     for key, size in dict.fromkeys(layer.attention.tp_unit(model.hidden_size) for layer in model.distinct_kinds):
         yield from _validate_divides("tp", tp, key, size)
     for groups in {weight.tp_heads for layer in model.distinct_kinds for weight in layer.params} - {0}:
         if groups % tp and tp % groups:
-            yield (
-                f"parallel.tp={tp} must divide model.attention.num_kv_heads={groups}, or be a multiple of it "
-                f"(key and value heads are then replicated); choose model.attention.num_kv_heads="
-                f"{nearest_multiples(groups, tp)}"
-            )
+            key = "model.attention.num_kv_heads"
+            rule = f"must divide {key}={groups}, or be a multiple of it (key and value heads are then replicated)"
+            way_out = f"choose {key}={nearest_multiples(groups, tp)}"
+            yield DegreeProblem("parallel.tp", tp, rule, way_out, divisors(groups))
     yield from _validate_tp_of_outside(model, tp)
     for key, size in dict.fromkeys(layer.ffn.tp_unit for layer in model.distinct_kinds):
         yield from _validate_divides("tp", tp, key, size)
@@ -272,13 +294,12 @@ def _validate_tp_degree(cfg: Config, tp: int) -> Iterator[str]:
     _, rows = shard_rows(model.vocab_size, tp, tp - 1)
     if not rows:
         fewest = (tp - 1) * shard_rows(model.vocab_size, tp, 0)[1] + 1
-        yield (
-            f"parallel.tp={tp} leaves the last rank without a row of model.vocab_size={model.vocab_size}; choose "
-            f"model.vocab_size={fewest}"
-        )
+        rule = f"leaves the last rank without a row of model.vocab_size={model.vocab_size}"
+        legal = [other for other in range(1, tp) if shard_rows(model.vocab_size, other, other - 1)[1]]
+        yield DegreeProblem("parallel.tp", tp, rule, f"choose model.vocab_size={fewest}", legal)
 
 
-def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
+def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[Problem]:
     """Check that tp divides the sizes that parts of other packages shard; `tp_unit` covers built-in parts."""
     for layer in model.distinct_kinds:
         part = layer.attention
@@ -286,75 +307,73 @@ def _validate_tp_of_outside(model: ModelConfig, tp: int) -> Iterator[str]:
             continue
         core = layer.core
         if core.heads % tp:
-            yield f"parallel.tp={tp} must divide the {core.heads} heads of {describe_part(part)}"
+            yield Problem("parallel.tp", tp, f"must divide the {core.heads} heads of {describe_part(part)}")
         for weight in layer.params:
             dim = weight.tp_shard_dim(tp)
             if dim is not None and (dim >= len(weight.shape) or weight.shape[dim] % tp):
-                yield (
-                    f"parallel.tp={tp} must divide dim {dim} of {weight.name}, which has the shape {weight.shape}, of "
+                rule = (
+                    f"must divide dim {dim} of {weight.name}, which has the shape {weight.shape}, of "
                     f"{describe_part(part)}"
                 )
+                yield Problem("parallel.tp", tp, rule)
 
 
-def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[str]:
+def _validate_cp_degree(cfg: Config, cp: int) -> Iterator[Problem]:
     context = chosen(cfg, ContextPart)
     if cp > 1 and cfg.model.selected_keys and not (context.takes_selected_keys or context.is_planned):
         legal = kinds_with(context.group, "takes_selected_keys")
-        yield (
-            f"parallel.context={context.kind!r} with parallel.cp={cp} is incompatible with "
-            f"model.attention.indexer.top_k={cfg.model.selected_keys}, which selects among the keys of the whole "
-            f"sequence; choose {join_with_or(list(map(repr, legal)))}"
+        rule = (
+            f"with parallel.cp={cp} is incompatible with model.attention.indexer.top_k={cfg.model.selected_keys}, "
+            "which selects among the keys of the whole sequence"
         )
+        yield Problem(context.key, context.kind, rule, f"choose {join_with_or(list(map(repr, legal)))}")
     if not context.shards_heads or cp == 1:
         return
     tp = cfg.parallel.tp
     cores = [layer.core for layer in cfg.model.distinct_kinds]
     for heads, groups in dict.fromkeys((core.heads, core.kv_heads) for core in cores):
         if heads % tp == 0 and (groups % tp == 0 or tp % groups == 0) and heads // tp % cp:
-            yield (
-                f"parallel.cp={cp} must divide num_heads/tp={heads // tp} with "
-                f"parallel.context={context.kind!r}, which gives each rank whole heads; choose "
-                "parallel.context='ring' or 'allgather'"
+            rule = (
+                f"must divide num_heads/tp={heads // tp} with parallel.context={context.kind!r}, which gives each rank "
+                "whole heads"
             )
+            yield Problem("parallel.cp", cp, rule, "choose parallel.context='ring' or 'allgather'")
 
 
-def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[str]:
+def _validate_ep_degree(cfg: Config, ep: int) -> Iterator[Problem]:
     if cfg.model.routed:
         yield from _validate_divides("ep", ep, "model.ffn.moe.num_experts", cfg.model.routed.num_experts)
     elif ep > 1:
-        yield _missing_moe_layers_message("ep", ep, cfg.model)
+        yield _missing_moe_layers("ep", ep, cfg.model)
 
 
-def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[str]:
+def _validate_etp_degree(cfg: Config, etp: int) -> Iterator[Problem]:
     if part := cfg.model.routed:
         yield from _validate_divides("etp", etp, "model.ffn.moe.intermediate_size", part.intermediate_size)
         if part.bias:
             key = "ffn.moe.latent_size" if part.latent_size else "hidden_size"
             yield from _validate_divides("etp", etp, f"model.{key}", part.token_size(cfg.model.hidden_size))
     elif etp > 1:
-        yield _missing_moe_layers_message("etp", etp, cfg.model)
+        yield _missing_moe_layers("etp", etp, cfg.model)
 
 
-def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[str]:
+def _validate_pp_degree(cfg: Config, pp: int) -> Iterator[Problem]:
     layers = cfg.model.num_layers
     chunks = cfg.parallel.virtual_stages
     if pp * chunks > layers and not cfg.parallel.pipeline_layout:
-        factor = f" * parallel.virtual_stages={chunks}" if chunks > 1 else ""
-        yield (
-            f"parallel.pp={pp}{factor} must be at most the {layers} layers of the model, one for each stage; "
-            f"choose {_layers(cfg.model, pp * chunks)}"
-        )
+        factor = f"* parallel.virtual_stages={chunks} " if chunks > 1 else ""
+        rule = f"{factor}must be at most the {layers} layers of the model, one for each stage"
+        way_out = f"choose {_layers(cfg.model, pp * chunks)}"
+        yield DegreeProblem("parallel.pp", pp, rule, way_out, range(1, max(1, layers // chunks) + 1))
 
 
 def _layers(model: ModelConfig, count: int) -> str:
     return f"model.layers={spell_layers(repeat_layers(model.layer_words, count))!r}"
 
 
-def _missing_moe_layers_message(name: str, degree: int, model: ModelConfig) -> str:
-    return (
-        f"parallel.{name}={degree} needs MoE layers, and model.layers={model.layers!r} has none; "
-        "name 'moe' in model.layers"
-    )
+def _missing_moe_layers(name: str, degree: int, model: ModelConfig) -> Problem:
+    rule = f"needs MoE layers, and model.layers={model.layers!r} has none"
+    return DegreeProblem(f"parallel.{name}", degree, rule, "name 'moe' in model.layers", (1,))
 
 
 def _divisible_sizes(parallel: ParallelConfig) -> dict[str, int]:
@@ -369,7 +388,7 @@ def _divisible_sizes(parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[str]]] = {
+DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[Problem]]] = {
     "tp": _validate_tp_degree,
     "cp": _validate_cp_degree,
     "ep": _validate_ep_degree,
@@ -378,19 +397,19 @@ DEGREE_RULES: dict[str, Callable[[Config, int], Iterator[str]]] = {
 }
 
 
-def validate_degrees(cfg: Config) -> Iterator[str]:
+def validate_degrees(cfg: Config) -> Iterator[Problem]:
     """Check that every degree divides the sizes that it shards; messages end with its legal values."""
     for name, rule in DEGREE_RULES.items():
         degree = getattr(cfg.parallel, name)
-        messages = list(rule(cfg, degree))
-        if not messages:
+        problems = list(rule(cfg, degree))
+        if not problems:
             continue
-        legal = [
-            other for other in divisors(_divisible_sizes(cfg.parallel)[name]) if _fixes_violations(cfg, name, other)
-        ]
-        way_out = f", or parallel.{name}={nearest_numbers(degree, legal)}" if legal else ""
-        for message in messages:
-            yield message + way_out
+        legal = [n for n in divisors(_divisible_sizes(cfg.parallel)[name]) if _fixes_violations(cfg, name, n)]
+        nearest = [_nearest_degrees(f"parallel.{name}", degree, legal)] if legal else []
+        for problem in problems:
+            if legal and isinstance(problem, DegreeProblem):
+                problem = replace(problem, legal=legal)
+            yield replace(problem, way_out=", or ".join(filter(None, (problem.way_out, *nearest))))
 
 
 def _fixes_violations(cfg: Config, name: str, degree: int) -> bool:
@@ -410,7 +429,7 @@ def _count_violations(cfg: Config) -> dict[str, int]:
     return counts | {rule.__name__: len(list(rule(cfg))) for rule in rules}
 
 
-def validate_sequence_length(cfg: Config) -> Iterator[str]:
+def validate_sequence_length(cfg: Config) -> Iterator[Problem]:
     """Check that cp*tp divides the sequence, and that 2*cp does if attention balances zigzag chunks."""
     tp = cfg.parallel.tp
     cp = cfg.parallel.cp
@@ -423,29 +442,31 @@ def validate_sequence_length(cfg: Config) -> Iterator[str]:
         taps = max((core.conv_kernel for core in cores), default=1)
         if cp > 1 and cfg.model.has_linear_convolution and segment < taps - 1:
             enough = step * -(-(taps - 1) * seq_len // segment // step)
-            yield (
-                f"train.seq_len={seq_len} gives segments of {segment} tokens with parallel.cp={cp} and "
+            yield Problem(
+                "train.seq_len",
+                seq_len,
+                f"gives segments of {segment} tokens with parallel.cp={cp} and "
                 f"parallel.context='{cfg.parallel.context}', which must hold the {taps - 1} tokens before one of "
-                f"model.linear_attention.conv_kernel={taps}; choose train.seq_len={enough}"
+                f"model.linear_attention.conv_kernel={taps}",
+                f"choose train.seq_len={enough}",
             )
         return
     if seq_len % (cp * tp):
         rule = f"divisible by cp*tp={cp}*{tp}={cp * tp}"
     else:
         rule = f"divisible by 2*cp={2 * cp}, the chunks that balance parallel.context='{cfg.parallel.context}'"
-    yield f"train.seq_len={seq_len} must be {rule}; choose {nearest_multiples(seq_len, step)}"
+    yield Problem("train.seq_len", seq_len, f"must be {rule}", f"choose {nearest_multiples(seq_len, step)}")
 
 
-def validate_mapping_is_resolved(parallel: ParallelConfig) -> Iterator[str]:
+def validate_mapping_is_resolved(parallel: ParallelConfig) -> Iterator[Problem]:
     """Check that the mapping is resolved: only `moefold train` plans it."""
     if parallel.mapping == "auto":
-        yield (
-            "parallel.mapping='auto' is only planned by `moefold train`; for this command give the degrees, as "
-            "`moefold plan RECIPE --recipe OUT.toml` writes them"
-        )
+        rule = "is only planned by `moefold train`"
+        way_out = "for this command give the degrees, as `moefold plan RECIPE --recipe OUT.toml` writes them"
+        yield Problem("parallel.mapping", "auto", rule, way_out)
 
 
-def validate_batch_size(cfg: Config) -> Iterator[str]:
+def validate_batch_size(cfg: Config) -> Iterator[Problem]:
     """Check that the global batch is a multiple of micro_batch_size*dp, and has not too many micro-batches.
 
     With `parallel.elastic` the last data-parallel ranks may have padding.
@@ -457,19 +478,18 @@ def validate_batch_size(cfg: Config) -> Iterator[str]:
     if batch % step and p.may_pad_batch and batch % micro == 0 and p.dp <= batch // micro:
         yield from _padding_refusals(cfg)
     elif batch % step:
-        yield (
-            f"train.global_batch_size={batch} must be divisible by train.micro_batch_size*dp="
-            f"{cfg.train.micro_batch_size}*{p.dp}={step} (dp = world_size/(tp*cp*pp)); "
-            f"choose {nearest_multiples(batch, step)}{_padding_hint(cfg.parallel, cfg.train)}"
+        rule = (
+            f"must be divisible by train.micro_batch_size*dp={cfg.train.micro_batch_size}*{p.dp}={step} (dp = "
+            "world_size/(tp*cp*pp))"
         )
+        way_out = f"choose {nearest_multiples(batch, step)}{_padding_hint(cfg.parallel, cfg.train)}"
+        yield Problem("train.global_batch_size", batch, rule, way_out)
         return
     count = cfg.num_micro_batches
     if count > MAX_MICRO_BATCHES:
-        yield (
-            f"train.global_batch_size={batch} gives each data-parallel rank {count} micro-batches, more than "
-            f"{MAX_MICRO_BATCHES}; choose train.global_batch_size={MAX_MICRO_BATCHES * step} or less, or raise "
-            "train.micro_batch_size"
-        )
+        rule = f"gives each data-parallel rank {count} micro-batches, more than {MAX_MICRO_BATCHES}"
+        way_out = f"choose train.global_batch_size={MAX_MICRO_BATCHES * step} or less, or raise train.micro_batch_size"
+        yield Problem("train.global_batch_size", batch, rule, way_out)
 
 
 def _padding_hint(parallel: ParallelConfig, train: TrainConfig) -> str:
@@ -478,7 +498,7 @@ def _padding_hint(parallel: ParallelConfig, train: TrainConfig) -> str:
     return ", or set parallel.elastic=true, which fills the last ranks up with padding" if fits else ""
 
 
-def _padding_refusals(cfg: Config) -> Iterator[str]:
+def _padding_refusals(cfg: Config) -> Iterator[Problem]:
     """Yield the reasons why the last data-parallel ranks cannot have padding: settings that read whole batches."""
     p = cfg.parallel
     unsupported = {
@@ -491,11 +511,12 @@ def _padding_refusals(cfg: Config) -> Iterator[str]:
     batch = cfg.train.global_batch_size
     for key, is_set in unsupported.items():
         if is_set:
-            yield (
-                f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size*dp="
-                f"{cfg.train.micro_batch_size}*{p.dp}, and {key} is incompatible with the padding that fills it up; "
-                f"choose {nearest_multiples(batch, cfg.train.micro_batch_size * p.dp)}, or leave {key} out"
+            rule = (
+                f"is not a multiple of train.micro_batch_size*dp={cfg.train.micro_batch_size}*{p.dp}, and {key} "
+                "is incompatible with the padding that fills it up"
             )
+            way_out = f"choose {nearest_multiples(batch, cfg.train.micro_batch_size * p.dp)}, or leave {key} out"
+            yield Problem("train.global_batch_size", batch, rule, way_out)
 
 
 def validate_dispatch_kernels(cfg: Config) -> Iterator[Problem]:
@@ -517,46 +538,44 @@ PARALLEL_RULES = (
 )
 
 
-OVERLAP_EXPERTS_SETTING = "parallel.overlap_experts=true"
+OVERLAP_EXPERTS_SETTING = Setting("parallel.overlap_experts", True)
 
 
-def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def validate_expert_overlap(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that `overlap_experts` has expert communication to hide, and a schedule and ZeRO stage that allow it."""
     if not parallel.overlap_experts:
         return
     if not has_moe_layers(model):
-        yield (
-            f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and no layer of model.layers is 'moe'; "
-            "name 'moe' in model.layers, or overlap_experts=false"
-        )
+        rule = "hides the communication of experts, and no layer of model.layers is 'moe'"
+        yield OVERLAP_EXPERTS_SETTING.problem(rule, "name 'moe' in model.layers, or overlap_experts=false")
         return
     if parallel.ep * parallel.etp == 1:
-        yield (
-            f"{OVERLAP_EXPERTS_SETTING} hides the communication of experts, and with parallel.ep=1 and parallel.etp=1 "
-            "there is none; choose ep=2 or more, or overlap_experts=false"
+        rule = (
+            f"hides the communication of experts, and with {Setting('parallel.ep', 1)} and "
+            f"{Setting('parallel.etp', 1)} there is none"
         )
+        yield OVERLAP_EXPERTS_SETTING.problem(rule, "choose ep=2 or more, or overlap_experts=false")
     if not (schedule := chosen_in(parallel, SchedulePart)).pairs_passes():
         *others, last = map(repr, overlapped_schedules())
-        yield (
-            f"{OVERLAP_EXPERTS_SETTING} needs a schedule with a phase of one forward and one backward pass, and "
-            f"parallel.schedule={schedule.kind!r} has none; choose schedule={', '.join(others)} or {last}, or "
-            "overlap_experts=false"
+        rule = (
+            "needs a schedule with a phase of one forward and one backward pass, and "
+            f"parallel.schedule={schedule.kind!r} has none"
         )
+        way_out = f"choose schedule={', '.join(others)} or {last}, or overlap_experts=false"
+        yield OVERLAP_EXPERTS_SETTING.problem(rule, way_out)
     if parallel.zero == 3:
-        yield (
-            f"{OVERLAP_EXPERTS_SETTING} runs a layer for two micro-batches at a time, and parallel.zero=3 frees its "
-            "parameters after one; choose zero=2, or overlap_experts=false"
-        )
+        rule = "runs a layer for two micro-batches at a time, and parallel.zero=3 frees its parameters after one"
+        yield OVERLAP_EXPERTS_SETTING.problem(rule, "choose zero=2, or overlap_experts=false")
     step = train.micro_batch_size * parallel.dp
     if (train.global_batch_size % step == 0 or parallel.may_pad_batch) and train.num_micro_batches(parallel.dp) < 2:
-        yield (
-            f"{OVERLAP_EXPERTS_SETTING} needs two micro-batches or more, and "
-            f"train.global_batch_size={train.global_batch_size} gives each data-parallel rank 1; "
-            f"choose global_batch_size={2 * step}, or overlap_experts=false"
+        rule = (
+            f"needs two micro-batches or more, and train.global_batch_size={train.global_batch_size} gives each "
+            "data-parallel rank 1"
         )
+        yield OVERLAP_EXPERTS_SETTING.problem(rule, f"choose global_batch_size={2 * step}, or overlap_experts=false")
 
 
-def validate_collective_order(cfg: Config) -> Iterator[str]:
+def validate_collective_order(cfg: Config) -> Iterator[Problem]:
     """Check that ranks of a group start expert collectives in the same order, and that none deadlocks.
 
     The config has passed all other rules. The schedules guarantee both conditions: a violation is a bug of moefold.
@@ -573,9 +592,8 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
         return
     rows = runtime_slots(cfg.model, cfg.parallel, cfg.train)
     if cycle := find_deadlock(rows):
-        yield (
-            f"{OVERLAP_EXPERTS_SETTING}: pipeline rank {cycle[0]} would deadlock before {cycle[1][0]}; set it to false"
-        )
+        rule = f": pipeline rank {cycle[0]} would deadlock before {cycle[1][0]}"
+        yield OVERLAP_EXPERTS_SETTING.problem(rule, "set it to false")
     layout = fold_mapping(p)
     plan = plan_stages(cfg)
     by_pp_rank = [
@@ -584,17 +602,17 @@ def validate_collective_order(cfg: Config) -> Iterator[str]:
     ]
     by_rank = [by_pp_rank[layout.attention.coordinate(rank, "pp")] for rank in range(p.world_size)]
     for message in order_mismatches(by_rank, layout):
-        yield f"{OVERLAP_EXPERTS_SETTING}: {message}, so that they would deadlock; set it to false"
+        yield OVERLAP_EXPERTS_SETTING.problem(f": {message}, so that they would deadlock", "set it to false")
 
 
-def validate_tp_overlap(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
+def validate_tp_overlap(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Check that `overlap_tp` has no low-precision GEMMs: each partial GEMM would quantise the weight again."""
     if parallel.overlap_tp and train.quantizes_gemms:
-        yield (
-            f"parallel.overlap_tp=true runs a GEMM for one tp rank's tokens at a time, in run.dtype, and "
-            f"train.precision={train.precision!r} runs one for all tokens; choose precision='dtype', or "
-            "overlap_tp=false"
+        rule = (
+            f"runs a GEMM for one tp rank's tokens at a time, in {Setting('run.dtype')}, and "
+            f"train.precision={train.precision!r} runs one for all tokens"
         )
+        yield Problem("parallel.overlap_tp", True, rule, "choose precision='dtype', or overlap_tp=false")
 
 
 OVERLAP_RULES = (validate_expert_overlap, validate_tp_overlap)

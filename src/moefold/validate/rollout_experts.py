@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig, RolloutConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.topology.layout import fold_mapping
 from moefold.topology.rollout_mapping import fetches_experts, rollout_degrees
 
-FETCH = "rollout.experts='fetch'"
+FETCH = Setting("rollout.experts", "fetch")
 
 
-def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[str]:
+def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: RolloutConfig) -> Iterator[Problem]:
     """Check that the mapping of sampling supports the value of rollout.experts."""
     if not rl.is_on:
         return
@@ -21,13 +21,12 @@ def validate_rollout_experts(parallel: ParallelConfig, rl: RLConfig, rollout: Ro
     if rollout.experts == "whole":
         for axis in ("ep", "etp"):
             if degrees[axis] > 1:
-                yield (
-                    f"rollout.{axis}={degrees[axis]} splits the experts, and rollout.experts='whole' holds all of them "
-                    f"on each rank; leave {axis} out, or choose rollout.experts='exchange'"
-                )
+                rule = f"splits the experts, and {Setting('rollout.experts', 'whole')} holds all of them on each rank"
+                way_out = f"leave {axis} out, or choose {Setting('rollout.experts', 'exchange')}"
+                yield Problem(f"rollout.{axis}", degrees[axis], rule, way_out)
 
 
-def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[str]:
+def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[Problem]:
     """Yield a message for each degree with which ranks cannot read each other's experts.
 
     Args:
@@ -36,12 +35,11 @@ def fetch_violations(degrees: dict[str, int], section: str) -> Iterator[str]:
     """
     for axis in ("tp", "etp"):
         if degrees[axis] > 1:
-            yield (
-                f"{FETCH} reads whole experts for whole tokens, and {axis}={degrees[axis]} splits them; set "
-                f"{section}.{axis}=1, or choose 'exchange'"
-            )
+            rule = f"reads whole experts for whole tokens, and {axis}={degrees[axis]} splits them"
+            yield FETCH.problem(rule, f"set {section}.{axis}=1, or choose 'exchange'")
     if degrees["ep"] == 1:
-        yield f"{FETCH} has no effect with ep=1: each rank holds all experts; set {section}.ep above 1, or leave it out"
+        rule = "has no effect with ep=1: each rank holds all experts"
+        yield FETCH.problem(rule, f"set {section}.ep above 1, or leave it out")
 
 
 def check_fetching_ranks(
@@ -61,15 +59,14 @@ def check_fetching_ranks(
     if not fetches_experts(rollout):
         return
     if device_type != "cpu":
-        raise ConfigError(
-            f"{FETCH} reads experts from the memory of a machine, which is not implemented for the device "
-            f"{device_type!r}; choose 'exchange' or 'whole', or run.device='cpu'"
-        )
+        rule = f"reads experts from the memory of a machine, which is not implemented for the device {device_type!r}"
+        raise ConfigError(FETCH.problem(rule, f"choose 'exchange' or 'whole', or {Setting('run.device', 'cpu')}"))
     layout = fold_mapping(parallel)
     for first in range(parallel.world_size):
         ranks = [first_rank + rank for rank in layout.moe.group(first, "ep")]
         if len({rank // ranks_per_machine for rank in ranks}) > 1:
-            raise ConfigError(
-                f"{FETCH} reads experts from the memory of a machine, and ranks {', '.join(map(str, ranks))} share "
-                f"experts, with {ranks_per_machine} ranks on a machine; choose a smaller ep, or 'exchange'"
+            rule = (
+                f"reads experts from the memory of a machine, and ranks {', '.join(map(str, ranks))} share "
+                f"experts, with {ranks_per_machine} ranks on a machine"
             )
+            raise ConfigError(FETCH.problem(rule, "choose a smaller ep, or 'exchange'"))

@@ -204,7 +204,7 @@ def check_unused_keys(explicit_keys: frozenset[str], cfg: Config) -> None:
         return
     names = sorted(name for name in set(map(_without_kind, explicit_keys)) if _is_set(cfg, name))
     # The settings of a table are reported instead of the table.
-    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    names = [name for name in names if not any(inner.startswith(f"{name}.") for inner in names)]
     reasons: dict[str, tuple[str, str]] = {}
     for key, reason in idle_keys(cfg, names).items():
         for name in names:
@@ -255,7 +255,7 @@ def idle_keys(cfg: Config, names: Sequence[str] | None = None) -> dict[str, tupl
             idle.setdefault(name, (rule.reason, rule.remedy))
     owners = tuple((path, type(value)) for path, value in tables_in(cfg) if isinstance(value, Part | Table))
     for name, conditions in read_conditions(owners).items():
-        if names is not None and not any(is_within(other, name) for other in names):
+        if names is not None and not any(is_within(inner, name) for inner in names):
             continue
         if reason := why_unread(cfg, conditions):
             idle.setdefault(name, reason)

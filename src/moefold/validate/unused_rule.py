@@ -29,7 +29,7 @@ class UnusedKeyRule:
 
 
 def why_unread(cfg: Config, marks: Iterable[ReadIf]) -> tuple[str, str] | None:
-    """Return reason and remedy for a key that is not read, given the values of other keys; None: it is read.
+    """Return reason and remedy for a key that is not read, given the values of other keys; None if it is read.
 
     Args:
         marks: the conditions of the key.
@@ -64,7 +64,7 @@ def _way_out(condition: str) -> str:
     if isinstance(default, bool) and not words:
         words = [shown_value(not default)]
     elif not words or not must_equal:
-        others = [choice for choice in choices_of(*key.split(".", 1)) if choice not in (words or [default])]
-        words = others if len(others) <= MOST_CHOICES else []
+        choices = [choice for choice in choices_of(*key.split(".", 1)) if choice not in (words or [default])]
+        words = choices if len(choices) <= MOST_CHOICES else []
     values = [repr(word) if isinstance(default, str) else str(word) for word in words]
     return f"{key}={join_with_or(values)}" if values else key

@@ -50,7 +50,7 @@ class OracleRecord:
     rounding_gain: float = 0.0
     """Maximum change of a weight by AdamW in all steps, divided by a tiny gradient's magnitude: steps * lr / eps."""
     has_program_objective: bool = False
-    """Whether the objective was given instead of the recipe's."""
+    """True if the objective was given, instead of the recipe's."""
 
 
 @dataclass(frozen=True)

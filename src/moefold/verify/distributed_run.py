@@ -97,7 +97,7 @@ def run_on_groups(
         on_progress(f"{ranks}, step {i + 1} of {num_steps}")
         batch = loader.batch(i * cfg.train.global_batch_size)
         # Stop flags are read between the backward pass and clipping.
-        steps.append(training.run(batch, i + 1, record_gradients if has_gradients and i == 0 else tuple))
+        steps.append(training.run_polled(batch, i + 1, record_gradients if has_gradients and i == 0 else tuple))
     on_progress(f"{ranks}, evaluation and gathering of the weights")
     held_out = BatchSharder(dataset.validation, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)
     final = gather_full_tensors(model)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefold.config.bounds import judged
 from moefold.config.chosen import chosen, chosen_in, read_key
-from moefold.config.field import Judged
+from moefold.config.field import VerifyAs
 from moefold.config.groups.attention import LinearFormula, SoftmaxHeads, SoftmaxInput
 from moefold.config.groups.block import ResidualFormula
 from moefold.config.groups.dispatcher import WirePart
@@ -103,7 +103,7 @@ class Oracle:
         weights: initial value of every parameter by name.
         chunks: for `drop_scope = "sub_sequence"`, the sequence positions of each rank of a micro-batch.
         objective: the loss of a micro-batch; None: `train.loss`.
-        is_frozen_expert: whether a routed expert, by its index, is not trained; None: all are trained.
+        is_frozen_expert: whether a routed expert, by its index, is not trained; None if all are trained.
         reads: record of the keys that are read, shared with other oracles; None: a new record.
 
     Raises:
@@ -193,7 +193,7 @@ class Oracle:
         Raises:
             NoFormulaError: there is such a key.
         """
-        counted = {None, Judged.ROUNDS} if has_rounds else {None}
+        counted = {None, VerifyAs.ROUNDS} if has_rounds else {None}
         if unread := [name for name in self.reads.unread(self._recipe) if judged().get(name) in counted]:
             idle = idle_keys(self._recipe)
             values = [

@@ -32,8 +32,8 @@ def hidden_keys(model: ModelConfig, layer: int, documents: Tensor, positions: Te
         positions: positions of the tokens in their documents, [B, S].
     """
     length = documents.shape[1]
-    ones = torch.ones(length, length, dtype=torch.bool)
-    masked = ones.triu(1) | (documents[:, :, None] != documents[:, None, :])
+    is_pair = torch.ones(length, length, dtype=torch.bool)
+    masked = is_pair.triu(1) | (documents[:, :, None] != documents[:, None, :])
     span = model.all_layers[layer].attention.span
     return masked if span is None else masked | formula_of(span)(positions)
 

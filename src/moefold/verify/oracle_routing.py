@@ -133,14 +133,14 @@ class OracleRouter:
         combined = self._score.weights(raw.gather(-1, experts)) if mixed is None else mixed.weights
         weights = combined * model.ffn.moe.router.scaling_factor
         drops = list(self._dropped_choices(experts, weights, context))
-        kept = context.is_token[..., None].expand_as(weights).to(weights.dtype).clone()
+        is_kept = context.is_token[..., None].expand_as(weights).to(weights.dtype).clone()
         for index in drops:
-            kept[index] = 0.0
+            is_kept[index] = 0.0
         scores = raw / raw.sum(-1, keepdim=True)
-        return RoutedBatch(experts, weights * kept, scores, logits, inputs, len(drops), context.is_token)
+        return RoutedBatch(experts, weights * is_kept, scores, logits, inputs, len(drops), context.is_token)
 
     def _choice_noise(self, layer: int, logits: Tensor, context: RoutingContext) -> Tensor | None:
-        """Return the uniform numbers of choices that are sampled in training, [B, S, N]; None: none."""
+        """Return the uniform numbers of choices that are sampled in training, [B, S, N]."""
         if self._score.noise_width is None or not context.is_training:
             return None
         width = self._score.noise_width(self._model.ffn.moe.top_k, logits.shape[-1])

@@ -195,7 +195,7 @@ def _shrink_config(cfg: Config, parallel: ParallelConfig) -> Config:
     moe = small.moe
     max_factor = small.model.num_router_choices / small.model.ffn.moe.top_k
     if not moe.pad_to_capacity:
-        # With few experts the capacity factors of the large recipe may drop nothing, which validation rejects.
+        # With few experts the capacity factors of the large recipe may drop nothing, which validation refuses.
         factor, eval_factor = (1.0 if f >= max_factor else f for f in (moe.capacity_factor, moe.eval_capacity_factor))
         small = replace(small, moe=replace(moe, capacity_factor=factor, eval_capacity_factor=eval_factor))
     return small
@@ -223,16 +223,16 @@ def _small_layers(model: ModelConfig, p: ParallelConfig) -> ModelConfig:
     if p.pipeline_layout not in ("", "auto"):
         stage_sizes = [len(stage.layers) for stage in parse_layout(p.pipeline_layout)]
         num_layers = sum(stage_sizes)
-    kept = _keep_kinds(kinds, num_layers)
+    kept_layers = _keep_kinds(kinds, num_layers)
     is_shared = [False] * num_layers
     if shares_selections(model):
-        is_shared = _shared_selections([attentions[number] for number in kept], stage_sizes)
+        is_shared = _shared_selections([attentions[number] for number in kept_layers], stage_sizes)
     # The routed experts of a layer need the dense layer after it.
     networks = list(range(num_layers)) if model.has_shortcut else _spread_kinds(model.decoder_layers, num_layers)
     words = model.layer_words
     rows = [
         words[attention]._replace(ffn=words[network].ffn, selection="shared" if shares else "own")
-        for attention, network, shares in zip(kept, networks, is_shared, strict=True)
+        for attention, network, shares in zip(kept_layers, networks, is_shared, strict=True)
     ]
     return replace(model, layers=spell_layers(rows))
 
@@ -253,11 +253,11 @@ def _keep_kinds(kinds: Sequence[Any], count: int) -> list[int]:
 def _spread_kinds(layers: Sequence[Layer], count: int) -> list[int]:
     """Return layers whose feed-forward networks have the model's proportions, and both kinds if the model has both."""
     networks = [layer.ffn for layer in layers]
-    picked = [i * len(networks) // count for i in range(count)]
-    others = [number for number, network in enumerate(networks) if network != networks[picked[0]]]
-    if count > 1 and others and len({networks[number] for number in picked}) == 1:
-        picked[0] = others[0]
-    return picked
+    picked_layers = [i * len(networks) // count for i in range(count)]
+    other_layers = [number for number, network in enumerate(networks) if network != networks[picked_layers[0]]]
+    if count > 1 and other_layers and len({networks[number] for number in picked_layers}) == 1:
+        picked_layers[0] = other_layers[0]
+    return picked_layers
 
 
 def _shared_selections(attentions: Sequence[AttentionPart], stage_sizes: Sequence[int]) -> list[bool]:

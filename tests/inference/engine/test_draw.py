@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moefold.bench.timing import StorageMeter
-from moefold.comm.torch_compat import TorchDispatchMode
+from moefold.comm.private_torch import TorchDispatchMode
 from moefold.cost import rollout_memory
 from moefold.cost.kv_cache import rollouts_at_once
 from moefold.cost.rollout_memory import BYTES_OF_A_WEIGHT, drawn_bytes

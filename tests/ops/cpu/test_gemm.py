@@ -173,6 +173,16 @@ def test_no_bit_depends_on_where_operands_lie(gemm, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("depth", [1024, 2051])
+def test_chunks_of_a_deep_gradient_have_the_bits_of_one_product(gemm, dtype, depth):
+    """Operands whose lines are contiguous are multiplied a chunk of their depth after another, others at once."""
+    x, w = torch.randn(37, depth).to(dtype), torch.randn(75, depth).to(dtype)
+    found = gemm.matmul_fp32(x.t().contiguous().t(), w.t().contiguous().t())
+    assert torch.equal(found, gemm.matmul_fp32(x, w))
+    _assert_close(found, x.double() @ w.double().t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_bit_of_two_terms_depends_on_where_operands_lie(gemm, dtype):
     """Each has operands of its own, near or packed."""
     x, w = torch.randn(75, 530).to(dtype), torch.randn(130, 530).to(dtype)

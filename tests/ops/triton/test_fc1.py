@@ -22,6 +22,11 @@ COUNTS = (FEW, [0, 0, 5], [0, 0])
 DEPTH, WIDTH = 37, 45
 OTHER = TileConfig(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=2)
 CLAMPED = ClampedSwiGLUActivation(1.702, 0.7)
+OPTIONS = {
+    "plain": (False, False, False, SWIGLU, None),
+    "gathered-weighted": (True, False, True, SWIGLU, OTHER),
+    "biased-clamped": (True, True, True, CLAMPED, None),
+}
 
 
 def _random(dtype, *shape):
@@ -56,12 +61,17 @@ def _assert_close(actual, expected, dtype):
     torch.testing.assert_close(actual.double() / scale, expected / scale, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(
-    ("gathers", "has_bias", "is_weighted", "activation", "tile_config"),
-    [(False, False, False, SWIGLU, None), (True, False, True, SWIGLU, OTHER), (True, True, True, CLAMPED, None)],
-    ids=["plain", "gathered-weighted", "biased-clamped"],
+    ("counts", "dtype", "gathers", "has_bias", "is_weighted", "activation", "tile_config"),
+    [
+        # In `make test` each two of counts, types and options together.
+        pytest.param(
+            counts, dtype, *options, marks=pytest.mark.slow if (i + j + k) % 2 else (), id=f"{counts}-{dtype}-{name}"
+        )
+        for i, counts in enumerate(COUNTS)
+        for j, dtype in enumerate(TOLERANCE)
+        for k, (name, options) in enumerate(OPTIONS.items())
+    ],
 )
 def test_projections_and_hidden_values(counts, dtype, gathers, has_bias, is_weighted, activation, tile_config):
     rows, weights, offsets = _inputs(counts, dtype, gathers, has_bias)

@@ -79,7 +79,7 @@ def test_planned_attention_pays_for_its_rows():
     assert 0 < rows["cp_comm"] < ring["cp_comm"]
     spec = load_model_spec("mixtral-8x7b").kinds[0].core
     model = pricer(wlb(BALANCED))
-    cost = model.mixer_time(0, FOLDED)
+    cost, _ = model.blocks(0, FOLDED)
     (forward,) = [item.seconds for item in cost.forward if item.part == "cp_comm"]
     (backward,) = [item.seconds for item in cost.backward if item.part == "cp_comm"]
     tokens = SEQ_LEN / 4

@@ -337,8 +337,7 @@ def test_a_layer_never_takes_less_than_its_host_or_its_device():
     cost_model = pricer("qwen3-30b-a3b")
     mapping = ParallelMapping(dp=8, ep=8)
     layer = cost_model.layer_time(0, mapping)
-    mixer = cost_model.mixer_time(0, mapping)
-    ffn = cost_model.layer_costs.feed_forward(0, mapping)
+    mixer, ffn = cost_model.blocks(0, mapping)
     host_s = (mixer.kernels[0] + ffn.kernels[0]) * cost_model.device.host_launch_s
     device_s = sum(work.seconds for work in (*mixer.forward, *ffn.forward))
     wait_s = cost_model.device.sync_s

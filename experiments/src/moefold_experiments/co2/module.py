@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from moefold.comm.groups import current_world
-from moefold.comm.site_links import Exchanged
+from moefold.comm.site_links import ExchangeResult
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import OuterNorms, PendingRound, Sent
+from moefold.optim.outer_round import OuterNorms, PendingRound, SentVector
 from moefold.optim.outer_weights import FragmentsDue
 from moefold_experiments.co2.part import CO2
 
@@ -40,7 +40,9 @@ class OuterOfWholeRounds(OuterOptimizer):
         self._moves_both = False
         self._penalty = 1.0
 
-    def receive(self, round_: PendingRound, sent: Sent, exchanged: Exchanged, members: Sequence[int]) -> PendingRound:
+    def with_received_values(
+        self, round_: PendingRound, sent: SentVector, exchanged: ExchangeResult, members: Sequence[int]
+    ) -> PendingRound:
         """Return the round with corrections of buffers: what their means differ from those that were sent.
 
         Buffers have no outer weights, and go on from their own during the exchange.

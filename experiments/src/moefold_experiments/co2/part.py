@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from moefold.config.field import Judged, at_least
+from moefold.config.field import VerifyAs, at_least
 from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.part import UnusedKeys
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig
@@ -23,10 +23,10 @@ class CO2(SiteMethodPart):
     interface: ClassVar[int] = 1
     overlaps_whole_round: ClassVar[bool] = True
 
-    penalty: Annotated[bool, Judged.ROUNDS] = True
+    penalty: Annotated[bool, VerifyAs.ROUNDS] = True
     """Divide the mean difference by 1 plus the norm of the outer step that was taken since it was measured, over its
     own norm."""
-    clip: Annotated[float, at_least(0, "0: no limit"), Judged.ROUNDS] = 1.0
+    clip: Annotated[float, at_least(0, "0: no limit"), VerifyAs.ROUNDS] = 1.0
     """Largest magnitude of an element of the momentum; 0: no limit."""
 
     def values(self, every: Any) -> Mapping[str, Any]:

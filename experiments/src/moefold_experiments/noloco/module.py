@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.comm.site_links import Exchanged
+from moefold.comm.site_links import ExchangeResult
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import OuterNorms, PendingRound, Sent
+from moefold.optim.outer_round import OuterNorms, PendingRound, SentVector
 
 
 class OuterOfPairs(OuterOptimizer):
     """Outer weights and momentum that the sites do not share."""
 
-    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> Sent:
+    def vector_to_send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
         """Return the differences and, as they are, the outer weights; in the last round the weights."""
         if is_last:
-            return Sent(self.local_vector(fragments), 0)
-        return Sent(torch.cat([delta, self.outer_vector(fragments)]), self.num_coded(fragments))
+            return SentVector(self.local_vector(fragments), 0)
+        return SentVector(torch.cat([delta, self.outer_vector(fragments)]), self.num_coded(fragments))
 
-    def receive(self, round_: PendingRound, sent: Sent, exchanged: Exchanged, members: Sequence[int]) -> PendingRound:
+    def with_received_values(
+        self, round_: PendingRound, sent: SentVector, exchanged: ExchangeResult, members: Sequence[int]
+    ) -> PendingRound:
         """Return the round with the pull between the outer weights of the pair."""
         size = len(round_.delta)
         if len(sent.vector) == size:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from moefold.config.field import Bound, Judged
+from moefold.config.field import Bound, VerifyAs
 from moefold.config.groups.site_method import SiteMethodPart
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +29,11 @@ class SparseLoCo(SiteMethodPart):
     coding_s: ClassVar[tuple[float, float]] = (10e-9, 0.7e-9)
 
     density: Annotated[
-        float, Bound("must lie between 1/4096 and 1", lambda part: 1 / 4096 <= part <= 1), Judged.ROUNDS
+        float, Bound("must lie between 1/4096 and 1", lambda part: 1 / 4096 <= part <= 1), VerifyAs.ROUNDS
     ] = 1 / 64
     """Share of each 4096 differences that is sent, the differences of the largest magnitudes (top-k), with indices of
     12 bits."""
-    bits: Annotated[Literal[32, 8, 2], Judged.ROUNDS] = 2
+    bits: Annotated[Literal[32, 8, 2], VerifyAs.ROUNDS] = 2
     """Bits of a value that is sent. 32: float32 (float64 in runs of run.dtype float64); 8: int8 with a scale for each
     4096; 2: the mean of one of four bins."""
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.site_links import Exchanged
+from moefold.comm.site_links import ExchangeResult
 from moefold.config.sites import SitesConfig
 from moefold.model.local_param import local_tensor
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import OuterNorms, PendingRound, Sent, mix
+from moefold.optim.outer_round import OuterNorms, PendingRound, SentVector, mix
 from moefold.optim.states import StateStore
 from moefold_experiments.spes.expert_merging import ExpertMerging
 from moefold_experiments.spes.owned_experts import select_owned
@@ -66,11 +66,13 @@ class OuterOfOwners(OuterOptimizer):
         """Return the elements of owned experts, of which no mean is taken; they are the last of `num_coded`."""
         return sum(self.width(name) for name in self.owned_names(fragments))
 
-    def send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> Sent:
+    def vector_to_send(self, fragments: Sequence[int], delta: Tensor, *, is_last: bool) -> SentVector:
         """Return the differences that the site sends; of experts, only the experts that it owns."""
-        return Sent(delta, self.num_coded(fragments), self.num_gathered(fragments))
+        return SentVector(delta, self.num_coded(fragments), self.num_gathered(fragments))
 
-    def receive(self, round_: PendingRound, sent: Sent, exchanged: Exchanged, members: Sequence[int]) -> PendingRound:
+    def with_received_values(
+        self, round_: PendingRound, sent: SentVector, exchanged: ExchangeResult, members: Sequence[int]
+    ) -> PendingRound:
         """Return the round with the differences of each expert's owner."""
         mean = self.assemble(round_.fragments, exchanged.mean, exchanged.of_members, members)
         return replace(round_, mean=mean)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from moefold.config.field import ZERO_TO_ONE, Judged, at_least
+from moefold.config.field import ZERO_TO_ONE, VerifyAs, at_least
 from moefold.config.groups.site_method import SiteMethodPart
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ class SPES(SiteMethodPart):
     interface: ClassVar[int] = 1
     owns_experts: ClassVar[bool] = True
 
-    merge_experts: Annotated[float, ZERO_TO_ONE, Judged.ROUNDS] = 0.01
+    merge_experts: Annotated[float, ZERO_TO_ONE, VerifyAs.ROUNDS] = 0.01
     """Share alpha of the merging of experts in the warm-up: after a round, each expert E becomes
     E + alpha * mean(E_d - E) over the 4 experts E_d of the layer with the most similar w_gate. alpha falls linearly to
     0 at merge_until. 0: no merging."""
-    merge_every: Annotated[int, at_least(1), Judged.ROUNDS] = 500
+    merge_every: Annotated[int, at_least(1), VerifyAs.ROUNDS] = 500
     """Steps between two mergings of experts; a multiple of every."""
-    merge_until: Annotated[int, at_least(1), Judged.ROUNDS] = 10000
+    merge_until: Annotated[int, at_least(1), VerifyAs.ROUNDS] = 10000
     """Step at which the share of the merging is 0."""
 
     def values(self, every: Any) -> Mapping[str, Any]:

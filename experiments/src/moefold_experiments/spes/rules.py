@@ -7,9 +7,9 @@ from moefold.config.lora import LoraConfig
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim
-from moefold.config.problem import Problem
 from moefold.config.schema import Config
 from moefold.cost.adapter_spec import expert_names, training_weights
+from moefold.errors import Problem
 from moefold_experiments.spes.part import NUM_SIMILAR
 
 if TYPE_CHECKING:

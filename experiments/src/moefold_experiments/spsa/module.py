@@ -65,7 +65,7 @@ class SPSA(torch.optim.Optimizer):
     """Gradient along the perturbation, which the next call of `step` applies."""
 
     def __init__(self, part: Spsa, parameters: Mapping[str, nn.Parameter], run: OptimizerRun) -> None:
-        groups = group_by_decay(parameters)
+        groups = group_by_decay(parameters, run.weights)
         super().__init__(
             [{"params": p, "weight_decay": part.weight_decay if d else 0.0} for d, p in groups.items()], {"lr": run.lr}
         )

@@ -8,11 +8,11 @@ from moefold.config.groups.site_method import SiteMethodPart
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.problem import Problem
 from moefold.config.rl import RLConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
+from moefold.errors import Problem
 
 
 def spsa_problems(name: str, cfg: Config) -> Iterator[Problem]:

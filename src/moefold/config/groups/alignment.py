@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from moefold.config.field import Bound
 from moefold.config.part import Part, UnusedKeys
 from moefold.config.part_registry import kinds_with
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,15 +68,15 @@ class AlignmentPart(Part):
     data_kind: ClassVar[str] = ""
     """Required `data.kind`; empty: any kind except preferences."""
     changes_training: ClassVar[bool] = True
-    """Whether rewards or preferences change the data or the loss."""
+    """True if rewards or preferences change the data or the loss."""
     has_reference: ClassVar[bool] = False
-    """Whether completions are compared with the initial weights."""
+    """True if completions are compared with the initial weights."""
     selects_rows: ClassVar[bool] = False
-    """Whether the method chooses or weighs conversations (`select`)."""
+    """True if the method chooses or weighs conversations (`select`)."""
 
     @property
     def preference(self) -> "PreferencePart | None":
-        """Loss of pairs of completions; None: no such loss."""
+        """Loss of pairs of completions."""
         return None
 
     @property
@@ -171,9 +171,9 @@ class PreferencePart(AlignmentPart):
     data_kind: ClassVar[str] = "preference"
     has_reference: ClassVar[bool] = True
     is_per_token: ClassVar[bool] = False
-    """Whether scores are divided by the number of tokens."""
+    """True if scores are divided by the number of tokens."""
     labelled: ClassVar[bool] = False
-    """Whether a row is one completion with a label; its second sequence is the completion of another prompt."""
+    """True if a row is one completion with a label; its second sequence is the completion of another prompt."""
     mean_metrics: ClassVar[tuple[str, ...]] = ("chosen_reward", "rejected_reward", "margin", "accuracy")
     """Recorded metrics, which are means over pairs."""
 
@@ -191,7 +191,7 @@ class PreferencePart(AlignmentPart):
         yield UnusedKeys("train.loss", f"{self.key}={self.kind!r} has its own loss", f"choose {self.key}='none'")
 
     def formula(self) -> PreferenceFormula | None:
-        """Return the loss of one pair; None: no formula."""
+        """Return the loss of one pair; None if it has no formula."""
         return None
 
 
@@ -232,8 +232,8 @@ def template_problems(template: str) -> Iterator[Problem]:
         if missing := [name for name in ("prompt", "reward") if name not in fields]:
             way_out = "write both {prompt} and {reward}, or {reward:.2f} for 2 digits"
             yield Problem(key, template, f"lacks {{{missing[0]}}}", way_out)
-        elif others := sorted(fields - {"prompt", "reward"}):
-            yield Problem(key, template, f"has the field {{{others[0]}}}", "only {prompt} and {reward} are filled in")
+        elif extra := sorted(fields - {"prompt", "reward"}):
+            yield Problem(key, template, f"has the field {{{extra[0]}}}", "only {prompt} and {reward} are filled in")
         else:
             fill_template(template, "", 0.0)
     except (ValueError, IndexError, KeyError, AttributeError) as error:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from moefold.config.field import POSITIVE, Most, at_least
+from moefold.config.field import POSITIVE, MaxMagnitude, at_least
 from moefold.config.groups.indexer import IndexerPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import Distribution, ParamSpec
@@ -54,7 +54,7 @@ class SoftmaxHeads(NamedTuple):
     gates: "Tensor | None" = None
     """Factors of the output of the heads, [B, S, A, Dv or 1]; None: 1."""
     sinks: "Tensor | None" = None
-    """Score of each head's sink, [A]; None: no sinks."""
+    """Score of each head's sink, [A]; None if there are no sinks."""
     bias: "Tensor | None" = None
     """Bias of the output, [H]; None: 0."""
     index_source: "Tensor | None" = None
@@ -89,7 +89,7 @@ class AttentionCore:
     selected: int = 0
     """Maximum keys of a query, selected by an indexer; 0: all."""
     values_in_keys: bool = False
-    """Whether the values are a part of the keys, which is read once."""
+    """True if the values are a part of the keys, which is read once."""
     index_width: int = 0
     """Width of the key of the layer's own indexer; 0: no indexer."""
     index_flops: int = 0
@@ -195,7 +195,7 @@ class AttentionFrame:
     norm_eps: float
     """Epsilon of the norms of heads."""
     zero_centered_norms: bool
-    """Whether the norms of heads multiply by 1 + weight."""
+    """True if the norms of heads multiply by 1 + weight."""
     score_factor: float
     """Factor of the scores of latent attention that comes from the scaling of RoPE; 1: none."""
 
@@ -209,13 +209,13 @@ class AttentionPart(Part):
     is_of_layers: ClassVar[bool] = True
     of_layers: ClassVar[frozenset[str]] = frozenset({"span", "has_rope"})
     has_adapters: ClassVar[bool] = False
-    """Whether the module of the attention adds low-rank adapters to its matrices."""
+    """True if the module of the attention adds low-rank adapters to its matrices."""
     has_temperature: ClassVar[bool] = False
-    """Whether layers without RoPE may have an attention temperature (`temperature`)."""
+    """True if layers without RoPE may have an attention temperature (`temperature`)."""
     has_score_factor: ClassVar[bool] = False
-    """Whether attention scores are multiplied by the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
+    """True if attention scores are multiplied by the factor of the RoPE scaling (`RopeScalingPart.score_factor`)."""
     is_recurrent: ClassVar[bool] = False
-    """Whether states of a fixed size take the place of a KV cache."""
+    """True if states of a fixed size take the place of a KV cache."""
     own_recompute_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of `train.recompute` that only this kind has: projections from latents to heads, which the core saves. A
     module has an attribute PART_checkpoint for each, an `OutputCheckpoint`."""
@@ -224,7 +224,7 @@ class AttentionPart(Part):
     span: SpanPart | None = None
     """Limit of the context of a query; None: only causality."""
     has_rope: bool = True
-    """Whether queries and keys have RoPE."""
+    """True if queries and keys have RoPE."""
 
     @property
     def fuses_head_norms(self) -> bool:
@@ -238,7 +238,7 @@ class AttentionPart(Part):
 
     @property
     def selector(self) -> IndexerPart | None:
-        """Source of the selected keys of a query; None: a query attends to all keys."""
+        """Source of the selected keys of a query; None if a query attends to all keys."""
         return None
 
     @property
@@ -298,7 +298,7 @@ class AttentionPart(Part):
         return 0
 
     def saved(self, sizes: "LayerSizes") -> Counter[str] | None:
-        """Return the bytes saved for backward by part of the model, without the input; None: the caller estimates them.
+        """Return the bytes saved for backward by part of the model, without the input; None if it is unknown.
 
         Args:
             sizes: sizes of a micro-batch.
@@ -358,7 +358,7 @@ class SoftmaxAttentionPart(AttentionPart):
     """Softmax attention with heads that tensor parallelism shards."""
 
     framed: ClassVar[frozenset[str]] = frozenset({"indexer"})
-    num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
+    num_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 8
     """Query heads, A."""
     gate: OutputGate | None = None
     """Multiply the output of each head by the sigmoid of a projection of the layer's input, before the output
@@ -384,7 +384,7 @@ class SoftmaxAttentionPart(AttentionPart):
 
     @property
     def own_indexer(self) -> IndexerPart | None:
-        """Return the layer's own indexer; None: the layer attends to all keys, or shares an earlier selection."""
+        """Return the layer's own indexer; None if the layer attends to all keys, or shares an earlier selection."""
         return None if self.shares_selection else self.indexer
 
     @property

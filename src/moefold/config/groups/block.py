@@ -31,15 +31,15 @@ class ResidualPart(Part):
     group: ClassVar[str] = "residual"
     key: ClassVar[str] = "model.residual"
     norms_input: ClassVar[bool] = True
-    """Whether the inputs of attention and of the feed-forward network have a norm."""
+    """True if the inputs of attention and of the feed-forward network have a norm."""
     norms_output: ClassVar[bool] = False
-    """Whether their outputs have a norm before they are added."""
+    """True if their outputs have a norm before they are added."""
     multiplier: Annotated[float, POSITIVE] = 1.0
     """Factor of the outputs of attention and of the feed-forward network where they are added to the residual stream
     (Granite)."""
 
     def formula(self) -> ResidualFormula | None:
-        """Return the stream in float64; None: no formula."""
+        """Return the stream in float64; None if it has no formula."""
         return None
 
 
@@ -74,12 +74,12 @@ class ActivationPart(Part):
     group: ClassVar[str] = "activation"
     key: ClassVar[str] = "model.ffn.moe.activation"
     is_swiglu: ClassVar[bool] = False
-    """Whether the kernels of SwiGLU compute it. Without biases they need one pass over memory."""
+    """True if the kernels of SwiGLU compute it. Without biases they need one pass over memory."""
 
     def build(self) -> Any:
         """Return an `ops.swiglu.ExpertActivation`."""
         raise NotImplementedError
 
     def formula(self) -> Callable[["Tensor", "Tensor"], "Tensor"] | None:
-        """Return the hidden values of gate and up projections in float64; None: no formula."""
+        """Return the hidden values of gate and up projections in float64; None if it has no formula."""
         return None

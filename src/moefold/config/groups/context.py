@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from moefold.config.field import Bound, Most, at_least
+from moefold.config.field import Bound, MaxMagnitude, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS
 from moefold.config.part import Part
 
@@ -29,7 +29,7 @@ class RoundPlan:
     """Attention work above the mean that a rank keeps, over the mean (hosts "balanced")."""
     pool: Annotated[int, at_least(0, "0: all ranks")] = 0
     """Ranks that share attention work, a multiple of cp that divides dp*cp; 0: all (hosts "balanced")."""
-    block: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 128
+    block: Annotated[int, at_least(1), MaxMagnitude(MAX_SAMPLE_TOKENS)] = 128
     """Unit in tokens, from the start of a document, for splitting it between ranks (placement "documents", hosts
     "balanced")."""
 
@@ -67,12 +67,12 @@ class ContextPart(Part):
     changes_maths: ClassVar[bool] = False
 
     splits_in_chunks: ClassVar[bool] = True
-    """Whether a rank holds an early and a late chunk of 2*cp chunks of a sample, for equal work, not one of cp
+    """True if a rank holds an early and a late chunk of 2*cp chunks of a sample, for equal work, not one of cp
     parts."""
     shards_heads: ClassVar[bool] = False
-    """Whether a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
+    """True if a rank computes whole sequences for its share of the heads: cp divides the heads of a tp rank."""
     takes_selected_keys: ClassVar[bool] = False
-    """Whether sparse attention, which selects among the keys of the whole sequence, may use this kind."""
+    """True if sparse attention, which selects among the keys of the whole sequence, may use this kind."""
 
     @property
     def plan(self) -> RoundPlan:

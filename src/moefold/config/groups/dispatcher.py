@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.part import Part
-from moefold.config.problem import Problem
+from moefold.errors import Problem, Setting
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,9 @@ class DispatchSizes:
     max_rows: int
     """Routed tokens of a rank: its tokens times top_k."""
     width: int
-    """Numbers of a token, H."""
+    """Elements of a token, H."""
     item_bytes: int
-    """Bytes of a number."""
+    """Bytes of an element."""
     fp8_dispatch: bool = False
     """Send routed tokens to the experts in 8 bits."""
 
@@ -60,7 +60,7 @@ class Transfer(NamedTuple):
     gathers: bool = False
     """All-gather instead of all-to-all."""
     sends_once: bool = False
-    """Whether a token with several experts on a rank is sent to that rank only once."""
+    """True if a token with several experts on a rank is sent to that rank only once."""
 
 
 class ExpertRows(NamedTuple):
@@ -74,7 +74,7 @@ class ExpertRows(NamedTuple):
     width: int
     item_bytes: int
     sum_bytes: int
-    """Bytes of a number that is summed."""
+    """Bytes of an element that is summed."""
     ep: int
     etp: int
 
@@ -110,33 +110,33 @@ class DispatcherPart(Part):
 
     # Where it may be used.
     spreads_experts: ClassVar[bool] = True
-    """Whether experts may be on other ranks: ep*etp of 2 or more."""
+    """True if experts may be on other ranks: ep*etp of 2 or more."""
     needs_spread_experts: ClassVar[bool] = False
-    """Whether ep*etp=1 is refused; else the local dispatcher replaces it."""
+    """True if ep*etp=1 is refused; else the local dispatcher replaces it."""
     needs_whole_experts: ClassVar[bool] = False
-    """Whether etp of 2 or more, and padding to capacity, are refused."""
+    """True if etp of 2 or more, and padding to capacity, are refused."""
     is_searched: ClassVar[bool] = True
-    """Whether the planner may choose the dispatcher if the request does not name it."""
+    """True if the planner may choose the dispatcher if the request does not name it."""
     for_inference: ClassVar[bool] = False
-    """Whether `moefold generate` and `moefold eval` may use the dispatcher."""
+    """True if `moefold generate` and `moefold eval` may use the dispatcher."""
     needs_equal_token_counts: ClassVar[bool] = False
-    """Whether all ranks must hold equally many tokens."""
+    """True if all ranks must hold equally many tokens."""
     has_shared_buffers: ClassVar[bool] = False
-    """Whether all ranks share buffers on the GPUs, which a lost rank leaves unusable."""
+    """True if all ranks share buffers on the GPUs, which a lost rank leaves unusable."""
     kernel_package: ClassVar[str] = ""
     """Python package of the dispatcher's kernels, for Hopper GPUs or newer; empty: the dispatcher runs anywhere."""
     package_source: ClassVar[str] = ""
-    """Where that package is built from."""
+    """Source that the package is built from."""
 
     # Behaviour.
     gathers_tokens: ClassVar[bool] = False
-    """Whether each rank gathers all tokens over ep*etp, in one collective, and sums its experts' results itself."""
+    """True if each rank gathers all tokens over ep*etp, in one collective, and sums its experts' results itself."""
     moves_experts: ClassVar[bool] = False
-    """Whether ranks take over routed tokens of busy experts with a copy of the weights."""
+    """True if ranks take over routed tokens of busy experts with a copy of the weights."""
     sends_once: ClassVar[bool] = False
-    """Whether a token with several experts on a rank is sent to that rank only once."""
+    """True if a token with several experts on a rank is sent to that rank only once."""
     keeps_sum_order: ClassVar[bool] = False
-    """Whether the rank of a token sums the outputs of its experts in the order of its choices, so that sampling and
+    """True if the rank of a token sums the outputs of its experts in the order of its choices, so that sampling and
     training have the same bits."""
 
     # Kinds that replace it.
@@ -187,12 +187,13 @@ class DispatcherPart(Part):
         is_spread = p.ep * p.etp > 1
         if self.needs_spread_experts and has_experts and not is_spread:
             yield self._problem(
-                "sends tokens between the ranks of ep and etp, and parallel.ep=1, parallel.etp=1",
+                f"sends tokens between the ranks of ep and etp, and {Setting('parallel.ep', 1)}, "
+                f"{Setting('parallel.etp', 1)}",
                 "choose 'alltoall' or 'auto', or ep or etp of 2 or more",
             )
         if self.needs_whole_experts and p.etp > 1:
             yield self._problem(
-                f"sends tokens to whole experts, and parallel.etp={p.etp} shards the experts",
+                f"sends tokens to whole experts, and {Setting('parallel.etp', p.etp)} shards the experts",
                 "choose 'alltoall', or etp=1",
             )
         if self.needs_whole_experts and moe.pad_to_capacity:
@@ -202,7 +203,8 @@ class DispatcherPart(Part):
             )
         if is_spread and not self.spreads_experts:
             yield self._problem(
-                f"needs ep=etp=1, and parallel.ep={p.ep}, parallel.etp={p.etp}", "choose 'alltoall' or 'allgather'"
+                f"needs ep=etp=1, and {Setting('parallel.ep', p.ep)}, {Setting('parallel.etp', p.etp)}",
+                "choose 'alltoall' or 'allgather'",
             )
 
     def _problem(self, rule: str, way_out: str) -> Problem:
@@ -219,7 +221,7 @@ class DispatcherPart(Part):
         return Transfer("ep", sent.routed * sent.row_bytes, sends_once=self.sends_once), over_etp
 
     def room(self, routed: int) -> int | None:
-        """Return the capacity of the receive buffer of a rank in rows; None: the buffer grows as needed.
+        """Return the capacity of the receive buffer of a rank in rows; None if the buffer grows as needed.
 
         Args:
             routed: routed tokens of a rank, and the rows that it receives under balanced routing.
@@ -275,7 +277,7 @@ class WirePart(Part):
     group: ClassVar[str] = "wire"
     key: ClassVar[str] = "moe.dispatch_precision"
     rounds: ClassVar[bool] = False
-    """Whether tokens are rounded to e4m3 with one scale for each 128 values before they are sent."""
+    """True if tokens are rounded to e4m3 with one scale for each 128 values before they are sent."""
 
     def value_bytes(self, computed_bytes: int) -> float:
         """Return the bytes of a dispatched value, with its share of a scale.
@@ -286,5 +288,5 @@ class WirePart(Part):
         return float(computed_bytes)
 
     def formula(self) -> Callable[["Tensor"], "Tensor"] | None:
-        """Return the rounding of the input of the experts, [..., H]; None: no formula."""
+        """Return the rounding of the input of the experts, [..., H]; None if it has no formula."""
         return None

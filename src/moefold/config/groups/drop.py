@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.part import Part
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class DropPart(Part):
         raise NotImplementedError
 
     def formula(self) -> Callable[[list[QueueEntry]], list[QueueEntry]] | None:
-        """Return a function that sorts the queue of an expert; None: no formula."""
+        """Return a function that sorts the queue of an expert; None if it has no formula."""
         return None
 
     def check(self, model: "ModelConfig", moe: "MoEConfig") -> Iterator[Problem]:
@@ -75,7 +75,7 @@ class DropScopePart(Part):
     group: ClassVar[str] = "drop_scope"
     key: ClassVar[str] = "moe.drop_scope"
     is_shared: ClassVar[bool] = True
-    """Whether the ranks of a micro-batch share a capacity; else each rank drops only its own tokens."""
+    """True if the ranks of a micro-batch share a capacity; else each rank drops only its own tokens."""
 
     def formula(self) -> Callable[[int, Positions], Positions] | None:
         """Return the positions of each capacity, from the length of a sample and the positions of each rank."""

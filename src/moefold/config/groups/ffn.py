@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
-from moefold.config.field import SAME_TENSORS, Judged, Most, ReadIf, at_least
+from moefold.config.field import SAME_TENSORS, MaxMagnitude, ReadIf, VerifyAs, at_least
 from moefold.config.groups.block import ActivationPart
 from moefold.config.groups.router import RouterScorePart
 from moefold.config.limits import MAX_WIDTH
@@ -25,7 +25,7 @@ class ChosenExperts(Protocol):
 
     @property
     def experts(self) -> "Tensor":
-        """Return the numbers of the experts."""
+        """Return the ids of the chosen experts."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class FeedForwardPart(Part):
     recompute_parts: ClassVar[frozenset[str]] = frozenset()
     """Parts of `train.recompute` that it may have."""
     is_routed: ClassVar[bool] = False
-    """Whether a router sends each token to some experts."""
+    """True if a router sends each token to some experts."""
 
     @property
     def routed(self) -> "RoutedPart | None":
@@ -81,7 +81,7 @@ class FeedForwardPart(Part):
         raise NotImplementedError
 
     def formula(self) -> FeedForwardFormula | None:
-        """Return the network in float64; None: no formula."""
+        """Return the network in float64; None if it has no formula."""
         return None
 
     @property
@@ -118,7 +118,7 @@ class FeedForwardPart(Part):
 class DensePart(FeedForwardPart):
     """Network that processes every token."""
 
-    intermediate_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 1024
+    intermediate_size: Annotated[int, at_least(1), MaxMagnitude(2**26), VerifyAs.SIZE] = 1024
     """Inner width of the network of dense layers."""
 
 
@@ -126,7 +126,7 @@ class DensePart(FeedForwardPart):
 class SharedExpert(Table):
     """Expert that processes every token, a SwiGLU."""
 
-    intermediate_size: Annotated[int, at_least(1), Most(2**26)] = 512
+    intermediate_size: Annotated[int, at_least(1), MaxMagnitude(2**26)] = 512
     """Inner width of the shared expert."""
     gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate (Qwen2-MoE)."""
@@ -138,13 +138,13 @@ class RoutedPart(FeedForwardPart):
 
     is_routed: ClassVar[bool] = True
     framed: ClassVar[frozenset[str]] = frozenset({"top_k", "zero_experts", "active_experts", "shortcut"})
-    num_experts: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 8
+    num_experts: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 8
     """Experts of one MoE layer, E."""
-    top_k: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 2
+    top_k: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 2
     """Experts chosen for each token, K."""
-    intermediate_size: Annotated[int, at_least(1), Most(2**26), Judged.SIZE] = 512
+    intermediate_size: Annotated[int, at_least(1), MaxMagnitude(2**26), VerifyAs.SIZE] = 512
     """Inner width of one expert, F."""
-    latent_size: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
+    latent_size: Annotated[int, at_least(0, "0: none"), MaxMagnitude(MAX_WIDTH)] = 0
     """Width of the dispatched tokens, the input and output of the routed experts: one projection maps the hidden state
     to it, another maps it back (latent experts, arXiv:2502.16927). Router and shared expert keep the hidden size; 0:
     none."""
@@ -159,7 +159,7 @@ class RoutedPart(FeedForwardPart):
     """Multiply the input of a routed expert by the routing weight instead of its output (Llama 4)."""
     shared: SharedExpert | None = None
     """Expert that processes every token."""
-    zero_experts: Annotated[int, at_least(0, "0: none"), Most(MAX_WIDTH)] = 0
+    zero_experts: Annotated[int, at_least(0, "0: none"), MaxMagnitude(MAX_WIDTH)] = 0
     """Zero-computation experts: additional choices of the router, whose output is the layer's input times the routing
     weight, without weights and without dispatch (LongCat-Flash, arXiv:2509.01322); 0: none."""
     active_experts: Annotated[

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import Most, at_least
+from moefold.config.field import MaxMagnitude, at_least
 from moefold.config.limits import MAX_SAMPLE_TOKENS, MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part
@@ -38,12 +38,12 @@ class IndexerPart(Part):
     group: ClassVar[str] = "indexer"
     framed: ClassVar[frozenset[str]] = frozenset({"top_k", "rope_interleaved"})
     is_shared: ClassVar[bool] = False
-    """Whether an earlier layer selects the keys."""
-    top_k: Annotated[int, at_least(1), Most(MAX_SAMPLE_TOKENS)] = 2048
+    """True if an earlier layer selects the keys."""
+    top_k: Annotated[int, at_least(1), MaxMagnitude(MAX_SAMPLE_TOKENS)] = 2048
     """Maximum keys of a query of softmax attention."""
-    num_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    num_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
     """Heads of the indexer, J."""
-    head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of a head of the indexer; its first dims have RoPE, as many as a head of attention has."""
     rope_interleaved: bool = False
     """Pairing of the indexer's RoPE dims: 2i with 2i+1 (true, GLM-5), or i with i + half (false, DeepSeek-V3.2)."""

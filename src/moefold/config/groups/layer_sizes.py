@@ -62,13 +62,13 @@ class LayerSizes:
     kernel_choice: str
     """`run.kernels`."""
     item_bytes: int
-    """Bytes of a number in the compute type."""
+    """Bytes of an element in the compute type."""
     imbalance: float
     """Routed tokens of the busiest rank over the mean of all ranks."""
 
     @cached_property
     def high_precision_bytes(self) -> int:
-        """Bytes of a number in float32, or in the compute type if that is wider."""
+        """Bytes of an element in float32, or in the compute type if that is wider."""
         return max(4, self.item_bytes)
 
     @cached_property

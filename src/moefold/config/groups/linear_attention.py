@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import Judged, Most, at_least
+from moefold.config.field import MaxMagnitude, VerifyAs, at_least
 from moefold.config.groups.attention import AttentionCore, AttentionPart
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes
@@ -34,13 +34,13 @@ class LinearAttentionPart(AttentionPart):
     """Memory of the recurrence in torch."""
     c_recurrence: ClassVar[Factors]
     """Memory of the recurrence in C."""
-    num_key_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    num_key_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
     """Query and key heads; each serves the same number of value heads."""
-    num_value_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    num_value_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
     """Value heads, each with its own state; a multiple of num_key_heads."""
-    key_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    key_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of a query and key head."""
-    value_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 32
+    value_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 32
     """Width of a value head."""
 
     def shrink(self, to: SmallSizes) -> Self:
@@ -150,7 +150,7 @@ class LinearAttentionPart(AttentionPart):
 class DeltaRulePart(LinearAttentionPart):
     """Delta rule with decays, after convolutions over queries, keys and values."""
 
-    conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH), Judged.SIZE] = 4
+    conv_kernel: Annotated[int, at_least(2), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 4
     """Tokens that the causal convolution of each channel combines, itself included."""
 
     def shrink(self, to: SmallSizes) -> Self:

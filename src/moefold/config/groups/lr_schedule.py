@@ -16,7 +16,7 @@ class LrSchedulePart(Part):
     group: ClassVar[str] = "lr_schedule"
     key: ClassVar[str] = "train.lr_schedule"
     ends_at_min_lr: ClassVar[bool] = False
-    """Whether the schedule has a learning rate min_lr, whose upper bound is train.lr."""
+    """True if the schedule has a learning rate min_lr, whose upper bound is train.lr."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> Annotated[float, at_least(0)]:
         """Return the learning rate of a step after the warm-up.
@@ -34,7 +34,7 @@ class LrSchedulePart(Part):
         return f"the {self.kind} ends at {self.rate(peak, first, steps, steps):.3g} in step {steps:,}"
 
     def formula(self) -> Callable[[float, int, int, int], float] | None:
-        """Return a second implementation of `rate`, for the oracle; None: no formula."""
+        """Return a second implementation of `rate`, for the oracle; None if it has no formula."""
         return None
 
 

@@ -24,9 +24,9 @@ class StateSpec(NamedTuple):
     dtype: str = ""
     """float32 or bfloat16; empty: the type of the master weights."""
     is_count: bool = False
-    """Whether the state is the count of steps, a single number on each rank with the name `step`."""
+    """True if the state is the count of steps, a single number on each rank with the name `step`."""
     is_kept: bool = False
-    """Whether the state is no moment: no reset, no move off the device. The optimizer has it in `kept_states`."""
+    """True if the state is not a moment: no reset, no move off the device. The optimizer has it in `kept_states`."""
 
 
 class MatrixWork(NamedTuple):
@@ -95,11 +95,11 @@ class OptimizerPart(Part):
     key: ClassVar[str] = "train.optimizer"
     is_for_training: ClassVar[bool] = True
     needs_gradients: ClassVar[bool] = True
-    """Whether a step has a backward pass."""
+    """True if a step has a backward pass."""
     state_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that determine the states and their types, equal for runs that exchange states."""
     rates: ClassVar[MethodRates | None] = None
-    """Learning rates of a recipe without `train.lr`; None: they follow from the method of training."""
+    """Learning rates of a recipe without `train.lr`; None if they follow from the method of training."""
 
     @property
     def copies_weights(self) -> bool:
@@ -143,7 +143,7 @@ class OptimizerPart(Part):
         raise missing_method(self, "passes")
 
     def formula(self) -> Callable[..., Any] | None:
-        """Return a second implementation of the update, for the oracle; None: no formula.
+        """Return a second implementation of the update, for the oracle; None if it has no formula.
 
         With gradients it is called for each weight: (ParamSpec, weight, gradient, state, step) -> the change that one
         step subtracts from the weight at learning rate 1, including weight decay; or a function of the learning rate,
@@ -170,13 +170,13 @@ class OptimizerPart(Part):
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the keys of moments, and of the backward pass, if there are none."""
         name = f"{self.key}={self.kind!r}"
-        other = "choose train.optimizer='adamw'"
+        way_out = "choose train.optimizer='adamw'"
         if not self.has_states:
-            yield UnusedKeys("train.reset_moments_every train.offload_optimizer", f"{name} has no moments", other)
+            yield UnusedKeys("train.reset_moments_every train.offload_optimizer", f"{name} has no moments", way_out)
         if not self.needs_gradients:
-            yield UnusedKeys("train.clip_grad", f"{name} has no gradients to clip", other)
+            yield UnusedKeys("train.clip_grad", f"{name} has no gradients to clip", way_out)
             yield UnusedKeys(
                 "train.recompute train.memory_budget_gib train.offload",
                 f"{name} has no backward pass, for which activations would be saved",
-                other,
+                way_out,
             )

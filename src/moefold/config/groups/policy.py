@@ -61,9 +61,9 @@ class ObjectivePart(Part):
     group: ClassVar[str] = "objective"
     key: ClassVar[str] = "rl.objective"
     reads_sampler: ClassVar[bool] = True
-    """Whether the objective compares the policy with the sampler, and so may train on rollouts of older weights."""
+    """True if the objective compares the policy with the sampler, and so may train on rollouts of older weights."""
     reads_rollouts: ClassVar[bool] = False
-    """Whether the objective depends on the assignment of tokens to rollouts."""
+    """True if the objective depends on the assignment of tokens to rollouts."""
     mean_metrics: ClassVar[tuple[str, ...]] = ("clipped",)
     """Recorded metrics, which are means over trained tokens."""
 
@@ -76,7 +76,7 @@ class ObjectivePart(Part):
         raise NotImplementedError
 
     def formula(self) -> Callable[[OracleToken], "Tensor"] | None:
-        """Return the loss of one token, 0-dim; None: it has no formula."""
+        """Return the loss of one token, 0-dim; None if it has no formula."""
         return None
 
 
@@ -111,9 +111,9 @@ class CorrectionPart(Part):
     group: ClassVar[str] = "correction"
     key: ClassVar[str] = "rl.correction"
     corrects: ClassVar[bool] = True
-    """Whether there is a factor."""
+    """True if there is a factor."""
     reads_rollouts: ClassVar[bool] = False
-    """Whether the limit depends on the assignment of tokens to rollouts."""
+    """True if the limit depends on the assignment of tokens to rollouts."""
 
     def limited(self, factor: "Tensor", difference: "Tensor", mean: Callable[["Tensor"], "Tensor"]) -> "Tensor":
         """Return the factor of each token, [B, S/cp], without gradient.
@@ -126,7 +126,7 @@ class CorrectionPart(Part):
         raise NotImplementedError
 
     def formula(self) -> CorrectionFormula | None:
-        """Return the factor of one token; None: it has no formula."""
+        """Return the factor of one token; None if it has no formula."""
         return None
 
 
@@ -152,7 +152,7 @@ class KlPart(Part):
         raise NotImplementedError
 
     def formula(self) -> Callable[["Tensor"], "Tensor"] | None:
-        """Return the penalty of one token from the ratio reference / policy, 0-dim; None: it has no formula."""
+        """Return the penalty of one token from the ratio reference / policy, 0-dim; None if it has no formula."""
         return None
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from moefold.config.field import Bound, at_least
 from moefold.config.part import KindOf, Part, Table, by_default
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class RopeScalingPart(Part):
         return 0
 
     def formula(self) -> RopeFormula | None:
-        """Return the scaling in float64; None: the part has no formula."""
+        """Return the scaling in float64; None if it has no formula."""
         return None
 
 
@@ -86,7 +86,7 @@ class RopeSettings:
     rotary_dim: int
     """Dims of one head that are rotated."""
     interleaved: bool
-    """Whether neighbouring dims form a pair; else a pair has a dim of each half."""
+    """True if neighbouring dims form a pair; else a pair has a dim of each half."""
     scaling: RopeScalingPart
     temperature_scale: float
     """Scale of the temperature of layers without RoPE, see `Temperature`; 0: none."""

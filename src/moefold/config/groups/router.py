@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
-from moefold.config.field import POSITIVE, Most, at_least
+from moefold.config.field import POSITIVE, MaxMagnitude, at_least
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.part import Part, UnusedKeys
 
@@ -28,9 +28,9 @@ class ScoreFormula(NamedTuple):
     num_summed: int
     """Number of best experts whose scores are summed to the score of a group."""
     choose: Callable[..., Any] | None = None
-    """Choices and weights for logits [B, S, E], given K and noise; None: `moe.choice` chooses."""
+    """Choices and weights for logits [B, S, E], given K and noise; None if `moe.choice` chooses."""
     noise_width: Callable[[int, int], int] | None = None
-    """Number of uniform numbers for each token in training, given K and E; None: none."""
+    """Number of uniform numbers for each token in training, given K and E."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class RouterScorePart(Part):
     key: ClassVar[str] = "model.ffn.moe.router"
     framed: ClassVar[frozenset[str]] = frozenset({"scaling_factor", "num_groups", "top_groups", "expert_bias", "bias"})
     sums_top2: ClassVar[bool] = True
-    """Whether the score of a group is the sum of its two best experts, not its best expert."""
+    """True if the score of a group is the sum of its two best experts, not its best expert."""
     scaling_factor: Annotated[float, POSITIVE] = 1.0
     """Factor of all routing weights (DeepSeek's routed_scaling_factor)."""
-    num_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
+    num_groups: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 1
     """Number of groups of consecutive experts, for group-limited routing (DeepSeek-V2, V3); 1: no limit."""
-    top_groups: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 1
+    top_groups: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 1
     """Number of best-scoring groups for the choice of a token's experts."""
     expert_bias: bool = False
     """Add a bias to each expert's score for the choice only, updated to balance the load (arXiv:2408.15664)."""
@@ -72,11 +72,11 @@ class RouterScorePart(Part):
         raise NotImplementedError
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices, int64 [T, K], of a router with its own choice; None: `moe.choice` decides.
+        """Return the choices, int64 [T, K], of a router with its own choice; None if `moe.choice` decides.
 
         Args:
             logits_TE: the logits, without a gradient.
-            noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`]; None: none.
+            noise_TN: uniform numbers in (0, 1), float64 [T, `noise_width`].
         """
         return None
 
@@ -100,23 +100,23 @@ class RouterScorePart(Part):
         return "model.ffn.moe.router.normalize=true", "model.ffn.moe.router.normalize=false"
 
     def uniform_weight(self, num_experts: int) -> float | None:
-        """Return the weight of a choice if all logits are 0 and no sum divides it; None: no fixed value."""
+        """Return the weight of a chosen expert if all logits are 0 and no sum divides it; None if it is not fixed."""
         raise NotImplementedError
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
         """Return the bytes saved for backward for each token, in addition to logits, scores and choices."""
         return 0
 
-    def decoding_is_post(self) -> bool | None:
-        """Return whether decoding in C takes the softmax of the chosen logits (True) or of all; None: it cannot."""
+    def decodes_softmax_after_choice(self) -> bool | None:
+        """Return whether decoding in C takes the softmax of the chosen logits (True) or of all; None if it cannot."""
         return None
 
     def fused_options(self) -> dict[str, bool] | None:
-        """Return the options of the fused router kernel for this score; None: not supported by the kernel."""
+        """Return the options of the fused router kernel for this score; None if not supported by the kernel."""
         return None
 
     def formula(self) -> ScoreFormula | None:
-        """Return the score function in float64; None: it has no formula."""
+        """Return the score function in float64; None if it has no formula."""
         return None
 
 
@@ -147,9 +147,9 @@ class RouterSoftmaxPart(Part):
     group: ClassVar[str] = "router_softmax"
     key: ClassVar[str] = "model.ffn.moe.router.softmax"
     sum_to_one: ClassVar[bool] = False
-    """Whether the weights of a token sum to 1."""
+    """True if the weights of a token sum to 1."""
     is_post: ClassVar[bool | None] = None
-    """Whether the weights are the softmax of the chosen logits (True) or of all logits (False); None: other weights."""
+    """True if the weights are the softmax of the chosen logits, False if of all logits; None: other weights."""
 
     def weights(
         self, logits_TE: "Tensor", scores_TE: "Tensor", ids_TK: "Tensor", noise_TN: "Tensor | None", softmax: Softmax
@@ -171,7 +171,7 @@ class RouterSoftmaxPart(Part):
         return False
 
     def uniform_weight(self, num_experts: int) -> float | None:
-        """Return the weight of a choice if all logits are equal; None: no fixed value."""
+        """Return the weight of a choice if all logits are equal; None if it is not fixed."""
         return 1 / num_experts
 
     def saved_bytes(self, top_k: int, num_choices: int, value_bytes: int) -> int:
@@ -179,7 +179,7 @@ class RouterSoftmaxPart(Part):
         return 0
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula] | None:
-        """Return a function from the softmax to the whole score function in float64; None: no formula."""
+        """Return a function from the softmax to the whole score function in float64; None if it has no formula."""
         return None
 
 
@@ -245,9 +245,9 @@ class ChoiceFormula(NamedTuple):
     ranking: Callable[[OracleScores], "Tensor"]
     """Values of a micro-batch in training, [B, S, E]; in evaluation the biased scores decide."""
     has_aux_loss: bool = False
-    """Whether the load-balancing loss applies."""
+    """True if the load-balancing loss applies."""
     forced: Callable[[int, int, int], list[int]] | None = None
-    """Experts from the number of a token, K and E, independent of the values; None: the best values decide."""
+    """Experts from the number of a token, K and E, independent of the values; None if the best values decide."""
     bias: Callable[[list[OracleScores]], "Tensor"] | None = None
     """Expert bias after a step, [E], from its micro-batches; None: steps toward an even load."""
 
@@ -259,17 +259,17 @@ class ChoicePart(Part):
     group: ClassVar[str] = "choice"
     key: ClassVar[str] = "moe.choice"
     scores_decide: ClassVar[bool] = False
-    """Whether only the scores of a token determine its experts, in training and evaluation. Then the load-balancing
+    """True if only the scores of a token determine its experts, in training and evaluation. Then the load-balancing
     loss and updates of the expert bias balance the experts."""
     reads_micro_batch: ClassVar[bool] = False
-    """Whether the choice reads the scores of all tokens of a micro-batch."""
+    """True if the choice reads the scores of all tokens of a micro-batch."""
     is_forced: ClassVar[bool] = False
-    """Whether the choice ignores the scores, for benchmarks."""
+    """True if the choice ignores the scores, for benchmarks."""
     sets_bias: ClassVar[bool] = False
-    """Whether the thresholds of the choice become the expert bias after a step."""
+    """True if the thresholds of the choice become the expert bias after a step."""
 
     def thresholds(self, scores_TE: "Tensor", top_k: int, tokens: Tokens) -> "Tensor | None":
-        """Return the thresholds, which are subtracted from this micro-batch's scores in training, [E]; None: none."""
+        """Return the thresholds, which are subtracted from this micro-batch's scores in training, [E]."""
         return None
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":
@@ -278,16 +278,16 @@ class ChoicePart(Part):
 
     def unused_keys(self) -> Iterator[UnusedKeys]:
         """Yield the keys of the losses and biases that balance the experts; see base class."""
-        other = "choose moe.choice='topk'"
+        way_out = "choose moe.choice='topk'"
         if not self.scores_decide:
             yield UnusedKeys(
-                "moe.aux_kind model.ffn.moe.active_experts", f"{self.key}={self.kind!r} balances by itself", other
+                "moe.aux_kind model.ffn.moe.active_experts", f"{self.key}={self.kind!r} balances by itself", way_out
             )
         if self.sets_bias:
-            yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", other)
+            yield UnusedKeys("moe.bias_update_rate", f"{self.key}={self.kind!r} sets the bias", way_out)
 
     def formula(self) -> ChoiceFormula | None:
-        """Return the choice in float64; None: the part has no formula."""
+        """Return the choice in float64; None if it has no formula."""
         return None
 
 
@@ -304,12 +304,12 @@ class BalanceScopePart(Part):
     group: ClassVar[str] = "balance_scope"
     key: ClassVar[str] = "moe.aux_kind"
     is_per_sample: ClassVar[bool] = False
-    """Whether each sample is balanced separately."""
+    """True if each sample is balanced separately."""
     accumulates: ClassVar[bool] = False
-    """Whether the counts of the micro-batches of a step add up over all data-parallel ranks, up to the current
+    """True if the counts of the micro-batches of a step add up over all data-parallel ranks, up to the current
     micro-batch; the loss then depends on dp."""
     keeps_counts: ClassVar[bool] = False
-    """Whether the counts at the end of the last step are used; they are saved in checkpoints."""
+    """True if the counts at the end of the last step are used; they are saved in checkpoints."""
 
     @property
     def is_global(self) -> bool:
@@ -317,5 +317,5 @@ class BalanceScopePart(Part):
         return self.accumulates or self.keeps_counts
 
     def formula(self) -> BalanceFormula | None:
-        """Return the pairs of counts and scores in float64; None: it has no formula."""
+        """Return the pairs of counts and scores in float64; None if it has no formula."""
         return None

@@ -19,7 +19,7 @@ class SchedulePart(Part):
     changes_maths: ClassVar[bool] = False
 
     is_for_one_mapping: ClassVar[bool] = False
-    """Whether the rows fit only one number of ranks, stages and micro-batches: searches do not try it, and the
+    """True if the rows fit only one number of ranks, stages and micro-batches: searches do not try it, and the
     placement is only known at the start of a run."""
     placement: ClassVar[Literal["loop", "v"]] = "loop"
     """loop: stage s on pipeline rank s mod pp. v: rank r has stages r and 2*pp-1-r."""
@@ -28,7 +28,7 @@ class SchedulePart(Part):
     with_other_virtual_stages: ClassVar[str] = "zero-bubble"
     """The schedule that error messages suggest for other numbers of virtual stages."""
     splits_backward: ClassVar[bool] = False
-    """Whether weight gradients are computed separately from the input gradients, and later."""
+    """True if weight gradients are computed separately from the input gradients, and later."""
 
     # Micro-batches.
     min_micro_batches_per_rank: ClassVar[int] = 0
@@ -36,9 +36,9 @@ class SchedulePart(Part):
     with_fewer_micro_batches: ClassVar[str] = "gpipe"
     """Schedule that error messages suggest for fewer micro-batches than the minimum."""
     runs_equal_rounds: ClassVar[bool] = False
-    """Whether the micro-batches run in equal rounds of about pp."""
+    """True if the micro-batches run in equal rounds of about pp."""
     repeats_steady_phase: ClassVar[bool] = False
-    """Whether more micro-batches only repeat the steady phase, and change no memory peak."""
+    """True if more micro-batches only repeat the steady phase, and change no memory peak."""
 
     def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
         """Return the slots of a pipeline rank. Passes that share a slot run one after the other without overlap.
@@ -85,7 +85,7 @@ class SchedulePart(Part):
         return tuple(stage % pp for stage in range(pp * num_stages))
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
-        """Return the idle seconds of a rank in one step, in closed form, which is faster; None: the rows are simulated.
+        """Return the idle seconds of a rank in one step, in closed form, or None to simulate the rows, which is slower.
 
         docs/pipeline.md has the formulas and measurements.
 

@@ -35,12 +35,12 @@ class SiteMethodPart(Part):
     key: ClassVar[str] = "sites.method"
     changes_maths: ClassVar[bool] = False
     in_pairs: ClassVar[bool] = False
-    """Whether a site exchanges with only one other site, drawn from run.seed and the number of the round. Outer weights
+    """True if a site exchanges with only one other site, drawn from run.seed and the number of the round. Outer weights
     then differ between sites, and all sites exchange in the round after the last step."""
     overlaps_whole_round: ClassVar[bool] = False
-    """Whether a round is exchanged during the whole next round: sites.overlap is equal to sites.every."""
+    """True if a round is exchanged during the whole next round: sites.overlap is equal to sites.every."""
     owns_experts: ClassVar[bool] = False
-    """Whether only site n trains the experts n, n + count, n + 2 * count, ... of each layer (`own_parameters`)."""
+    """True if only site n trains the experts n, n + count, n + 2 * count, ... of each layer (`own_parameters`)."""
     coding_s: ClassVar[tuple[float, float]] = (0.0, 0.0)
     """With a `wire_format`: seconds to encode an element, and to decode and add it, on one core of a host."""
 
@@ -103,7 +103,7 @@ class SiteMethodPart(Part):
             precision: a value of `sites.precision`.
 
         Returns:
-            None: the planner chooses the overlap.
+            None if the planner chooses the overlap.
         """
         return None
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from heapq import nlargest
 
 from moefold.cost.kv_cache import CacheSizes, num_state_slots
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.inference.engine.pages import pages_for
 from moefold.inference.engine.requests import EngineSettings, Request
 
@@ -26,14 +26,14 @@ def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
     num_pages = int((settings.cache_gib * 2**30 - state_bytes) // page_bytes)
     if num_pages < 1 and state_bytes:
         raise ConfigError(
-            f"cache_gib={settings.cache_gib:g} is smaller than one page of {sizes.page_positions} tokens and the "
-            f"states of linear attention with slots={settings.slots}, {(state_bytes + page_bytes) / 2**30:.3g} GiB; "
-            "set at least that, or fewer slots"
+            f"{Setting('rollout.cache_gib', settings.cache_gib):g} is smaller than one page of {sizes.page_positions} "
+            f"tokens and the states of linear attention, {(state_bytes + page_bytes) / 2**30:.3g} GiB; set at least "
+            f"that, or fewer {Setting('rollout.slots')}"
         )
     if num_pages < 1:
         raise ConfigError(
-            f"cache_gib={settings.cache_gib:g} is smaller than one page of {sizes.page_positions} tokens, "
-            f"{page_bytes / 2**30:.3g} GiB; set at least that"
+            f"{Setting('rollout.cache_gib', settings.cache_gib):g} is smaller than one page of {sizes.page_positions} "
+            f"tokens, {page_bytes / 2**30:.3g} GiB; set at least that"
         )
     return num_pages
 
@@ -72,5 +72,5 @@ def check_longest(num_positions: int, num_pages: int, page_positions: int) -> No
     if pages_for(num_positions, page_positions) > num_pages:
         raise ConfigError(
             f"the cache of {num_pages * page_positions} tokens holds no sample of {num_positions} (prompt and new "
-            "tokens); set a larger cache_gib, or fewer new tokens"
+            f"tokens); set a larger {Setting('rollout.cache_gib')}, or fewer new tokens"
         )

@@ -64,7 +64,7 @@ StopCondition = Callable[[int, Sequence[int]], bool]
 
 
 @dataclass
-class _Open:
+class _OpenSample:
     """A sample that is not complete."""
 
     request: Request
@@ -130,7 +130,7 @@ class RolloutEngine:
 
         Args:
             num_pages: pages of the cache, at most as many as the settings allow.
-            constrain: starts the grammar of a request; None: no request has a grammar.
+            constrain: starts the grammar of a request; None if no request has a grammar.
         """
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))
@@ -215,7 +215,7 @@ class OpenGeneration:
         self._scheduler = scheduler
         self._sampling = sampling
         self._records_routing = records_routing
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenSample] = {}
         self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, number: int, request: Request) -> None:
@@ -227,7 +227,7 @@ class OpenGeneration:
         """
         assert request.prompt, "a prompt has at least one token"
         sampling = request.sampling or self._sampling
-        self._open[number] = _Open(request, sampling, UniformStream(sampling.seed, request))
+        self._open[number] = _OpenSample(request, sampling, UniformStream(sampling.seed, request))
         self._scheduler.add(number, request)
 
     def cancel(self, number: int) -> None:
@@ -302,8 +302,8 @@ class OpenGeneration:
     def _score(self, logits_MV: Tensor | None, scored: Sequence["_Scored"]) -> None:
         """Record the log-probabilities of tokens of prompts; collective over the ranks of these requests."""
         groups = self._chain.groups
-        wanted = [self._open[token.number].request.prompt_alternatives or 0 for token in scored]
-        count = max(wanted)
+        alternatives = [self._open[token.number].request.prompt_alternatives or 0 for token in scored]
+        count = max(alternatives)
         found_DM = torch.zeros(1 + 2 * count, len(scored), dtype=torch.float64, device=groups.device)
         if logits_MV is not None:
             tokens_M = copy_to_device(torch.tensor([token.token for token in scored]), groups.device)
@@ -313,7 +313,7 @@ class OpenGeneration:
                 assert stage is not None
                 found_DM[1:] = _most_likely(stage.head.vocab_parallel.gather(logits_MV), count)
         rows = self._chain.broadcast_from_last_stage(found_DM).t().tolist()
-        for token, num_best, (log_prob, *best) in zip(scored, wanted, rows, strict=True):
+        for token, num_best, (log_prob, *best) in zip(scored, alternatives, rows, strict=True):
             score = PromptScore(log_prob, _alternatives(token.token, log_prob, best, num_best))
             self._open[token.number].prompt_scores[token.position] = score
 
@@ -438,7 +438,7 @@ def _alternatives(token: float, log_prob: float, best: Sequence[float], count: i
     """
     half = len(best) // 2
     pairs = zip(best[: min(count, half)], best[half:], strict=False)
-    return tuple((int(other), log_prob if other == token else value) for other, value in pairs)
+    return tuple((int(token_id), log_prob if token_id == token else value) for token_id, value in pairs)
 
 
 def _pass_tensors(
@@ -459,12 +459,12 @@ def _pass_tensors(
     tables = np.zeros((len(segments), max(page_counts, default=1)), np.int32)
     for row, segment, num_pages in zip(tables, segments, page_counts, strict=True):
         row[:num_pages] = segment.table.pages[:num_pages]
-    picked = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.number >= 0]
+    drawn_rows = [end - 1 for end, segment in zip(ends, segments, strict=True) if segment.number >= 0]
     pages = tables[segment_of_row, positions // page_positions]
     slots = pages.astype(np.int64) * page_positions + positions % page_positions
     state_slots = np.array([segment.state_slot for segment in segments], np.int64)
     tokens_R, slots_R, positions_R, tables_NP, state_slots_N, picked_N = copy_together_to_device(
-        (tokens, slots, positions, tables, state_slots, np.array(picked, np.int64)), device
+        (tokens, slots, positions, tables, state_slots, np.array(drawn_rows, np.int64)), device
     )
     lasts = [segment.first + len(segment.tokens) - 1 for segment in segments]
     num_state_slots = 1 + max((segment.state_slot for segment in segments), default=-1)
@@ -498,9 +498,11 @@ def change_logits(
         ids, values = zip(*rules.bias, strict=True)
         logits_V[list(ids)] += torch.tensor(values, dtype=logits_V.dtype, device=device)
     if rules.repetition_penalty != 1:
-        used = sorted({*request.prompt, *tokens})
-        logits = logits_V[used]
-        logits_V[used] = torch.where(logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty)
+        used_tokens = sorted({*request.prompt, *tokens})
+        logits = logits_V[used_tokens]
+        logits_V[used_tokens] = torch.where(
+            logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty
+        )
     counts = Counter(tokens)
     if counts and (rules.frequency_penalty or rules.presence_penalty):
         penalties = [count * rules.frequency_penalty + rules.presence_penalty for count in counts.values()]

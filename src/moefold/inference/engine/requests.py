@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from moefold.config.rl import RolloutConfig
 from moefold.cost.kv_cache import CacheKind
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.inference.sampling import SamplingParams
 
 FinishReason = Literal["eos", "length", "stop"]
@@ -58,9 +58,9 @@ class Request:
     num_alternatives: int = 0
     """Number of most likely tokens at each position whose log-probabilities `NewToken` reports."""
     rules: LogitRules | None = None
-    """Changes of the logits; None: no changes."""
+    """Changes of the logits."""
     prompt_alternatives: int | None = None
-    """Number of most likely tokens reported with the log-probability of each token of the prompt; None: no report."""
+    """Number of most likely tokens reported with the log-probability of each token of the prompt."""
 
     @property
     def max_positions(self) -> int:
@@ -83,7 +83,7 @@ class Completion:
     """Reason for the end: an end-of-text token, `Request.max_tokens`, or the caller's stop condition."""
     expert_ids: NDArray[np.integer] | None = field(default=None, compare=False)
     """Experts of each token of prompt and completion, except the last token, which is never an input of the model, in
-    each MoE layer of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None: not recorded."""
+    each MoE layer of this rank: [MoE layers of this rank, prompt + new tokens - 1, K]; None if not recorded."""
 
 
 class PromptScore(NamedTuple):
@@ -102,7 +102,7 @@ class NewToken(NamedTuple):
     token: int
     log_prob: float
     finish_reason: FinishReason | None
-    """None: the sample continues."""
+    """None if the sample continues."""
     alternatives: tuple[tuple[int, float], ...] = ()
     """The `Request.num_alternatives` most likely tokens with their log-probabilities, in descending order."""
     prompt_scores: tuple[PromptScore, ...] = ()
@@ -122,7 +122,7 @@ class EngineSettings:
     cache: CacheKind = "latents"
     """Contents of the cache of latent attention: latents, or heads, which are larger and computed as in training."""
     share_prompts: bool = True
-    """Whether samples of equal prompts share the cache of the prompt, which is then computed once."""
+    """True if samples of equal prompts share the cache of the prompt, which is then computed once."""
 
     @classmethod
     def of_recipe(cls, rollout: RolloutConfig) -> "EngineSettings":
@@ -134,11 +134,14 @@ class EngineSettings:
     def check(self) -> None:
         """Check the ranges of the settings; raise ConfigError if a setting is out of its range."""
         if self.slots < 1:
-            raise ConfigError(f"slots={self.slots} must be at least 1")
+            raise ConfigError(Problem("rollout.slots", self.slots, "must be at least 1"))
         if self.pass_tokens < self.slots:
             raise ConfigError(
-                f"pass_tokens={self.pass_tokens} must be at least slots={self.slots}: each sample that is decoded adds "
-                "one token to a pass; choose fewer slots or more tokens"
+                f"{Setting('rollout.pass_tokens', self.pass_tokens)} must be at least "
+                f"{Setting('rollout.slots', self.slots)}: each sample that is decoded adds one token to a pass; choose "
+                "fewer slots or more tokens"
             )
         if not 0 <= self.cache_gib < float("inf"):
-            raise ConfigError(f"cache_gib={self.cache_gib:g} must be at least 0 (0: what the requests need)")
+            raise ConfigError(
+                f"{Setting('rollout.cache_gib', self.cache_gib):g} must be at least 0 (0: what the requests need)"
+            )

@@ -20,7 +20,7 @@ from moefold.inference.engine.requests import Request
 
 @dataclass(frozen=True)
 class PassLimits:
-    """Limits of the passes."""
+    """Limits of the scheduler: samples and tokens of a forward pass, and pages of the cache."""
 
     slots: int
     """Maximum samples with pages at a time."""
@@ -76,7 +76,7 @@ class _Sequence:
         self.table = table
         self.num_cached = 0
         self.state_slot: int | None = None
-        """Slot of the recurrent state after the cached tokens; None: no state."""
+        """Slot of the recurrent state after the cached tokens."""
         self._slots = slots
 
     @property

@@ -50,7 +50,7 @@ class CompletionServer:
         job: the server.
         loop: the engine loop, on another thread.
         grammars: grammars of JSON formats.
-        log: receives a line for each request; None: no access log.
+        log: receives a line for each request; None if there is no access log.
     """
 
     def __init__(
@@ -335,13 +335,13 @@ class _Run:
     def chosen_samples(self) -> list[int]:
         """Return the samples of the answer, grouped by prompt; the likeliest samples first if some are dropped."""
         num_samples = self.request.num_samples
-        chosen: list[int] = []
+        best: list[int] = []
         for first in range(0, len(self.texts), num_samples):
             group = list(range(first, first + num_samples))
             if self.request.num_choices < num_samples:
                 group.sort(key=lambda index: -self.texts[index].mean_log_prob)
-            chosen += group[: self.request.num_choices]
-        return chosen
+            best += group[: self.request.num_choices]
+        return best
 
     def note_first_token(self) -> None:
         """Record the time to the first token, once."""

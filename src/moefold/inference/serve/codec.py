@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from moefold.data.chat import ChatRequest, ChatTemplate, end_of_turn_marker
-from moefold.data.tokenizer import NumberTokenizer, Tokenizer, reject_nul
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer, refuse_nul
 from moefold.data.tokenizer_process import TokenTable
 from moefold.errors import ConfigError
 from moefold.inference.engine.requests import LogitRules, NewToken
@@ -43,11 +43,11 @@ class EncodedRequest:
     stops: tuple[str, ...]
     """Texts that end a sample."""
     rules: LogitRules | None
-    """Changes of the logits; None: no changes."""
+    """Changes of the logits."""
     tool_format: ToolFormat | None = None
-    """Format of calls in the text; None: there are no calls, or they are forced."""
+    """Format of calls in the text; None if there are no calls, or they are forced."""
     prompt_reasons: bool | None = None
-    """Whether the prompt ends inside reasoning; None: reasoning is not separated from the answer."""
+    """True if the prompt ends inside reasoning; None if reasoning is not separated from the answer."""
     skipped_ids: frozenset[int] = field(repr=False)
     """Special tokens that are omitted from the text."""
 
@@ -113,7 +113,7 @@ class PromptEncoder:
         tools = None if tool_use is None else tool_use.tools
         source = template.source_for(tools)
         template.check_roles(ChatRequest(request.messages, tools, "messages"))
-        reject_nul(self._tokenizer, [*request.messages, tools], "the conversation")
+        refuse_nul(self._tokenizer, [*request.messages, tools], "the conversation")
         tool_format = None
         if tool_use is not None and tool_use.forced:
             check_takes_tools(source, template.location)
@@ -179,8 +179,8 @@ class PromptEncoder:
         return None if rules == LogitRules() else rules
 
     def _check_ids(self, ids: Sequence[int] | frozenset[int], param: str) -> None:
-        if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
-            raise ApiError(f"{param}: id {wrong[0]} is outside the vocabulary of {self._vocab_size}", param=param)
+        if unknown_ids := [token for token in ids if not 0 <= token < self._vocab_size]:
+            raise ApiError(f"{param}: id {unknown_ids[0]} is outside the vocabulary of {self._vocab_size}", param=param)
 
 
 def _known_variables(variables: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
@@ -263,13 +263,13 @@ class SampleText:
 
     def echo(self, prompt: Sequence[int], new: NewToken) -> ChoiceText:
         """Return the prompt of a completion, with the log-probabilities reported with its first token."""
-        shown = [token for token in prompt if token not in self._encoded.skipped_ids]
+        visible = [token for token in prompt if token not in self._encoded.skipped_ids]
         tokens = []
         if self._request.has_log_probs:
             tokens = [self._with_alternatives(prompt[0], None, ())]
             for token, score in zip(prompt[1:], new.prompt_scores, strict=True):
                 tokens.append(self._with_alternatives(token, score.log_prob, score.alternatives))
-        return ChoiceText(text=self._tokenizer.decode(shown), tokens=tokens)
+        return ChoiceText(text=self._tokenizer.decode(visible), tokens=tokens)
 
     def _split(self, text: str, reason: str | None) -> tuple[str, list[Mapping[str, Any]], str | None]:
         """Return the text without calls, the calls, and the reason for the end."""
@@ -287,9 +287,11 @@ class SampleText:
     def _with_alternatives(
         self, token: int, log_prob: float | None, alternatives: Sequence[tuple[int, float]]
     ) -> TokenLogProb:
-        others = tuple(TokenLogProb(piece=self._piece(other), log_prob=value) for other, value in alternatives)
+        candidates = tuple(
+            TokenLogProb(piece=self._piece(candidate), log_prob=value) for candidate, value in alternatives
+        )
         is_shown = token not in self._encoded.skipped_ids
-        return TokenLogProb(piece=self._piece(token), log_prob=log_prob, alternatives=others, is_shown=is_shown)
+        return TokenLogProb(piece=self._piece(token), log_prob=log_prob, alternatives=candidates, is_shown=is_shown)
 
     def _piece(self, token: int) -> bytes:
         return self._table.pieces[token] if token < len(self._table.pieces) else b""

@@ -290,8 +290,8 @@ def _check_neutral(name: str, value: Any, schema: type[SharedFields]) -> None:
     values = NEUTRAL[name]
     if any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in values):
         return
-    shown = " or ".join(json.dumps(neutral) for neutral in values)
-    way_out = _WAYS_OUT.get(name, f"leave it out{f', or set {shown}' if shown else ''}")
+    neutral_values = " or ".join(json.dumps(neutral) for neutral in values)
+    way_out = _WAYS_OUT.get(name, f"leave it out{f', or set {neutral_values}' if neutral_values else ''}")
     raise ApiError(f"{name}={_shown(value)} is not supported; {way_out}", param=name)
 
 
@@ -340,8 +340,8 @@ def _api_error(error: ValidationError) -> ApiError:
         return ApiError(f"{_dotted(place)} is not supported; leave it out", param=param)
     words = _WORDS.get(first["type"], "is not valid").format(**first.get("ctx", {}))
     value = first["input"]
-    shown = "" if first["type"] == "missing" or isinstance(value, dict | list) else f"={_shown(value)}"
-    return ApiError(f"{_dotted(place)}{shown} {words}", param=param)
+    value_text = "" if first["type"] == "missing" or isinstance(value, dict | list) else f"={_shown(value)}"
+    return ApiError(f"{_dotted(place)}{value_text} {words}", param=param)
 
 
 def _place(error: ErrorDetails) -> list[str | int]:

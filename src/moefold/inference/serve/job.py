@@ -7,14 +7,14 @@ from pathlib import Path
 from moefold.config.schema import Config
 from moefold.cost.kv_cache import cache_sizes
 from moefold.data.reward_prompt import override_want
-from moefold.errors import TOKENIZER_OPTION, ConfigError, reworded_errors
+from moefold.errors import ConfigError, spelled_as
 from moefold.host.listen import check_port
 from moefold.host.rank_env import RankEnv
 from moefold.inference.engine.capacity import cache_pages
 from moefold.inference.engine.requests import EngineSettings
-from moefold.inference.jobs import ENGINE_OPTIONS, choose_inference_device
+from moefold.inference.jobs import choose_inference_device
 from moefold.inference.serve.reasoning import check_reasons
-from moefold.inference.settings import InferenceRequest, SamplingOptions, launched_config
+from moefold.inference.settings import OPTION_NAMES, InferenceRequest, SamplingOptions, launched_config
 from moefold.inference.source import ModelSource, find_source
 from moefold.inference.text import open_chat_template, open_tokenizer
 
@@ -42,7 +42,7 @@ class ServeOptions(SamplingOptions):
     max_body_kib: int = 1024
     """Largest body of a request, in KiB."""
     reasoning: bool = False
-    """Whether answers of chats have the text between <think> and </think> as `reasoning_content`."""
+    """True if answers of chats have the text between <think> and </think> as `reasoning_content`."""
     api_key: str = field(default="", repr=False)
     """Key that clients must send; empty: no key."""
     access_log: str = ""
@@ -51,7 +51,7 @@ class ServeOptions(SamplingOptions):
 
 @dataclass(frozen=True)
 class ServeJob:
-    """Checked server."""
+    """Settings of a server that have passed all checks."""
 
     source: ModelSource
     cfg: Config
@@ -89,8 +89,7 @@ def prepare_server(
     source = replace(source, want=override_want(source.want, options.want))
     inference = InferenceRequest.of(options, overrides, seq_len=max(2, options.max_length or source.context))
     cfg = launched_config(source, inference, "generate", rank_env)
-    with reworded_errors(*(TOKENIZER_OPTION if options.tokenizer else ())):
-        open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
+    open_tokenizer(source, options.tokenizer, reports=rank_env is None or rank_env.rank == 0)
     if options.reasoning:
         template = open_chat_template(source, options.tokenizer, options.chat_template)
         check_reasons(template.source_for(None), template.location)
@@ -99,7 +98,7 @@ def prepare_server(
     def cache_on(device_type: str) -> tuple[int, int, int]:
         """Return pages, tokens and bytes of the cache."""
         sizes = cache_sizes(cfg, device_type)
-        with reworded_errors(*ENGINE_OPTIONS):
+        with spelled_as(OPTION_NAMES):
             settings.check()
             num_pages = cache_pages(sizes, settings)
         assert num_pages is not None

@@ -38,9 +38,9 @@ class ToolUse:
     forced: tuple[str, ...] = ()
     """Names of tools, one of which must be called; empty: calls are optional."""
     allows_many: bool = True
-    """Whether an answer may have several calls."""
+    """True if an answer may have several calls."""
     is_named: bool = False
-    """Whether the request names a single tool to call."""
+    """True if the request names a single tool to call."""
 
     def parameters_of(self, name: str) -> Mapping[str, Any]:
         """Return the JSON schema of a tool's arguments."""
@@ -61,7 +61,7 @@ class ApiRequest:
     template_variables: Mapping[str, Any]
     """Other variables of the chat template."""
     continues_last: bool = False
-    """Whether the last turn stays open and is continued."""
+    """True if the last turn stays open and is continued."""
     tool_use: ToolUse | None = None
     schema: str = ""
     """JSON schema of the answer, as JSON; empty: any text."""
@@ -77,17 +77,17 @@ class ApiRequest:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a sample, in addition to the end of text."""
     ignores_end: bool = False
-    """Whether a sample continues after the model's end-of-text tokens and ends of turns."""
+    """True if a sample continues after the model's end-of-text tokens and ends of turns."""
     skips_special: bool = True
-    """Whether special tokens are omitted from the text."""
+    """True if special tokens are omitted from the text."""
     streams: bool = False
     includes_usage: bool = False
-    """Whether a stream ends with the numbers of tokens."""
+    """True if a stream ends with the numbers of tokens."""
     has_log_probs: bool = False
     num_alternatives: int = 0
     """Number of most likely tokens whose log-probabilities are reported at each position."""
     echoes: bool = False
-    """Whether the text of a completion begins with the prompt."""
+    """True if the text of a completion begins with the prompt."""
 
     @property
     def num_prompts(self) -> int:
@@ -240,12 +240,12 @@ def _bias(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 def _schema(fields: SharedFields) -> str:
     """Return the JSON schema that the answer must follow; empty: any text."""
-    wanted = fields.response_format
-    if wanted is None or wanted.type == "text":
+    answer_format = fields.response_format
+    if answer_format is None or answer_format.type == "text":
         return ""
-    if wanted.type == "json_object":
+    if answer_format.type == "json_object":
         return json.dumps({"type": "object"})
-    schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
+    schema = None if answer_format.json_schema is None else answer_format.json_schema.json_schema
     if schema is None:
         raise ApiError("response_format.json_schema.schema is required", param="response_format")
     return json.dumps(schema)
@@ -370,7 +370,7 @@ class TokenLogProb:
     alternatives: Sequence["TokenLogProb"] = ()
     """The most likely tokens at its position."""
     is_shown: bool = True
-    """Whether the text contains the token; special tokens may be omitted."""
+    """True if the text contains the token; special tokens may be omitted."""
 
     @property
     def text(self) -> str:
@@ -448,7 +448,8 @@ class ResponseBuilder:
         if self._is_chat:
             return {
                 "content": [
-                    _chat_log_prob(token) | {"top_logprobs": [_chat_log_prob(other) for other in token.alternatives]}
+                    _chat_log_prob(token)
+                    | {"top_logprobs": [_chat_log_prob(candidate) for candidate in token.alternatives]}
                     for token in choice.tokens
                 ],
                 "refusal": None,
@@ -464,7 +465,7 @@ class ResponseBuilder:
             "top_logprobs": [
                 None
                 if token.log_prob is None
-                else {other.text: other.log_prob for other in (*reversed(token.alternatives), token)}
+                else {candidate.text: candidate.log_prob for candidate in (*reversed(token.alternatives), token)}
                 for token in choice.tokens
             ],
             "text_offset": offsets,

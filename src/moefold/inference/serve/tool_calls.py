@@ -21,7 +21,7 @@ class Call(NamedTuple):
     """Arguments as JSON."""
 
 
-class Taken(NamedTuple):
+class ParsedCalls(NamedTuple):
     """Calls at the beginning of a text."""
 
     calls: Sequence[Call]
@@ -33,8 +33,8 @@ class NoCallError(ValueError):
     """A text begins like a call but is not a call."""
 
 
-Take = Callable[[str, bool, ToolUse], Taken | None]
-"""Reads the calls at the beginning of a text (text, whether it is complete, tools); None: more text is needed.
+CallParser = Callable[[str, bool, ToolUse], ParsedCalls | None]
+"""Reads the calls at the beginning of a text (text, whether it is complete, tools); None if more text is needed.
 
 Raises `NoCallError` if there is no call.
 """
@@ -47,7 +47,7 @@ class ToolFormat:
     name: str
     begins: tuple[str, ...]
     """Texts that begin a call anywhere in an answer."""
-    take: Take
+    parse: CallParser
     marks: tuple[str, ...] = ()
     """Other special tokens of the format."""
     starts_answer: str = ""
@@ -106,7 +106,7 @@ _XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?
 _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _take_tagged(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
+def _parse_tagged(text: str, is_end: bool, tool_use: ToolUse) -> ParsedCalls | None:
     """Read `<tool_call>...</tool_call>` with JSON (Hermes, Qwen) or `<function=...>` (Qwen3-Coder), or GLM's form."""
     start = len(_TAG)
     end = text.find(_END_TAG)
@@ -117,21 +117,21 @@ def _take_tagged(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     if body.lstrip().startswith("{"):
         decoded = _decoded(body, _skip(body, 0), is_end=True)
         assert decoded is not None
-        return Taken([_call_of(decoded[0])], length)
+        return ParsedCalls([_call_of(decoded[0])], length)
     if (function := _XML_FUNCTION.fullmatch(body)) is not None:
         pairs = _XML_PARAMETER.findall(function[2])
-        return Taken([_call_of_texts(function[1].strip(), pairs, tool_use)], length)
+        return ParsedCalls([_call_of_texts(function[1].strip(), pairs, tool_use)], length)
     if end < 0:
         # The answer is truncated: arguments may be missing.
         raise NoCallError
     if "<arg_key>" in body:
         name = body.partition("<arg_key>")[0].strip()
         pairs = [(key.strip(), value) for key, value in _GLM_ARGUMENT.findall(body)]
-        return Taken([_call_of_texts(name, pairs, tool_use)], length)
+        return ParsedCalls([_call_of_texts(name, pairs, tool_use)], length)
     name = body.strip()
     if not name or "<" in name:
         raise NoCallError
-    return Taken([Call(name, "{}")], length)
+    return ParsedCalls([Call(name, "{}")], length)
 
 
 def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], tool_use: ToolUse) -> Call:
@@ -158,10 +158,10 @@ _MISTRAL_MARKS = ("[ARGS]", "[CALL_ID]")
 _MISTRAL_NAME = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def _take_array(begin: str, end: str = "") -> Take:
+def _array_parser(begin: str, end: str = "") -> CallParser:
     """Return a reader of a mark and a JSON array of calls, or of `NAME[ARGS]{...}` (newer Mistral models)."""
 
-    def take(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
+    def parse(text: str, is_end: bool, tool_use: ToolUse) -> ParsedCalls | None:
         start = _skip(text, len(begin))
         if start == len(text):
             return _wait(is_end)
@@ -171,21 +171,21 @@ def _take_array(begin: str, end: str = "") -> Take:
                 return None
             value, stop = decoded
             calls = [_call_of(entry) for entry in (value if isinstance(value, list) else [value])]
-            return Taken(calls, _skip_mark(text, stop, end))
-        named = _MISTRAL_NAME.match(text, start)
-        if named is None:
+            return ParsedCalls(calls, _skip_mark(text, stop, end))
+        match = _MISTRAL_NAME.match(text, start)
+        if match is None:
             if "{" in text[start:] or len(text) - start > 256:
                 raise NoCallError
             return _wait(is_end)
-        decoded = _decoded(text, named.end(), is_end=is_end)
+        decoded = _decoded(text, match.end(), is_end=is_end)
         if decoded is None:
             return None
-        return Taken([_call_of({"name": named[1], "arguments": decoded[0]})], _skip_mark(text, decoded[1], end))
+        return ParsedCalls([_call_of({"name": match[1], "arguments": decoded[0]})], _skip_mark(text, decoded[1], end))
 
-    return take
+    return parse
 
 
-def _wait(is_end: bool) -> Taken | None:
+def _wait(is_end: bool) -> ParsedCalls | None:
     """Return None to request more text; raise NoCallError if the text is complete."""
     if is_end:
         raise NoCallError
@@ -199,7 +199,7 @@ def _skip_mark(text: str, start: int, mark: str) -> int:
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _take_llama(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
+def _parse_llama(text: str, is_end: bool, tool_use: ToolUse) -> ParsedCalls | None:
     """Read JSON objects with "name" and "parameters", several with ";" between them."""
     start = _skip(text, len(_PYTHON_TAG) if text.startswith(_PYTHON_TAG) else 0, ";")
     if start == len(text):
@@ -213,19 +213,19 @@ def _take_llama(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
     stop = decoded[1]
     if text[_skip(text, stop) :].startswith(";"):
         tail = text[_skip(text, stop, ";") :]
-        others = _take_llama(tail, is_end, tool_use)
-        if others is None:
+        more = _parse_llama(tail, is_end, tool_use)
+        if more is None:
             return None
-        return Taken([*calls, *others.calls], len(text) - len(tail) + others.length)
+        return ParsedCalls([*calls, *more.calls], len(text) - len(tail) + more.length)
     # Another call may follow.
-    return Taken(calls, stop) if is_end or text[_skip(text, stop) :] else None
+    return ParsedCalls(calls, stop) if is_end or text[_skip(text, stop) :] else None
 
 
 _DEEPSEEK = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")}
 _DEEPSEEK_FENCED = re.compile(r"(.*?)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 
 
-def _take_deepseek(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
+def _parse_deepseek(text: str, is_end: bool, tool_use: ToolUse) -> ParsedCalls | None:
     """Read the calls between DeepSeek's marks: `function<sep>NAME` and a block of JSON (V3), or `NAME<sep>JSON`."""
     end = text.find(_DEEPSEEK["calls▁end"])
     if end < 0 and not is_end:
@@ -239,17 +239,17 @@ def _take_deepseek(text: str, is_end: bool, tool_use: ToolUse) -> Taken | None:
         calls.append(Call(name.strip(), json.dumps(_object_of(arguments), ensure_ascii=False)))
     if not calls:
         raise NoCallError
-    return Taken(calls, len(text) if end < 0 else end + len(_DEEPSEEK["calls▁end"]))
+    return ParsedCalls(calls, len(text) if end < 0 else end + len(_DEEPSEEK["calls▁end"]))
 
 
 _BAR_TAG, _END_BAR_TAG = "<|tool_call|>", "<|/tool_call|>"
 
 FORMATS = (
-    ToolFormat("DeepSeek's", (_DEEPSEEK["calls▁begin"],), _take_deepseek, tuple(_DEEPSEEK.values())),
-    ToolFormat("<tool_call>", (_TAG,), _take_tagged, (_END_TAG,)),
-    ToolFormat("[TOOL_CALLS]", ("[TOOL_CALLS]",), _take_array("[TOOL_CALLS]"), _MISTRAL_MARKS),
-    ToolFormat("<|tool_call|>", (_BAR_TAG,), _take_array(_BAR_TAG, _END_BAR_TAG), (_END_BAR_TAG,)),
-    ToolFormat("Llama 3's JSON", (_PYTHON_TAG,), _take_llama, starts_answer="{"),
+    ToolFormat("DeepSeek's", (_DEEPSEEK["calls▁begin"],), _parse_deepseek, tuple(_DEEPSEEK.values())),
+    ToolFormat("<tool_call>", (_TAG,), _parse_tagged, (_END_TAG,)),
+    ToolFormat("[TOOL_CALLS]", ("[TOOL_CALLS]",), _array_parser("[TOOL_CALLS]"), _MISTRAL_MARKS),
+    ToolFormat("<|tool_call|>", (_BAR_TAG,), _array_parser(_BAR_TAG, _END_BAR_TAG), (_END_BAR_TAG,)),
+    ToolFormat("Llama 3's JSON", (_PYTHON_TAG,), _parse_llama, starts_answer="{"),
 )
 
 
@@ -313,7 +313,7 @@ class CallReader:
         """Start an answer.
 
         Args:
-            tool_format: format of calls in the text; None: a call is forced, and the text is JSON by `forced_schema`.
+            tool_format: format of calls in the text; None if a call is forced, and the text is JSON by `forced_schema`.
         """
         self._tool_use = tool_use
         self._format = tool_format
@@ -363,7 +363,7 @@ class CallReader:
             if not self._pending or not self._is_call(self._pending):
                 break
             try:
-                call = self._format.take(self._pending, is_end, self._tool_use)
+                call = self._format.parse(self._pending, is_end, self._tool_use)
                 if call is not None and any(call.name not in _names(self._tool_use) for call in call.calls):
                     raise NoCallError
             except NoCallError:
@@ -381,9 +381,9 @@ class CallReader:
         return text, calls
 
     def _counted(self, calls: Sequence[Call]) -> list[Call]:
-        kept = list(calls) if self._tool_use.allows_many else list(calls[:1])
-        self.num_calls += len(kept)
-        return kept
+        counted = list(calls) if self._tool_use.allows_many else list(calls[:1])
+        self.num_calls += len(counted)
+        return counted
 
     def _is_call(self, text: str) -> bool:
         assert self._format is not None

@@ -97,7 +97,7 @@ class MoELayer(nn.Module):
         self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()
         self.stats = RouterStats(part.num_choices)
         self.counts_without_gradients = False
-        """Whether `stats` counts forward passes that have no backward pass, in training mode."""
+        """True if `stats` counts forward passes that have no backward pass, in training mode."""
         self._num_experts = part.num_experts
         self._num_choices = part.num_choices
         self._balance = chosen_in(moe, BalanceScopePart)
@@ -185,7 +185,7 @@ class MoELayer(nn.Module):
         if self.training:
             y = self._attach_losses(y, routing, routing_map, token_positions)
         if self.is_shortcut:
-            assert y_shared is not None, "rejected by validate/shortcut.py"
+            assert y_shared is not None, "refused by validate/shortcut.py"
             return y_shared, without_base(y)
         return y
 
@@ -325,7 +325,7 @@ class MoELayer(nn.Module):
     def _loss_groups(self, token_positions: TokenPositions) -> tuple[Tensor | None, int]:
         """Return the load-balancing group of each row, int64 [T], and the number of groups.
 
-        None: row i belongs to sample i modulo the number of groups.
+        None if row i belongs to sample i modulo the number of groups.
         """
         batch_size = len(token_positions.sample_ids_B)
         placed = token_positions.placed

@@ -132,7 +132,7 @@ def unpermute(
         y_RH: expert outputs; padding rows are not read.
         permutation: permutation of the rows.
         probs_TK: routing probabilities, [T, K]; the sum is computed in their dtype and returned in the dtype of y_RH.
-            None: the rows are weighted already, and are not saved for backward.
+            None if the rows are weighted already, and are not saved for backward.
         ops: operations.
     """
     return _Unpermute.apply(y_RH, probs_TK, permutation, ops)

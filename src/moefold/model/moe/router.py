@@ -38,12 +38,12 @@ def topk_experts(values_TE: Tensor, top_k: int) -> Tensor:
     """
     # The clamp distinguishes a value of -inf, which may still be chosen, from an expert that is already chosen.
     candidates_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
-    chosen = []
+    chosen_ids = []
     for _ in range(top_k):
         best_T1 = candidates_TE.argmax(1, keepdim=True)
         candidates_TE.scatter_(1, best_T1, float("-inf"))
-        chosen.append(best_T1)
-    return torch.cat(chosen, 1)
+        chosen_ids.append(best_T1)
+    return torch.cat(chosen_ids, 1)
 
 
 def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, sums_top2: bool) -> Tensor:
@@ -71,7 +71,7 @@ class RouterOverride(Protocol):
     """Override of the router's expert choices in training."""
 
     in_evaluation: bool
-    """Whether the override also applies to forward passes in evaluation mode."""
+    """True if the override also applies to forward passes in evaluation mode."""
 
     @property
     def only_records(self) -> bool:
@@ -99,9 +99,9 @@ class ReplayedRouting:
     first_sample: int
     """Index of this rank's first sample in the global batch."""
     replayed_NSK: Tensor | None = None
-    """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None: no replay."""
+    """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None if there is no replay."""
     recorded_NSK: Tensor | None = None
-    """Buffer for the choices in use, in the same layout; None: no recording."""
+    """Buffer for the choices in use, in the same layout; None if there is no recording."""
     is_replayed_NS: Tensor | None = None
     """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for all other tokens."""
     in_evaluation: bool = False
@@ -299,7 +299,7 @@ class Router(nn.Module):
         )
 
     def _choice_noise(self, token_positions: TokenPositions) -> Tensor | None:
-        """Return the uniform numbers in (0, 1) of choices that are sampled, float64 [T, `noise_width`]; None: none."""
+        """Return the uniform numbers in (0, 1) of choices that are sampled, float64 [T, `noise_width`]."""
         if not self._noise_width or not self.training:
             return None
         sample_ids_B, positions_S = token_positions.keys()
@@ -326,7 +326,7 @@ class Router(nn.Module):
 
     def softmax_routing(self) -> SoftmaxRouting | None:
         """Return the routing of this router in evaluation if it needs only the largest logits and a softmax."""
-        is_post = self._score.decoding_is_post()
+        is_post = self._score.decodes_softmax_after_choice()
         by_scores = self._choice.scores_decide and self.expert_bias is None and self._part.router.num_groups == 1
         if is_post is None or not by_scores:
             return None

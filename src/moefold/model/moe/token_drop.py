@@ -31,7 +31,7 @@ class CapacityPolicy:
 
         This is valid only if each rank drops by itself: one rank could need the whole shared capacity.
         """
-        assert not self.scope.is_shared or group.size == 1, "rejected by parts/drop_scope/full_sequence.py"
+        assert not self.scope.is_shared or group.size == 1, "refused by parts/drop_scope/full_sequence.py"
         return min(self.capacity(num_tokens, top_k, num_experts), num_tokens)
 
     def keep_mask(
@@ -66,16 +66,16 @@ class CapacityPolicy:
             ids_TK = ids_TK.masked_fill(~is_token_T.unsqueeze(1), num_experts)
         if not self.scope.is_shared:
             capacity = self._capacity_of(ids_TK, num_experts, is_token_T is not None)
-            kept = keep_within_capacity(ids_TK, probs_TK.detach(), index_T, num_experts, capacity, self.policy)
+            is_kept_TK = keep_within_capacity(ids_TK, probs_TK.detach(), index_T, num_experts, capacity, self.policy)
         else:
             # One all-gather: float64 represents ids, float32 probabilities and indices below 2**53 exactly.
             packed = torch.cat([column.detach().double() for column in (ids_TK, probs_TK, index_T.unsqueeze(1))], 1)
             ids, probs, indices = group.gather(packed).split([top_k, top_k, 1], 1)
             capacity = self._capacity_of(ids, num_experts, is_token_T is not None)
-            kept = keep_within_capacity(
+            is_kept_TK = keep_within_capacity(
                 ids.long(), probs.to(probs_TK.dtype), indices.squeeze(1), num_experts, capacity, self.policy
             )[group.rank * num_tokens : (group.rank + 1) * num_tokens]
-        return kept if is_token_T is None else kept & is_token_T.unsqueeze(1)
+        return is_kept_TK if is_token_T is None else is_kept_TK & is_token_T.unsqueeze(1)
 
     def _capacity_of(self, ids_TK: Tensor, num_experts: int, has_padding: bool) -> int | Tensor:
         """Return `capacity` for the rows with experts below `num_experts`; their number may be only on the device."""
@@ -108,6 +108,6 @@ def keep_within_capacity(
     # Index in the expert's queue = index in the sorted list - index of the expert's first entry.
     first_E = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
     queue = torch.arange(len(ids), device=ids.device) - first_E[sorted_ids]
-    kept = torch.empty_like(ids, dtype=torch.bool)
-    kept[order] = queue < capacity
-    return kept.view_as(ids_TK)
+    is_kept = torch.empty_like(ids, dtype=torch.bool)
+    is_kept[order] = queue < capacity
+    return is_kept.view_as(ids_TK)

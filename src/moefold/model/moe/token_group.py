@@ -82,7 +82,7 @@ class TokenColumns:
     sample_ids: Tensor | None = None
     """Index of each sample in the global batch, int64 [B]; None: 0 .. B-1."""
     token_weights: Tensor | None = None
-    """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None: there is no padding."""
+    """Share of each token in the auxiliary losses, 0 for padding, [B, S/cp]; None if there is no padding."""
     positions: Tensor | None = None
     """Position of each token in its sample, int64 [B, S/cp], where `parallel.context` moves tokens; otherwise None."""
     token_samples: Tensor | None = None
@@ -126,7 +126,7 @@ class TokenPositions:
     sample_ids_B: Tensor
     """Index of each sample in the global batch, int64 [B]."""
     weights_T: Tensor | None = None
-    """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None: no padding."""
+    """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding, or None."""
     placed: PlacedTokens | None = None
     """The tokens, where `parallel.context` moves them; `sample_ids_B` are then the samples of unmoved rows.
     """

@@ -6,12 +6,10 @@ It depends on seed, step, sample and position of the token, and not on the rank.
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_A = 0xBF58476D1CE4E5B9
-_MIX_B = 0x94D049BB133111EB
-"""Constants of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), as in `data.index_shuffle`."""
-SECOND_STREAM = _MIX_A
-"""XOR of a seed with it gives the seed of independent noise. Seeds at a multiple of `_GOLDEN` belong to other steps."""
+from moefold.data.index_shuffle import GOLDEN, MIX_A, MIX_B
+
+SECOND_STREAM = MIX_A
+"""XOR of a seed with it gives the seed of independent noise. Seeds at a multiple of `GOLDEN` belong to other steps."""
 
 CPU_CHUNK_ELEMENTS = 1 << 15
 GPU_CHUNK_ELEMENTS = 1 << 22
@@ -48,12 +46,12 @@ def uniform_noise(
         [S*B, width], sequence-first, or [rows, width]; on the device of sample_ids_B.
     """
     device = sample_ids_B.device
-    features = torch.arange(1, width + 1, device=device) * _signed(_GOLDEN)
+    features = torch.arange(1, width + 1, device=device) * _signed(GOLDEN)
     key = torch.full((), _signed(seed), dtype=torch.int64, device=device)
     # Products of int64 tensors wrap around, as `_signed` does.
-    step_key = step * _signed(_GOLDEN) if isinstance(step, Tensor) else _signed(step * _GOLDEN)
-    key_B = _mix(_mix(key + step_key) + sample_ids_B * _signed(_GOLDEN))
-    key_T = _mix(key_B + (positions_S.unsqueeze(1) + 1) * _signed(_GOLDEN)).flatten()
+    step_key = step * _signed(GOLDEN) if isinstance(step, Tensor) else _signed(step * GOLDEN)
+    key_B = _mix(_mix(key + step_key) + sample_ids_B * _signed(GOLDEN))
+    key_T = _mix(key_B + (positions_S.unsqueeze(1) + 1) * _signed(GOLDEN)).flatten()
     noise = torch.empty(len(key_T), width, dtype=dtype, device=device)
     rows = max(1, (CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS) // max(1, width))
     for chunk, out in zip(key_T.split(rows), noise.split(rows), strict=True):
@@ -65,8 +63,8 @@ def uniform_noise(
 
 def _mix(bits: Tensor) -> Tensor:
     """Apply SplitMix64's finaliser, a bijection of 64 bits, in place; relies on wrap-around of int64 products."""
-    bits.bitwise_xor_(_shift_(bits.clone(), 30)).mul_(_signed(_MIX_A))
-    bits.bitwise_xor_(_shift_(bits.clone(), 27)).mul_(_signed(_MIX_B))
+    bits.bitwise_xor_(_shift_(bits.clone(), 30)).mul_(_signed(MIX_A))
+    bits.bitwise_xor_(_shift_(bits.clone(), 27)).mul_(_signed(MIX_B))
     return bits.bitwise_xor_(_shift_(bits.clone(), 31))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.ops.block_attention import BlockMask, FlashMask, MathBlockAttention, fold_in_sinks
-from moefold.ops.cpu.build import CompilerError, TensorView, load_library
+from moefold.ops.cpu.build import CompilerError, TensorView, declare, load_library
 from moefold.ops.documents import Segments
 from moefold.ops.expert_ops import unit_stride
 
@@ -55,19 +55,12 @@ class CAttention:
 
     def __init__(self) -> None:
         library = load_library("attention")
-        sizes = [ctypes.c_int64] * 5
-        threads = ctypes.c_int
-        self._scratch_floats = library.attention_scratch_floats
-        self._scratch_floats.argtypes = [ctypes.c_int64] * 2
-        self._scratch_floats.restype = ctypes.c_int64
-        self._forward = library.attention_forward
-        self._backward = library.attention_backward
-        buffers = [ctypes.c_void_p] * 2
-        self._forward.argtypes = [*[TensorView] * 4, *buffers, _LimitsStruct, *sizes, threads]
-        self._forward.restype = None
-        tensors = [*[TensorView] * 5, buffers[0], *[TensorView] * 3, buffers[1]]
-        self._backward.argtypes = [*tensors, _LimitsStruct, *sizes, threads]
-        self._backward.restype = None
+        pointer = ctypes.c_void_p
+        sizes = (_LimitsStruct, *[ctypes.c_int64] * 5, ctypes.c_int)
+        self._scratch_floats = declare(library.attention_scratch_floats, *[ctypes.c_int64] * 2, result=ctypes.c_int64)
+        self._forward = declare(library.attention_forward, *[TensorView] * 4, pointer, pointer, *sizes)
+        tensors = (*[TensorView] * 5, pointer, *[TensorView] * 3, pointer)
+        self._backward = declare(library.attention_backward, *tensors, *sizes)
         self.is_fast: bool = library.attention_vector_width() >= MIN_FAST_VECTOR_WIDTH
         self._self_test()
 
@@ -126,7 +119,7 @@ class CAttention:
         args = *map(TensorView.of, inputs), lse_BAS.data_ptr(), *map(TensorView.of, (dq, dk, dv))
         self._backward(*args, scratch.data_ptr(), limits, *sizes)
         if is_shared:
-            dk, dv = (x.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) for x in (dk, dv))
+            dk, dv = (_sum_shared(x.unflatten(2, (k.shape[2], -1))).to(k.dtype) for x in (dk, dv))
         return dq, dk, dv
 
     def _scratch_and_sizes(self, q: Tensor, k: Tensor, longest: int) -> tuple[Tensor, int, int, int, int, int, int]:
@@ -158,6 +151,12 @@ class CAttention:
                 for a, e in zip(actual, expected, strict=True):
                     if not torch.allclose(a.double(), e, rtol=error, atol=error):
                         raise CompilerError("the compiled attention kernel is wrong")
+
+
+def _sum_shared(x_SBGND: Tensor) -> Tensor:
+    """Sum over the query heads of each key/value head, dim 3; torch's sum of two takes five times their addition."""
+    first, *others = x_SBGND.unbind(3)
+    return first + others[0] if len(others) == 1 else x_SBGND.sum(3)
 
 
 def _run(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -73,6 +73,13 @@ def load_library(name: str) -> ctypes.CDLL:
             return _load(Path(folder_name), descriptor, file_name)
     except OSError as error:
         raise CompilerError(f"the library built by {command[0]} cannot be loaded ({error})") from None
+
+
+def declare(function: Any, *arguments: Any, result: Any = None) -> Any:
+    """Set the C types of the arguments and of the result of a function; return it."""
+    function.argtypes = arguments
+    function.restype = result
+    return function
 
 
 def build_libraries(*names: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.build import CompilerError, declare, load_library
 from moefold.ops.linear_attention import causal_convolution
 
 MAX_TAPS = 8
@@ -42,11 +42,8 @@ class CConvolution:
     def __init__(self) -> None:
         library = load_library("convolution")
         pointer = ctypes.c_void_p
-        self._forward = library.convolution_forward
-        self._forward.argtypes = [_ConvolutionStruct, pointer, ctypes.c_int]
-        self._backward = library.convolution_backward
-        self._backward.argtypes = [_ConvolutionStruct, *[pointer] * 4, ctypes.c_int]
-        self._forward.restype = self._backward.restype = None
+        self._forward = declare(library.convolution_forward, _ConvolutionStruct, pointer, ctypes.c_int)
+        self._backward = declare(library.convolution_backward, _ConvolutionStruct, *[pointer] * 4, ctypes.c_int)
         self._self_test()
 
     def supports(self, x_SBC: Tensor, weight_CK: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM
-from moefold.ops.cpu.build import load_library
+from moefold.ops.cpu.build import declare, load_library
 from moefold.ops.cpu.gemm import DTYPE_CODES
 from moefold.ops.decode import DecodeLayer, DecodeRows, LayerWeights, LinearWeights
 
@@ -99,18 +99,11 @@ class CDecode:
     def __init__(self, replaced: Sequence[object]) -> None:
         self._replaced = replaced
         library = load_library("decode")
-        self.attend = library.decode_attention
-        self.attend.argtypes = [ctypes.c_void_p] * 6
-        self.attend.restype = None
-        self.add_experts = library.decode_experts
-        self.add_experts.argtypes = [ctypes.c_void_p] * 7
-        self.add_experts.restype = None
-        self.compute = library.decode_layers
-        self.compute.argtypes = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 6]
-        self.compute.restype = None
-        self.workspace_bytes = library.decode_workspace_bytes
-        self.workspace_bytes.argtypes = [ctypes.c_void_p] * 2
-        self.workspace_bytes.restype = ctypes.c_int64
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self.attend = declare(library.decode_attention, *[pointer] * 6)
+        self.add_experts = declare(library.decode_experts, *[pointer] * 7)
+        self.compute = declare(library.decode_layers, pointer, size, *[pointer] * 6)
+        self.workspace_bytes = declare(library.decode_workspace_bytes, pointer, pointer, result=size)
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
     def replaces(self, kernel: object) -> bool:

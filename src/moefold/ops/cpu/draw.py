@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.build import CompilerError, declare, load_library
 from moefold.ops.draw import NO_TOKEN, weight_unit
 
 SELF_TEST_WIDTH = 1500
@@ -23,13 +23,9 @@ class CDraw:
 
     def __init__(self) -> None:
         library = load_library("draw")
-        library.draw_max_tokens.argtypes = []
-        library.draw_max_tokens.restype = ctypes.c_int64
-        self._max_tokens: int = library.draw_max_tokens()
-        self._draw = library.draw_tokens
+        self._max_tokens: int = declare(library.draw_max_tokens, result=ctypes.c_int64)()
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-        self._draw.argtypes = [pointer, size, size, size, number, number, pointer, pointer]
-        self._draw.restype = None
+        self._draw = declare(library.draw_tokens, pointer, size, size, size, number, number, pointer, pointer)
         self._self_test()
 
     def supports(self, logits_NV: Tensor) -> bool:

@@ -85,6 +85,10 @@ static inline const uint16_t *bfloat16_at(strided_matrix x, int64_t line, int64_
   return (const uint16_t *)x.start + line * x.line + at * x.step;
 }
 
+static inline const void *step_at(strided_matrix x, int64_t at) {
+  return offset_pointer(x.start, at * x.step, x.kind == BFLOAT16);
+}
+
 /* Pack `count` elements from `at` on, `stride` apart, as float32 words. */
 ALWAYS_INLINE void pack_floats(packed_word *to, strided_matrix x, int packing, int64_t line, int64_t at, int64_t stride,
                                int64_t count) {
@@ -469,7 +473,7 @@ static void multiply_few_rows(const gemm_args *args, few_rows *multiply, int thr
 }
 
 /* out [rows, columns] (+)= the sum of the terms, with operands rounded to bfloat16 if asked. */
-void gemm(const gemm_args *args) {
+static void multiply_at_once(const gemm_args *args) {
   const gemm_term *const terms = args->terms;
   const output_matrix out = args->out;
   const int64_t rows = args->rows, columns = args->columns;
@@ -536,5 +540,31 @@ void gemm(const gemm_args *args) {
           }
       }
     }
+  }
+}
+
+/* out (+)= the sum of the terms. A deep product of operands whose steps are far apart, as the gradient of a weight, is
+   computed a chunk of STEPS after another, so that the operands of a chunk stay in the caches. The sums of chunks are
+   added in memory in the order in which a tile adds them. */
+void gemm(const gemm_args *args) {
+  const gemm_term *const whole = args->terms;
+  const int has_pairs = (int)args->rounds_to_bfloat16 && LOW_PRECISION_PACKING == BFLOAT16_PAIRS;
+  const int64_t chunk = has_pairs ? 2 * STEPS : STEPS;
+  if (args->count != 1 || args->out.adds || args->out.kind != FLOAT32 || whole->depth <= chunk || whole->a.line != 1 ||
+      whole->b.line != 1) {
+    multiply_at_once(args);
+    return;
+  }
+  union {
+    gemm_args args;
+    char bytes[sizeof(gemm_args) + sizeof(gemm_term)];
+  } part;
+  memcpy(part.bytes, args, sizeof part);
+  gemm_term *const term = part.args.terms;
+  for (int64_t from = 0; from < whole->depth; from += chunk) {
+    term->depth = min_i64(chunk, whole->depth - from);
+    multiply_at_once(&part.args);
+    term->a.start = step_at(term->a, chunk), term->b.start = step_at(term->b, chunk);
+    part.args.out.adds = 1;
   }
 }

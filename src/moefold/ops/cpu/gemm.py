@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.comm.torch_compat import has_amx_tiles
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.comm.private_torch import has_amx_tiles
+from moefold.ops.cpu.build import CompilerError, declare, load_library
 from moefold.ops.gemm import Gemm, torch_mm_is_fastest
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -47,12 +47,9 @@ class CGemm(Gemm):
 
     def __init__(self) -> None:
         library = load_library("gemm")
-        self._gemm = library.gemm
-        self._scratch_words = library.gemm_scratch_words
-        self._gemm.argtypes = [ctypes.c_char_p]
-        self._gemm.restype = None
-        self._scratch_words.argtypes = [*[ctypes.c_int64] * 3, ctypes.c_int]
-        self._scratch_words.restype = ctypes.c_int64
+        self._gemm = declare(library.gemm, ctypes.c_char_p)
+        sizes = (*[ctypes.c_int64] * 3, ctypes.c_int)
+        self._scratch_words = declare(library.gemm_scratch_words, *sizes, result=ctypes.c_int64)
         self._vector_width: int = library.gemm_vector_width()
         self._scratch_buffers = threading.local()
         self._self_test()

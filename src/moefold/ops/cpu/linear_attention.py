@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.cpu.build import CompilerError, TensorView, load_library
+from moefold.ops.cpu.build import CompilerError, TensorView, declare, load_library
 from moefold.ops.expert_ops import unit_stride
 from moefold.ops.linear_attention import ChunkedLinearAttention, Chunks
 
@@ -86,14 +86,10 @@ class _ChunkFunctions:
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         pointer = ctypes.c_void_p
-        self.forward = library[f"{name}_forward"]
-        self.forward.argtypes = [_InputsStruct, _ChunksStruct, pointer, _SizesStruct]
-        self.backward = library[f"{name}_backward"]
-        self.backward.argtypes = [_InputsStruct, *[_ChunksStruct] * 2, _GradsStruct, pointer, _SizesStruct]
-        self.forward.restype = self.backward.restype = None
-        self.scratch_floats = library[f"{name}_scratch_floats"]
-        self.scratch_floats.argtypes = [_SizesStruct]
-        self.scratch_floats.restype = ctypes.c_int64
+        self.forward = declare(library[f"{name}_forward"], _InputsStruct, _ChunksStruct, pointer, _SizesStruct)
+        gradients = (*[_ChunksStruct] * 2, _GradsStruct, pointer, _SizesStruct)
+        self.backward = declare(library[f"{name}_backward"], _InputsStruct, *gradients)
+        self.scratch_floats = declare(library[f"{name}_scratch_floats"], _SizesStruct, result=ctypes.c_int64)
 
 
 class CLinearAttention:
@@ -109,15 +105,11 @@ class CLinearAttention:
         self.vector_width: int = scan.linear_vector_width()
         self._of_heads = _ChunkFunctions(load_library("linear_chunks"), "linear_chunks")
         self._of_channels = _ChunkFunctions(load_library("linear_channel_chunks"), "linear_channel_chunks")
-        self._scan_forward = scan.linear_scan_forward
-        self._scan_forward.argtypes = [_ChunksStruct, pointer, TensorView, *[pointer] * 4, _SizesStruct]
-        self._scan_backward = scan.linear_scan_backward
-        self._scan_backward.argtypes = [TensorView, pointer, _ChunksStruct, pointer, pointer, _ChunksStruct]
-        self._scan_backward.argtypes += [pointer, pointer, _SizesStruct]
-        self._scan_scratch_floats = scan.linear_scan_scratch_floats
-        self._scan_forward.restype = self._scan_backward.restype = None
-        self._scan_scratch_floats.argtypes = [_SizesStruct]
-        self._scan_scratch_floats.restype = ctypes.c_int64
+        outputs = (pointer, TensorView, *[pointer] * 4, _SizesStruct)
+        self._scan_forward = declare(scan.linear_scan_forward, _ChunksStruct, *outputs)
+        gradients = (*[pointer] * 2, _ChunksStruct, *[pointer] * 2, _SizesStruct)
+        self._scan_backward = declare(scan.linear_scan_backward, TensorView, pointer, _ChunksStruct, *gradients)
+        self._scan_scratch_floats = declare(scan.linear_scan_scratch_floats, _SizesStruct, result=ctypes.c_int64)
         self._self_test()
 
     def supports(self, inputs: Sequence[Tensor]) -> bool:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.build import CompilerError, declare, load_library
 from moefold.ops.norm import TORCH_RMS_NORM, NormKernel
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -33,14 +33,11 @@ class CNorm:
         pointer = ctypes.c_void_p
         size = ctypes.c_int64
         number = ctypes.c_int
-        self._num_blocks = library.norm_num_blocks
-        self._num_blocks.argtypes = [size]
-        self._num_blocks.restype = size
-        self._forward = library.norm_forward
-        self._backward = library.norm_backward
-        self._forward.argtypes = [pointer, size, *[pointer] * 3, size, size, ctypes.c_float, number, number]
-        self._backward.argtypes = [pointer, size, pointer, size, *[pointer] * 5, size, size, number, number]
-        self._forward.restype = self._backward.restype = None
+        self._num_blocks = declare(library.norm_num_blocks, size, result=size)
+        ends = (size, size, ctypes.c_float, number, number)
+        self._forward = declare(library.norm_forward, pointer, size, *[pointer] * 3, *ends)
+        rows = (pointer, size, pointer, size, *[pointer] * 5)
+        self._backward = declare(library.norm_backward, *rows, size, size, number, number)
         self._self_test()
 
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -95,13 +92,13 @@ def _forward_backward(kernel: NormKernel, grad: Tensor, x: Tensor, weight: Tenso
     return y, scale_N1, *kernel.backward(grad, x, weight, scale_N1)
 
 
-def _supports(x: Tensor, weight: Tensor, *others: Tensor) -> bool:
+def _supports(x: Tensor, weight: Tensor, *more: Tensor) -> bool:
     return (
         x.dtype in TOLERANCES
         and x.numel() > 0
         and weight.shape == x.shape[-1:]
         and weight.is_contiguous()
-        and all(t.is_cpu and t.dtype == x.dtype for t in (x, weight, *others))
+        and all(t.is_cpu and t.dtype == x.dtype for t in (x, weight, *more))
     )
 
 

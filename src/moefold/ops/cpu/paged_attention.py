@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM, TOLERANCES, CAttention
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.build import CompilerError, declare, load_library
 from moefold.ops.expert_ops import unit_stride
 from moefold.ops.paged_attention import new_pages, write_pages
 
@@ -60,14 +60,8 @@ class CPagedAttention:
     def __init__(self, attention: CAttention) -> None:
         library = load_library("paged_attention")
         assert library.paged_attention_page_size() == PAGE_POSITIONS, library.paged_attention_page_size()
-        self._attend = library.paged_attention
-        self._attend.argtypes = [
-            *[_QueriesStruct] * 2,
-            _CacheStruct,
-            *[ctypes.c_int64] * 3,
-            ctypes.c_int,
-        ]
-        self._attend.restype = None
+        sizes = (*[ctypes.c_int64] * 3, ctypes.c_int)
+        self._attend = declare(library.paged_attention, *[_QueriesStruct] * 2, _CacheStruct, *sizes)
         self._self_test(attention)
 
     def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:

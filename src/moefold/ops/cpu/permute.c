@@ -1,4 +1,4 @@
-/* Combine of a mixture-of-experts layer: the weighted sum of each token's rows.
+/* Combine of a mixture-of-experts layer, the weighted sum of each token's rows, and its gradients.
 
    Values are float32 or bfloat16 in memory and float32 in computation. A sum is over ascending choices, each product
    fused with its addition where the processor can, and is rounded once: it does not depend on the other tokens. */
@@ -50,5 +50,46 @@ void combine(const void *y, const int64_t *rows, const float *weights, void *out
       combine_token(1, y, rows + t * top_k, weights_t, out_t, top_k, width);
     else
       combine_token(0, y, rows + t * top_k, weights_t, out_t, top_k, width);
+  }
+}
+
+/* Partial sums of a dot product, a whole number of vectors. */
+#define PARTIAL_SUMS 32
+
+/* scaled = weight * grad, rounded once; returns the dot product of grad and y, in partial sums that are added in
+   order. */
+ALWAYS_INLINE float scale_and_dot(const int is_bfloat16, const void *grad, const void *y, float weight, void *scaled,
+                                  int64_t width) {
+  float sums[PARTIAL_SUMS] = {0}, total = 0.0f;
+  int64_t first = 0;
+  for (; first + PARTIAL_SUMS <= width; first += PARTIAL_SUMS)
+    for (int64_t i = 0; i < PARTIAL_SUMS; i++) {
+      const float value = load_value(grad, first + i, is_bfloat16);
+      sums[i] = FUSED_MULTIPLY_ADD(value, load_value(y, first + i, is_bfloat16), sums[i]);
+      store_value(scaled, first + i, weight * value, is_bfloat16);
+    }
+  for (int64_t i = 0; first + i < width; i++) {
+    const float value = load_value(grad, first + i, is_bfloat16);
+    sums[i] = FUSED_MULTIPLY_ADD(value, load_value(y, first + i, is_bfloat16), sums[i]);
+    store_value(scaled, first + i, weight * value, is_bfloat16);
+  }
+  for (int64_t i = 0; i < PARTIAL_SUMS; i++) total += sums[i];
+  return total;
+}
+
+/* Write the gradients of `combine` by that of its result, grad [tokens, width]: of the rows of y, each of which belongs
+   to one choice of one token, and of the weights [tokens, top_k]. */
+void combine_backward(const void *grad, const void *y, const int64_t *rows, const float *weights, void *grad_y,
+                      float *grad_weights, int64_t tokens, int64_t top_k, int64_t width, int is_bfloat16,
+                      int threads) {
+  OMP_PARALLEL_FOR
+  for (int64_t t = 0; t < tokens; t++) {
+    const void *grad_t = offset_pointer(grad, t * width, is_bfloat16);
+    for (int64_t k = t * top_k; k < (t + 1) * top_k; k++) {
+      const void *row = offset_pointer(y, rows[k] * width, is_bfloat16);
+      void *scaled = offset_pointer(grad_y, rows[k] * width, is_bfloat16);
+      grad_weights[k] = is_bfloat16 ? scale_and_dot(1, grad_t, row, weights[k], scaled, width)
+                                    : scale_and_dot(0, grad_t, row, weights[k], scaled, width);
+    }
   }
 }

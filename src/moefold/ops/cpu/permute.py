@@ -1,11 +1,11 @@
-"""Combine of expert outputs on a CPU in C; a `PermuteOps` (ops/permute.py), whose other operations are torch's."""
+"""Combine of expert outputs on a CPU in C, and its gradients; a `PermuteOps`, whose other operations are torch's."""
 
 import ctypes
 
 import torch
 from torch import Tensor
 
-from moefold.ops.cpu.build import load_library
+from moefold.ops.cpu.build import declare, load_library
 from moefold.ops.expert_ops import Permutation
 from moefold.ops.permute import TorchPermuteOps
 
@@ -23,9 +23,10 @@ class CPermuteOps(TorchPermuteOps):
     """
 
     def __init__(self) -> None:
-        self._combine = load_library("permute").combine
-        self._combine.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
-        self._combine.restype = None
+        library = load_library("permute")
+        sizes = [*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
+        self._combine = declare(library.combine, *[ctypes.c_void_p] * 4, *sizes)
+        self._combine_backward = declare(library.combine_backward, *[ctypes.c_void_p] * 6, *sizes)
 
     def combine(self, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None) -> Tensor:
         """See `PermuteOps`."""
@@ -55,3 +56,26 @@ class CPermuteOps(TorchPermuteOps):
             torch.get_num_threads(),
         )
         return out_TH
+
+    def combine_backward(
+        self, grad_TH: Tensor, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `PermuteOps`; torch operations where a row has no token or a token no row."""
+        has_all = permutation.kept_TK is None and permutation.non_padding_R is None and len(y_RH) == probs_TK.numel()
+        is_supported = y_RH.is_cpu and y_RH.dtype == grad_TH.dtype in DTYPES and probs_TK.dtype == torch.float32
+        if not has_all or not is_supported or len(y_RH) == 0:
+            return super().combine_backward(grad_TH, y_RH, permutation, probs_TK)
+        tokens, top_k = probs_TK.shape
+        width = y_RH.shape[1]
+        row_TK = permutation.row_TK.contiguous()
+        grad_TH, y_RH, probs_TK = (x.detach().contiguous() for x in (grad_TH, y_RH, probs_TK))
+        # The C code has no bounds checks.
+        assert row_TK.shape == (tokens, top_k), (row_TK.shape, probs_TK.shape)
+        assert grad_TH.shape == (tokens, width), (grad_TH.shape, tokens, width)
+        grad_RH = torch.empty_like(y_RH)
+        grad_TK = torch.empty_like(probs_TK)
+        tensors = (grad_TH, y_RH, row_TK, probs_TK, grad_RH, grad_TK)
+        addresses = (x.data_ptr() for x in tensors)
+        is_bfloat16 = y_RH.dtype == torch.bfloat16
+        self._combine_backward(*addresses, tokens, top_k, width, is_bfloat16, torch.get_num_threads())
+        return grad_RH, grad_TK

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.build import CompilerError, declare, load_library
 from moefold.ops.expert_ops import unit_stride
 from moefold.ops.rope import Rope, rotate_halves
 
@@ -36,11 +36,8 @@ class CRope:
         pointer = ctypes.c_void_p
         size = ctypes.c_int64
         number = ctypes.c_int
-        self._rope = library.rope_apply
-        self._rope.argtypes = [
-            pointer, *[size] * 3, pointer, pointer, size, size, pointer, *[size] * 5, ctypes.c_float, number, number
-        ]  # fmt: skip
-        self._rope.restype = None
+        tensors = (pointer, *[size] * 3, pointer, pointer, size, size, pointer)
+        self._rope = declare(library.rope_apply, *tensors, *[size] * 5, ctypes.c_float, number, number)
         self._self_test()
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.build import CompilerError, declare, load_library
 
 SELF_TEST_WIDTHS = (3, 37)
 """Widths of the rows of the self-test: less than a vector, and not a multiple of a vector."""
@@ -22,9 +22,8 @@ class CSoftmax:
     """
 
     def __init__(self) -> None:
-        self._softmax = load_library("router").router_softmax
-        self._softmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int]
-        self._softmax.restype = None
+        types = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int]
+        self._softmax = declare(load_library("router").router_softmax, *types)
         self._self_test()
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -11,11 +11,15 @@
 /* Elements below which threads cost more than they save, as in torch. */
 #define MIN_PARALLEL_WORK 32768
 #ifdef _OPENMP
-#define OMP_PARALLEL_FOR \
-  _Pragma("omp parallel for simd schedule(static) if (n > MIN_PARALLEL_WORK) num_threads(threads)")
+#define OMP_PARALLEL_FOR _Pragma("omp parallel for schedule(static) if (n > MIN_PARALLEL_WORK) num_threads(threads)")
 #else
-#define OMP_PARALLEL_FOR _Pragma("omp simd")
+#define OMP_PARALLEL_FOR
 #endif
+/* Elements of a part of a thread. Its loop has a pragma of its own: the `if` of `parallel for simd` would also turn off
+   the vectors of small arrays. */
+#define PART 1024
+
+static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The clamping of exp changes the result by at most 1e-38. */
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }
@@ -24,9 +28,12 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }
 #define FORWARD(NAME, TYPE, OF, TO)                                               \
   void NAME(const TYPE *g, const TYPE *u, TYPE *hidden, int64_t n, int threads) { \
     OMP_PARALLEL_FOR                                                              \
-    for (int64_t i = 0; i < n; i++) {                                             \
-      const float g_i = OF(g[i]);                                                 \
-      hidden[i] = TO(g_i * sigmoid(g_i) * OF(u[i]));                              \
+    for (int64_t from = 0; from < n; from += PART) {                              \
+      const int64_t stop = min_i64(n, from + PART);                               \
+      _Pragma("GCC ivdep") for (int64_t i = from; i < stop; i++) {                \
+        const float g_i = OF(g[i]);                                               \
+        hidden[i] = TO(g_i * sigmoid(g_i) * OF(u[i]));                            \
+      }                                                                           \
     }                                                                             \
   }
 
@@ -35,12 +42,15 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }
   void NAME(const TYPE *grad, const TYPE *g, const TYPE *u, TYPE *hidden, TYPE *grad_g, TYPE *grad_u, int64_t n, \
             int threads) {                                                                                       \
     OMP_PARALLEL_FOR                                                                                             \
-    for (int64_t i = 0; i < n; i++) {                                                                            \
-      const float g_i = OF(g[i]), u_i = OF(u[i]), grad_i = OF(grad[i]);                                          \
-      const float share = sigmoid(g_i), silu = g_i * share;                                                      \
-      hidden[i] = TO(silu * u_i);                                                                                \
-      grad_u[i] = TO(grad_i * silu);                                                                             \
-      grad_g[i] = TO(grad_i * u_i * (share + silu * (1.0f - share)));                                            \
+    for (int64_t from = 0; from < n; from += PART) {                                                             \
+      const int64_t stop = min_i64(n, from + PART);                                                              \
+      _Pragma("GCC ivdep") for (int64_t i = from; i < stop; i++) {                                               \
+        const float g_i = OF(g[i]), u_i = OF(u[i]), grad_i = OF(grad[i]);                                        \
+        const float share = sigmoid(g_i), silu = g_i * share;                                                    \
+        hidden[i] = TO(silu * u_i);                                                                              \
+        grad_u[i] = TO(grad_i * silu);                                                                           \
+        grad_g[i] = TO(grad_i * u_i * (share + silu * (1.0f - share)));                                          \
+      }                                                                                                          \
     }                                                                                                            \
   }
 

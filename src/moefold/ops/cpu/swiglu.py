@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.build import CompilerError, declare, load_library
 from moefold.ops.swiglu import SWIGLU
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -30,9 +30,8 @@ class CSwiGLU:
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for kind, tensors in (("swiglu", 3), ("swiglu_backward", 6)):
             for dtype, name in DTYPE_NAMES.items():
-                function = self._functions[kind, dtype] = getattr(library, f"{kind}_{name}")
-                function.argtypes = [*[ctypes.c_void_p] * tensors, ctypes.c_int64, ctypes.c_int]
-                function.restype = None
+                types = (*[ctypes.c_void_p] * tensors, ctypes.c_int64, ctypes.c_int)
+                self._functions[kind, dtype] = declare(getattr(library, f"{kind}_{name}"), *types)
         self._self_test()
 
     def forward(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ TILE_CONFIGS_32_BIT = (TileConfig(block_m=64, block_n=32, block_k=32, num_warps=
 
 @dataclass(frozen=True)
 class Fc1Output:
-    """Output tensors of the kernel; None: not written."""
+    """Output tensors of the kernel; None if not written."""
 
     hidden_RF: Tensor | None
     g_RF: Tensor | None

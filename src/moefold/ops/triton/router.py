@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefold.config.groups.router import SCORE_SUM_EPS
+
 TOKENS_PER_PROGRAM = 4
 """Tokens of a program."""
-SCORE_SUM_EPS = 1e-20
-"""Added to a sum of scores before dividing by it, as in `moefold.model.moe.router`."""
 
 
 @dataclass(frozen=True)

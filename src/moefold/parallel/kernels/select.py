@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moefold.config.schema import Config
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.model.attention import CausalAttention, SelfAttention
 from moefold.model.causal_blocks import TakesBlockKernel, TakesKernel
 from moefold.model.kernels import Kernels
@@ -76,7 +76,9 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
     reason = triton_unsupported_reason(cfg.run, device.type)
     if cfg.run.kernels == "auto" and (reason or cfg.run.dtype != "bfloat16"):
         # In float32 the Triton GEMMs would not use the tensor cores; torch's GEMMs may.
-        return SelectedKernels(message=f"run.kernels='auto': plain, as {reason or f'run.dtype={cfg.run.dtype!r}'}")
+        return SelectedKernels(
+            message=f"{Setting('run.kernels', 'auto')}: plain, as {reason or Setting('run.dtype', cfg.run.dtype)}"
+        )
     from moefold.ops.triton.experts import TritonExpertOps
 
     expert_ops = TritonExpertOps(autotuner)
@@ -85,7 +87,7 @@ def _uncompiled_kernels(cfg: Config, device: torch.device, autotuner: Autotuner,
         kernels,
         expert_ops=expert_ops,
         swiglu=expert_ops,
-        message=f"run.kernels={cfg.run.kernels!r}: triton{kernels.message}",
+        message=f"{Setting('run.kernels', cfg.run.kernels)}: triton{kernels.message}",
     )
 
 
@@ -155,9 +157,10 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     except CompilerError as error:
         if cfg.run.kernels == "c":
             raise ConfigError(
-                f"run.kernels='c' cannot run: {error}; install gcc, or set run.kernels to 'auto' or 'plain'"
+                f"{Setting('run.kernels', 'c')} cannot run: {error}; install gcc, or set {Setting('run.kernels')} to "
+                "'auto' or 'plain'"
             ) from None
-        return SelectedKernels(message=f"run.kernels='auto': plain, as {error}")
+        return SelectedKernels(message=f"{Setting('run.kernels', 'auto')}: plain, as {error}")
     uses_attention = attention.is_fast or cfg.run.kernels == "c"
     has_swiglu = cfg.model.ffn.moe.activation.is_swiglu
     parts = {"GEMMs": uses_gemm, "expert activation": has_swiglu, "norms": True, "RoPE": True}
@@ -165,7 +168,7 @@ def _cpu_kernels(cfg: Config) -> SelectedKernels:
     parts["linear attention"] = has_linear
     parts["whole layers of decoding"] = uses_attention and uses_gemm
     parts["whole layers of decoding where they are faster"] = uses_attention and not uses_gemm
-    message = f"run.kernels={cfg.run.kernels!r}: {', '.join(part for part in parts if parts[part])} in C"
+    message = f"{Setting('run.kernels', cfg.run.kernels)}: {', '.join(part for part in parts if parts[part])} in C"
     return SelectedKernels(
         expert_ops=expert_ops if uses_gemm else TORCH_EXPERT_OPS,
         permute_ops=permute_ops,

@@ -23,8 +23,8 @@ def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
         return ""
     environment = kernel_environment(device)
     times = read_times(environment) if world.rank == 0 else {}
-    (first, recorded), *others = all_gather_objects((environment, times), world)
-    if difference := _difference(first, [choices for choices, _ in others]):
+    (first, recorded), *other_records = all_gather_objects((environment, times), world)
+    if difference := _difference(first, [choices for choices, _ in other_records]):
         return f"recorded kernel times are not used, as ranks differ in {difference}"
     autotuner.recall(recorded)
     num_shapes = sum(map(len, recorded.values()))
@@ -59,9 +59,9 @@ def settle_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
     return f"{message}; recorded in {path}" if path is not None else message
 
 
-def _difference(first: Environment, others: list[Environment]) -> str:
+def _difference(first: Environment, rest: list[Environment]) -> str:
     """Return the differences between the environments of the ranks, "" without differences."""
-    return ", ".join(key for key, value in first.items() if any(other.get(key) != value for other in others))
+    return ", ".join(key for key, value in first.items() if any(e.get(key) != value for e in rest))
 
 
 def _describe(autotuner: Autotuner) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart
-from moefold.config.problem import Problem
 from moefold.config.routing import assign_in_turn, no_bias_problems
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

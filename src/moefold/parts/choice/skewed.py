@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.field import SHARE
 from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart
-from moefold.config.problem import Problem
 from moefold.config.routing import assign_in_turn, no_bias_problems
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,8 +57,8 @@ class Skewed(ChoicePart):
         """Return the experts of a token by counting."""
 
         def forced(token: int, top_k: int, num_experts: int) -> list[int]:
-            others = [1 + (token * top_k + k) % (num_experts - 1) for k in range(top_k)]
+            experts = [1 + (token * top_k + k) % (num_experts - 1) for k in range(top_k)]
             is_skewed = math.floor((token + 1) * self.share) > math.floor(token * self.share)
-            return [0, *others[1:]] if is_skewed else others
+            return [0, *experts[1:]] if is_skewed else experts
 
         return ChoiceFormula(lambda scores: scores.biased, forced=forced)

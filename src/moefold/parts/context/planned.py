@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Self, get_args
 
 from moefold.config.groups.context import BALANCED, AttentionHosts, ContextPart, RoundPlan, TokenPlacement
 from moefold.config.part import UnusedKeys
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from moefold.config.data import DataConfig

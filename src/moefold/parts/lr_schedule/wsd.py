@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from moefold.config.field import Most, at_least
+from moefold.config.field import MaxMagnitude, at_least
 from moefold.config.groups.lr_schedule import DecayPart, interpolate, progress
 from moefold.config.limits import MAX_STEPS
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from moefold.config.run import RunConfig
@@ -21,7 +21,7 @@ class WarmupStableDecay(DecayPart):
     If the decay overlaps the warm-up, it starts after the warm-up.
     """
 
-    decay_steps: Annotated[int, at_least(0), Most(MAX_STEPS)] = 0
+    decay_steps: Annotated[int, at_least(0), MaxMagnitude(MAX_STEPS)] = 0
     """Steps of the final linear decay; 0: a tenth of the steps of the run, at least one step."""
 
     def rate(self, peak: float, first: int, step: int, steps: int) -> float:

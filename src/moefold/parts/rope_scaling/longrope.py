@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.field import at_least
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +43,8 @@ class LongRope(ContextScaling):
                     "pairs of dims that RoPE rotates"
                 )
                 yield Problem(key, None, rule, f"give {pairs}")
-            elif wrong := [factor for factor in factors if not 0 < factor < math.inf]:
-                rule = f"has the number {wrong[0]}, and divides frequencies"
+            elif invalid := [factor for factor in factors if not 0 < factor < math.inf]:
+                rule = f"has the number {invalid[0]}, and divides frequencies"
                 yield Problem(key, None, rule, "give finite numbers above 0")
         if self.original_seq_len == 1 and not (self.short_mscale > 0 and self.long_mscale > 0):
             yield Problem(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from moefold.config.field import POSITIVE, at_least
 from moefold.config.groups.rope_scaling import ContextScaling, RopeFormula, unscaled_frequencies
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

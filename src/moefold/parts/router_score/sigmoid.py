@@ -31,7 +31,7 @@ class SigmoidScore(SeparateScorePart):
     def formula(self) -> ScoreFormula:
         """Return 1 / (1 + exp(-x))."""
 
-        def weights(chosen: "Tensor") -> "Tensor":
-            return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.normalize else chosen
+        def weights(chosen_scores: "Tensor") -> "Tensor":
+            return chosen_scores / (chosen_scores.sum(-1, keepdim=True) + 1e-20) if self.normalize else chosen_scores
 
         return ScoreFormula(lambda logits: 1 / (1 + math.e**-logits), weights, num_summed=2)

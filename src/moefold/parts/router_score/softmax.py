@@ -39,7 +39,7 @@ class SoftmaxScore(RouterScorePart):
         return self.softmax.weights(logits_TE, scores_TE, ids_TK, noise_TN, softmax)
 
     def choose(self, logits_TE: "Tensor", top_k: int, noise_TN: "Tensor | None") -> "Tensor | None":
-        """Return the choices of `softmax`; None: `moe.choice` decides."""
+        """Return the choices of `softmax`; None if `moe.choice` decides."""
         return self.softmax.choose(logits_TE, top_k, noise_TN)
 
     def noise_width(self, top_k: int, num_choices: int) -> int:
@@ -69,7 +69,7 @@ class SoftmaxScore(RouterScorePart):
         """Return the bytes of `softmax`."""
         return self.softmax.saved_bytes(top_k, num_choices, value_bytes)
 
-    def decoding_is_post(self) -> bool | None:
+    def decodes_softmax_after_choice(self) -> bool | None:
         """Return whether `softmax` takes the softmax of the chosen logits."""
         return self.softmax.is_post
 

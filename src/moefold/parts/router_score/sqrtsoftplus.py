@@ -29,7 +29,7 @@ class SqrtSoftplusScore(SeparateScorePart):
     def formula(self) -> ScoreFormula:
         """Return sqrt(log(1 + exp(x)))."""
 
-        def weights(chosen: "Tensor") -> "Tensor":
-            return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if self.normalize else chosen
+        def weights(chosen_scores: "Tensor") -> "Tensor":
+            return chosen_scores / (chosen_scores.sum(-1, keepdim=True) + 1e-20) if self.normalize else chosen_scores
 
         return ScoreFormula(lambda logits: logits.exp().log1p().sqrt(), weights, num_summed=2)

@@ -25,4 +25,4 @@ class SoftmaxAfterChoice(RouterSoftmaxPart):
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula]:
         """Return the chosen scores divided by their sum."""
-        return lambda softmax: ScoreFormula(softmax, lambda chosen: chosen / chosen.sum(-1, keepdim=True), num_summed=1)
+        return lambda softmax: ScoreFormula(softmax, lambda scores: scores / scores.sum(-1, keepdim=True), num_summed=1)

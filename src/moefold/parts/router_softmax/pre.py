@@ -24,4 +24,4 @@ class SoftmaxBeforeChoice(RouterSoftmaxPart):
 
     def formula(self) -> Callable[[Callable[["Tensor"], "Tensor"]], ScoreFormula]:
         """Return the chosen scores unchanged."""
-        return lambda softmax: ScoreFormula(softmax, lambda chosen: chosen, num_summed=1)
+        return lambda softmax: ScoreFormula(softmax, lambda scores: scores, num_summed=1)

@@ -18,8 +18,7 @@ from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.pipeline_actions import Action, SlotRow, find_fault, one_per_slot
 from moefold.config.pipeline_order import interleaved_bubble_s, interleaved_row
-from moefold.config.problem import Problem
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, Setting
 from moefold.remote_path import is_remote
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class CsvSchedule(SchedulePart):
             rule = "must be a path of this machine, not a URL"
             yield Problem(f"{self.key}.path", self.path, rule, "copy the file here")
         if parallel.pp == 1:
-            rule = "needs parallel.pp of 2 or more, and it is 1"
+            rule = f"needs {Setting('parallel.pp')} of 2 or more, and it is 1"
             yield Problem(self.key, self.kind, rule, "choose schedule='1f1b', or pp=2")
 
     def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
@@ -91,7 +90,9 @@ def _read_schedule(
     name = f"{SchedulePart.key}.path={path!r}"
     rows = _read(name, path)
     if len(rows) != pp:
-        raise ConfigError(f"{name} has {len(rows)} rows, and parallel.pp={pp}; write one row for each pipeline rank")
+        raise ConfigError(
+            f"{name} has {len(rows)} rows, and {Setting('parallel.pp', pp)}; write one row for each pipeline rank"
+        )
     ranks = _stage_ranks(name, rows, pp, virtual_stages)
     num_listed = 1 + max(action.micro_batch for row in rows for action in row)
     count = num_listed if num_micro_batches is None else num_micro_batches
@@ -146,8 +147,8 @@ def _stage_ranks(name: str, rows: Sequence[Row], pp: int, virtual_stages: int) -
     if sorted(rank_of_stage) != list(range(pp * virtual_stages)):
         raise ConfigError(
             f"{name} has the stages {sorted(rank_of_stage)}, and "
-            f"parallel.pp*parallel.virtual_stages={pp * virtual_stages} makes 0 to {pp * virtual_stages - 1}; "
-            "set virtual_stages, or correct the file"
+            f"{Setting('parallel.pp')}*parallel.virtual_stages={pp * virtual_stages} makes 0 to "
+            f"{pp * virtual_stages - 1}; set virtual_stages, or correct the file"
         )
     counts = [list(rank_of_stage.values()).count(rank) for rank in range(pp)]
     if counts != [virtual_stages] * pp:

@@ -63,6 +63,6 @@ class DualPipeV(SchedulePart):
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
         """Return (pp-1)(f+2b-3w)/2."""
-        from moefold.cost.array_math import elementwise_max
+        import numpy as np
 
-        return (pp - 1) * elementwise_max(forward_s + 2 * backward_s - 3 * wgrad_s, 0.0) / 2
+        return (pp - 1) * np.maximum(forward_s + 2 * backward_s - 3 * wgrad_s, 0.0) / 2

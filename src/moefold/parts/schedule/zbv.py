@@ -29,14 +29,14 @@ class ZeroBubbleV(SchedulePart):
             builder.add(first, "F")
         builder.add(second, "FIW" * (pp - rank))
         started = 2 * pp - 1 - rank
-        done = pp
-        while done < started or started < drawn:
+        num_done = pp
+        while num_done < started or started < drawn:
             if started < drawn:
                 builder.add(first, "F")
                 started += 1
             builder.add(first, "IW")
             builder.add(second, "FIW")
-            done += 1
+            num_done += 1
         for _ in range(rank):
             builder.add(first, "I")
             builder.add(second, "I")
@@ -47,10 +47,10 @@ class ZeroBubbleV(SchedulePart):
 
     def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
         """Return half of the bubble of zero-bubble at both ends, for at least 2*pp-1 micro-batches."""
-        from moefold.cost.array_math import elementwise_max
+        import numpy as np
 
         step_s = forward_s + backward_s
         unfilled = (pp - 1) * (step_s - wgrad_s)
-        filled = elementwise_max(unfilled - (min(count, pp) - 1) * wgrad_s, (pp - 1) * step_s / 3)
+        filled = np.maximum(unfilled - (min(count, pp) - 1) * wgrad_s, (pp - 1) * step_s / 3)
         share = min(1.0, (count - 1) / (2 * pp - 2))
         return (1 - share) * unfilled + share * filled / 2

@@ -39,11 +39,11 @@ class ZeroBubble(SchedulePart):
         A rank's wait is filled with weight gradients of earlier micro-batches. With fewer than pp micro-batches it is
         either (pp-n)w longer, or the sequential time through all chunks.
         """
-        from moefold.cost.array_math import elementwise_max
+        import numpy as np
 
         full = forward_s + backward_s
         num_active = min(count, pp)
         without_wgrad = full - wgrad_s
         sequential = pp * without_wgrad + ((num_active - 1) * without_wgrad + wgrad_s) / num_stages - num_active * full
-        filled = (pp - 1) * elementwise_max(full - 2 * wgrad_s, full / 3) / num_stages + (pp - num_active) * wgrad_s
-        return elementwise_max(sequential, filled)
+        filled = (pp - 1) * np.maximum(full - 2 * wgrad_s, full / 3) / num_stages + (pp - num_active) * wgrad_s
+        return np.maximum(sequential, filled)

@@ -1,4 +1,4 @@
-"""DiLoCo (arXiv:2311.08105), where every is 500."""
+"""DiLoCo (arXiv:2311.08105); the paper exchanges every 500 steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

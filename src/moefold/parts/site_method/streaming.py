@@ -1,4 +1,4 @@
-"""Streaming DiLoCo (arXiv:2501.18512), where every is 30 or 100."""
+"""Streaming DiLoCo (arXiv:2501.18512); the paper exchanges each fragment every 30 or 100 steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Spans."""
+"""Limits of the context of a query: windows and chunks."""

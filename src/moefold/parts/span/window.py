@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from moefold.config.groups.attention import SpanPart
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from moefold.config.model import ModelConfig

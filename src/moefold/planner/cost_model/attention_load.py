@@ -72,10 +72,7 @@ def attention_peers(
     sizes that overlap connect as many consecutive ranks as their least common multiple.
 
     Args:
-        mapping: the mapping.
-        global_batch_size: samples of a step.
         is_coupled: ep neighbours are tp*cp ranks apart, as before folding.
-        has_experts: whether the model has experts.
         gpus_per_node: GPUs that the first link level connects; 0: all.
     """
     m = mapping

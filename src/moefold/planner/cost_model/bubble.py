@@ -7,7 +7,6 @@ import numpy as np
 
 from moefold.config.part import Part
 from moefold.config.pipeline_actions import ActionResult, Slot, execute_order
-from moefold.cost.array_math import elementwise_max
 from moefold.topology.schedules import schedule_named, schedule_rows
 
 
@@ -47,14 +46,14 @@ def simulated_bubble_s(
         now = rank_free_at[rank]
         for action in slot:
             for needed in action.consumes(pp * vpp):
-                now = elementwise_max(now, finished_at[needed])
+                now = np.maximum(now, finished_at[needed])
         for action in slot:
             now = now + seconds[action.kind]
         finished_at.update((action.produces, now) for action in slot)
         rank_free_at[rank] = now
     end = rank_free_at[0]
     for free_at in rank_free_at[1:]:
-        end = elementwise_max(end, free_at)
+        end = np.maximum(end, free_at)
     return end - num_micro_batches * (forward_s + backward_s)
 
 

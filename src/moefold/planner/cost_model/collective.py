@@ -66,8 +66,6 @@ def all_to_all_s(
     """Return the seconds of an all-to-all of `sent_bytes` on each rank, its local part included.
 
     Args:
-        device: the device with its links.
-        group: the ranks.
         sent_bytes: bytes of all routed tokens of one rank.
         routing: given for kernels that send a token once to each rank, and over the network once to each unit of it
             (DeepEP, HybridEP); None: once for each expert.
@@ -85,8 +83,6 @@ def exchange_s(device: Device, group: RankGroup, sent_bytes: float, remote_bytes
     """Return the seconds of an all-to-all of unequal parts, given the bytes that the busiest rank sends or receives.
 
     Args:
-        device: the device with its links.
-        group: the ranks.
         sent_bytes: bytes of the busiest rank, without the bytes that stay on it.
         remote_bytes: the part of `sent_bytes` that leaves the rank's unit of the first link level.
     """

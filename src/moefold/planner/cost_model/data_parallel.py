@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from moefold.config.groups.optimizer import StateSpec
 from moefold.config.param_spec import ParamSpec
 from moefold.config.part import Part
-from moefold.cost.array_math import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.layer_spec import embedding_weight, head_weights, mtp_layer_weights
 from moefold.cost.memoised import all_arguments, memoised
@@ -46,9 +47,7 @@ class GatheredMatrixCost:
     """Cost model of the matrices of one model that the optimizer gathers.
 
     Args:
-        model_spec: the model.
         device: a device with a known rate for GEMMs in the dtype of the master weights.
-        workload: its optimizer is read.
 
     Raises:
         ConfigError: the rate of these GEMMs is unknown.
@@ -171,10 +170,6 @@ class DataParallelCostModel:
     """Cost model of the data-parallel collectives and the optimizer update of one model.
 
     Args:
-        model_spec: the model.
-        device: the GPU.
-        workload: the batch and the software.
-        gemm: cost model of memory-bound kernels on the device.
         rank_contents: returns the contents of each pipeline rank from pp, vpp and the schedule.
     """
 
@@ -264,15 +259,7 @@ class DataParallelCostModel:
     def exposed_s(
         self, mapping: ParallelMapping, comm: DataParallelCost, forward_s: Any, backward_s: Any, num_micro_batches: int
     ) -> Any:
-        """Return the exposed seconds of the data-parallel collectives in one step.
-
-        Args:
-            mapping: the mapping.
-            comm: duration of the collectives.
-            forward_s: seconds of one micro-batch forward on the rank.
-            backward_s: seconds of one micro-batch backward on the rank.
-            num_micro_batches: micro-batches of the step.
-        """
+        """Return the exposed seconds of the data-parallel collectives in one step."""
         all_gathers = comm.all_gathers_s
         gradients = comm.gradients_s
         if mapping.overlap and not self.workload.is_megatron:
@@ -298,7 +285,7 @@ class DataParallelCostModel:
         """Return the exposed seconds of the collectives of one micro-batch under ZeRO-3."""
         measured = self.device.exposed_zero3_fraction
         exposed = EXPOSED_ZERO3_FRACTION if measured is None else measured
-        return elementwise_max(exposed * comm, comm - (1 - exposed) * compute)
+        return np.maximum(exposed * comm, comm - (1 - exposed) * compute)
 
 
 def _placement(mapping: ParallelMapping) -> str:
@@ -318,4 +305,4 @@ def _moment_bytes(states: Sequence[StateSpec]) -> int:
 
 def _exposed_comm_s(comm: float, compute: Any) -> Any:
     """Return the exposed seconds of a collective that overlaps with `compute` seconds, a number or an array."""
-    return elementwise_max((1 - HIDDEN_DP_FRACTION) * comm, comm - compute)
+    return np.maximum((1 - HIDDEN_DP_FRACTION) * comm, comm - compute)

@@ -10,7 +10,7 @@ from typing import Literal
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.cost.hardware import Device
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.planner.cost_model.workload import TrainingWorkload
 
 WGRAD_ACCUMULATION_BYTES = 8
@@ -118,8 +118,8 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
     precision = PLANNER_NAMES[cfg.train.precision] if given is None else given
     if given == BF16 and cfg.run.dtype != "bfloat16":
         raise ConfigError(
-            f"--precision {BF16} and run.dtype={cfg.run.dtype!r} differ: a recipe's products are of its compute type; "
-            "leave --precision out, or choose run.dtype='bfloat16'"
+            f"{Setting('--precision', BF16):s} and run.dtype={cfg.run.dtype!r} differ: a recipe's products are of its "
+            f"compute type; leave {Setting('--precision')} out, or choose run.dtype='bfloat16'"
         )
     if dtype_reason := dtype_unsupported_reason(cfg.run, device):
         raise ConfigError(
@@ -128,7 +128,7 @@ def resolve_precision(cfg: Config, given: str | None, device: Device) -> tuple[C
         )
     precision_reason = matrix_unit_unsupported_reason(cfg.run, precision, device)
     if precision_reason:
-        setting = f"train.precision={cfg.train.precision!r}" if given is None else f"--precision {given}"
+        setting = f"train.precision={cfg.train.precision!r}" if given is None else f"{Setting('--precision', given):s}"
         raise ConfigError(
             f"{setting} has no price here, as {precision_reason}: moefold would simulate it, at the speed of float32 "
             f"at best; choose {format_precision_options(cfg.run, device)}"
@@ -165,7 +165,7 @@ def dtype_unsupported_reason(run: RunConfig, device: Device) -> str:
 def format_precision_options(run: RunConfig, device: Device) -> str:
     """Format the precisions that a recipe can have on a device, as options."""
     names = [name for name in device.peak_flops if not matrix_unit_unsupported_reason(run, name, device)]
-    return " or ".join(f"--precision {name}" for name in names)
+    return " or ".join(f"{Setting('--precision', name):s}" for name in names)
 
 
 def check_recipe_precision(precision: str, device: Device) -> None:
@@ -177,6 +177,6 @@ def check_recipe_precision(precision: str, device: Device) -> None:
     if precision not in RECIPE_NAMES:
         others = ", ".join(name for name in device.peak_flops if name in RECIPE_NAMES)
         raise ConfigError(
-            f"--precision {precision} with --recipe: train.precision has no {precision} with one scale for a tensor; "
-            f"choose one of {others}, or leave --recipe out"
+            f"{Setting('--precision', precision):s} with --recipe: train.precision has no {precision} with one scale "
+            f"for a tensor; choose one of {others}, or leave --recipe out"
         )

@@ -140,22 +140,6 @@ def matrices_of_expert(part: RoutedPart) -> int:
     return sum(weight.is_expert and weight.is_matrix for weight in part.params(1))
 
 
-@lru_cache(maxsize=1024)
-def active_parameters(layer: Layer, share: float) -> float:
-    """Return the weights of a feed-forward network that multiply a token, without the router.
-
-    Args:
-        layer: a layer.
-        share: share of the routed tokens that experts compute.
-    """
-    matrices = [weight for weight in layer.ffn.params(layer.hidden_size) if weight.is_matrix]
-    found = float(sum(w.numel for w in matrices if w.part in ("dense_mlp", "shared_experts")))
-    if routed := layer.ffn.routed:
-        experts = sum(w.numel for w in matrices if w.is_expert) // routed.num_experts
-        found += share * routed.mean_active * experts
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class CostItem:
     """One timed operation of a layer."""
@@ -472,8 +456,6 @@ def attention_core_s(device: Device, dtype: str, flops: float, length: float, he
     """Return the seconds of fused causal attention, forward and backward.
 
     Args:
-        device: the device.
-        dtype: compute type.
         flops: FLOPs of the forward pass, counting the causal half.
         length: tokens of a sequence, or of the part of it that one kernel computes.
         head_size: mean of the head sizes of keys and values.

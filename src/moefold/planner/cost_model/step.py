@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from moefold.config.param_spec import shard_rows
 from moefold.config.part import Part
-from moefold.cost.array_math import elementwise_max
 from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.memory_columns import ModelChunk
@@ -25,7 +24,7 @@ from moefold.planner.cost_model.attention_load import AttentionPeers, attention_
 from moefold.planner.cost_model.bubble import bubble_s
 from moefold.planner.cost_model.collective import p2p_s
 from moefold.planner.cost_model.data_parallel import DataParallelCostModel, RankContent
-from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel, active_parameters
+from moefold.planner.cost_model.layer import BlockTime, DirectionCost, LayerCostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
 from moefold.planner.memory.activations import ActivationMemoryTable, MemoryStrategies, memory_strategy, minimal_config
@@ -131,9 +130,6 @@ class CostModel:
     """Cost model of the mappings of one model on one device for one workload.
 
     Args:
-        model_spec: the model.
-        device: the GPU.
-        workload: the batch, and the features of the software.
         activation_memory: bytes that layers save for backward, which offload moves; None: a recipe with only the model
             gives them.
         split: the layers of each stage; None: balanced by FLOPs.
@@ -187,7 +183,7 @@ class CostModel:
         seconds["launch"] += posted
         seconds["pp_comm"] += float(passes.sends_s[0, 0]) - posted
         busy = float(passes.forward_s[0, 0]), float(passes.backward_s[0, 0])
-        seconds["dp_comm"] += self.data_parallel.exposed_s(mapping, data_parallel, *busy, n)
+        seconds["dp_comm"] += float(self.data_parallel.exposed_s(mapping, data_parallel, *busy, n))
         seconds["bubble"] += float(passes.bubble_s[0, 0])
         seconds["optimizer"] += data_parallel.optimizer_s + STEP_OVERHEAD_S
         return self._build_step_time(seconds, n, mapping.world_size)
@@ -231,7 +227,6 @@ class CostModel:
         """Return the seconds of a step with one of some pipelines, [strategies].
 
         Args:
-            passes: times of the pipelines.
             mapping: a mapping with this pipeline, its ZeRO stage and the placement of its moments.
             place: index of the pipeline.
         """
@@ -291,8 +286,6 @@ class CostModel:
         """Compute the time of one layer for a micro-batch, with launches and exposed communication.
 
         Args:
-            kind: kind of the layer.
-            mapping: the mapping.
             strategies: memory strategies; None: the mapping's own.
         """
         strategies = strategies or MemoryStrategies((memory_strategy(mapping),))
@@ -320,11 +313,8 @@ class CostModel:
 
     def blocks(self, kind: int, mapping: ParallelMapping) -> tuple[BlockTime, BlockTime]:
         """Return the times of the token mixer and of the feed-forward network of one layer kind."""
-        return self.mixer_time(kind, mapping), self.layer_costs.feed_forward(kind, mapping)
-
-    def mixer_time(self, kind: int, mapping: ParallelMapping) -> BlockTime:
-        """Return the time of the token mixer of one layer kind."""
-        return self.layer_costs.mixer(kind, mapping, self.attention_peers(mapping))
+        mixer = self.layer_costs.mixer(kind, mapping, self.attention_peers(mapping))
+        return mixer, self.layer_costs.feed_forward(kind, mapping)
 
     def attention_peers(self, mapping: ParallelMapping) -> AttentionPeers | None:
         """Return the ranks that wait for each other's attention; None if samples hold no documents."""
@@ -347,23 +337,6 @@ class CostModel:
             return self
         bounded = replace(w, attention=replace(w.attention, is_lower_bound=True))
         return CostModel(self.model_spec, self.device, bounded, self.activation_memory, self.split)
-
-    def least_model_s(self, mapping: ParallelMapping) -> float:
-        """Return a lower bound of `model_s` over all mappings of the experts.
-
-        The expert GEMMs run at the speed of large ones, and their communication is free.
-        """
-        w = self.workload
-        factor = min(1.0, w.capacity_factor) if w.capacity_factor else 1.0
-        rate = self.layer_costs.gemm.flops_per_s * max(1.0, self.device.grouped_fraction)
-        tokens = self.layer_costs.tokens(mapping) / mapping.tp
-        total = sum(self.head_and_loss_s(mapping))
-        for kind, count in enumerate(self._kind_counts):
-            mixer = self.lower_bounds.mixer_time(kind, mapping)
-            seconds = sum(work.seconds for work in (*mixer.forward, *mixer.backward) if work.part != "tp_comm")
-            flops = 6.0 * active_parameters(self.model_spec.kinds[kind], factor)
-            total += count * (seconds + flops * tokens / rate)
-        return total
 
     @memoised(_layer_key)
     def plain_layer_s(self, kind: int, mapping: ParallelMapping) -> tuple[float, float]:
@@ -400,7 +373,7 @@ class CostModel:
         seconds = offloaded_bytes / self.device.host_bytes_per_s
         measured = self.device.exposed_offload_fraction
         exposed = EXPOSED_OFFLOAD_FRACTION if measured is None else measured
-        return elementwise_max(exposed * seconds, seconds - busy_s)
+        return np.maximum(exposed * seconds, seconds - busy_s)
 
     def _launch_gaps_s(
         self, blocks: tuple[BlockTime, BlockTime], busy: tuple[Any, Any], strategies: MemoryStrategies | None = None

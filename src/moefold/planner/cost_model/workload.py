@@ -19,7 +19,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.cost.state_bytes import ITEM_BYTES
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 if TYPE_CHECKING:
     from moefold.planner.lengths.balance import DocumentLoads
@@ -224,12 +224,14 @@ class RecordedRouting:
         ours = (part.num_experts, part.zero_experts, part.top_k) if part else (0, 0, 0)
         if theirs != ours:
             raise ConfigError(
-                f"--trace={str(folder)!r} was traced with model.ffn.moe.num_experts={theirs[0]}, "
-                f"zero_experts={theirs[1]} and "
-                f"top_k={theirs[2]}, and the model has {ours[0]}, {ours[1]} and {ours[2]}; name a trace of it"
+                f"{Setting('--trace')}={str(folder)!r} was traced with model.ffn.moe.num_experts={theirs[0]}, "
+                f"zero_experts={theirs[1]} and top_k={theirs[2]}, and the model has {ours[0]}, {ours[1]} and "
+                f"{ours[2]}; name a trace of it"
             )
         if not self._trace.steps:
-            raise ConfigError(f"--trace={str(folder)!r} holds no step; run with moe.trace_every at least once")
+            raise ConfigError(
+                f"{Setting('--trace')}={str(folder)!r} holds no step; run with moe.trace_every at least once"
+            )
         self.num_steps = len(self._trace.steps)
         self._num_experts = ours[0]
         self._imbalance_by_ep: dict[int, float] = {}

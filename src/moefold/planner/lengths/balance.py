@@ -71,10 +71,6 @@ class DocumentLoads:
     """Attention work of drawn documents under a strategy.
 
     Args:
-        samples: source of the documents.
-        seq_len: tokens of a sample.
-        strategy: context parallelism.
-        seed: seed of the documents.
         only_round: index of the one round to price, the first again after the last; None: the mean over the rounds.
     """
 
@@ -84,7 +80,7 @@ class DocumentLoads:
     seed: int = 0
     only_round: int | None = None
     is_lower_bound: bool = False
-    """Whether `load` returns a lower bound: equal work on all ranks, whole samples in a kernel, no exchange."""
+    """True if `load` returns a lower bound: equal work on all ranks, whole samples in a kernel, no exchange."""
     _rounds: dict[Any, RoundLoads] = field(default_factory=dict, repr=False, compare=False)
     _drawn: dict[int, list[SampleLengths]] = field(default_factory=dict, repr=False, compare=False)
     _pairs_of_samples: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
@@ -131,15 +127,7 @@ class DocumentLoads:
         return effective_length(self._first_samples(SAMPLES_OF_EFFECTIVE_LENGTH))
 
     def rounds(self, cp: int, dp: int, mbs: int, window: int = 0, ranks_per_node: int = 0) -> RoundLoads:
-        """Plan the rounds of a mapping; cached.
-
-        Args:
-            cp: ranks of a sample.
-            dp: data-parallel ranks.
-            mbs: samples of a micro-batch.
-            window: sliding window in keys; 0: no limit.
-            ranks_per_node: consecutive ranks of dp x cp in a node; 0: all.
-        """
+        """Plan the rounds of a mapping; cached."""
         round_key = RoundKey(cp, dp, mbs, window, ranks_per_node)
         if not self._depends_on_nodes(round_key):
             round_key = round_key._replace(ranks_per_node=0)

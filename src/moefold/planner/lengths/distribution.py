@@ -20,7 +20,7 @@ from moefold.bounded_read import MAX_TABLE_BYTES, read_text
 from moefold.config.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.config.typed_file import STRICT, from_table, parse_table, within
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 
 MAX_LENGTH = 2**40
 """Longest document that a file may have, in tokens."""
@@ -134,16 +134,17 @@ def load_distribution(name_or_path: str) -> LengthDistribution:
         guess = closest_match(name_or_path, histogram_names())
         hint = f"did you mean {guess!r}? The" if guess else "the"
         raise ConfigError(
-            f"--lengths {name_or_path!r} is neither a histogram nor a file nor a run; {hint} histograms are "
+            f"{Setting('--lengths', name_or_path)} is neither a histogram nor a file nor a run; {hint} histograms are "
             f"{', '.join(histogram_names())}; a file has one length a line, or is a histogram that ends in .toml"
         )
     try:
         text = read_text(path, MAX_TABLE_BYTES)
     except OSError as error:
-        raise ConfigError(f"--lengths {name_or_path!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{Setting('--lengths', name_or_path)} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(
-            f"--lengths {name_or_path!r} is no text; a file has one length a line, or is a histogram that ends in .toml"
+            f"{Setting('--lengths', name_or_path)} is no text; a file has one length a line, or is a histogram that "
+            "ends in .toml"
         ) from None
     if path.suffix == ".toml":
         return _parse_histogram(text, name_or_path)
@@ -163,17 +164,17 @@ def _parse_list(text: str, name: str) -> ListedLengths:
             continue
         if not (word.isascii() and word.isdigit() and 1 <= len(word) <= 13) or not 1 <= int(word) <= MAX_LENGTH:
             raise ConfigError(
-                f"--lengths {name!r}, line {number}: {word[:40]!r} is no length; each line is the number of tokens of "
-                f"a document, an integer from 1 to {MAX_LENGTH}"
+                f"{Setting('--lengths', name)}, line {number}: {word[:40]!r} is no length; each line is the number of "
+                f"tokens of a document, an integer from 1 to {MAX_LENGTH}"
             )
         found.append(int(word))
     if not found:
-        raise ConfigError(f"--lengths {name!r} has no length; write the tokens of one document on each line")
+        raise ConfigError(f"{Setting('--lengths', name)} has no length; write the tokens of one document on each line")
     return ListedLengths(name, f"{len(found):,} lengths of {name}", found)
 
 
 def _parse_histogram(text: str, name: str) -> LengthHistogram:
-    where = f"--lengths {name!r}"
+    where = f"{Setting('--lengths', name)}"
     file = from_table(HistogramFile, parse_table(text, where), where)
     upper = tuple(int(end) for end in file.upper)
     if len(file.documents) != len(upper) or not sum(file.documents) > 0:

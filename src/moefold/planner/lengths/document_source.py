@@ -7,7 +7,7 @@ import numpy as np
 
 from moefold.config.data import DataConfig
 from moefold.config.rl import RLConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Setting
 from moefold.planner.lengths.distribution import load_distribution
 from moefold.planner.lengths.samples import DocumentSamples, RecordedSamples, SampleLengths, StreamedSamples
 
@@ -39,13 +39,14 @@ def check_documents(data: DataConfig, rl: RLConfig, name: str) -> None:
     """
     if rl.is_on:
         raise ConfigError(
-            f"--lengths {name!r} has no effect on reinforcement learning, whose samples are rollouts; leave it out"
+            f"{Setting('--lengths', name)} has no effect on reinforcement learning, whose samples are rollouts; leave "
+            "it out"
         )
     if not data.may_have_documents:
         raise ConfigError(
-            f"--lengths {name!r} has no effect on a recipe without documents, in which a sample is one document "
-            f"(data.kind={data.kind!r}, data.document_end=-1); set data.document_end or data.document_index, or "
-            "leave --lengths out"
+            f"{Setting('--lengths', name)} has no effect on a recipe without documents, in which a sample is one "
+            f"document (data.kind={data.kind!r}, data.document_end=-1); set data.document_end or data.document_index, "
+            f"or leave {Setting('--lengths')} out"
         )
 
 
@@ -69,13 +70,16 @@ def _samples_of_run(folder: Path, seq_len: int) -> RecordedSamples:
     path = folder / CONFIG_FILE
     tree = read_json_object(path)
     if not tree:
-        raise ConfigError(f"--lengths {str(folder)!r} holds no run: {path} is missing; name the run.dir of a run")
+        raise ConfigError(
+            f"{Setting('--lengths', str(folder))} holds no run: {path} is missing; name the run.dir of a run"
+        )
     cfg = parse_run_config(tree, path)
     check_documents(cfg.data, cfg.rl, str(folder))
     if cfg.train.seq_len != seq_len:
         raise ConfigError(
-            f"--lengths {str(folder)!r} is a run with samples of {cfg.train.seq_len} tokens, and --seq-len is {seq_len}"
-            "; its documents were cut at the ends of its samples: choose the same length, or name a file of lengths"
+            f"{Setting('--lengths', str(folder))} is a run with samples of {cfg.train.seq_len} tokens, and "
+            f"{Setting('--seq-len')} is {seq_len}; its documents were cut at the ends of its samples: choose the same "
+            "length, or name a file of lengths"
         )
     data = open_dataset(
         cfg.data, seq_len=seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed, align=cfg.align

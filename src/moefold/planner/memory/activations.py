@@ -1,7 +1,7 @@
 """Activation memory: bytes of each activation column, by the runtime's formula (numpy)."""
 
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -16,23 +16,22 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.cost.activation_columns import (
     MAX_OFFLOADED_PARTS_IN_TRANSIT,
-    OFFLOADED_LABELS,
     activation_table,
     end_columns,
-    layer_columns,
+    layer_table,
+    offload_mask,
     recomputes_comm,
+    without_offloaded,
 )
 from moefold.cost.activation_memory import ActivationMemory, activation_memory
 from moefold.cost.expert_memory import ExpertMemory
 from moefold.cost.memoised import memoised
 from moefold.cost.memory_columns import ByteTable, columns_of
 from moefold.cost.recompute_parts import NETWORK_PARTS
-from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, PARTS, BytesByPart
+from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS, MEGATRON_KERNELS, PARTS
 from moefold.planner.cost_model.workload import TrainingWorkload
 from moefold.planner.mapping import ParallelMapping
 from moefold.planner.model_spec import ModelSpec
-
-OFFLOADABLE_LABELS = tuple(dict.fromkeys(label for labels in OFFLOADED_LABELS.values() for label in labels))
 
 MemoryStrategy = tuple[tuple[str, ...], tuple[str, ...]]
 """Parts to recompute, and parts to offload."""
@@ -58,6 +57,11 @@ class MemoryStrategies(tuple[MemoryStrategy, ...]):
         return any(offload for _, offload in self)
 
     @cached_property
+    def offload_masks(self) -> NDArray[np.float64]:
+        """Which of `PARTS` each strategy offloads, 1 or 0, [strategies, `PARTS`]."""
+        return np.array([offload_mask(offload) for _, offload in self], dtype=float)
+
+    @cached_property
     def recomputes_comm(self) -> NDArray[np.intp]:
         """1 for each strategy that recomputes expert all-to-alls, else 0, [strategies]."""
         return np.array([recomputes_comm(recompute) for recompute in self.recompute_sets])[
@@ -76,10 +80,8 @@ class ActivationMemoryTable:
     """Activation memory of the layers of one model under any mapping.
 
     Args:
-        model_spec: the model.
         workload: the batch and the routing, whose imbalance scales the dispatch buffers.
         cfg: the recipe; its mapping does not count.
-        on_cpu: whether the CPU kernels run.
     """
 
     def __init__(
@@ -102,8 +104,8 @@ class ActivationMemoryTable:
     def bytes_by_part(self, mapping: ParallelMapping) -> ByteTable:
         """Return the bytes of each activation column under a mapping, [`PARTS`, columns]."""
         recompute, offload = memory_strategy(mapping)
-        formula = self._formula(replace(mapping, cp=1, mbs=1), recompute)
-        table: ByteTable = activation_table(formula, self.model_spec.kinds, offload) * (mapping.mbs / mapping.cp)
+        table = self._one_sample_table(mapping, recompute)
+        table = without_offloaded(table, self.columns, offload) * (mapping.mbs / mapping.cp)
         table[PARTS.index("logits")] += self._fixed_head_bytes(mapping)
         return table
 
@@ -127,10 +129,8 @@ class ActivationMemoryTable:
         bases = [self._recompute_table(mapping, recompute) for recompute in strategies.recompute_sets]
         which = strategies.recompute_set_indices
         totals = np.array([sizes for sizes, _ in bases])[which]
-        masks = _offload_mask(tuple(offload for _, offload in strategies))
-        offloaded = np.einsum("sl,skl->sk", masks, np.array([labels for _, labels in bases])[which])
-        first = columns.layer_column("saved")
-        totals[:, first : first + columns.num_kinds] -= offloaded
+        offloaded = np.einsum("sp,spk->sk", strategies.offload_masks, np.array([saved for _, saved in bases])[which])
+        totals[:, columns.layer_slice("saved")] -= offloaded
         in_transit = MAX_OFFLOADED_PARTS_IN_TRANSIT * offloaded.max(axis=1, initial=0.0)
         totals[:, columns.end_column("in_transit")] = in_transit
         return totals, offloaded
@@ -185,19 +185,17 @@ class ActivationMemoryTable:
 
         Returns:
             The sums over parts, [columns].
-            The saved bytes of layers by `OFFLOADABLE_LABELS`, [kinds, labels].
+            The saved bytes of layers, [`PARTS`, kinds].
         """
-        columns = self.columns
-        totals = np.zeros(columns.size)
+        table = self._one_sample_table(mapping, recompute)
+        return table.sum(axis=0), table[:, self.columns.layer_slice("saved")]
+
+    def _one_sample_table(self, mapping: ParallelMapping, recompute: tuple[str, ...]) -> ByteTable:
+        """Return the bytes of each column for one sample without cp, nothing offloaded, [`PARTS`, columns]."""
         formula = self._formula(replace(mapping, cp=1, mbs=1), recompute)
-        label_bytes = np.zeros((columns.num_kinds, len(OFFLOADABLE_LABELS)))
-        for kind, layer in enumerate(self.model_spec.kinds):
-            saved, found = self._layer_bytes(formula, layer.kind, mapping)
-            label_bytes[kind] = [saved.get(label, 0) for label in OFFLOADABLE_LABELS]
-            totals[[first + kind for first in found]] = list(found.values())
-        for name, parts in end_columns(formula).items():
-            totals[columns.end_column(name)] = parts.total()
-        return totals, label_bytes
+        return activation_table(
+            formula, self.model_spec.kinds, lambda layer: self._layer_table(formula, layer, mapping)
+        )
 
     def _layer_key(self, formula: ActivationMemory, layer: Layer, m: ParallelMapping) -> tuple[Any, ...]:
         """Return the parts of the mapping and of the recomputation that a kind of layers has."""
@@ -205,12 +203,8 @@ class ActivationMemoryTable:
         return (layer, *degrees, formula.recompute - (NETWORK_PARTS - layer.ffn.recompute_parts))
 
     @memoised(_layer_key)
-    def _layer_bytes(
-        self, formula: ActivationMemory, layer: Layer, mapping: ParallelMapping
-    ) -> tuple[BytesByPart, dict[int, int]]:
-        """Return the saved bytes of a kind of layers, and its bytes by first column."""
-        found = layer_columns(formula, layer)
-        return found["saved"], {self.columns.layer_column(name): parts.total() for name, parts in found.items()}
+    def _layer_table(self, formula: ActivationMemory, layer: Layer, mapping: ParallelMapping) -> ByteTable:
+        return layer_table(formula, layer)
 
     def _formula(self, mapping: ParallelMapping, recompute: tuple[str, ...] = ()) -> ActivationMemory:
         """Return the runtime's formula for a mapping, without pipeline stages."""
@@ -224,19 +218,6 @@ class ActivationMemoryTable:
         )
         cfg = replace(self.cfg, parallel=parallel, train=replace(self.cfg.train, micro_batch_size=mapping.mbs))
         return activation_memory(cfg, recompute, self.kernel_profile, self.workload.max_over_mean(mapping.ep))
-
-
-@lru_cache(maxsize=256)
-def _offload_mask(offloads: tuple[tuple[str, ...], ...]) -> ByteTable:
-    """Return which of `OFFLOADABLE_LABELS` each set of parts offloads, [sets, labels]."""
-    found = [
-        [
-            float("layer" in parts or any(label in OFFLOADED_LABELS[part] for part in parts))
-            for label in OFFLOADABLE_LABELS
-        ]
-        for parts in offloads
-    ]
-    return np.array(found)
 
 
 def memory_strategy(mapping: ParallelMapping) -> MemoryStrategy:

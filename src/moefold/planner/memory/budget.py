@@ -66,11 +66,7 @@ class MemoryModel:
     """Memory model of the mappings of one model.
 
     Args:
-        model_spec: the model.
-        workload: the batch and the routing.
-        device: the GPU.
         cfg: the recipe; None: a recipe with only the model and the batch.
-        split: the layers of each stage.
     """
 
     def __init__(
@@ -137,13 +133,6 @@ class MemoryModel:
         parts["optimizer"] += max(0.0, float(prefetched[at] - activations[at]))
         return MemoryEstimate(parts=parts | {"workspace": self.workspace(mapping)}, capacity=self.device.memory_bytes)
 
-    def fitting(
-        self, mapping: ParallelMapping, strategies: MemoryStrategies, which: NDArray[np.intp]
-    ) -> NDArray[np.bool_]:
-        """Return whether a mapping fits with other memory strategies than its own, [which]."""
-        found: NDArray[np.bool_] = self.totals(mapping, strategies, which) <= self.device.memory_bytes
-        return found
-
     def totals(
         self,
         mapping: ParallelMapping,
@@ -151,7 +140,7 @@ class MemoryModel:
         which: NDArray[np.intp] | slice = slice(None),
     ) -> NDArray[np.float64]:
         """Return the bytes of the fullest rank with some of the memory strategies, not the mapping's own, [which]."""
-        snapshots = self._all_snapshots(mapping)
+        snapshots = self._find(self._shortest_schedule(mapping), True)
         activations = snapshots.activations @ self.activation_memory.total_bytes(mapping, strategies)[which].T
         if mapping.overlap:
             activations[snapshots.occurrence[:, strategies.recomputes_comm[which]] == 0] = -np.inf
@@ -163,15 +152,11 @@ class MemoryModel:
 
     def snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return the snapshots of a step that may be the memory peak."""
-        snapshots = self._all_snapshots(mapping)
+        snapshots = self._find(self._shortest_schedule(mapping), True)
         if not mapping.overlap:
             return snapshots
         at = snapshots.occurrence[:, int(recomputes_comm(mapping.recompute))] > 0
         return MemorySnapshots(snapshots.states[at], snapshots.activations[at], snapshots.occurrence[at])
-
-    def _all_snapshots(self, mapping: ParallelMapping) -> MemorySnapshots:
-        """Return the snapshots of all memory strategies, whether or not they recompute communication."""
-        return self._find(self._shortest_schedule(mapping), True)
 
     def peak_candidates(self, mapping: ParallelMapping) -> MemorySnapshots:
         """Return three of the snapshots, or lower bounds of them, at a fraction of the cost."""

@@ -26,10 +26,8 @@ class StateMemoryTable:
     """State memory of the units of one model.
 
     Args:
-        model_spec: the model.
         workload: its dtypes of gradients and moments replace the recipe's dtypes.
         cfg: the recipe; its mapping does not count.
-        kernels: kernel profile of the device.
     """
 
     def __init__(self, model_spec: ModelSpec, workload: TrainingWorkload, cfg: Config, kernels: KernelProfile) -> None:
@@ -56,10 +54,6 @@ class StateMemoryTable:
         """Return the bytes of prefetched moments and of the weights that the optimizer copies, [snapshots].
 
         No moments are prefetched if none are offloaded, or if the host updates them.
-
-        Args:
-            mapping: the mapping.
-            state_counts: state counts of the rank, [snapshots, `MemoryColumns.state_size`].
         """
         found = np.zeros(len(state_counts))
         state_mapping = self._state_mapping(mapping)

@@ -19,7 +19,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, word_of
 from moefold.config.rule import Rule, apply_rule
 from moefold.config.schema import Config
-from moefold.errors import ConfigError, raise_all
+from moefold.errors import ConfigError, Problem, raise_all
 from moefold.topology.layout import fold
 from moefold.validate.config import RULES, check_rollout_mapping, validate_layer_words
 from moefold.validate.memory import validate_offload, validate_offload_dir, validate_recompute
@@ -99,21 +99,21 @@ DERIVED_VALUES: dict[str, tuple[Callable[[AxisValues], Any], tuple[str, ...]]] =
 """Values that rules derive from several axes: the function, and the axes."""
 
 
-def _validate_axis(name: str, cfg: Config) -> Iterator[str]:
+def _validate_axis(name: str, cfg: Config) -> Iterator[Problem]:
     return DEGREE_RULES[name](cfg, getattr(cfg.parallel, name))
 
 
-def _validate_selection_split(cfg: Config) -> Iterator[str]:
+def _validate_selection_split(cfg: Config) -> Iterator[Problem]:
     """Check that layers that share a selection fit into stages, which the planner chooses if the recipe has none."""
     return selection_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
 
 
-def _validate_shortcut_split(cfg: Config) -> Iterator[str]:
+def _validate_shortcut_split(cfg: Config) -> Iterator[Problem]:
     """Check that layers that share a shortcut fit into stages, which the planner chooses if the recipe has none."""
     return shortcut_stage_errors(cfg.model, cfg.parallel, cfg.parallel.pipeline_layout or "auto")
 
 
-def _validate_stage_count(cfg: Config) -> Iterator[str]:
+def _validate_stage_count(cfg: Config) -> Iterator[Problem]:
     """Check that each stage has a layer, the embedding or the loss: the planner writes the layout out."""
     return iter(()) if cfg.parallel.pipeline_layout else auto_layout_errors(cfg.model, cfg.parallel)
 

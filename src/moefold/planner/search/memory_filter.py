@@ -5,7 +5,7 @@ at three snapshots of the step. Mappings are looked at by their bounds, least fi
 memory is below all other bounds, ends the walk.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -78,12 +78,7 @@ class MicroBatchChoice:
 
 
 class MemoryFilter:
-    """Memory of the mappings of a space.
-
-    Args:
-        space: the legal mappings.
-        memory_model: their memory.
-    """
+    """Memory of the mappings of a space."""
 
     def __init__(self, space: MappingSpace, memory_model: MemoryModel) -> None:
         self.space = space
@@ -121,19 +116,6 @@ class MemoryFilter:
         others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
         return any(
             self._any_fits_with(some, lambda pipelines: pipelines) for some in (self.frugal_strategies, others) if some
-        )
-
-    def may_hold(self, fold: Fold, view: AttentionView, pick: PipelineChoice, zeros: Collection[int]) -> bool:
-        """Return whether a fold may fit with some ZeRO stage, by a lower bound of its bytes."""
-        return any(
-            held < self.room
-            for size, pipelines in self._small_sizes(view)
-            for held, (zero, _) in zip(
-                self._fold_bytes(fold, size, pick(pipelines), self.frugal_strategies).tolist(),
-                self.placements,
-                strict=True,
-            )
-            if zero in zeros
         )
 
     def _small_sizes(self, view: AttentionView) -> SizesOfView:
@@ -183,10 +165,7 @@ class MemoryFilter:
         """Yield mappings that may need less memory than `room`, or, without it, less than all mappings before.
 
         Args:
-            views: attention views to look at.
-            strategies: memory strategies.
             room: bytes above which no mapping counts.
-            pick: pipelines to look at.
         """
         limit = room
         queue: list[tuple[float, int, AttentionView, Fold | None]] = [
@@ -299,8 +278,7 @@ class MemoryFilter:
             [self.memory_model.activation_memory.total_bytes(m.mapping(), strategies) for m in mappings],
             axis=(0, 1),
         )
-        first = self.memory_model.columns.layer_column("saved")
-        of_layers = slice(first, first + self.memory_model.columns.num_kinds)
+        of_layers = self.memory_model.columns.layer_slice("saved")
         found: ByteArray = np.zeros_like(sizes)
         found[of_layers] = sizes[of_layers]
         return found

@@ -1,23 +1,21 @@
 """Search of the fastest mappings that fit: a beam over folds and micro-batch sizes.
 
-A queue holds attention views, and pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds. The
-search refines the lowest bound: the layers of one micro-batch without recomputation and the least bubble. First experts
-run at the speed of large GEMMs, then with their degrees, then with the memory strategies that may fit at three
-snapshots of the step. Sends, reductions and the optimizer only add seconds. A fully refined pair is priced: pipelines
-(schedules with virtual stages), ZeRO stages and memory strategies together (`CostModel.pass_times`). The fastest is
-checked against the memory of all snapshots of its step.
+A queue holds folds, and pairs of a fold and a micro-batch size, sorted by a lower bound of their seconds: the layers of
+one micro-batch without recomputation and the least bubble. The search refines the lowest bound, for a pair by the
+memory strategies that may fit at three snapshots of the step. Sends, reductions and the optimizer only add seconds. A
+fully refined pair is priced: pipelines (schedules with virtual stages), ZeRO stages and memory strategies together
+(`CostModel.pass_times`). The fastest is checked against the memory of all snapshots of its step.
 
-The search is a beam for each number of pipeline ranks: it looks at `MAX_VIEWS` views and at the memory of `BEAM` pairs.
-Mappings with few pipeline ranks have the lowest bounds, and in large models they do not fit. `Search.gap` says how far
-the lowest bound of a listed mapping outside the beam is below the best one, 0 if none is. The search has not checked
-whether such a mapping fits. `space.py` lists the mappings. `tests/planner/search/test_search.py` compares with pricing
-every mapping.
+The search is a beam for each number of pipeline ranks: it looks at the memory of `BEAM` pairs. Mappings with few
+pipeline ranks have the lowest bounds, and in large models they do not fit. `Search.gap` says how far the lowest bound
+outside the beam is below the best mapping, 0 if none is. The search has not checked whether such a mapping fits.
+`space.py` lists the mappings. `tests/planner/search/test_search.py` compares with pricing every mapping.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -45,9 +43,8 @@ from moefold.planner.search.space import AttentionView
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 BEAM = 300
-MAX_VIEWS = 48
-"""Most pairs of a fold and a micro-batch size whose memory a pass of the search looks at, and most attention views, for
-each number of pipeline ranks."""
+"""Most pairs of a fold and a micro-batch size whose memory a pass of the search looks at, for each number of pipeline
+ranks."""
 MAX_ROUNDS = 4
 """Passes of the search, each over the mappings that the pass before left out, for groups without a mapping."""
 MAX_PIPELINES = 8
@@ -70,7 +67,7 @@ class PlannedMapping:
     time: StepTime
     memory: MemoryEstimate
     attention: ContextPart | None = None
-    """How the ranks share the attention of documents; None: as the recipe says."""
+    """Sharing of the attention of documents among the ranks; None: as the recipe says."""
 
     @property
     def fold(self) -> Fold:
@@ -106,15 +103,17 @@ class MappingGroup:
     """Folds to find."""
     accepts: Callable[[Fold], bool] = _any_fold
     zero_stages: tuple[int, ...] = ALL_ZERO_STAGES
+    title: str = ""
+    """Name for display."""
 
 
 class _Node(NamedTuple):
-    """An entry of the queue: an attention view, or a fold with a micro-batch size."""
+    """An entry of the queue: a fold, or a fold with a micro-batch size."""
 
     bound_s: float
     order: int
     view: AttentionView
-    fold: Fold | None = None
+    fold: Fold
     number: int = -1
     """Index of the micro-batch size in the view; -1: none is chosen yet."""
     is_bounded: bool = False
@@ -144,12 +143,7 @@ class _Found:
 
 
 class Search:
-    """Search of the best mappings of a space.
-
-    Args:
-        cost_model: the times of its mappings.
-        memory: their memory.
-    """
+    """Search of the best mappings of a space."""
 
     def __init__(self, cost_model: CostModel, memory: MemoryFilter) -> None:
         self.cost_model = cost_model
@@ -163,8 +157,8 @@ class Search:
     def find(self, groups: Sequence[MappingGroup]) -> list[list[PlannedMapping]]:
         """Return the best mappings of each group that fit, best first, each of another fold."""
         found = [_Found(group) for group in groups]
-        views = self._folds_of_view if self.memory.any_fits else {}
-        queue = [_Node(self._view_bound_s(view), i, view) for i, view in enumerate(views)]
+        folds = self.space.folds if self.memory.any_fits else ()
+        queue = [_Node(self._fold_bound_s(fold, view), i, view, fold) for i, (fold, view) in enumerate(folds)]
         heapify(queue)
         for number in count():
             queue = sorted(self._search_round(queue, [one for one in found if not one.best]))
@@ -179,19 +173,18 @@ class Search:
     def _search_round(self, queue: list["_Node"], found: Sequence["_Found"]) -> list["_Node"]:
         """Search the queue for the best mappings of groups; return the nodes outside the beam."""
         skipped = []
-        taken = Counter[tuple[int, bool]]()
+        taken = Counter[int]()
         while queue and (bound := queue[0].bound_s) < max(one.limit_s for one in found):
             node = heappop(queue)
-            own = [one for one in found if bound < one.limit_s and (node.fold is None or one.accepts(node.fold))]
+            own = [one for one in found if bound < one.limit_s and one.accepts(node.fold)]
             if not own:
                 continue
             if node.is_bounded:
                 self._price_node(node, own)
                 continue
-            if node.fold is None or node.number >= 0:
-                key = node.view.pp, node.fold is None
-                taken[key] += 1
-                if taken[key] > (MAX_VIEWS if node.fold is None else BEAM):
+            if node.number >= 0:
+                taken[node.fold.pp] += 1
+                if taken[node.fold.pp] > BEAM:
                     skipped.append(node)
                     continue
             for refined in self._refine(node, own):
@@ -211,50 +204,34 @@ class Search:
         In a beam, only `MAX_PIPELINES` of each fold are priced.
         """
         found = _Found(MappingGroup(len(self.space.folds), accepts, zero_stages), limit_s)
-        for view, folds in self._folds_of_view.items():
-            if self._view_bound_s(view) < limit_s:
-                sizes = view.pipelines_by_mbs
-                pairs = (
-                    (self._size_bound_s(f, *sizes[i]), i, f) for f in folds if accepts(f) for i in range(len(sizes))
-                )
-                for bound, number, fold in sorted(pairs):
-                    if bound < found.best.get(fold, (limit_s,))[0]:
-                        self._price_node(_Node(bound, 0, view, fold, number), [found], is_beam=is_beam)
+        for fold, view in self.space.folds:
+            if not accepts(fold):
+                continue
+            bounds = (self._size_bound_s(fold, *sizes) for sizes in view.pipelines_by_mbs)
+            for bound, number in sorted(zip(bounds, count())):
+                if bound < found.best.get(fold, (limit_s,))[0]:
+                    self._price_node(_Node(bound, 0, view, fold, number), [found], is_beam=is_beam)
         return [self.price(m) for m in found.mappings()]
 
     def price(self, mapping: ParallelMapping) -> PlannedMapping:
         """Return any mapping with its time and memory."""
         return PlannedMapping(mapping, self.cost_model.step_time(mapping), self.memory_model.estimate(mapping))
 
-    @cached_property
-    def _folds_of_view(self) -> dict[AttentionView, list[Fold]]:
-        found: dict[AttentionView, list[Fold]] = {}
-        for fold, view in self.space.folds:
-            found.setdefault(view, []).append(fold)
-        return found
-
     def _refine(self, node: "_Node", own: Sequence["_Found"]) -> Iterator["_Node"]:
         """Yield the nodes with closer bounds that replace a node, below the limits of some groups."""
         sizes = node.view.pipelines_by_mbs
-        zeros = {zero for one in own for zero in one.group.zero_stages}
-        if node.fold is None:
-            for fold in self._folds_of_view[node.view]:
-                if any(one.accepts(fold) for one in own):
-                    bound = max(node.bound_s, self._fold_bound_s(fold, node.view))
-                    yield _Node(bound, node.order, node.view, fold)
-        elif node.number < 0:
-            if self.memory.may_hold(node.fold, node.view, partial(self._small_pipelines, node.fold), zeros):
-                for number, (size, pipelines) in enumerate(sizes):
-                    bound = max(node.bound_s, self._size_bound_s(node.fold, size, pipelines))
-                    yield node._replace(bound_s=bound, number=number)
+        if node.number < 0:
+            for number, (size, pipelines) in enumerate(sizes):
+                bound = max(node.bound_s, self._size_bound_s(node.fold, size, pipelines))
+                yield node._replace(bound_s=bound, number=number)
         else:
+            zeros = {zero for one in own for zero in one.group.zero_stages}
             bound = self._fitting_bound_s(node.fold, *sizes[node.number], zeros)
             if bound < max(one.limit_s for one in own):
                 yield node._replace(bound_s=max(node.bound_s, bound), is_bounded=True)
 
     def _price_node(self, node: "_Node", own: Sequence["_Found"], *, is_beam: bool = True) -> None:
         """Add the best mappings of a fold and a micro-batch size that fit to groups."""
-        assert node.fold is not None
         limits: dict[tuple[int, ...], float] = {}
         for one in own:
             stages = one.group.zero_stages
@@ -266,16 +243,7 @@ class Search:
             if timed is not None:
                 one.add(node.fold, timed)
 
-    def _view_bound_s(self, view: AttentionView) -> float:
-        """Return a lower bound of a step's seconds over all degrees of the experts."""
-        cost_model = self.cost_model
-        bound = inf
-        for size, pipelines in view.pipelines_by_mbs:
-            probe = ParallelMapping(tp=view.tp, cp=view.cp, dp=view.dp, mbs=size)
-            bound = min(bound, self._passes_on_rank(view, size, pipelines) * cost_model.least_model_s(probe))
-        return bound
-
-    def _passes_on_rank(self, degrees: AttentionView | Fold, mbs: int, pipelines: tuple[PipelineVariant, ...]) -> float:
+    def _passes_on_rank(self, degrees: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...]) -> float:
         """Return a lower bound of a pipeline rank's time, in passes through the whole model.
 
         A bubble is (pp - 1) / vpp forward passes of a rank or longer, a third of both passes.
@@ -387,9 +355,6 @@ class Search:
         """Return the fastest mappings with a micro-batch size that fit, by the ZeRO stages that they may have.
 
         Args:
-            fold: the degrees.
-            size: samples of a micro-batch.
-            pipelines: legal pipelines.
             limits: seconds of a step that a mapping with some of these ZeRO stages has to beat.
             is_beam: whether to price only `MAX_PIPELINES`, as long as the mappings that pass three snapshots fit.
         """
@@ -403,6 +368,7 @@ class Search:
                     # In a beam only the fastest counts: if it does not fit, all are priced.
                     bounds |= {one: min(limit_s, queue[-1][0]) for one, limit_s in bounds.items() if m.zero in one}
         heapify(queue)
+        capacity = self.memory_model.device.memory_bytes
         while queue and len(found) < len(limits):
             least_s, number, m, seconds, is_exact = heappop(queue)
             wanted = [
@@ -412,13 +378,13 @@ class Search:
                 continue
             strategies = self.space.strategies
             fastest = np.array([seconds.argmin()])
-            if is_exact or self.memory_model.fitting(m, strategies, fastest).any():
+            if is_exact or (self.memory_model.totals(m, strategies, fastest) <= capacity).any():
                 found |= dict.fromkeys(wanted, (least_s, with_strategy(m, strategies, int(fastest[0]))))
             elif is_beam:
                 return self._fastest_that_fit(fold, size, pipelines, limits, is_beam=False)
             else:
                 others = np.flatnonzero(seconds < inf)
-                seconds[others[~self.memory_model.fitting(m, strategies, others)]] = inf
+                seconds[others[self.memory_model.totals(m, strategies, others) > capacity]] = inf
                 heappush(queue, (float(seconds.min()), number, m, seconds, True))
         return found
 

@@ -66,12 +66,7 @@ class AttentionView:
 
 
 class MappingSpace:
-    """The legal mappings of one recipe, by level.
-
-    Args:
-        constraints: the runtime's rules for the recipe.
-        restriction: the requested part of the space.
-    """
+    """The legal mappings of one recipe, by level."""
 
     def __init__(self, constraints: MappingConstraints, restriction: Restriction | None = None) -> None:
         self.constraints = constraints
@@ -389,10 +384,6 @@ def explain_illegal(constraints: MappingConstraints, restriction: Restriction) -
 
     A mapping that is legal without one of the fixed axes is given that axis's value; the runtime's error is the reason.
     If no single axis is the cause, the fixed axes are tried with few other degrees.
-
-    Args:
-        constraints: the runtime's rules for the recipe.
-        restriction: a part of the space without a legal mapping.
     """
     return (
         _unsearchable_reason(MappingSpace(constraints, restriction), restriction)

@@ -222,8 +222,6 @@ def simulate_mapping(
     """Simulate one step of a mapping: its schedule, and the end of the step as the cost model prices it.
 
     Args:
-        cost_model: cost model of the model, the device and the workload.
-        mapping: a mapping that fits them.
         noise: stragglers and jitter; None: an ideal machine.
         chunks: layers of the stages, in model order; None: split as in the cost model.
         schedule: the mapping's schedule with its settings, such as the path of its file; None: without any.

@@ -1,22 +1,24 @@
 """Hooks of the training loop: the base class of callbacks, and the state that the loop passes to them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import IntEnum, auto
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.checkpoint.run_states import RunStates
 from moefold.comm.groups import ParallelGroups
 from moefold.parallel.batch import Batch
-from moefold.train.callbacks.run_log import RunLog
-from moefold.train.data_loader import DataLoader, Position
+from moefold.train.position import Position
 from moefold.train.signals import StopSignals
 from moefold.train.step_meter import StepResult
 from moefold.train.train_step import TrainingStep
 
 if TYPE_CHECKING:
     from moefold.metrics.definitions import Metric
+    from moefold.train.run_log import RunLog
+    from moefold.train.step_data import StepData
 
 
 @dataclass
@@ -28,17 +30,17 @@ class TrainingContext:
     groups: ParallelGroups
     training: TrainingStep
     """Model, optimizer and guard; `training.model.stages` are the stages of this rank."""
-    data: DataLoader
+    data: "StepData"
     position: Position
     stop: StopSignals
     states: RunStates = field(default_factory=RunStates)
     """The objects whose state is in checkpoints."""
-    log: RunLog | None = None
+    log: "RunLog | None" = None
     """Files of the run folder, on rank 0 only."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step by name, `metrics.definitions.STEP`, on every rank; empty before the first step."""
     is_resumed: bool = False
-    """Whether a checkpoint was loaded."""
+    """True if a checkpoint was loaded."""
     status: int = 0
     """Exit status: 0, or 128 + the number of the signal that ends the loop; equal on all ranks."""
     before_save: list[Callable[[], None]] = field(default_factory=list)
@@ -61,9 +63,42 @@ class TrainingContext:
         self.data.events.clear()
 
 
-@dataclass
+class CallbackStage(IntEnum):
+    """Stages of the callbacks of a run: all ranks call their hooks stage by stage, in this order."""
+
+    KERNELS = auto()
+    """The kernels of the run are chosen, before any other forward pass."""
+    ROUNDS = auto()
+    """Rounds of rollouts and of sites end and begin."""
+    REFERENCE = auto()
+    """The reference of a loss is computed, with weights that no step has changed."""
+    EVALUATION = auto()
+    OUTER_EVALUATION = auto()
+    """The outer weights of sites are evaluated if the weights were."""
+    METRICS = auto()
+    """The metrics and the routing of the step are written; `TrainingContext.metrics` is set."""
+    REPORTS = auto()
+    """Rollouts and slow ranks are reported, below the line of the step."""
+    CHECK = auto()
+    """The state is checked, before a checkpoint has it."""
+    PROGRAM_STATE = auto()
+    """Hooks `after_step` of a program's callbacks with state, which the checkpoint of the step has."""
+    SAVE = auto()
+    PROGRAM = auto()
+    """All other hooks of a program's callbacks."""
+
+
+def _set_in(*stages: CallbackStage, **keywords: Any) -> Any:
+    """Return a field that only the callbacks of some stages change."""
+    return field(metadata={"stages": stages}, **keywords)
+
+
+@dataclass(frozen=True)
 class FinishedStep:
-    """One step that was not rolled back. Equal on all ranks, except for the batch and the time."""
+    """One step that was not rolled back. Equal on all ranks, except for the batch and the time.
+
+    A field that a callback sets names its stages: earlier stages find the default.
+    """
 
     number: int
     """1-based number of the step."""
@@ -71,18 +106,19 @@ class FinishedStep:
     batch: Batch
     """This rank's shard of the global batch."""
     step_time_s: float
-    is_last: bool
     num_tokens: int
     """Input tokens of the global batch, without padding."""
-    rl: dict[str, Any] | None = None
-    """Metrics of the rollouts; None without reinforcement learning."""
-    signals: list[Signals] = field(default_factory=list)
+    is_last: bool = _set_in(CallbackStage.ROUNDS)
+    """True if the run ends. A site that takes over the state of another site may be at its last step."""
+    signals: tuple[Signals, ...] = _set_in(CallbackStage.ROUNDS, CallbackStage.EVALUATION)
     """Signals that stop the run after this step."""
-    eval_loss: float | None = None
-    """Validation loss after this step; None without an evaluation."""
-    sites: dict[str, Any] | None = None
+    rl: dict[str, Any] | None = _set_in(CallbackStage.EVALUATION, default=None)
+    """Metrics of the rollouts; None without reinforcement learning."""
+    sites: dict[str, Any] | None = _set_in(CallbackStage.ROUNDS, CallbackStage.OUTER_EVALUATION, default=None)
     """Metrics of the round of the sites after this step; None without a round."""
-    is_evaluated: bool = True
+    eval_loss: float | None = _set_in(CallbackStage.EVALUATION, default=None)
+    """Validation loss after this step; None without an evaluation."""
+    is_evaluated: bool = _set_in(CallbackStage.EVALUATION, default=True)
     """False if a due evaluation was prevented by a signal."""
 
 
@@ -101,7 +137,7 @@ class Callback:
     """Definitions of the metrics that `measure` returns."""
 
     def measure(self, context: TrainingContext, step: FinishedStep) -> Mapping[str, float | None]:
-        """Return this rank's values of `metrics` by name, before the line of the step is written; None: no value."""
+        """Return this rank's values of `metrics` by name, before the line of the step is written, each maybe None."""
         return {}
 
     @property
@@ -141,3 +177,22 @@ class Callback:
 
     def on_error(self, context: TrainingContext, error: Exception) -> None:
         """Run after an exception, before it ends the run. Other ranks may be gone, so it must not communicate."""
+
+
+class StageCallback(Callback):
+    """Base class of the trainer's own callbacks, which have a stage and may set fields of a step."""
+
+    stage: ClassVar[CallbackStage]
+
+    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
+        """Run after a step, and return it with the fields that this callback sets; by default, run `after_step`."""
+        self.after_step(context, step)
+        return step
+
+    def complete_in_stage(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
+        """Run `complete`, which may set only the fields of its stage."""
+        completed = self.complete(context, step)
+        for each in fields(step):
+            is_set = getattr(completed, each.name) is not getattr(step, each.name)
+            assert not is_set or self.stage in each.metadata.get("stages", ()), (self, each.name)
+        return completed

@@ -11,13 +11,12 @@ from moefold.checkpoint.save_load import Resume, checkpoint_meta, resolve_resume
 from moefold.checkpoint.saver import open_saver
 from moefold.comm.collectives import broadcast_object, is_collective_error
 from moefold.comm.groups import ParallelGroups
-from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.schema import Config
 from moefold.errors import RunError
 from moefold.optim.lr_schedule import describe_schedule_change
 from moefold.optim.states import step_counts
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.run_log import is_due
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
+from moefold.train.due import is_due, is_save_due
 
 if TYPE_CHECKING:
     from moefold.checkpoint.peer_snapshot import PeerSnapshots
@@ -37,7 +36,7 @@ class SaveHistory:
     resumed_from: Path | None = None
     """The checkpoint that the run resumed from, if any."""
     saved_step: int | None = None
-    """Step of the last save that was started; None: no save, so a checkpoint in the folder is from another run."""
+    """Step of the last save that was started; None if none was: a checkpoint in the folder is from another run."""
     snapshots: "PeerSnapshots | None" = None
     """Snapshots of this process, if the recipe takes any."""
     restored_step: int | None = None
@@ -46,13 +45,15 @@ class SaveHistory:
     """States of the program's callbacks before the first step, see `RunStates`."""
 
 
-class Checkpointing(Callback):
+class Checkpointing(StageCallback):
     """Callback that saves on the schedule of `checkpoint`. The trainer resumes and rolls back with it.
 
     `init_message` describes the source of the initial weights, `checkpoint_dp` is the dp of the loaded checkpoint,
     `resume_messages` describe the learning rate and the counts after a resume, and `total_save_s` is the time that
     saving has blocked training on this rank.
     """
+
+    stage = CallbackStage.SAVE
 
     def __init__(self, cfg: Config, groups: ParallelGroups, history: SaveHistory | None = None) -> None:
         """Take over the snapshots of this process, and open the saver; collective if it saves in the background.
@@ -86,7 +87,7 @@ class Checkpointing(Callback):
             self._resume_from_peers(context, self.restored_step)
             return Resume(None)
         context.groups.recorder.set_phase("loading the checkpoint or the initial weights")
-        resume = resolve_resume(self._cfg, context.data.fingerprints)
+        resume = resolve_resume(self._cfg, context.data.files.fingerprints)
         self._history.resumed_from = resume.path
         context.data.open(None if resume.path is None else read_meta(resume.path))
         if self._cfg.trains_adapters_only:
@@ -183,14 +184,14 @@ class Checkpointing(Callback):
         resume = Resume(self._history.resumed_from)
         if self._history.saved_step is not None:
             section = replace(self._cfg.checkpoint, resume="auto")
-            resume = resolve_resume(replace(self._cfg, checkpoint=section), context.data.fingerprints)
+            resume = resolve_resume(replace(self._cfg, checkpoint=section), context.data.files.fingerprints)
         if resume.path is None:
             raise RunError(
                 f"{step_fault.describe()}; nothing of the step was applied, and there is no checkpoint yet to go back "
                 "to: set checkpoint.every lower, or skip such steps"
             )
         self._load(context, resume.path)
-        context.position.skipped.append((step_fault.samples[0], step_fault.end_sample))
+        context.position.skip(step_fault.samples[0], step_fault.end_sample)
         if self.snapshots is not None:
             self.snapshots.forget_groups()
             self._take_snapshot(context)
@@ -201,7 +202,7 @@ class Checkpointing(Callback):
         context.save_s = 0.0
         is_finite = step.eval_loss is not None and math.isfinite(step.eval_loss)
         self._eval_loss = step.eval_loss if is_finite else None
-        if is_save_due(self._cfg.checkpoint, step):
+        if is_save_due(self._cfg.checkpoint, step.number, is_last=step.is_last, is_stopped=bool(step.signals)):
             self.save(context)
         if is_due(self._cfg.checkpoint.peer_every, step.number):
             self._take_snapshot(context)
@@ -239,7 +240,7 @@ class Checkpointing(Callback):
             from moefold.train.outer_state import check_expert_owner
 
             check_expert_owner(meta, self._cfg.sites)
-        context.data.decide_restart(meta)
+        context.data.files.decide_restart(meta)
         self._load_states(context, meta, path)
 
     def _load_states(self, context: TrainingContext, meta: CheckpointMeta, path: Path | None) -> None:
@@ -266,7 +267,7 @@ class Checkpointing(Callback):
     def _resume_messages(self, context: TrainingContext, meta: CheckpointMeta) -> tuple[str, ...]:
         """Return the lines of the log about the learning rate and the counted tokens after a checkpoint was loaded."""
         messages = [describe_schedule_change(meta.state_of("schedule"), self._cfg.run, self._cfg.train, meta.step)]
-        is_padded = self._cfg.is_rl or context.data.train_sampler.has_annotations
+        is_padded = context.data.train_sampler.has_annotations
         is_old = "tokens_consumed" not in meta.state_of("position")
         if meta.step and is_old and (is_padded or context.training.guard.num_skipped):
             messages.append(
@@ -274,9 +275,3 @@ class Checkpointing(Callback):
                 "padding and with skipped updates"
             )
         return tuple(message for message in messages if message)
-
-
-def is_save_due(checkpoint: CheckpointConfig, step: FinishedStep) -> bool:
-    """Return whether to save after a step. A run that saves at all also saves when a signal stops it."""
-    is_end = (step.is_last and checkpoint.at_end) or (bool(step.signals) and checkpoint.saves)
-    return is_end or is_due(checkpoint.every, step.number)

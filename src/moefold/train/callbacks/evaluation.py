@@ -1,22 +1,25 @@
 """Callback that evaluates the model on the validation data."""
 
+from dataclasses import replace
 from signal import Signals
 
 from moefold.comm.groups import current_world
 from moefold.config.train import TrainConfig
 from moefold.errors import SIGNAL_STATUS
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.run_log import is_due
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
+from moefold.train.due import is_evaluation_due
 from moefold.train.signals import SIGNALS
 
 
-class PeriodicEvaluation(Callback):
+class PeriodicEvaluation(StageCallback):
     """Callback that computes the validation loss every train.eval_every steps and after the last step.
 
     Args:
         train: train.eval_every (0: never) and train.eval_at_start.
         last_step: run.steps.
     """
+
+    stage = CallbackStage.EVALUATION
 
     def __init__(self, train: TrainConfig, last_step: int) -> None:
         self._every = train.eval_every
@@ -48,21 +51,21 @@ class PeriodicEvaluation(Callback):
         if raised and eval_loss is None:
             context.status = SIGNAL_STATUS + raised[0]
 
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Evaluate if an evaluation is due and no signal stops the run; collective."""
         # A site that took over the state of another site is at a later step than its own training.
         if not self._is_due(context.position.step):
-            return
-        step.is_evaluated = False
-        if not step.signals:
-            step.eval_loss, step.signals = _evaluate(context)
-            step.is_evaluated = step.eval_loss is not None or not step.signals
+            return step
+        if step.signals:
+            return replace(step, is_evaluated=False)
+        eval_loss, signals = _evaluate(context)
+        return replace(step, eval_loss=eval_loss, signals=signals, is_evaluated=eval_loss is not None or not signals)
 
     def _is_due(self, step: int) -> bool:
-        return is_due(self._every, step) or (self._every > 0 and step == self._last_step)
+        return is_evaluation_due(self._every, step, self._last_step)
 
 
-def _evaluate(context: TrainingContext) -> tuple[float | None, list[Signals]]:
+def _evaluate(context: TrainingContext) -> tuple[float | None, tuple[Signals, ...]]:
     """Return the validation loss, and the signals received during the evaluation; collective.
 
     The loss is None if a signal interrupted the evaluation, or if all validation samples are lost.
@@ -70,6 +73,6 @@ def _evaluate(context: TrainingContext) -> tuple[float | None, list[Signals]]:
     batches = context.data.eval_batches()
     context.log_dropped_files(context.position.step)
     if not batches:
-        return None, []
+        return None, ()
     eval_loss, flags = context.training.evaluate_or_stop(batches, lambda: context.stop.flags)
-    return eval_loss, [number for number, count in zip(SIGNALS, flags, strict=bool(flags)) if count]
+    return eval_loss, tuple(number for number, count in zip(SIGNALS, flags, strict=bool(flags)) if count)

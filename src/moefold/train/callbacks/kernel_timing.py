@@ -1,11 +1,13 @@
 """Callback that chooses the kernels of the run, after the first step."""
 
 from moefold.parallel.kernels.timed import settle_choices
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 
 
-class KernelChoices(Callback):
+class KernelChoices(StageCallback):
     """Callback that makes all ranks run the fastest measured kernels after the first step, and logs the choice."""
+
+    stage = CallbackStage.KERNELS
 
     def __init__(self) -> None:
         self._is_settled = False

@@ -13,13 +13,13 @@ from moefold.config.run import RunConfig
 from moefold.cost.flops import peak_bf16_tflops
 from moefold.metrics.step_metrics import Stragglers, rank_time_metrics
 from moefold.metrics.writer import to_record
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import Callback, CallbackStage, FinishedStep, StageCallback, TrainingContext
 
 if TYPE_CHECKING:
     from moefold.metrics.step_metrics import Stragglers
 
 
-class MetricsLogging(Callback):
+class MetricsLogging(StageCallback):
     """Callback that computes the metrics of each step, and writes them and the expert counts on rank 0.
 
     Args:
@@ -29,6 +29,8 @@ class MetricsLogging(Callback):
         device: device of the rank.
         callbacks: callbacks of the program, which may measure more.
     """
+
+    stage = CallbackStage.METRICS
 
     def __init__(
         self,
@@ -102,8 +104,10 @@ class StepReporting(Callback):
             self._on_step(to_record(context.metrics))
 
 
-class RoutingTraceSaving(Callback):
+class RoutingTraceSaving(StageCallback):
     """Callback that gathers the recorded routing and writes it on rank 0 (moe.trace_every)."""
+
+    stage = CallbackStage.METRICS
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Save the routing of the step if it was traced; collective."""
@@ -117,12 +121,14 @@ class RoutingTraceSaving(Callback):
                 context.log.outputs.attempt(TRACE_FOLDER, lambda: buffer.save(step.number, writer), (OSError,))
 
 
-class StragglerDetection(Callback):
+class StragglerDetection(StageCallback):
     """Callback that logs slow ranks with the names of their hosts.
 
     Args:
         factor: faults.straggler_factor; 0: no rank is slow.
     """
+
+    stage = CallbackStage.REPORTS
 
     def __init__(self, factor: float) -> None:
         self._factor = factor

@@ -12,29 +12,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
+from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.data.fingerprint import LOCATION_KEYS
-from moefold.data.sampler import Sampler
 from moefold.errors import ConfigError
 from moefold.model.head import ModelOutput
 from moefold.objectives.sequences import Sequences
 from moefold.parallel.batch import Batch
-from moefold.parallel.fsdp import reshard_parameters
-from moefold.train.callbacks.callback import Callback, TrainingContext
+from moefold.train.batch_sharding import BatchSharder
+from moefold.train.callbacks.callback import CallbackStage, StageCallback, TrainingContext
+from moefold.train.data_files import RunDataFiles
+from moefold.train.data_loader import DataLoader
 
 
-class ReferencePass(Callback):
+class ReferencePass(StageCallback):
     """Callback that fills in the column "reference_log_probs" before the first step.
 
     A new run computes it with its initial weights under its own mapping and stores it in the run folder; a resumed run
     reads it from there.
 
     Args:
+        loader: the samples of the run.
         checkpoint: section of the recipe: the run that checkpoint.resume names also has the file.
     """
 
-    def __init__(self, checkpoint: CheckpointConfig) -> None:
+    stage = CallbackStage.REFERENCE
+
+    def __init__(self, loader: DataLoader, checkpoint: CheckpointConfig) -> None:
+        self._loader = loader
         self._checkpoint = checkpoint
 
     def on_start(self, context: TrainingContext) -> None:
@@ -43,21 +49,45 @@ class ReferencePass(Callback):
         Raises:
             ConfigError: the run is resumed, and its folder has no log-probabilities for its data.
         """
-        reference = context.data.reference
+        reference = self._loader.reference
         if reference is None:
             return
-        name = _file_name(context)
+        name = _file_name(self._loader.files)
         path = context.folder / name
         if context.is_resumed:
             reference.values = self._read_on_rank0(context, name, reference.values.shape)
         else:
-            reference.values = reference_log_probs(context, len(reference.values))
+            reference.values = self.log_probs(context, len(reference.values))
         # A run that resumes from a checkpoint of another folder has its own file from now on.
         if context.is_first_rank and not (context.is_resumed and path.is_file()):
             draft = path.with_suffix(".tmp")
             with draft.open("wb") as file:
                 np.save(file, reference.values)
             os.replace(draft, path)
+
+    def log_probs(self, context: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
+        """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]; collective.
+
+        The forward pass is the same as in an evaluation, under the mapping of the training.
+        """
+        loader = self._loader
+        model = context.training.model
+        groups = model.groups
+        recorder = SequenceLogProbs(tuple(model.stages[-1].loss.terms))
+        with model.evaluating("the pass for the log-probabilities of the reference", recorder):
+            for sampler in (loader.train_sampler, loader.validation_sampler):
+                for batch in _epoch(loader.sharder(sampler), len(sampler), groups.recorder):
+                    model.runner.evaluate(batch)
+        # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
+        totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
+        if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
+            for pair_ids, sums in recorder.sums:
+                is_pair = pair_ids.flatten() >= 0
+                rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
+                totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
+        totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
+        means: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
+        return means
 
     def _read_on_rank0(self, context: TrainingContext, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
         """Read the file on rank 0, and send its array to all ranks; collective.
@@ -69,7 +99,7 @@ class ReferencePass(Callback):
         if self._checkpoint.resume not in ("auto", "never"):
             folders.append(Path(self._checkpoint.resume).resolve().parent.parent)
         if context.is_first_rank:
-            names = (name, _former_file_name(context))
+            names = (name, _former_file_name(context.data.files))
             path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
             if path is not None:
                 try:
@@ -101,62 +131,27 @@ _KEYS_OF_FORMAT_1 = {
 """Keys of [align] in every recipe so far: they are part of the names of files that a resumed run looks for."""
 
 
-def _file_name(context: TrainingContext) -> str:
+def _file_name(files: RunDataFiles) -> str:
     """Return a file name that depends on everything that determines the pairs or their log-probabilities."""
-    order = context.data.order | _KEYS_OF_FORMAT_1
+    order = files.order | _KEYS_OF_FORMAT_1
     order = {key: value for key, value in order.items() if key not in LOCATION_KEYS}
-    return _hashed_name([order, list(context.data.fingerprints.values())])
+    return _hashed_name([order, list(files.fingerprints.values())])
 
 
-def _former_file_name(context: TrainingContext) -> str:
+def _former_file_name(files: RunDataFiles) -> str:
     """Return the file name of earlier versions, which also depended on the paths of the data."""
-    fingerprints = {name: " ".join(digest.split()[:2]) for name, digest in context.data.fingerprints.items()}
-    return _hashed_name([context.data.order | _KEYS_OF_FORMAT_1, fingerprints])
+    fingerprints = {name: " ".join(digest.split()[:2]) for name, digest in files.fingerprints.items()}
+    return _hashed_name([files.order | _KEYS_OF_FORMAT_1, fingerprints])
 
 
 def _hashed_name(identity: object) -> str:
     return f"reference-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}.npy"
 
 
-def reference_log_probs(context: TrainingContext, num_pairs: int) -> NDArray[np.float64]:
-    """Compute the sum of the log-probabilities of both sequences of each pair, float64 [pairs, 2]; collective.
-
-    The forward pass is the same as in an evaluation, under the mapping of the training.
-    """
-    training = context.training
-    model = training.model
-    groups = model.groups
-    last = model.stages[-1]
-    loss = last.loss
-    recorder = SequenceLogProbs(tuple(loss.terms))
-    last.loss = recorder
-    model.train(False)
-    with model.cast_copies.fresh():
-        for sampler in (context.data.train_sampler, context.data.validation_sampler):
-            for batch in _epoch(sampler, context):
-                model.runner.evaluate(batch)
-    reshard_parameters(model.stages)
-    model.train(True)
-    last.loss = loss
-    # Sums and counts: the samples that fill up the last batch of an epoch are computed twice.
-    totals = torch.zeros(num_pairs, 3, dtype=torch.float64)
-    if groups.attn.tp.rank == 0 and groups.attn.cp.rank == 0:
-        for pair_ids, sums in recorder.sums:
-            is_pair = pair_ids.flatten() >= 0
-            rows = torch.cat((sums.double().reshape(-1, 2), torch.ones(len(is_pair), 1, device=sums.device)), 1)
-            totals.index_add_(0, pair_ids.flatten()[is_pair].cpu(), rows[is_pair].cpu())
-    totals = all_reduce_sum(totals.to(groups.device), groups.world).cpu()
-    means: NDArray[np.float64] = (totals[:, :2] / totals[:, 2:].clamp(min=1)).numpy()
-    return means
-
-
-def _epoch(sampler: Sampler, context: TrainingContext) -> Iterator[Batch]:
+def _epoch(sharder: BatchSharder, num_samples: int, recorder: FlightRecorder) -> Iterator[Batch]:
     """Yield this rank's shards of batches that cover each sample of an epoch."""
-    if not len(sampler):
-        return
-    sharder = context.data.sharder(sampler)
-    for first in range(0, len(sampler), sharder.global_batch_size):
-        context.groups.recorder.set_phase(f"log-probabilities of the reference, sample {first} of {len(sampler)}")
+    for first in range(0, num_samples, sharder.global_batch_size):
+        recorder.set_phase(f"log-probabilities of the reference, sample {first} of {num_samples}")
         yield sharder.batch(first)
 
 

@@ -11,27 +11,40 @@ import torch
 
 from moefold.comm.groups import current_world
 from moefold.config.checkpoint import CheckpointConfig
+from moefold.config.faults import FaultsConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
 from moefold.errors import RunError, format_list
-from moefold.parallel.replica_check import Divergence, HostFact
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.checkpointing import is_save_due
+from moefold.optim.states import named_moments
+from moefold.parallel.replica_check import Divergence, HostFact, ReplicaCheck
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
+from moefold.train.due import is_due, is_save_due
 
 
-class ReplicaComparison(Callback):
-    """Callback that compares replicas before each save, and ends the run if they differ.
-
-    The training step compares every faults.replica_check_every steps by itself.
+class ReplicaComparison(StageCallback):
+    """Callback that compares replicas every faults.replica_check_every steps and before each save.
 
     Args:
-        checkpoint: section of the recipe, which has the schedule of saves.
-        seed: run.seed.
+        run, parallel, faults, checkpoint: sections of the recipe.
         drain: waits for the save in the background.
     """
 
-    def __init__(self, checkpoint: CheckpointConfig, seed: int, drain: Callable[[], None]) -> None:
+    stage = CallbackStage.CHECK
+
+    def __init__(
+        self,
+        run: RunConfig,
+        parallel: ParallelConfig,
+        faults: FaultsConfig,
+        checkpoint: CheckpointConfig,
+        drain: Callable[[], None],
+    ) -> None:
+        self._seed = run.seed
+        self._zero = parallel.zero
+        self._every = faults.replica_check_every
         self._checkpoint = checkpoint
-        self._seed = seed
         self._drain = drain
+        self._check: ReplicaCheck | None = None
         self._checked_step: int | None = None
 
     state_name = "replica_check"
@@ -44,25 +57,28 @@ class ReplicaComparison(Callback):
         """Take over the step of a checkpoint."""
         self._checked_step = state_dict.get("checked_step")
 
+    def on_start(self, context: TrainingContext) -> None:
+        """Find the replicated state."""
+        training = context.training
+        moments = named_moments(training.optimizer, training.optimized)
+        self._check = ReplicaCheck(training.model, moments, self._zero)
+
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Compare the replicas if a save is due and the step has not compared them; collective.
+        """Compare the replicas if it is due; collective.
 
         Raises:
             RunError: the replicas have diverged.
         """
-        divergences: Sequence[Divergence] = step.result.divergences
-        is_checked = step.result.replicas is not None
-        if is_save_due(self._checkpoint, step) and not is_checked and context.training.checks_replicas:
-            # Loading a checkpoint makes all replicas equal, so weights that have diverged would go unnoticed.
-            context.groups.recorder.set_phase("comparing replicas")
-            divergences = context.training.divergences(
-                step.batch, step.number, step.result.lr, host_facts(context, self._seed)
-            )
-            is_checked = True
+        # Loading a checkpoint makes all replicas equal, so weights that have diverged would go unnoticed.
+        is_saved = is_save_due(self._checkpoint, step.number, is_last=step.is_last, is_stopped=bool(step.signals))
+        if not (is_saved or is_due(self._every, step.number)):
+            return
+        assert self._check is not None
+        context.groups.recorder.set_phase("comparing replicas")
+        divergences = self._check.find_divergences(step.batch, host_facts(context, step, self._seed))
         if divergences:
             self._raise(divergences, context, step)
-        if is_checked:
-            self._checked_step = step.number
+        self._checked_step = step.number
 
     def _raise(self, divergences: Sequence[Divergence], context: TrainingContext, step: FinishedStep) -> None:
         """End the run before it saves a checkpoint; collective."""
@@ -83,15 +99,17 @@ class ReplicaComparison(Callback):
         )
 
 
-def host_facts(context: TrainingContext, seed: int) -> list[HostFact]:
-    """Return the host state (RNG, data position) before the step, compared across ranks by the replica check."""
+def host_facts(context: TrainingContext, step: FinishedStep, seed: int) -> list[HostFact]:
+    """Return the host state (RNG, positions) after a step, compared across ranks by the replica check."""
     routers = [layer.router.step for layer in context.training.model.moe_layers().values()]
     device = context.groups.device
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     digests = [hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states]
     data = context.data.state_dict()
     stream = data.pop("stream")
+    guard = json.dumps(context.training.guard.state_dict())
     return [
+        HostFact("the position of the run", f"step {step.number}, rate {step.result.lr!r}, {guard}", ("world",)),
         HostFact("the random number generators", f"{seed} {routers} {digests}", ("stage",)),
         HostFact("the data position", json.dumps([context.position.state_dict(), data]), ("world",)),
         # Data-parallel ranks read different samples, so their streams may be at different blocks.

@@ -1,13 +1,15 @@
 """Callbacks of reinforcement learning: held-out reward, files of rollouts, and a message if nothing is learnt."""
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TextIO
 
 from moefold.inference.rollouts import rollout_records, token_records
 from moefold.metrics.writer import MISMATCH_FILE, ROLLOUTS_FILE, truncate_metrics
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
-from moefold.train.callbacks.run_log import is_due
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
+from moefold.train.due import is_due, is_evaluation_due
 from moefold.train.rollout_loader import RolloutLoader
 from moefold.train.step_fault import MismatchError
 
@@ -15,71 +17,87 @@ SILENT_STEPS = 20
 """Steps without a mixed group until the log reports that nothing is learnt."""
 
 
-class RolloutRounds(Callback):
-    """Callback that saves and stops a run only between rounds; before callbacks that read `rl` or `signals`."""
+class RolloutRounds(StageCallback):
+    """Callback that saves and stops a run only between rounds.
+
+    Args:
+        loader: the rollouts of the run.
+    """
+
+    stage = CallbackStage.ROUNDS
+
+    def __init__(self, loader: RolloutLoader) -> None:
+        self._loader = loader
 
     def on_start(self, context: TrainingContext) -> None:
         """Let each save wait for the ordered rounds, and the ranks that only sample end after the last save."""
-        queue = rollout_loader(context).queue
+        queue = self._loader.queue
         context.before_save.append(queue.receive_ordered)
         context.at_end.append(queue.finish)
 
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
-        """Set the metrics of the rollouts, and leave out signals within a round, whose last steps would be lost."""
-        loader = rollout_loader(context)
-        step.rl = dict(loader.metrics)
-        if not loader.is_round_complete:
-            step.signals.clear()
+    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
+        """Leave out signals within a round, whose last steps would be lost."""
+        return step if self._loader.is_round_complete else replace(step, signals=())
 
 
-class RewardEvaluation(Callback):
-    """Callback that computes the mean reward of greedy completions of held-out prompts.
+class RewardEvaluation(StageCallback):
+    """Callback that computes the mean reward of greedy completions of held-out prompts, and sets the metrics `rl`.
 
     Args:
+        loader: the rollouts of the run.
         every: train.eval_every; 0: never.
+        last_step: run.steps.
         reset_patience: rl.reset_patience.
     """
 
-    def __init__(self, every: int, reset_patience: int) -> None:
+    stage = CallbackStage.EVALUATION
+
+    def __init__(self, loader: RolloutLoader, every: int, last_step: int, reset_patience: int) -> None:
+        self._loader = loader
         self._every = every
+        self._last_step = last_step
         self._reset_patience = reset_patience
 
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Evaluate if an evaluation is due and no signal stops the run; collective."""
-        assert step.rl is not None
-        step.rl["eval_reward"] = None
-        if not (is_due(self._every, step.number) or (self._every > 0 and step.is_last)) or step.signals:
-            return
-        loader = rollout_loader(context)
-        reward = loader.evaluate_reward()
-        step.rl["eval_reward"] = reward
+        reward: float | None = None
+        if is_evaluation_due(self._every, step.number, self._last_step) and not step.signals:
+            reward = self._evaluate(context, step.number)
+        return replace(step, rl=self._loader.metrics | {"eval_reward": reward})
+
+    def _evaluate(self, context: TrainingContext, step: int) -> float | None:
+        """Return the mean reward of held-out prompts; reset the reference model if it has stopped to rise."""
+        reward = self._loader.evaluate_reward()
         if context.log is not None:
             result = "no reward" if reward is None else f"greedy reward {reward:.4f}"
-            context.log.message(f"step {step.number}: {result} on held-out prompts")
-        if reward is None:
-            return
-        if loader.kl_reference.record(reward):
+            context.log.message(f"step {step}: {result} on held-out prompts")
+        if reward is not None and self._loader.kl_reference.record(reward):
             context.training.reset_moments()
             if context.log is not None:
                 context.log.message(
-                    f"step {step.number}: the reference model is the current policy, and the optimizer moments are 0: "
+                    f"step {step}: the reference model is the current policy, and the optimizer moments are 0: "
                     f"no higher reward in {self._reset_patience} evaluations"
                 )
+        return reward
 
 
-class RolloutLogging(Callback):
+class RolloutLogging(StageCallback):
     """Callback that writes rollouts with their texts and rewards, and reports runs that learn nothing, on rank 0.
 
     Args:
+        loader: the rollouts of the run.
         every: metrics.rollouts_every; 0: no rollouts are written.
     """
 
-    def __init__(self, every: int) -> None:
+    stage = CallbackStage.REPORTS
+
+    def __init__(self, loader: RolloutLoader, every: int) -> None:
+        self._loader = loader
         self._every = every
         self._file: TextIO | None = None
         self._silent_steps = 0
         self._reports_none = False
-        """Whether the log has reported that no rollout has a reward."""
+        """True if the log has reported that no rollout has a reward."""
 
     def on_start(self, context: TrainingContext) -> None:
         """Open rollouts.jsonl; removes the lines past the checkpoint that the run continues from."""
@@ -96,13 +114,12 @@ class RolloutLogging(Callback):
 
     def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
         """Write the rollouts of the step if they are due."""
-        assert step.rl is not None
-        loader = rollout_loader(context)
         if context.log is not None:
-            self._report_silence(context, step)
+            self._report_silence(context.log.message, step.number)
         if self._file is not None and is_due(self._every, step.number):
             assert context.log is not None
-            records = [record for group in loader.round for record in rollout_records(group, loader.completion_text)]
+            text_of = self._loader.completion_text
+            records = [record for group in self._loader.round for record in rollout_records(group, text_of)]
             context.log.outputs.attempt(ROLLOUTS_FILE, lambda: self._append(step.number, records))
 
     def _append(self, step: int, records: list[dict[str, Any]]) -> None:
@@ -114,8 +131,8 @@ class RolloutLogging(Callback):
         """Write the rollouts of a sampler that differs from training."""
         if context.log is None or not isinstance(error, MismatchError):
             return
-        loader = rollout_loader(context)
-        records = [record for group in loader.round for record in token_records(group, loader.completion_text)]
+        text_of = self._loader.completion_text
+        records = [record for group in self._loader.round for record in token_records(group, text_of)]
         text = "".join(json.dumps({"step": context.position.step + 1, **record}) + "\n" for record in records)
         path = context.folder / MISMATCH_FILE
         context.log.outputs.attempt(MISMATCH_FILE, lambda: path.write_text(text, encoding="utf-8"))
@@ -127,22 +144,21 @@ class RolloutLogging(Callback):
             with suppress(OSError):
                 self._file.close()
 
-    def _report_silence(self, context: TrainingContext, step: FinishedStep) -> None:
+    def _report_silence(self, say: Callable[[str], None], step: int) -> None:
         """Log, once each, that no rollout had a reward, and that no group had two rewards for many steps.
 
         Rewards give no gradient then.
         """
-        assert step.rl is not None
-        assert context.log is not None
-        if step.rl["reward"] is None and not self._reports_none:
+        metrics = self._loader.metrics
+        if metrics["reward"] is None and not self._reports_none:
             self._reports_none = True
-            context.log.message(
-                f"step {step.number}: no rollout has a reward, so nothing is learnt from them: the functions of "
+            say(
+                f"step {step}: no rollout has a reward, so nothing is learnt from them: the functions of "
                 "reward.use returned None for all of them, or failed"
             )
-        self._silent_steps = 0 if step.rl["mixed_groups"] else self._silent_steps + 1
+        self._silent_steps = 0 if metrics["mixed_groups"] else self._silent_steps + 1
         if self._silent_steps == SILENT_STEPS:
-            reward = step.rl["reward"]
+            reward = metrics["reward"]
             if reward is None:
                 cause = "no rollout has a reward; let a function of reward.use return numbers"
             else:
@@ -151,13 +167,7 @@ class RolloutLogging(Callback):
                     f" (mean reward {reward}); use other prompts, a better start (checkpoint.init_from), a larger "
                     "rl.group_size or a higher rollout.temperature"
                 )
-            context.log.message(
-                f"step {step.number}: no group has had two different rewards for {SILENT_STEPS} steps, so nothing is "
+            say(
+                f"step {step}: no group has had two different rewards for {SILENT_STEPS} steps, so nothing is "
                 f"learnt: {cause}"
             )
-
-
-def rollout_loader(context: TrainingContext) -> RolloutLoader:
-    """Return the data loader of a run of reinforcement learning."""
-    assert isinstance(context.data, RolloutLoader)
-    return context.data

@@ -1,6 +1,7 @@
 """Callback that adds to the metrics of a round: the validation loss of the outer weights, and spikes of the loss."""
 
 from collections import deque
+from dataclasses import replace
 
 from moefold.comm.groups import current_world
 from moefold.config.model import ModelConfig
@@ -8,30 +9,33 @@ from moefold.config.sites import SitesConfig
 from moefold.optim.outer import OuterOptimizer
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import recipe_fragments, shortest_gap
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 
 
-class SiteEvaluation(Callback):
-    """Callback that runs after the evaluation, on steps with a round only.
+class SiteEvaluation(StageCallback):
+    """Callback that adds to the metrics of steps with a round.
 
     `eval_loss` is the loss of the outer weights if the step is evaluated, which costs a second evaluation where the
     site's own weights differ from them. `spike` is the value of the round before.
     """
 
+    stage = CallbackStage.OUTER_EVALUATION
+
     def __init__(self, model: ModelConfig, sites: SitesConfig) -> None:
         self._spike = LossSpike(shortest_gap(recipe_fragments(model, sites), sites.every))
 
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Add to the metrics of the round, if the step has one; collective."""
         self._spike.add(step.result.loss)
         if step.sites is None:
-            return
-        step.sites["spike"] = self._spike.last
+            return step
+        sites = step.sites | {"spike": self._spike.last}
         # A round that began before a resume has fewer metrics.
-        if step.sites.get("skipped") is None:
+        if sites.get("skipped") is None:
             self._spike.mark()
         if step.eval_loss is not None:
-            step.sites["eval_loss"] = self._evaluate(context, step.eval_loss)
+            sites["eval_loss"] = self._evaluate(context, step.eval_loss)
+        return replace(step, sites=sites)
 
     def _evaluate(self, context: TrainingContext, own_loss: float) -> float | None:
         """Return the validation loss of the outer weights; None if a signal interrupted the evaluation."""

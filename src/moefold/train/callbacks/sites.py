@@ -1,9 +1,11 @@
 """Callback that exchanges the weights with the other sites of the run, by the outer optimizer."""
 
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_reduce_sum
 from moefold.comm.groups import current_world
-from moefold.comm.site_links import Exchanged, Probe, SiteRound
+from moefold.comm.site_links import ExchangeResult, Probe, SiteRound
 from moefold.config.model import ModelConfig, has_moe_layers
 from moefold.config.run import RunConfig
 from moefold.config.sites import SitesConfig
@@ -24,11 +26,11 @@ from moefold.launch.signed_lines import Message
 from moefold.model.local_param import local_tensor
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.optim.outer import OuterOptimizer
-from moefold.optim.outer_round import PendingRound, Sent
+from moefold.optim.outer_round import PendingRound, SentVector
 from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import fragments_due, is_probed, rounds_until, step_of_round
-from moefold.train.callbacks.callback import Callback, FinishedStep, TrainingContext
+from moefold.train.callbacks.callback import CallbackStage, FinishedStep, StageCallback, TrainingContext
 from moefold.train.routing_probe import RoutingProbe, count_equal_choices
 from moefold.train.signals import SIGNALS
 from moefold.train.site_meeting import SiteMeeting
@@ -46,7 +48,7 @@ class _Differences:
     fragments: tuple[int, ...]
     delta: Tensor
     is_finite: bool
-    """Whether the weights of all ranks of the site were finite."""
+    """True if the weights of all ranks of the site were finite."""
     tokens: int
     """Tokens of this site when the differences were taken."""
     began_s: float
@@ -62,19 +64,21 @@ class _Flight:
     """An exchange under way; the sites have not voted on it yet."""
 
     taken: _Differences
-    sent: Sent
+    sent: SentVector
     round: SiteRound
-    exchange: "Future[Exchanged] | None"
+    exchange: "Future[ExchangeResult] | None"
     """Result of the exchange; None in a round of one site."""
 
 
-class SiteRounds(Callback):
+class SiteRounds(StageCallback):
     """Callback that takes the outer step of a round. A round that is skipped changes nothing.
 
     Args:
         run, model, train, sites: sections of the recipe.
         settings: the settings that all sites must share, from `equal_settings`.
     """
+
+    stage = CallbackStage.ROUNDS
 
     def __init__(
         self, run: RunConfig, model: ModelConfig, train: TrainConfig, sites: SitesConfig, settings: dict[str, Any]
@@ -89,7 +93,7 @@ class SiteRounds(Callback):
         self._num_skipped = 0
         self._probe = RoutingProbe(model, train, sites.number)
         self._logged_wait = ""
-        self._gift: Message | None = None
+        self._transfer_order: Message | None = None
         """Order of the meeting point to give the state to another site after this round."""
 
     def on_start(self, context: TrainingContext) -> None:
@@ -103,14 +107,15 @@ class SiteRounds(Callback):
         if self._sites.count == 1:
             return
         outer = _outer_of(context)
-        frozen = [p.data for p in context.training.parameters.values() if not p.requires_grad]
-        frozen_hash = {"the hash of the frozen weights": self._digest(context, frozen)} if frozen else {}
+        frozen = {name: p.data for name, p in context.training.parameters.items() if not p.requires_grad}
+        device = context.groups.device
+        frozen_hash = {"the hash of the frozen weights": hash_of_ranks(frozen, device)} if frozen else {}
         self._meeting = SiteMeeting(self._sites, self._settings | frozen_hash, context.groups.rank)
-        hello = self._position(context.position.step, outer)
-        digest = self._digest(context, list(outer.weights.values()))
+        registration = self._position(context.position.step, outer)
+        digest = hash_of_ranks(outer.weights, device)
         # A pending round is counted, but not yet in the outer weights.
         weights = {"weights": digest} if outer.pending is None else {}
-        found = self._meeting.ask_until_ready(hello | weights, partial(self._poll, context))
+        found = self._meeting.ask_until_ready(registration | weights, partial(self._poll, context))
         if found == "stopped":
             return
         # The round after the present step will still follow.
@@ -119,7 +124,7 @@ class SiteRounds(Callback):
             self._join(context)
             self._begin_joined(context)
 
-    def after_step(self, context: TrainingContext, step: FinishedStep) -> None:
+    def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._run.steps
         outer = _outer_of(context)
@@ -129,22 +134,23 @@ class SiteRounds(Callback):
         if due and (step.number >= due or is_last):
             context.groups.recorder.set_phase("waiting for the exchange with the other sites")
             self._decide(context)
-            step.sites = self._apply(context, is_overlapped=True)
+            step = replace(step, sites=self._apply(context, is_overlapped=True))
             self._give(context)
         elif fragments:
             outer.skip()
         if not fragments:
-            return
+            return step
         context.groups.recorder.set_phase("exchanging weights with the other sites")
         overlap = 0 if is_last else self._sites.overlap
         if not self._begin(context, step.number, fragments, overlap):
             self._join(context)
-            step.is_last = context.position.step == self._run.steps
             self._begin_joined(context)
-        elif not overlap or self._flight is None:
+            return replace(step, is_last=context.position.step == self._run.steps)
+        if not overlap or self._flight is None:
             self._decide(context)
-            step.sites = self._apply(context, is_overlapped=False)
+            step = replace(step, sites=self._apply(context, is_overlapped=False))
             self._give(context)
+        return step
 
     def on_rollback(self, context: TrainingContext) -> None:
         """Discard the round under way, as the weights of its differences are gone; in runs of one site."""
@@ -212,7 +218,7 @@ class SiteRounds(Callback):
             context.log.message(f"after step {before}: {taken} {context.position.step}")
 
     def _begin_joined(self, context: TrainingContext) -> None:
-        """Begin the round that the giver begins after it has given its state, if there is one; collective.
+        """Begin the round that the sender begins after it has sent its state, if there is one; collective.
 
         Where a round is exchanged during the whole next round, the state is given between two rounds of the same step.
         """
@@ -223,7 +229,7 @@ class SiteRounds(Callback):
 
     def _give(self, context: TrainingContext) -> None:
         """Send the state of this site to a joining site, if the meeting point orders it; local to each rank."""
-        order, self._gift = self._gift, None
+        order, self._transfer_order = self._transfer_order, None
         if order is None or self._meeting is None or self._meeting.links is None:
             return
         context.groups.recorder.set_phase(f"sending the state to site {order['to']}")
@@ -268,9 +274,8 @@ class SiteRounds(Callback):
         _outer_of(context).carried = carried
         _outer_of(context).adopt(num_rounds, context.position.tokens)
         context.training.restore_moment_updates(moment_updates)
-        context.position.step = step_of_round(self._run, self._model, self._sites, index) + min(
-            since, self._sites.overlap
-        )
+        step = step_of_round(self._run, self._model, self._sites, index)
+        context.position.adopt(step + min(since, self._sites.overlap))
 
     def _begin(self, context: TrainingContext, step: int, fragments: tuple[int, ...], overlap: int) -> bool:
         """Take the differences of fragments, and start to exchange them; collective.
@@ -292,7 +297,7 @@ class SiteRounds(Callback):
         if "missed" in answer:
             return False
         self._meeting.raise_if_refused(answer)
-        self._gift = answer.get("give")
+        self._transfer_order = answer.get("give")
         if "rests" in answer:
             # A site without a pair in this round: its difference keeps growing.
             self._record["members"] = 1
@@ -333,7 +338,7 @@ class SiteRounds(Callback):
             "tokens": self._weight(context, taken.fragments),
             "finite": taken.is_finite,
             # The outer weights of pairs differ.
-            "digest": 0 if in_pairs else self._digest(context, list(outer.weights.values())),
+            "digest": 0 if in_pairs else hash_of_ranks(outer.weights, context.groups.device),
             "timeout_s": self._sites.timeout_s,
             # A site that joins after the last step would have nothing to train.
             "last": taken.due >= self._run.steps,
@@ -343,8 +348,8 @@ class SiteRounds(Callback):
     def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
         outer = _outer_of(context)
-        sent = outer.send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
-        exchange: Future[Exchanged] | None = None
+        sent = outer.vector_to_send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
+        exchange: Future[ExchangeResult] | None = None
         if len(round_.members) > 1:
             assert self._meeting is not None
             assert self._meeting.links is not None
@@ -393,7 +398,7 @@ class SiteRounds(Callback):
             decoded = exchanged.decoded[: len(taken.delta)] if taken.is_finite else taken.delta
             outer.keep_residual(taken.fragments, taken.delta, decoded)
         round_ = PendingRound(taken.step, taken.due, taken.fragments, taken.delta, exchanged.mean)
-        outer.pending = outer.receive(round_, flight.sent, exchanged, flight.round.members)
+        outer.pending = outer.with_received_values(round_, flight.sent, exchanged, flight.round.members)
         self._record |= {
             "members": len(flight.round.members),
             "sent_bytes": _sum_of_ranks(context, [float(exchanged.sent_bytes)])[0],
@@ -445,19 +450,25 @@ class SiteRounds(Callback):
         if context.log is not None:
             context.log.log_skipped_round(step, why)
 
-    def _digest(self, context: TrainingContext, tensors: Sequence[Tensor]) -> int:
-        """Return a hash of tensors of all ranks of the site; collective."""
-        hasher = TensorHasher(context.groups.device)
-        local = sum(int(hasher.digest(tensor)[1]) for tensor in tensors)
-        return int(sum(current_world().all_gather_object(local)) % 2**63)
+
+def hash_of_ranks(tensors: Mapping[str, Tensor], device: torch.device) -> int:
+    """Return a hash of the named tensors of all ranks of the site, below 2**63; collective."""
+    hasher = TensorHasher(device)
+    local = _hash({name: hasher.digest(tensor).tolist() for name, tensor in tensors.items()})
+    return _hash(current_world().all_gather_object(local))
 
 
-def _result(flight: _Flight, context: TrainingContext) -> tuple[Exchanged | None, str]:
+def _hash(value: object) -> int:
+    text = json.dumps(value, sort_keys=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _result(flight: _Flight, context: TrainingContext) -> tuple[ExchangeResult | None, str]:
     """Wait for an exchange of this rank and return its result, or the reason of its failure."""
     if flight.exchange is None:
         vector, num_coded, num_gathered = flight.sent
         gathered = vector[num_coded - num_gathered : num_coded].unsqueeze(0)
-        return Exchanged(vector, vector, 0, 0.0, gathered), ""
+        return ExchangeResult(vector, vector, 0, 0.0, gathered), ""
     try:
         while True:
             try:

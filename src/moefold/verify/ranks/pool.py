@@ -236,8 +236,8 @@ def _worker_main(
     except BaseException as error:  # noqa: BLE001 - every failure of a rank is sent to the parent as text
         from moefold.config.part_faults import failure_of_part
 
-        named = failure_of_part(error) or error
-        result = (False, (traceback.format_exc(), named if type(named) in (ConfigError, RunError) else None))
+        reported = failure_of_part(error) or error
+        result = (False, (traceback.format_exc(), reported if type(reported) in (ConfigError, RunError) else None))
     # Plain pickle: torch's reducers would share memory with this process, which ends now.
     with suppress(BrokenPipeError):
         # The parent may have been interrupted.

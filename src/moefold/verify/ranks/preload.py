@@ -12,7 +12,7 @@ import torch.distributed.tensor
 # Training modules: importing them here saves half a second in each rank of each task.
 import moefold.train.trainer
 import moefold.verify.distributed_run  # noqa: F401
-from moefold.comm.torch_compat import import_compiler
+from moefold.comm.private_torch import import_compiler
 from moefold.config.schema import Config
 from moefold.validate.config import check_config
 

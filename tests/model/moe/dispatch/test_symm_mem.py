@@ -9,6 +9,7 @@ from torch import Tensor
 from moefold.comm.groups import ParallelGroups
 from moefold.comm.row_exchange import RowExchange
 from moefold.model.moe.dispatch import RoutingMap
+from moefold.model.moe.dispatch.validating import ValidatingDispatcher
 from moefold.parts.dispatcher.symm_mem.module import SymmMemDispatcher
 from moefold.topology.layout import fold
 from tests.model.moe.dispatch.building import make_dispatcher
@@ -63,7 +64,8 @@ def _receive_loads(case: str, capacity: int) -> tuple[float, float | None, list[
     x = torch.randn(T, H, dtype=torch.float64, generator=generator)
     rows, metadata = dispatcher.dispatch(x, routing)
     dispatcher.combine(rows, metadata)
-    load = dispatcher.take_receive_load()
+    # A dispatcher from outside may have a buffer and be checked.
+    load = ValidatingDispatcher(dispatcher, groups.moe, 0, x.device).take_receive_load()
     assert load is not None
     return float(load), dispatcher.take_receive_load(), list(metadata.tokens_per_expert)
 

@@ -36,9 +36,9 @@ class RoutingMap:
     probs_TK: Tensor
     """Routing probability of each choice, [T, K]; differentiable."""
     kept_TK: Tensor | None = None
-    """bool [T, K]; None: no token is dropped."""
+    """bool [T, K]; None if no token is dropped."""
     padded_capacity: int | None = None
-    """Rows that each expert gets from each rank, the kept tokens first, then zeros; None: no padding."""
+    """Rows that each expert gets from each rank, the kept tokens first, then zeros; None if there is no padding."""
 
 
 class DispatchMetadata(Protocol):
@@ -81,7 +81,7 @@ class ExpertInput:
     tokens_per_expert: Sequence[int]
     """Tokens of each expert of this rank, then of each received expert."""
     probs_R: Tensor | None = None
-    """Factor of the output or the input of each row, [R]; None: rows are not scaled."""
+    """Factor of the output or the input of each row, [R]; None if rows are not scaled."""
     permute_map: PermuteMap | None = None
     """Permutation that the experts fuse: the outputs of each token are summed."""
     migration: ExpertMigration | None = None
@@ -178,8 +178,8 @@ class Dispatcher(ABC, Generic[MetadataT]):
     def permute_map(self, metadata: MetadataT) -> PermuteMap | None:
         """Return the permutation of `dispatch_postprocess` and `combine_preprocess`, for experts that fuse it.
 
-        Both phases are then skipped; where `combines_locally`, `dispatch_probs` is called first. None: no permutation,
-        or more than one.
+        Both phases are then skipped; where `combines_locally`, `dispatch_probs` is called first. None if there is
+        no permutation, or more than one.
         """
         return None
 
@@ -190,7 +190,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
     def take_receive_load(self) -> Tensor | None:
         """Return the maximum rows sent to a rank since the last call, divided by its buffer size; on the device.
 
-        Above 1, some rows were not sent, and the results are wrong. None: no buffer is too small.
+        Above 1, some rows were not sent, and the results are wrong. None if no buffer is too small.
         """
         return None
 

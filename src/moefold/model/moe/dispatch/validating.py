@@ -115,6 +115,10 @@ class ValidatingDispatcher(Dispatcher[Any]):
         """See base class."""
         self._inner.use_permute_ops(ops)
 
+    def take_receive_load(self) -> Tensor | None:
+        """See base class."""
+        return self._inner.take_receive_load()
+
     def migration(self, metadata: Any) -> ExpertMigration | None:
         """See base class."""
         migration = self._inner.migration(metadata)
@@ -150,12 +154,12 @@ class ValidatingDispatcher(Dispatcher[Any]):
             size = len(groups[0])
             for source, members in enumerate(groups):
                 for place, target in enumerate(members):
-                    mine = members.index(source)
-                    sent = records[source][start + place]
-                    expected = records[target][start + size + mine]
-                    if sent != expected:
+                    member = members.index(source)
+                    count = records[source][start + place]
+                    expected = records[target][start + size + member]
+                    if count != expected:
                         yield (
-                            f"rank {ranks[source]} sends {sent} rows to rank {ranks[target]} over {group_name}, which "
+                            f"rank {ranks[source]} sends {count} rows to rank {ranks[target]} over {group_name}, which "
                             f"expects {expected}"
                         )
             start += 2 * size

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import Judged, Most, at_least
+from moefold.config.field import MaxMagnitude, VerifyAs, at_least
 from moefold.config.groups.attention import AttentionCore, AttentionFrame, LinearFormula, norm_param
 from moefold.config.groups.linear_attention import Factors, LinearAttentionPart
 from moefold.config.limits import MAX_WIDTH
@@ -22,7 +22,7 @@ class GlaPart(LinearAttentionPart):
 
     torch_recurrence: ClassVar[Factors] = ((0.75, 0.0, 29.6, 0.0, 0.0), (0.9, 0.0, 31.4, 0.5, 0.0))
     c_recurrence: ClassVar[Factors] = ((1.0, 2.2, 2.8, 2.4, 1.0), (1.0, 1.7, 2.8, 2.9, 1.0))
-    gate_rank: Annotated[int, at_least(1), Most(MAX_WIDTH), Judged.SIZE] = 16
+    gate_rank: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 16
     """Width between the two projections of the decays."""
 
     def shrink(self, to: SmallSizes) -> Self:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import SHARE, Most, at_least
+from moefold.config.field import SHARE, MaxMagnitude, at_least
 from moefold.config.groups.attention import (
     AttentionCore,
     AttentionFrame,
@@ -19,10 +19,10 @@ from moefold.config.groups.attention import (
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import join_with_or, nearest_multiples, nearest_numbers
 from moefold.cost.saved_tensors import BytesByPart
+from moefold.errors import Problem
 from moefold.topology.layout import divisors
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class GqaPart(SoftmaxAttentionPart):
 
     has_adapters: ClassVar[bool] = True
     has_temperature: ClassVar[bool] = True
-    num_kv_heads: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 4
+    num_kv_heads: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 4
     """Key/value heads; equal to num_heads for plain multi-head attention."""
-    head_dim: Annotated[int, at_least(0, "0: hidden_size/num_heads"), Most(MAX_WIDTH)] = 0
+    head_dim: Annotated[int, at_least(0, "0: hidden_size/num_heads"), MaxMagnitude(MAX_WIDTH)] = 0
     """Width of one head, D; 0: hidden_size / num_heads."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from moefold.config.chosen import chosen_in
-from moefold.config.field import Most, at_least
+from moefold.config.field import MaxMagnitude, at_least
 from moefold.config.groups.attention import (
     AttentionCore,
     AttentionFrame,
@@ -20,10 +20,10 @@ from moefold.config.groups.context import ContextPart
 from moefold.config.groups.indexer import SELECTION_COPIES
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
 from moefold.config.suggestions import nearest_multiples
 from moefold.cost.saved_tensors import BytesByPart
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from moefold.config.groups.layer_sizes import LayerSizes
@@ -38,15 +38,15 @@ class MlaPart(SoftmaxAttentionPart):
     has_adapters: ClassVar[bool] = True
     has_score_factor: ClassVar[bool] = True
     own_recompute_parts: ClassVar[tuple[str, ...]] = ("mla_up",)
-    q_lora_rank: Annotated[int, at_least(0, "0: no latent"), Most(MAX_WIDTH)] = 0
+    q_lora_rank: Annotated[int, at_least(0, "0: no latent"), MaxMagnitude(MAX_WIDTH)] = 0
     """Width of the query latent; 0: queries are projected from the hidden state directly."""
-    kv_lora_rank: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 64
+    kv_lora_rank: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 64
     """Width of the key-value latent."""
-    qk_nope_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    qk_nope_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of the part of a query and key head without RoPE."""
-    qk_rope_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 16
+    qk_rope_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 16
     """Width of the part of a query and key head with RoPE; all heads share its key."""
-    v_head_dim: Annotated[int, at_least(1), Most(MAX_WIDTH)] = 32
+    v_head_dim: Annotated[int, at_least(1), MaxMagnitude(MAX_WIDTH)] = 32
     """Width of a value head."""
     scale_latents: bool = False
     """Multiply the normalised latents by sqrt(hidden_size / rank): rank is q_lora_rank for the query latent and

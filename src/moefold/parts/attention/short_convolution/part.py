@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from moefold.config.field import Judged, Most, at_least
+from moefold.config.field import MaxMagnitude, VerifyAs, at_least
 from moefold.config.groups.attention import AttentionCore, AttentionFrame, AttentionPart, LinearFormula
 from moefold.config.limits import MAX_WIDTH
 from moefold.config.param_spec import ParamSpec
@@ -22,7 +22,7 @@ class ShortConvolutionPart(AttentionPart):
     """Mix the last tokens in each channel."""
 
     is_recurrent: ClassVar[bool] = True
-    conv_kernel: Annotated[int, at_least(2), Most(MAX_WIDTH), Judged.SIZE] = 4
+    conv_kernel: Annotated[int, at_least(2), MaxMagnitude(MAX_WIDTH), VerifyAs.SIZE] = 4
     """Tokens that the causal convolution of each channel combines, itself included."""
     bias: bool = False
     """Biases on the convolution and on the projections (LFM2)."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.field import Most, at_least
+from moefold.config.field import MaxMagnitude, at_least
 from moefold.config.groups.router import ChoiceFormula, ChoiceInputs, ChoicePart
-from moefold.config.problem import Problem
 from moefold.config.routing import no_bias_problems
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ class Sinkhorn(ChoicePart):
     """The best logits after offsets that balance the experts, in training; the best logits in evaluation."""
 
     reads_micro_batch: ClassVar[bool] = True
-    iterations: Annotated[int, at_least(1), Most(10_000)] = 20
+    iterations: Annotated[int, at_least(1), MaxMagnitude(10_000)] = 20
     """Iterations (row and column scaling) on the logits of a micro-batch."""
 
     def select(self, inputs: ChoiceInputs) -> "Tensor":

@@ -74,7 +74,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
 
     takes_any_tokens = True
     _permutes_before_wait = True
-    """Whether the rows to send are known before the split sizes."""
+    """True if the rows to send are known before the split sizes."""
 
     def __init__(
         self,
@@ -209,14 +209,14 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         return counts[:, :, self._ep.rank].transpose(0, 1)
 
     @staticmethod
-    def _sizes(sent: Tensor, received: Tensor) -> Tensor:
+    def _sizes(sent_counts: Tensor, received: Tensor) -> Tensor:
         """Return the tokens sent to each ep member, received from each source, and of each expert, in one tensor.
 
         Args:
-            sent: tokens sent to each ep member, in any number of parts, [ep, parts].
+            sent_counts: tokens sent to each ep member, in any number of parts, [ep, parts].
             received: tokens received for each expert, [etp source, ep source, experts computed here].
         """
-        return torch.cat((sent.sum(1), received.sum(2).flatten(), received.sum((0, 1))))
+        return torch.cat((sent_counts.sum(1), received.sum(2).flatten(), received.sum((0, 1))))
 
     def _build_metadata(
         self, permutation: Permutation, probs_TK: Tensor, counts: Tensor, host_sizes: Tensor

@@ -88,13 +88,13 @@ class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
         sizes = HostCopy(self._host_sizes(self.host_counts(counts)))
         # The device permutes while the host waits for the sizes.
         permuted = None if self._fp8_dispatch else self.permute_ops.permute(x_TH.detach(), to_ranks)
-        sent, received, num_routed = sizes.wait().split([self._ep.size, self._ep.size, 1])
-        to_ranks = truncate_permutation(to_ranks, int(sent.sum()))
+        sent_counts, received, num_routed = sizes.wait().split([self._ep.size, self._ep.size, 1])
+        to_ranks = truncate_permutation(to_ranks, int(sent_counts.sum()))
         metadata = DedupMetadata(
             to_ranks,
             routing_map.probs_TK,
             self._local_ids(ids_TK, to_ranks),
-            sent.tolist(),
+            sent_counts.tolist(),
             received.tolist(),
             int(num_routed),
         )

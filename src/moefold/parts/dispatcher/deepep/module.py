@@ -196,9 +196,9 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_TH: Tensor, probs_TK: Tensor, metadata: DeepEPMetadata, buffer: Buffer, fp8_dispatch: bool
     ) -> tuple[Tensor, Tensor]:
-        sent = quantize(x_TH) if fp8_dispatch else x_TH.contiguous()
+        sent_tokens = quantize(x_TH) if fp8_dispatch else x_TH.contiguous()
         received, ids_NK, probs_NK, counts, handle, _ = buffer.dispatch(
-            sent, topk_weights=probs_TK.contiguous(), **metadata.layout
+            sent_tokens, topk_weights=probs_TK.contiguous(), **metadata.layout
         )
         x_NH = received if isinstance(received, Tensor) else dequantize(*received, x_TH.dtype)
         assert ids_NK is not None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
+from moefold.errors import Setting
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
@@ -51,11 +52,11 @@ class DeepEP(DispatcherPart):
         width_key = "ffn.moe.latent_size" if part.latent_size else "hidden_size"
         width = f"model.{width_key}={size}"
         if p.etp > 1:
-            yield f"deep_ep moves whole experts' tokens, and parallel.etp={p.etp} shards the experts"
+            yield f"deep_ep moves whole experts' tokens, and {Setting('parallel.etp', p.etp)} shards the experts"
         if moe.pad_to_capacity:
             yield "deep_ep sends no padding, and moe.pad_to_capacity=true pads"
         if run.dtype != "bfloat16":
-            yield f"deep_ep supports only bfloat16, and run.dtype={run.dtype!r}"
+            yield f"deep_ep supports only bfloat16, and {Setting('run.dtype', run.dtype)}"
         if size * 2 % ALIGNMENT_BYTES:
             yield (
                 f"deep_ep moves tokens in units of {ALIGNMENT_BYTES} bytes, and {width} is not a multiple of "
@@ -69,9 +70,9 @@ class DeepEP(DispatcherPart):
         if faults.check_dispatch:
             yield "deep_ep does not expose its row counts, and faults.check_dispatch=true compares them"
         if p.overlap_experts:
-            yield "deep_ep waits for its all-to-all at once, and parallel.overlap_experts=true computes meanwhile"
+            yield "deep_ep waits for its all-to-all immediately, and parallel.overlap_experts=true computes meanwhile"
         if run.device == "cpu":
-            yield "deep_ep needs CUDA GPUs, and run.device='cpu'"
+            yield f"deep_ep needs CUDA GPUs, and {Setting('run.device', 'cpu')}"
 
     def build(self, groups: "MoEGroups", sizes: DispatchSizes) -> "DeepEPDispatcher":
         """Open the buffers of DeepEP, and return the dispatcher; collective over ep."""

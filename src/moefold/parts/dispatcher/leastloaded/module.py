@@ -278,11 +278,11 @@ class _MigrateWeights(torch.autograd.Function):
     def forward(ctx: Any, migration: MigratedExperts, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.migration = migration
         ctx.shapes = [w.shape[1:] for w in weights]
-        sent = weights[0].new_empty(len(migration.sent_experts), sum(shape.numel() for shape in ctx.shapes))
-        for w, column in zip(weights, _split_matrices(sent, ctx.shapes), strict=True):
+        sent_weights = weights[0].new_empty(len(migration.sent_experts), sum(shape.numel() for shape in ctx.shapes))
+        for w, column in zip(weights, _split_matrices(sent_weights, ctx.shapes), strict=True):
             for row, expert in enumerate(migration.sent_experts):
                 column[row].copy_(w[expert])
-        received = all_to_all(sent, migration.ep, migration.num_sent_to, migration.num_received_from)
+        received = all_to_all(sent_weights, migration.ep, migration.num_sent_to, migration.num_received_from)
         return *(w.view_as(w) for w in weights), *_split_matrices(received, ctx.shapes)
 
     @staticmethod
@@ -291,8 +291,8 @@ class _MigrateWeights(torch.autograd.Function):
         migration: MigratedExperts = ctx.migration
         local = grads[: len(ctx.shapes)]
         received = grads[len(ctx.shapes) :]
-        sent = torch.cat([grad.flatten(1) for grad in received], 1)
-        returned = all_to_all(sent, migration.ep, migration.num_received_from, migration.num_sent_to)
+        sent_grads = torch.cat([grad.flatten(1) for grad in received], 1)
+        returned = all_to_all(sent_grads, migration.ep, migration.num_received_from, migration.num_sent_to)
         if not migration.sent_experts:
             return None, *local
         # Clone all of this rank's experts, even if one is migrated: autograd may share its inputs, so they must not be

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
 from moefold.config.model import ModelConfig, has_moe_layers
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+from moefold.errors import Problem, Setting
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
@@ -42,7 +42,7 @@ class LeastLoaded(DispatcherPart):
             return
         if p.ep == 1:
             yield self._problem(
-                "moves routed tokens between the ranks of ep, and parallel.ep=1",
+                f"moves routed tokens between the ranks of ep, and {Setting('parallel.ep', 1)}",
                 "choose 'alltoall', or ep of 2 or more",
             )
             return
@@ -57,7 +57,7 @@ class LeastLoaded(DispatcherPart):
             yield Problem(
                 f"{self.key}.threshold",
                 self.threshold,
-                f"must be below parallel.ep={p.ep}, the most mean loads that one rank can have",
+                f"must be below {Setting('parallel.ep', p.ep)}, the most mean loads that one rank can have",
                 "the published value is 1.3",
             )
         if self.capacity > self.threshold:

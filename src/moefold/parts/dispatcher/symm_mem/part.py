@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from moefold.config.chosen import chosen_in
 from moefold.config.field import at_least
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes, WirePart
+from moefold.errors import Setting
 
 if TYPE_CHECKING:
     from moefold.comm.groups import MoEGroups
@@ -50,11 +51,11 @@ class SymmMem(DispatcherPart):
         """Yield settings that the exchange does not support."""
         p = parallel
         if p.etp > 1:
-            yield f"it sends tokens to whole experts, and parallel.etp={p.etp} shards the experts"
+            yield f"it sends tokens to whole experts, and {Setting('parallel.etp', p.etp)} shards the experts"
         if moe.pad_to_capacity:
             yield "it sends no padding, and with moe.pad_to_capacity=true 'alltoall' waits for nothing either"
         if chosen_in(moe, WirePart).rounds:
-            yield f"it sends tokens in run.dtype, and moe.dispatch_precision='{moe.dispatch_precision}'"
+            yield f"it sends tokens in {Setting('run.dtype')}, and moe.dispatch_precision='{moe.dispatch_precision}'"
         if model.routed and model.routed.bias:
             yield "it leaves rows without an expert, and model.ffn.moe.bias=true adds the bias of an expert to each row"
         if faults.check_dispatch:
@@ -62,11 +63,11 @@ class SymmMem(DispatcherPart):
         if p.overlap_experts:
             yield "its all-to-all runs on the stream of the model, and parallel.overlap_experts=true computes meanwhile"
         if run.device == "cpu":
-            yield "it needs CUDA GPUs, and run.device='cpu'"
+            yield f"it needs CUDA GPUs, and {Setting('run.device', 'cpu')}"
 
     def unsupported_here(self, device: Any) -> Iterator[str]:
         """Yield missing requirements of the machine: a GPU, the package, or NVSHMEM in torch."""
-        from moefold.comm.torch_compat import is_nvshmem_available
+        from moefold.comm.private_torch import is_nvshmem_available
 
         yield from super().unsupported_here(device)
         if not is_nvshmem_available():

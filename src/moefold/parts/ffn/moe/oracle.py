@@ -21,8 +21,8 @@ def output(
         route: chooses the experts.
         round_dispatched: rounds the input of the experts to its number format in the dispatch.
     """
-    chosen = route(x, weights["router.weight"], weights["router.bias"] if part.router.bias else None)
-    return shared_expert(part, weights, x), routed_experts(part, weights, x, chosen, round_dispatched)
+    routing = route(x, weights["router.weight"], weights["router.bias"] if part.router.bias else None)
+    return shared_expert(part, weights, x), routed_experts(part, weights, x, routing, round_dispatched)
 
 
 def shared_expert(part: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def shared_expert(part: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor
 
 
 def routed_experts(
-    part: Any, weights: Mapping[str, Tensor], x: Tensor, chosen: Any, round_dispatched: Callable[[Tensor], Tensor]
+    part: Any, weights: Mapping[str, Tensor], x: Tensor, routing: Any, round_dispatched: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return the output of the routed experts, and of the zero-computation experts, which return their input."""
     activate = part.activation.formula()
@@ -42,7 +42,7 @@ def routed_experts(
     y = tokens.new_zeros(tokens.shape)
     for expert in range(part.num_experts):
         gate, up, down = (weights[f"experts.{name}"][expert] for name in ("w_gate", "w_up", "w_down"))
-        weight = (chosen.weights * (chosen.experts == expert)).sum(-1, keepdim=True)
+        weight = (routing.weights * (routing.experts == expert)).sum(-1, keepdim=True)
         expert_input = weight * tokens if part.probs_on_input else tokens
         gated, raised = expert_input @ gate, expert_input @ up
         if part.bias:
@@ -57,5 +57,5 @@ def routed_experts(
         y = y + weight * result
     if part.latent_size:
         y = y @ weights["latent_up.weight"].T
-    is_zero = chosen.experts >= part.num_experts
-    return y + (chosen.weights * is_zero).sum(-1, keepdim=True) * x
+    is_zero = routing.experts >= part.num_experts
+    return y + (routing.weights * is_zero).sum(-1, keepdim=True) * x

@@ -79,8 +79,8 @@ class MoePart(RoutedPart):
             sizes.high_precision_bytes + INT_BYTES
         )
         saved["router"] += sizes.tokens * routing_bytes
-        kept = self.router.saved_bytes(self.top_k, self.num_choices, sizes.high_precision_bytes)
-        saved["router"] += sizes.tokens * kept
+        router_bytes = self.router.saved_bytes(self.top_k, self.num_choices, sizes.high_precision_bytes)
+        saved["router"] += sizes.tokens * router_bytes
         if sizes.moe.input_jitter:
             # The noise and the product with it, in the type of the logits.
             saved["router"] += 2 * sizes.tokens * sizes.hidden_size * sizes.high_precision_bytes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from moefold.comm.torch_compat import zeros_like_shard
+from moefold.comm.private_torch import zeros_like_shard
 from moefold.model.local_param import local_tensor
 from moefold.optim.build import OptimizerRun
 from moefold.optim.states import StateStore, group_by_decay
@@ -160,7 +160,7 @@ def build_adamw(part: AdamW, parameters: Mapping[str, nn.Parameter], run: Optimi
     Raises:
         ConfigError: there is not enough memory or disk space for the moments.
     """
-    groups = group_by_decay(parameters)
+    groups = group_by_decay(parameters, run.weights)
     options = {"lr": run.lr, "betas": (part.beta1, part.beta2), "eps": part.eps}
     param_groups: list[dict[str, Any]] = [
         {"params": params, "weight_decay": part.weight_decay if decays else 0.0, **options}

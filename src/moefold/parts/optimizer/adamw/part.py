@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from moefold.config.field import BELOW_ONE, POSITIVE, Judged, at_least
+from moefold.config.field import BELOW_ONE, POSITIVE, VerifyAs, at_least
 from moefold.config.groups.optimizer import OptimizerPart, StateSpec
 from moefold.config.param_spec import ParamSpec
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +42,7 @@ class AdamW(OptimizerPart):
     """Number that is added to the root of the second moment."""
     weight_decay: Annotated[float, at_least(0)] = 0.1
     """Decoupled weight decay of matrices; norms and biases have no decay."""
-    moment_dtype: Annotated[Literal["float32", "bfloat16"], Judged.FORMAT] = "float32"
+    moment_dtype: Annotated[Literal["float32", "bfloat16"], VerifyAs.FORMAT] = "float32"
     """Storage type of the optimizer moments between steps (float32: float64 with run.dtype="float64"); updates are
     computed in the type of the master weights. bfloat16 needs decays of at most 0.98 and rounds: mappings then agree to
     its 8 bits."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from moefold.config.field import BELOW_ONE, Most, at_least
+from moefold.config.field import BELOW_ONE, MaxMagnitude, at_least
 from moefold.config.groups.optimizer import MatrixWork, StateSpec
 from moefold.config.model import has_dense_layers, has_moe_layers
 from moefold.config.param_spec import ParamSpec
-from moefold.config.problem import Problem
+from moefold.errors import Problem
 from moefold.parts.optimizer.adamw.part import AdamW
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Muon(AdamW):
     norms, biases and gates. mtp: the input projection of multi-token prediction."""
     momentum: Annotated[float, BELOW_ONE] = 0.95
     """Decay of Muon's Nesterov momentum."""
-    ns_steps: Annotated[int, at_least(1), Most(100)] = 5
+    ns_steps: Annotated[int, at_least(1), MaxMagnitude(100)] = 5
     """Newton-Schulz iterations that Muon uses to orthogonalise a matrix."""
 
     def gathers(self, weight: ParamSpec) -> bool:

@@ -121,15 +121,15 @@ class MatrixRedistributor:
         rank = self._group.rank
         members = range(self._group.size)
         owned = [matrix for matrix in matrices if matrix.owner == rank]
-        by_owner = [[m for m in matrices if m.owner == other and rank in m.shards] for other in members]
+        by_owner = [[m for m in matrices if m.owner == member and rank in m.shards] for member in members]
         full_matrices = {matrix.key: self._empty.new_empty(matrix.shape) for matrix in owned}
         sent = [[(m, m.shards[rank]) for m in held_matrices if rank in m.source_members] for held_matrices in by_owner]
-        received = [[(m, m.shards[other]) for m in owned if other in m.source_members] for other in members]
+        received = [[(m, m.shards[member]) for m in owned if member in m.source_members] for member in members]
         parts = [source(m.key, self._local_index(m.key)) for transfer in sent for m, _ in transfer]
         for matrix, shard, part in self._all_to_all_parts(parts, sent, received):
             full_matrices[matrix.key][shard.rows, shard.columns] = part
         full_matrices = {key: compute(key, full_matrix) for key, full_matrix in full_matrices.items()}
-        sent = [[(m, m.shards[other]) for m in owned if other in m.shards] for other in members]
+        sent = [[(m, m.shards[member]) for m in owned if member in m.shards] for member in members]
         received = [[(m, m.shards[rank]) for m in held_matrices] for held_matrices in by_owner]
         parts = [full_matrices[m.key][shard.rows, shard.columns] for transfer in sent for m, shard in transfer]
         for matrix, _, part in self._all_to_all_parts(parts, sent, received):

@@ -31,14 +31,14 @@ def sample_experts(logits_TE: Tensor, top_k: int, jitter: float, noise_TN: Tenso
         uniform_TKE = noise_TN.unflatten(1, (top_k, -1))[..., :-1]
         gumbel_KTE = uniform_TKE.log().neg_().log_().neg_().unbind(1)
     is_chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool)
-    chosen = []
+    chosen_ids = []
     for k in range(top_k):
         candidates_TE = _close_to_best(logits_TE, is_chosen_TE, jitter)
         if gumbel_KTE is not None:
             candidates_TE = candidates_TE + gumbel_KTE[k]
-        chosen.append(candidates_TE.argmax(1, keepdim=True))
-        is_chosen_TE = is_chosen_TE.scatter(1, chosen[-1], True)
-    return torch.cat(chosen, 1)
+        chosen_ids.append(candidates_TE.argmax(1, keepdim=True))
+        is_chosen_TE = is_chosen_TE.scatter(1, chosen_ids[-1], True)
+    return torch.cat(chosen_ids, 1)
 
 
 def mixer_weights(logits_TE: Tensor, ids_TK: Tensor, jitter: float, noise_TN: Tensor | None) -> Tensor:

@@ -38,18 +38,18 @@ def sparse_mixer(logits: Tensor, top_k: int, noise: Tensor | None, jitter: float
     rows = []
     for b in range(batch):
         for s in range(length):
-            chosen, weights = _token(logits[b, s], top_k, jitter, None if noise is None else noise[b, s].tolist())
-            experts[b, s] = torch.tensor(chosen)
+            chosen_ids, weights = _token(logits[b, s], top_k, jitter, None if noise is None else noise[b, s].tolist())
+            experts[b, s] = torch.tensor(chosen_ids)
             rows.append(torch.stack(weights))
     return MixedChoices(experts, torch.stack(rows).view(batch, length, top_k))
 
 
 def _token(logits: Tensor, top_k: int, jitter: float, noise: Sequence[float] | None) -> tuple[list[int], list[Tensor]]:
     values = logits.tolist()
-    chosen: list[int] = []
+    chosen_ids: list[int] = []
     weights = []
     for k in range(top_k):
-        free = [e for e in range(len(values)) if e not in chosen]
+        free = [e for e in range(len(values)) if e not in chosen_ids]
         best = max(free, key=lambda e: (values[e], -e))
         scale = {e: max(abs(values[e]), values[best]) for e in free}
         close = [e for e in free if not values[best] - values[e] > 2 * jitter * scale[e]]
@@ -64,5 +64,5 @@ def _token(logits: Tensor, top_k: int, jitter: float, noise: Sequence[float] | N
         weight = exponentials[expert] / torch.stack(list(exponentials.values())).sum()
         # The forward value is reduced, the gradient is not.
         weights.append(weight + (factor - 1) * weight.detach())
-        chosen.append(expert)
-    return chosen, weights
+        chosen_ids.append(expert)
+    return chosen_ids, weights

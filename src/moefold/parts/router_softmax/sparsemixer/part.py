@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from moefold.config.chosen import chosen_in
 from moefold.config.field import POSITIVE, SAME_TENSORS
 from moefold.config.groups.router import ChoicePart, RouterSoftmaxPart, ScoreFormula, Softmax
-from moefold.config.problem import Problem
 from moefold.config.small_sizes import SmallSizes
+from moefold.errors import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,12 +62,12 @@ class SparseMixer(RouterSoftmaxPart):
         part = model.routed
         if part is None or not part.router.chooses:
             return
-        others = {
+        unsupported = {
             f"moe.choice='{moe.choice}'": (not chosen_in(moe, ChoicePart).scores_decide, "choice='topk'"),
             "model.ffn.moe.router.expert_bias=true": (part.router.expert_bias, "expert_bias=false"),
             f"model.ffn.moe.router.num_groups={part.router.num_groups}": (part.router.num_groups > 1, "num_groups=1"),
         }
-        for name, (is_set, way_out) in others.items():
+        for name, (is_set, way_out) in unsupported.items():
             if is_set:
                 yield Problem(
                     self.key,
@@ -85,7 +85,7 @@ class SparseMixer(RouterSoftmaxPart):
         """Return the choices token by token."""
         from moefold.parts.router_softmax.sparsemixer.oracle import noise_width, sparse_mixer
 
-        def weights(chosen: "Tensor") -> "Tensor":
+        def weights(chosen_scores: "Tensor") -> "Tensor":
             raise AssertionError("its weights are not scores")
 
         def formula(softmax: Callable[["Tensor"], "Tensor"]) -> ScoreFormula:

@@ -113,7 +113,7 @@ def local_host_capacity(
 
 
 def _smallest_gpu_memory(count: int) -> AvailableMemory:
-    """Return the least total memory of the first `count` GPUs."""
+    """Return the smallest total memory of the first `count` GPUs."""
     import torch
 
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(min(count, torch.cuda.device_count()))]

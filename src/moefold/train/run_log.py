@@ -1,4 +1,4 @@
-"""Files of the run folder and the progress line, and the callback that writes the metrics of a step to them."""
+"""Files of the run folder and the progress line, on rank 0."""
 
 import shlex
 import sys
@@ -15,23 +15,19 @@ from moefold.checkpoint.save_load import Resume
 from moefold.config.moe import TRACE_FOLDER
 from moefold.config.schema import Config, config_to_dict, write_config_json
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape, truncate_trace
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem
 from moefold.metrics.expert_balance import COUNTS_FILE, ExpertCountsWriter, truncate_expert_counts
 from moefold.metrics.step_line import Progress, StepLine
 from moefold.metrics.step_metrics import describe_straggler
 from moefold.metrics.writer import FAULTS_FILE, AuxiliaryOutputs, MetricsWriter, log_fault
 from moefold.terminal import print_escaped
-from moefold.train.data_loader import DataEvent
+from moefold.train.due import is_due
 from moefold.train.run_summary import closing_lines
 from moefold.train.signals import StopSignals
 
 if TYPE_CHECKING:
+    from moefold.train.step_data import DataEvent
     from moefold.train.step_fault import StepFault
-
-
-def is_due(every: int, step: int) -> bool:
-    """Return whether an event with period `every` happens after a step; 0: never."""
-    return every > 0 and step % every == 0
 
 
 class RunLog:
@@ -74,9 +70,9 @@ class RunLog:
             self._dir.mkdir(parents=True, exist_ok=True)
             write_config_json(cfg, self._dir / "config.json")
         except OSError as error:
-            raise ConfigError(
-                f"run.dir={cfg.run.dir!r} cannot be written: {error.strerror}; free disk space, or set another run.dir"
-            ) from error
+            rule = f"cannot be written: {error.strerror}"
+            way_out = "free disk space, or set another run.dir"
+            raise ConfigError(Problem("run.dir", cfg.run.dir, rule, way_out)) from error
         with ExitStack() as stack:
             line = StepLine(cfg.run.steps, is_gpu=self._is_gpu, evaluates=cfg.train.eval_every > 0)
             progress = Progress(
@@ -126,7 +122,7 @@ class RunLog:
                 f"see moefold board {self._board_folder}"
             )
 
-    def log_dropped_file(self, step: int, dropped: DataEvent) -> None:
+    def log_dropped_file(self, step: int, dropped: "DataEvent") -> None:
         """Log dropped data."""
         self.log_fault({"step": step} | dropped.to_record())
         self._progress.message(f"step {step}: {dropped.describe()}, as {dropped.setting} says")

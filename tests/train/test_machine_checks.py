@@ -7,10 +7,10 @@ import pytest
 
 from moefold.config.schema import Config
 from moefold.data.routing_trace import RoutingTraceWriter, trace_shape
+from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.recipe import load_config
-from moefold.train.start import (
-    check_data_source,
+from moefold.train.machine_checks import (
     check_packages,
     check_replay,
     check_replay_content,
@@ -113,18 +113,18 @@ def test_a_folder_of_checkpoints_and_a_file_are_not_checkpoints(tmp_path):
 def test_data_that_is_missing_is_refused(tmp_path):
     cfg = config("data.kind=tokens", f"data.path={tmp_path / 'none.bin'}")
     with pytest.raises(ConfigError, match=r"data\.path"):
-        check_data_source(cfg.model, cfg.train, cfg.data)
+        check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
     cfg = config("model.vocab_size=100")
     with pytest.raises(ConfigError, match="vocab_size"):
-        check_data_source(cfg.model, cfg.train, cfg.data)
+        check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
 
 
 def test_the_default_data_is_there():
     cfg = config()
-    check_data_source(cfg.model, cfg.train, cfg.data)
+    check_data(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
 
 
 def test_trackers_that_nobody_asks_for_need_no_package():

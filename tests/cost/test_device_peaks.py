@@ -1,4 +1,4 @@
-"""Device names, as drivers print them, to peaks."""
+"""The peak rate of a device is found by the name that its driver prints."""
 
 import pytest
 

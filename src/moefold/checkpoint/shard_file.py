@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.bounded_read import open_regular
-from moefold.comm.torch_compat import StorageInfo
+from moefold.comm.private_torch import StorageInfo
 from moefold.remote_path import RemotePath
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
@@ -49,7 +49,7 @@ _STORAGE_DTYPES = {
 
 
 @dataclass(frozen=True)
-class StoredPart:
+class StoredShard:
     """Index entry of a shard."""
 
     name: str
@@ -70,87 +70,91 @@ class _StorageRef:
 class _TensorArgs:
     """Placeholder that records the arguments of `torch._utils._rebuild_tensor_v2`."""
 
-    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> None:
+    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> None:
         self.storage = storage
         self.offset = offset
         self.size = size
         self.stride = stride
-        self.dtype = others[2] if len(others) > 2 else None
+        self.dtype = more[2] if len(more) > 2 else None
 
 
-def check_parts(folder: Path, parts: Iterable[StoredPart]) -> None:
+def check_shards(folder: Path, shards: Iterable[StoredShard]) -> None:
     """Check shards of a checkpoint against their index entries by reading a few hundred bytes of each.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a shard is not the tensor of the index.
     """
-    ordered = sorted(parts, key=lambda part: (part.storage_info.relative_path, part.storage_info.offset))
-    for file, inside in groupby(ordered, key=lambda part: part.storage_info.relative_path):
+    ordered = sorted(shards, key=lambda shard: (shard.storage_info.relative_path, shard.storage_info.offset))
+    for file, in_file in groupby(ordered, key=lambda shard: shard.storage_info.relative_path):
         with open_regular(folder / file) as opened:
-            for part in inside:
-                _locate_values(opened, part)
+            for shard in in_file:
+                _locate_values(opened, shard)
 
 
 OnArchive = Callable[[StorageInfo, memoryview], None]
 """Callback that receives the place and the bytes of an archive."""
 
 
-def read_part(folder: Path, part: StoredPart, rows: slice | None = None, on_archive: OnArchive | None = None) -> Tensor:
+def read_shard(
+    folder: Path, shard: StoredShard, rows: slice | None = None, on_archive: OnArchive | None = None
+) -> Tensor:
     """Read a shard, or some rows (first dimension) of it; a remote shard is read whole by one request.
 
     Args:
         folder: the checkpoint.
-        part: the index entry.
+        shard: the index entry.
         rows: rows to read; a local file is read only there.
-        on_archive: called with the archive, which is then read at once; not allowed with `rows`.
+        on_archive: called with the archive, which is then read immediately; not allowed with `rows`.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the shard is not the tensor of the index.
     """
-    path = folder / part.storage_info.relative_path
+    path = folder / shard.storage_info.relative_path
     if isinstance(path, RemotePath) and rows is None:
-        info = part.storage_info
+        info = shard.storage_info
         content = BytesIO(path.read_range(info.offset, info.length))
-        return _read_values(content, replace(part, storage_info=replace(info, offset=0)), rows)
+        return _read_values(content, replace(shard, storage_info=replace(info, offset=0)), rows)
     with open_regular(path) as opened:
-        if on_archive is not None and rows is None and part.sizes.numel():
-            return _read_archive(opened, part, on_archive)
-        return _read_values(opened, part, rows)
+        if on_archive is not None and rows is None and shard.sizes.numel():
+            return _read_archive(opened, shard, on_archive)
+        return _read_values(opened, shard, rows)
 
 
-def _read_archive(file: BinaryIO, part: StoredPart, on_archive: OnArchive) -> Tensor:
+def _read_archive(file: BinaryIO, shard: StoredShard, on_archive: OnArchive) -> Tensor:
     """Read a whole archive, and return its values without a copy."""
-    tensor, start = _locate_values(file, part)
-    info = part.storage_info
+    tensor, start = _locate_values(file, shard)
+    info = shard.storage_info
     content = bytearray(info.length)
     file.seek(info.offset)
     if file.readinto(content) != len(content):  # type: ignore[attr-defined]
-        raise ValueError(f"file {info.relative_path} ends within {part.name}")
+        raise ValueError(f"file {info.relative_path} ends within {shard.name}")
     on_archive(info, memoryview(content))
-    first = start - info.offset + tensor.offset * part.dtype.itemsize
-    count = _num_values(part.sizes, tensor.stride)
-    if first % part.dtype.itemsize:
+    first = start - info.offset + tensor.offset * shard.dtype.itemsize
+    count = _num_values(shard.sizes, tensor.stride)
+    if first % shard.dtype.itemsize:
         # Archives of torch never have values there.
-        content, first = content[first : first + count * part.dtype.itemsize], 0
-    return torch.frombuffer(content, dtype=part.dtype, count=count, offset=first).as_strided(part.sizes, tensor.stride)
+        content, first = content[first : first + count * shard.dtype.itemsize], 0
+    return torch.frombuffer(content, dtype=shard.dtype, count=count, offset=first).as_strided(
+        shard.sizes, tensor.stride
+    )
 
 
-def _read_values(file: BinaryIO, part: StoredPart, rows: slice | None) -> Tensor:
-    tensor, start = _locate_values(file, part)
-    size = list(part.sizes)
+def _read_values(file: BinaryIO, shard: StoredShard, rows: slice | None) -> Tensor:
+    tensor, start = _locate_values(file, shard)
+    size = list(shard.sizes)
     offset = tensor.offset
     if rows is not None:
         size[0] = rows.stop - rows.start
         offset += rows.start * tensor.stride[0]
     if 0 in size:
-        return torch.empty(size, dtype=part.dtype)
-    content = bytearray(_num_values(size, tensor.stride) * part.dtype.itemsize)
-    file.seek(start + offset * part.dtype.itemsize)
+        return torch.empty(size, dtype=shard.dtype)
+    content = bytearray(_num_values(size, tensor.stride) * shard.dtype.itemsize)
+    file.seek(start + offset * shard.dtype.itemsize)
     if file.readinto(content) != len(content):  # type: ignore[attr-defined]
-        raise ValueError(f"file {part.storage_info.relative_path} ends within {part.name}")
-    return torch.frombuffer(content, dtype=part.dtype).as_strided(size, tensor.stride)
+        raise ValueError(f"file {shard.storage_info.relative_path} ends within {shard.name}")
+    return torch.frombuffer(content, dtype=shard.dtype).as_strided(size, tensor.stride)
 
 
 def _num_values(size: Sequence[int], stride: Sequence[int]) -> int:
@@ -158,7 +162,7 @@ def _num_values(size: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum(step * (count - 1) for step, count in zip(stride, size, strict=True))
 
 
-def _locate_values(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, int]:
+def _locate_values(file: BinaryIO, shard: StoredShard) -> tuple[_TensorArgs, int]:
     """Check a shard against its index entry; return the arguments of its tensor, and the offset of its storage.
 
     Raises:
@@ -166,15 +170,15 @@ def _locate_values(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, int]:
         ValueError: the shard is not the tensor of the index.
     """
     try:
-        return _check_part(file, part)
+        return _check_shard(file, shard)
     except (ValueError, *_BROKEN_ARCHIVE_ERRORS) as error:
-        name = part.storage_info.relative_path
+        name = shard.storage_info.relative_path
         reason = "no archive" if isinstance(error, zipfile.BadZipFile) else str(error)
-        raise ValueError(f"file {name} holds something else where {part.name} belongs: {reason}") from None
+        raise ValueError(f"file {name} holds something else where {shard.name} belongs: {reason}") from None
 
 
-def _check_part(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, int]:
-    start, length = part.storage_info.offset, part.storage_info.length
+def _check_shard(file: BinaryIO, shard: StoredShard) -> tuple[_TensorArgs, int]:
+    start, length = shard.storage_info.offset, shard.storage_info.length
     with zipfile.ZipFile(_FileSlice(file, start, length)) as archive:
         entries = _entries(archive, length)
         if "data.pkl" not in entries or entries["data.pkl"].file_size > _MAX_PICKLE_BYTES:
@@ -182,14 +186,14 @@ def _check_part(file: BinaryIO, part: StoredPart) -> tuple[_TensorArgs, int]:
         tensor = _parse_tensor_pickle(archive.read(entries["data.pkl"]))
     storage = tensor.storage
     dtype = tensor.dtype if storage.dtype is None else storage.dtype
-    if not isinstance(dtype, torch.dtype) or (tensor.size, dtype) != (tuple(part.sizes), part.dtype):
+    if not isinstance(dtype, torch.dtype) or (tensor.size, dtype) != (tuple(shard.sizes), shard.dtype):
         raise ValueError("a tensor of another shape or type")
     if not isinstance(tensor.stride, tuple) or len(tensor.stride) != len(tensor.size):
         raise ValueError("a tensor without strides")
     numbers = (tensor.offset, *tensor.stride)
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("a tensor without strides")
-    end = tensor.offset + _num_values(tensor.size, tensor.stride) if part.sizes.numel() else 0
+    end = tensor.offset + _num_values(tensor.size, tensor.stride) if shard.sizes.numel() else 0
     values = entries.get(f"data/{storage.key}")
     # The count of an untyped storage is in bytes.
     num_bytes = storage.count * (1 if storage.dtype is None else dtype.itemsize)

@@ -1,0 +1,97 @@
+"""Data files of a run: their fingerprints, and the decision whether a checkpoint was trained on the same data."""
+
+from dataclasses import dataclass, field
+
+from moefold.checkpoint.checkpoint_meta import CheckpointMeta
+from moefold.checkpoint.resume import SampleOrder, data_order_change, moved_data_message, relocated
+from moefold.comm.groups import World, current_world
+from moefold.config.data import DataConfig
+from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
+from moefold.data.input_paths import SKIPPED
+from moefold.data.skip_corrupt import corrupt_files
+from moefold.data.source_listing import named_sources
+from moefold.errors import ConfigError, format_list
+from moefold.train.position import Position
+
+
+@dataclass(frozen=True)
+class DataFingerprints:
+    """Fingerprints of all data files; the same on every rank."""
+
+    by_name: dict[str, str] = field(default_factory=dict)
+    """Results of `fingerprint`, computed by rank 0 only; "skipped" for files that any rank has to skip."""
+    skip_reasons: dict[str, str] = field(default_factory=dict)
+    """Reason for each skipped file, if known."""
+
+
+def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
+    """Fingerprint the data files on rank 0 and compare them with every rank's; collective over the world.
+
+    Raises:
+        ConfigError: another rank sees different files, and they are not token files that may be skipped as corrupt;
+            raised on every rank.
+    """
+    on_rank0: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
+    size_differences = {} if world.is_rank0 else size_differences_by_file(on_rank0.by_name, file_sizes(data))
+    fingerprints = dict(on_rank0.by_name)
+    reasons = dict(on_rank0.skip_reasons)
+    for rank, differences in enumerate(world.all_gather_object(size_differences)):
+        reason = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
+        if differences and not data.drops_files:
+            raise ConfigError(f"{reason}; give all machines the same files")
+        for name in differences:
+            fingerprints[name] = SKIPPED
+            reasons.setdefault(name, reason)
+    return DataFingerprints(fingerprints, reasons)
+
+
+def _read_fingerprints(data: DataConfig) -> DataFingerprints:
+    looks = fingerprint(data)
+    if data.kind != "tokens" or SKIPPED not in looks.values():
+        return DataFingerprints(looks)
+
+    faults = corrupt_files(data)
+    return DataFingerprints(looks, {name: faults[file] for name, file in named_sources(data) if file in faults})
+
+
+class RunDataFiles:
+    """The data files of a run, as they are now and as the run began with them."""
+
+    def __init__(self, order: SampleOrder, data: DataConfig, position: Position) -> None:
+        """Fingerprint the files; collective.
+
+        Args:
+            order: the settings that determine the text of sample n.
+            data: section of the recipe.
+            position: progress of the run.
+
+        Raises:
+            ConfigError: ranks see different files.
+        """
+        self.order = order
+        self.found = resolve_data_files(data, current_world())
+        self.fingerprints = self.found.by_name
+        """Present fingerprints of the files."""
+        self.initial = self.found.by_name
+        """Fingerprints at the start of the run, for its checkpoints."""
+        self._drops_files = data.drops_files
+        self._position = position
+
+    def decide_restart(self, meta: CheckpointMeta) -> str:
+        """Restart the data at sample 0 if it is not the data of a checkpoint; return the difference, or an empty text.
+
+        Call it before the state of the checkpoint is loaded.
+        """
+        change = data_order_change(meta, self.order, self.fingerprints, drops_files=self._drops_files)
+        self._position.restart_data(is_other=bool(change))
+        return change
+
+    def resume(self, meta: CheckpointMeta) -> tuple[CheckpointMeta, str]:
+        """Take over the files of a checkpoint of the same data.
+
+        Returns:
+            The metadata with the present names of the files, and a message about files that have moved.
+        """
+        found = relocated(meta, self.order, self.fingerprints)
+        self.initial = found.data_files
+        return found, moved_data_message(found, self.order)
