@@ -61,15 +61,12 @@ class Setting:
 
     def __format__(self, spec: str) -> str:
         """Return `key=value`, or the option or argument that `spelled_as` names for the key, with its value."""
-        name = self.key
         names = _NAMES.get()
-        while name in names:
-            spelling = names[name]
-            if isinstance(spelling, Setting):
-                return str(spelling)
-            name = spelling
-        if not name or self.value is None:
-            return name
+        name: str | Setting = self.key
+        while isinstance(name, str) and name in names:
+            name = names[name]
+        if isinstance(name, Setting) or not name or self.value is None:
+            return str(name)
         is_apart = name.startswith("--") or " " in name or (name.isupper() and name != self.key)
         return f"{name}{'' if name.endswith('=') else ' ' if is_apart else '='}{_shown(self.value, spec)}"
 

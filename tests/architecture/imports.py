@@ -99,6 +99,40 @@ def loaded(package: Path, module: str) -> Loaded:
     return found
 
 
+def late_without_effect(package: Path) -> list[Import]:
+    """Return the imports inside functions of modules that the import of their own module has loaded already."""
+    files = modules(package)
+    at_load = {
+        name: {one.imported for one in _imports_at_load(tree_of(path), name, files, package.name)}
+        for name, path in files.items()
+    }
+    found = []
+    for name, path in files.items():
+        loaded_before = _reachable(name, at_load)
+        inside = {one for node in _late(tree_of(path)) for one in _imports_of_node(node, name, files, package.name)}
+        found += sorted(one for one in inside if one.imported in loaded_before)
+    return found
+
+
+def _late(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the imports that do not run when the module is imported, without the ones for type checkers."""
+    blocks = [one for one in tree.body if isinstance(one, ast.If) and "TYPE_CHECKING" in ast.unparse(one.test)]
+    not_late = {node for block in blocks for node in ast.walk(block)} | set(_statements_at_load(tree))
+    yield from (
+        node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in not_late
+    )
+
+
+def _reachable(name: str, at_load: Mapping[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = [name]
+    while waiting:
+        fresh = at_load[waiting.pop()] - reached
+        reached |= fresh
+        waiting += fresh
+    return reached
+
+
 def upward(found: list[Import]) -> list[Import]:
     """Return the imports of a module of a higher folder than the importer's."""
     height = heights()

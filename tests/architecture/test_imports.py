@@ -64,6 +64,24 @@ def test_the_trainer_loads_few_modules_and_no_compiler():
     assert [name for name in loaded.libraries if name.startswith(compilers)] == []
 
 
+def test_an_import_inside_a_function_saves_a_load():
+    """Such an import hides what a module needs; it stands at the top where the module is loaded anyway."""
+    assert list(map(str, imports.late_without_effect(rules.SOURCE))) == []
+
+
+def test_a_late_import_without_effect_is_found(tmp_path):
+    package = tmp_path / "snippet"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "lower.py").write_text("")
+    (package / "other.py").write_text("")
+    (package / "middle.py").write_text("from snippet import lower\n")
+    (package / "start.py").write_text(
+        "from snippet import middle\ndef f():\n    from snippet import lower\n    from snippet import other\n"
+    )
+    assert list(map(str, imports.late_without_effect(package))) == ["start:3 imports lower from lower"]
+
+
 def test_modules_that_an_import_loads_are_found(tmp_path):
     package = tmp_path / "snippet"
     (package / "lower").mkdir(parents=True)

@@ -19,7 +19,7 @@ from moefold.planner.mapping import ParallelMapping, format_compact_degrees
 from moefold.planner.mapping_families import (
     FAMILIES,
     FamilyBest,
-    Nearest,
+    NearestMeasurement,
     best_of_families,
     choose_family,
     nearest_measured,
@@ -144,7 +144,7 @@ def family(name: str, seconds: float, differences: int, *, ep: int = 8, is_tie: 
         ParallelMapping(dp=8, ep=ep, edp=8 // ep, zero=3 if name == "fsdp" else 1)
     )
     plan = PlannedMapping(plan.mapping, replace(plan.time, total_s=seconds), plan.memory)
-    return FamilyBest(name, plan, Nearest("", "", ("axis",) * differences), is_tie, plan)
+    return FamilyBest(name, plan, NearestMeasurement("", "", ("axis",) * differences), is_tie, plan)
 
 
 def test_the_nearest_to_a_measurement_of_equal_families_is_taken():

@@ -17,8 +17,8 @@ from moefold.cli.screen import Column, numbers, print_columns
 from moefold.errors import ConfigError
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.metrics.definitions import MISREAD, TABLES, definitions_text
-from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, split_into_bins
-from moefold.metrics.metric_curves import MetricCurve
+from moefold.metrics.expert_balance import Array, ExpertBalance, LayerSummary, read_balance, split_into_bins
+from moefold.metrics.metric_curves import MetricCurve, read_metric_curves
 from moefold.terminal import print_escaped, printable
 
 EPILOG = """reads RUN/expert_counts.bin (metrics.expert_counts_every), else RUN/routing (moe.trace_every), else the
@@ -44,8 +44,6 @@ def run(argv: list[str]) -> int:
         check_writable("--picture", arguments.picture)
         refuse_existing("--picture", arguments.picture, force=arguments.force)
     # numpy takes a tenth of a second to import, which --help does not need.
-    from moefold.metrics.expert_balance import read_balance
-    from moefold.metrics.metric_curves import read_metric_curves
 
     balance = read_balance(arguments.run)
     curves = read_metric_curves(arguments.run)

@@ -3,6 +3,7 @@
 import importlib.util
 from functools import partial
 
+from moefold.checkpoint.checkpoint_dir import check_file_sizes
 from moefold.cli.command_parser import CommandParser, report_on_local_rank0
 from moefold.cli.inference_options import report_notices
 from moefold.errors import ConfigError, install_command
@@ -76,7 +77,6 @@ def _run_tasks(argv: list[str], rank_env: RankEnv | None) -> int:
     if applies_chat_template(argv):
         settings.load_chat_template(source, tokenizer)
 
-    from moefold.checkpoint.checkpoint_dir import check_file_sizes
     from moefold.cost.kv_cache import cache_sizes
     from moefold.launch.memory_check import check_inference, choose_checked_device
 

@@ -20,6 +20,7 @@ from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
+from moefold.data.dataset import prepare
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.launch.memory_check import check_training
@@ -196,7 +197,6 @@ def _report_measured(cfg: Config, layout: Layout, *, message: str, as_json: bool
     check_offload_device(cfg.train, "cpu")
     check_offload_folder(cfg.train)
     check_training(cfg, "cpu", None)
-    from moefold.data.dataset import prepare
     from moefold.train.memory_profile import measure_rank
     from moefold.verify.ranks.pool import WorkerPool
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_options import add_noise_options, request_from_args
-from moefold.cli.plan_outputs import check_contents, check_output_paths, write_outputs
-from moefold.cli.plan_sites import add_site_options, refuse_site_options
+from moefold.cli.plan_outputs import check_contents, check_output_paths, print_footer, write_outputs
+from moefold.cli.plan_sites import add_site_options, print_site_plan, refuse_site_options
+from moefold.cli.plan_table import print_breakdown, print_families, print_ranking, print_request
+from moefold.cli.screen import open_console
 from moefold.cost.hardware import device_names
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.workload import PRECISIONS
@@ -90,11 +92,6 @@ def run(argv: list[str]) -> int:
     if args.json:
         print(json.dumps(result_as_dict(planner, args.top, families)))
     else:
-        from moefold.cli.plan_outputs import print_footer
-        from moefold.cli.plan_sites import print_site_plan
-        from moefold.cli.plan_table import print_breakdown, print_families, print_ranking, print_request
-        from moefold.cli.screen import open_console
-
         console = open_console()
         print_request(console, request)
         print_families(console, families, chosen_family, request.device)

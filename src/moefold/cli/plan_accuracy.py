@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.cli.command_parser import CommandParser
-from moefold.planner.accuracy import Accuracy, Prediction
+from moefold.planner.accuracy import Accuracy, Prediction, validate_predictions
 
 EPILOG = """the table is CSV with the columns
   source model gpu n_gpus precision seq_len gbs mbs tp etp cp ep pp vpp metric value method note
@@ -29,7 +29,6 @@ def run(argv: list[str]) -> int:
         ConfigError: the table cannot be read.
     """
     arguments = _parser().parse_args(argv)
-    from moefold.planner.accuracy import validate_predictions
 
     accuracy = validate_predictions(arguments.table)
     if arguments.json:

@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moefold.cli.plan_outputs import report_unwritten, write_outputs
-from moefold.cli.plan_table import parse_axes
+from moefold.cli.plan_outputs import (
+    ACCURACY_STATEMENT,
+    list_assumptions,
+    print_documents,
+    report_unwritten,
+    write_outputs,
+)
+from moefold.cli.plan_table import parse_axes, print_breakdown, print_ranking, print_request
+from moefold.cli.screen import open_console, print_prose
 from moefold.cost.hardware import GIB
 from moefold.errors import ConfigError
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
+from moefold.planner.query import plan_as_dict
 from moefold.planner.search.constraints import Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.search.space import explain_illegal
@@ -32,7 +40,6 @@ def explain(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> 
     axes = parse_axes(args.explain, "--explain")
     _check_options(request.restriction.fixed, axes, args)
     request = replace(request, restriction=Restriction({**request.restriction.fixed, **axes}, args.method))
-    from moefold.planner.query import plan_as_dict
 
     planner = Planner(request)
     if not planner.space.folds:
@@ -88,10 +95,6 @@ def _ranking(request: PlanRequest, plan: PlannedMapping, args: argparse.Namespac
 
 
 def _print(planner: Planner, plan: PlannedMapping, record: dict[str, Any], *, wide: bool) -> None:
-    from moefold.cli.plan_outputs import ACCURACY_STATEMENT, list_assumptions, print_documents
-    from moefold.cli.plan_table import print_breakdown, print_ranking, print_request
-    from moefold.cli.screen import open_console, print_prose
-
     console = open_console()
     request = planner.request
     print_request(console, request)

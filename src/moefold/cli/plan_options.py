@@ -10,6 +10,7 @@ from moefold.errors import ConfigError
 from moefold.planner.planner import PlanRequest
 from moefold.planner.query import PlanOptions, plan_request
 from moefold.planner.simulator.simulate import Noise
+from moefold.topology.layout import fold_mapping
 
 
 def request_from_args(args: argparse.Namespace) -> PlanRequest:
@@ -53,8 +54,6 @@ def parse_stragglers(parallel: ParallelConfig, options: Sequence[str]) -> dict[i
     Raises:
         ConfigError: an option is malformed, a rank does not exist, or a faster rank has no effect on its stage.
     """
-    from moefold.topology.layout import fold_mapping
-
     layout = fold_mapping(parallel)
     ranks = parse_straggler_factors(options, layout.world_size)
     factors = dict[int, float]()

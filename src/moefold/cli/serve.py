@@ -15,7 +15,7 @@ from moefold.cli.inference_options import (
     read_options,
     report_notices,
 )
-from moefold.errors import ConfigError, install_command
+from moefold.errors import SIGNAL_STATUS, ConfigError, install_command
 from moefold.host.rank_env import RankEnv, read_rank_env
 
 KEY_VARIABLE = "MOEFOLD_API_KEY"
@@ -53,7 +53,6 @@ def _serve(arguments: argparse.Namespace, rank_env: RankEnv | None) -> int:
         arguments.model, arguments.overrides, options, rank_env, partial(report_notices, rank_env=rank_env)
     )
     # torch takes seconds to import: without a GPU, every error above is reported without it.
-    from moefold.errors import SIGNAL_STATUS
     from moefold.inference.serve.app import serve_worker
     from moefold.launch.exit import hard_exit
     from moefold.launch.ranks import run_ranks

@@ -11,6 +11,7 @@ from moefold.cli.command_parser import CommandParser, add_part_option
 from moefold.cli.plan_options import add_noise_options, noise_of
 from moefold.cli.plan_outputs import describe_attention, describe_documents
 from moefold.cli.plan_sites import add_site_options, describe_rate
+from moefold.cli.screen import numbers, open_console, print_columns
 from moefold.cli.timeline_file import check_timeline_file, format_summary, write_timeline
 from moefold.config.chosen import chosen
 from moefold.config.groups.schedule import SchedulePart
@@ -198,8 +199,6 @@ def _simulate(
 
 
 def _print(timeline: Timeline) -> None:
-    from moefold.cli.screen import numbers, open_console, print_columns
-
     console = open_console()
     console.print(format_summary(timeline))
     ranks = range(timeline.num_ranks)

@@ -21,6 +21,7 @@ from moefold.config.schema import Config
 from moefold.config.sites import SitesConfig
 from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.flops import count_parameters
+from moefold.data.dataset import prepare
 from moefold.data.validate_source import check_data
 from moefold.errors import ConfigError
 from moefold.host.memory import available_host_memory
@@ -132,7 +133,6 @@ def verify(
         notes: parts of the recipe that are not compared.
         against_one_rank: compare with one rank of the same code instead of the oracle.
     """
-    from moefold.data.dataset import prepare
     from moefold.verify.compare import by_cause, compare_records, one_rank_record, run_oracle, zero_gradients
 
     base = replace(cfg, parallel=ParallelConfig()) if against_one_rank else None

@@ -43,14 +43,14 @@ class Group:
     recorder: FlightRecorder = field(compare=False, repr=False)
     group_id: int = field(compare=False, repr=False)
 
-    def record_collective(self, collective: str, x: torch.Tensor) -> None:
-        """Record in the flight recorder that a collective starts with the local tensor `x`."""
-        self.recorder.record_collective(collective, self.group_id, x.shape)
-
     comm_timer: CommTimer = field(default_factory=CommTimer, compare=False, repr=False)
     """Measures the time that this rank spends in collectives."""
     backward_overlap: BackwardOverlap = field(default_factory=BackwardOverlap, compare=False, repr=False)
     """Forward pass that is resumed while a collective of a backward pass is in flight."""
+
+    def record_collective(self, collective: str, x: torch.Tensor) -> None:
+        """Record in the flight recorder that a collective starts with the local tensor `x`."""
+        self.recorder.record_collective(collective, self.group_id, x.shape)
 
     @property
     def size(self) -> int:

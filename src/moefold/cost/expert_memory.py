@@ -32,7 +32,7 @@ class ExpertMemory:
         moe = self._batch.moe
         p = self._batch.parallel
         routed = self.routed_tokens
-        room = self.dispatcher.room(routed) if p.ep > 1 else None
+        room = self.dispatcher.receive_capacity(routed) if p.ep > 1 else None
         if room is not None:
             # Allocated on every rank, however many arrive.
             return room

@@ -137,7 +137,7 @@ class StepSnapshots:
         return MemorySnapshots(*np.split(kept, (states, states + self.columns.size), axis=1))
 
     def few_candidates(self) -> MemorySnapshots:
-        """Return a cheap lower bound of the peak: the snapshots with most layers in flight of three ranks.
+        """Return a cheap lower bound of the peak: for three ranks, the snapshots with the most layers in flight.
 
         These are the first and the last rank, and of the ranks with the most layers the first with the most of the most
         frequent kind. In overlapped pairs it is the snapshot before they begin, which does not depend on recomputation.

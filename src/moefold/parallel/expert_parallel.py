@@ -97,7 +97,7 @@ def local_receive_load(dispatchers: Iterable[Dispatcher[Any]], part: DispatcherP
     [0] if the dispatcher has no buffer that could be too small.
     """
     world = groups.world
-    has_buffer = part.room(1) is not None
+    has_buffer = part.receive_capacity(1) is not None
     loads = torch.zeros(world.size if has_buffer else 0, dtype=torch.float64, device=groups.device)
     local_loads = [load for dispatcher in dispatchers if (load := dispatcher.take_receive_load()) is not None]
     if local_loads:

@@ -151,12 +151,13 @@ class PickedRows:
 class PagedDecoder:
     """Context manager for passes over a paged cache. Replaces attributes of modules, and restores them.
 
-    | attribute | becomes | | --- | --- | | the attributes named by `TokenMixer.caches`, such as `core_attention` | the
-    cache of this layer | | `sequence_parallel` | one for any number of tokens | | `sequence_parallel` of the head |
-    `PickedRows` | | `dispatcher`, if it needs equal token counts or moves experts | the all-to-all | |
-    `eval_capacity_policy` | None if no token is dropped | | `override` of the routers, if choices are recorded |
-    `RoutingCache` | | `fused` of a layer that a kernel computes whole | `FusedBlock` | | `fused` of a stage with only
-    these layers | `FusedLayers` |
+    * the attributes named by `TokenMixer.caches`, such as `core_attention`, become the cache of this layer;
+    * `sequence_parallel` becomes one for any number of tokens, and `PickedRows` in the head;
+    * `dispatcher` becomes the all-to-all if it needs equal token counts or moves experts;
+    * `eval_capacity_policy` becomes None if no token is dropped;
+    * `override` of the routers becomes `RoutingCache` if choices are recorded;
+    * `fused` becomes `FusedBlock` in a layer that a kernel computes whole, and `FusedLayers` in a stage with only such
+      layers.
 
     Args:
         chain: from `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have different rows.

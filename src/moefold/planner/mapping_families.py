@@ -28,7 +28,7 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Nearest:
+class NearestMeasurement:
     """The measured mapping that is nearest to a planned one."""
 
     case: str
@@ -45,7 +45,7 @@ class FamilyBest:
     name: str
     """The family's word in `--take`."""
     plan: PlannedMapping
-    nearest: Nearest
+    nearest: NearestMeasurement
     is_tie: bool
     """True if the step of the family is within the error of the fastest family's."""
     fastest: PlannedMapping
@@ -75,12 +75,12 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
         if not own:
             continue
         # If a family is within the error of the fastest, its mapping must be too.
-        limit_s = _within_error(least_s if own[0].time.total_s <= _within_error(least_s) else own[0].time.total_s)
+        limit_s = _tie_limit_s(least_s if own[0].time.total_s <= _tie_limit_s(least_s) else own[0].time.total_s)
         accepts = _accepts_both(family.accepts, degrees)
         measured = planner.search.plans_below(limit_s, family.zero_stages, accepts, is_beam=True)
         candidates = [
             FamilyBest(
-                name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _within_error(least_s), own[0]
+                name, plan, nearest_measured(request, plan.mapping), plan.time.total_s <= _tie_limit_s(least_s), own[0]
             )
             for plan in (own[0], *measured)
         ]
@@ -88,8 +88,8 @@ def best_of_families(planner: Planner) -> list[FamilyBest]:
     return found
 
 
-def _within_error(seconds: float) -> float:
-    """Return the longest time that cannot be told from another one."""
+def _tie_limit_s(seconds: float) -> float:
+    """Return the longest step time that equals this one within the error of the planner."""
     return seconds * (1 + STATED_ERROR.tie_pct / 100)
 
 
@@ -106,7 +106,7 @@ def choose_family(families: list[FamilyBest], name: str | None = None) -> Family
     )
 
 
-def nearest_measured(request: PlanRequest, mapping: ParallelMapping) -> Nearest:
+def nearest_measured(request: PlanRequest, mapping: ParallelMapping) -> NearestMeasurement:
     """Return the published mapping, of the same model if any, with the fewest axes between it and a planned one.
 
     Among several, it is the mapping with the fewest doublings.
@@ -118,7 +118,7 @@ def nearest_measured(request: PlanRequest, mapping: ParallelMapping) -> Nearest:
         key=lambda entry: (entry[1]["model"] != own["model"], len(entry[0]), sum(steps for _, steps in entry[0])),
     )
     case = f"{row['model']} on {row['num_gpus']} {row['gpu']}, {row['seq_len']} tokens"
-    return Nearest(case, row["source"], tuple(text for text, _ in differences))
+    return NearestMeasurement(case, row["source"], tuple(text for text, _ in differences))
 
 
 def measured_axes(mapping: ParallelMapping, gpu: str, model: str, seq_len: int) -> dict[str, object]:

@@ -215,7 +215,7 @@ class Planner:
             f"{smallest.memory.total / GIB:.0f} GiB with {format_mapping(smallest)}"
         )
         options = []
-        num_gpus = self.least_gpus()
+        num_gpus = self.smallest_num_gpus()
         if num_gpus:
             options.append(f"{num_gpus} GPUs")
         options += [f"{name} ({size:.0f} GiB)" for name, size in self._larger_devices(smallest)]
@@ -223,8 +223,8 @@ class Planner:
             return f"{text}; choose a smaller model, or a shorter {Setting('--seq-len')}"
         return f"{text}; it would fit with {', or '.join(options)}"
 
-    def least_gpus(self) -> int | None:
-        """Return the least number of GPUs with a mapping that fits: a power of two, or some eighths of it below.
+    def smallest_num_gpus(self) -> int | None:
+        """Return the smallest number of GPUs on which a mapping fits: a power of two, or 9 to 15 sixteenths of it.
 
         None: no power of two up to MAX_GPUS.
         """
@@ -237,7 +237,7 @@ class Planner:
         return next(filter(self._fits_on, between), enough)
 
     def _fits_on(self, num_gpus: int) -> bool:
-        """Return whether the memory of some mapping of a number of GPUs fits with recomputed layers."""
+        """Return whether some mapping on this number of GPUs fits into memory with recomputed layers."""
         constraints = MappingConstraints(self.request.with_num_gpus(num_gpus).base_config)
         space = MappingSpace(constraints, self.request.restriction)
         return MemoryFilter(space, self.own_search.memory_model).fits_frugally

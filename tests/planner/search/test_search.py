@@ -170,7 +170,7 @@ def test_the_least_number_of_gpus_is_the_least_with_a_mapping_that_fits():
         )
         planners = ((count, Planner(request.with_num_gpus(count))) for count in range(1, 17))
         slow = next((count for count, one in planners if one.num_folds and one.search.find([MappingGroup()])[0]), None)
-        assert Planner(request).least_gpus() == slow
+        assert Planner(request).smallest_num_gpus() == slow
 
 
 @pytest.mark.parametrize(("name", "fixed"), [FEW_MAPPINGS[1], *slow([FEW_MAPPINGS[0], *ALL_MAPPINGS])])

@@ -220,7 +220,7 @@ class DispatcherPart(Part):
         over_etp = Transfer("etp", sent.received * sent.row_bytes, gathers=True)
         return Transfer("ep", sent.routed * sent.row_bytes, sends_once=self.sends_once), over_etp
 
-    def room(self, routed: int) -> int | None:
+    def receive_capacity(self, routed: int) -> int | None:
         """Return the capacity of the receive buffer of a rank in rows; None if the buffer grows as needed.
 
         Args:
@@ -229,7 +229,7 @@ class DispatcherPart(Part):
         return None
 
     def overflow(self, load: float) -> str:
-        """Return the message for a rank that should receive `load` times the rows of `room`; it follows "rank 3 ".
+        """Return the message for a rank that should receive `load` times `receive_capacity`; it follows "rank 3 ".
 
         Called where `Dispatcher.take_receive_load` returns a load above 1.
         """
@@ -265,7 +265,7 @@ class DispatcherPart(Part):
         raise NotImplementedError
 
 
-def is_own(part: DispatcherPart, *methods: str) -> bool:
+def overrides_any(part: DispatcherPart, *methods: str) -> bool:
     """Return whether a dispatcher overrides any of the given methods, whose defaults describe the all-to-all."""
     return any(getattr(type(part), name) is not getattr(DispatcherPart, name) for name in methods)
 

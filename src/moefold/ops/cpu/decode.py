@@ -99,7 +99,8 @@ class CDecode:
     def __init__(self, replaced: Sequence[object]) -> None:
         self._replaced = replaced
         library = load_library("decode")
-        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        pointer = ctypes.c_void_p
+        size = ctypes.c_int64
         self.attend = declare(library.decode_attention, *[pointer] * 6)
         self.add_experts = declare(library.decode_experts, *[pointer] * 7)
         self.compute = declare(library.decode_layers, pointer, size, *[pointer] * 6)

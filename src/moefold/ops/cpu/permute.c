@@ -77,8 +77,8 @@ ALWAYS_INLINE float scale_and_dot(const int is_bfloat16, const void *grad, const
   return total;
 }
 
-/* Write the gradients of `combine` by that of its result, grad [tokens, width]: of the rows of y, each of which belongs
-   to one choice of one token, and of the weights [tokens, top_k]. */
+/* Write the gradients of `combine` from the gradient of its result, [tokens, width]: of the rows of y, each of
+   which belongs to one choice of one token, and of the weights, [tokens, top_k]. */
 void combine_backward(const void *grad, const void *y, const int64_t *rows, const float *weights, void *grad_y,
                       float *grad_weights, int64_t tokens, int64_t top_k, int64_t width, int is_bfloat16,
                       int threads) {

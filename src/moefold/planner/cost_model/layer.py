@@ -53,7 +53,7 @@ RING_KERNELS = 18.79
 SEGMENTS_PER_RANK = 2
 """Segments of a sample on a rank of context parallelism, in the zigzag order of ring attention."""
 STATE_BYTES = 4
-"""Bytes of a number of the states of linear attention."""
+"""Bytes of an element of the states of linear attention."""
 
 ROUTER_PEAK_SHARE = 0.1
 """Rate of the router's GEMM in float32 over the bf16 peak: assumed, not fitted. The peak of an H100 in float32 is

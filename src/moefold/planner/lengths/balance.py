@@ -1,6 +1,6 @@
 """Balance of attention over the ranks, for drawn documents: the runtime's own plan of every round.
 
-Rounds are drawn once, with a fixed seed, and all mappings, placements and hosts are priced with the same documents.
+Rounds are drawn once, with a fixed seed, and all mappings and placements are priced with the same documents.
 """
 
 from collections.abc import Mapping, Sequence

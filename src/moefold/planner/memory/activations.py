@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.chosen import default_part
-from moefold.config.groups.dispatcher import DispatcherPart, is_own
+from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.groups.ffn import FeedForwardPart
 from moefold.config.layers import Layer
 from moefold.config.schema import Config
@@ -232,7 +232,7 @@ def minimal_config(model_spec: ModelSpec, workload: TrainingWorkload) -> Config:
 
 def has_own_memory(dispatcher: DispatcherPart) -> bool:
     """Return whether a dispatcher differs from the all-to-all in its saved tokens or in its exchange buffers."""
-    return is_own(dispatcher, "gathers_tokens", "room", "exchange_bytes")
+    return overrides_any(dispatcher, "gathers_tokens", "receive_capacity", "exchange_bytes")
 
 
 def _like_in_memory(dispatcher: DispatcherPart) -> DispatcherPart:

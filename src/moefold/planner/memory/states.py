@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.chosen import chosen_in
-from moefold.config.groups.dispatcher import is_own
+from moefold.config.groups.dispatcher import overrides_any
 from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.groups.optimizer import OptimizerPart
 from moefold.config.schema import Config
@@ -98,7 +98,7 @@ class StateMemoryTable:
 
     def exchange_bytes(self, mapping: ParallelMapping) -> int:
         """Return the bytes that the dispatcher of a mapping reserves for its exchanges; 0 for most dispatchers."""
-        if not is_own(mapping.dispatcher, "reserved_bytes"):
+        if not overrides_any(mapping.dispatcher, "reserved_bytes"):
             return 0
         axes = {name: getattr(mapping, name) for name in ("tp", "cp", "ep", "etp", "dispatcher")}
         train = replace(self.cfg.train, micro_batch_size=mapping.mbs)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from moefold.config.bounds import range_problems
 from moefold.config.chosen import chosen
-from moefold.config.groups.dispatcher import DispatcherPart, is_own
+from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.config.groups.drop import DropPart, DropScopePart
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, word_of
@@ -75,7 +75,7 @@ def _samples_per_dispatch(values: AxisValues) -> float:
 
     It is 0 for a dispatcher without its own rules, which alone may read the tokens of a dispatch.
     """
-    if not is_own(values["dispatcher"], "check"):
+    if not overrides_any(values["dispatcher"], "check"):
         return 0.0
     return float(values["mbs"] * values["ep"] * values["etp"] / (values["cp"] * values["tp"]))
 

@@ -19,7 +19,7 @@ def candidate_strategies(own: ContextPart) -> list[ContextPart]:
 
 
 class DocumentSearch:
-    """Search that chooses context, placement and hosts of attention for each fold.
+    """Search that chooses context, placement and the ranks that compute attention for each fold.
 
     Args:
         searches: the search under each strategy, the recipe's own first; strategies that the runtime refuses are left

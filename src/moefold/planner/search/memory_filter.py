@@ -30,7 +30,7 @@ PLAIN_PIPELINE = PipelineVariant(DEFAULT_SCHEDULE, 1)
 SHARDED_PARTS = ("weights", "gradients", "optimizer")
 """Parts of the states; every rank holds at least its share of them."""
 
-ByteArray = NDArray[np.float64]
+ByteCounts = NDArray[np.float64]
 SizedMapping = tuple[float, ParallelMapping]
 """Bytes of the fullest rank, and the mapping."""
 Pipelines = tuple[PipelineVariant, ...]
@@ -87,7 +87,7 @@ class MemoryFilter:
         """All pairs of a ZeRO stage and a placement of the moments."""
 
     @property
-    def room(self) -> float:
+    def usable_bytes(self) -> float:
         """Bytes that a mapping may have, with a tolerance for rounding."""
         return self.memory_model.device.memory_bytes + 1
 
@@ -97,21 +97,21 @@ class MemoryFilter:
         return min(self._walk(self.space.views, self.frugal_strategies), key=lambda sized: sized[0])
 
     @cached_property
-    def may_hold_share(self) -> bool:
+    def min_share_fits(self) -> bool:
         """True if a rank's share of what all ranks hold fits."""
-        return self.least_share(self.space.constraints.base_config.parallel.world_size) < self.room
+        return self.min_share_bytes(self.space.constraints.base_config.parallel.world_size) < self.usable_bytes
 
     @cached_property
     def fits_frugally(self) -> bool:
         """True if some mapping of `small_pipelines` fits with recomputed layers, where that is legal."""
-        return self.may_hold_share and self._any_fits_with(self.frugal_strategies)
+        return self.min_share_fits and self._any_fits_with(self.frugal_strategies)
 
     @cached_property
     def any_fits(self) -> bool:
         """True if some mapping fits, whatever its pipeline; none does without legal strategies and placements."""
         if not (self.space.strategies and self.placements):
             return False
-        if self.fits_frugally or not self.may_hold_share:
+        if self.fits_frugally or not self.min_share_fits:
             return self.fits_frugally
         others = MemoryStrategies(one for one in self.space.strategies if one not in self.frugal_strategies)
         return any(
@@ -129,7 +129,7 @@ class MemoryFilter:
         saved = self.memory_model.activation_memory.total_bytes(choice.mapping(), self.space.strategies)
         _, counts = self._peak_counts(choice)
         sizes = self._state_bytes(choice)[:, :, :, None] + (counts @ saved.T)[:, :, None, :]
-        found: NDArray[np.bool_] = sizes.max(axis=1) <= self.room
+        found: NDArray[np.bool_] = sizes.max(axis=1) <= self.usable_bytes
         return found
 
     @cached_property
@@ -138,7 +138,7 @@ class MemoryFilter:
         strategies = self.space.strategies
         return MemoryStrategies(one for one in strategies if "layer" in one[0]) or strategies
 
-    def least_share(self, num_ranks: int) -> float:
+    def min_share_bytes(self, num_ranks: int) -> float:
         """Return the bytes that some rank holds at least, whatever the mapping: its share of what all ranks hold."""
         columns = self.memory_model.columns
         layers = list(self.memory_model.model_spec.layers)
@@ -153,7 +153,9 @@ class MemoryFilter:
         """Return whether some mapping with one of the strategies and of the pipelines fits."""
         capacity = self.memory_model.device.memory_bytes
         views = sorted(self.space.views, key=lambda view: self._view_bytes(view, strategies, pick))
-        return any(size <= capacity for view in views for size, _ in self._walk((view,), strategies, self.room, pick))
+        return any(
+            size <= capacity for view in views for size, _ in self._walk((view,), strategies, self.usable_bytes, pick)
+        )
 
     def _walk(
         self,
@@ -162,7 +164,7 @@ class MemoryFilter:
         room: float = inf,
         pick: PipelineChoice = small_pipelines,
     ) -> Iterator[SizedMapping]:
-        """Yield mappings that may need less memory than `room`, or, without it, less than all mappings before.
+        """Yield mappings that may need less memory than `usable_bytes`, or, without it, less than all mappings before.
 
         Args:
             room: bytes above which no mapping counts.
@@ -235,13 +237,13 @@ class MemoryFilter:
 
     def _fold_bytes(
         self, fold: Fold, mbs: int, pipelines: tuple[PipelineVariant, ...], strategies: MemoryStrategies
-    ) -> ByteArray:
+    ) -> ByteCounts:
         """Return a lower bound of the bytes with each placement of the states, [placements]."""
         legal = self.space.dispatchers(fold, mbs)
         choice = MicroBatchChoice(fold, mbs, legal[0] if legal else self._any_dispatcher, False, pipelines)
         _, inputs = self._peak_counts(choice)
         saved = (inputs @ self._saved_bytes(fold.tp, strategies))[:, :, None] * (mbs / fold.cp)
-        found: ByteArray = (self._state_bytes(choice) + saved).max(axis=1).min(axis=0)
+        found: ByteCounts = (self._state_bytes(choice) + saved).max(axis=1).min(axis=0)
         return found
 
     @cached_property
@@ -258,14 +260,14 @@ class MemoryFilter:
         return self.memory_model.workspace(self._single.mapping())
 
     @cached_property
-    def _whole_states(self) -> ByteArray:
+    def _whole_states(self) -> ByteCounts:
         """Bytes of weights, gradients and moments by state column on one rank, [placements of the moments, columns]."""
         rows = [STATE_PARTS.index(part) for part in SHARDED_PARTS]
         mappings = [self._single.mapping(None, 0, placement) for placement in self.space.optimizer_placements]
         return np.array([self.memory_model.state_memory.bytes_by_part(m)[rows].sum(axis=0) for m in mappings])
 
     @memoised(all_arguments)
-    def _saved_bytes(self, tp: int, strategies: MemoryStrategies) -> ByteArray:
+    def _saved_bytes(self, tp: int, strategies: MemoryStrategies) -> ByteCounts:
         """Return the least bytes that layers save of one sample for their backward pass, by activation column."""
         # Rows of dropped tokens stay in memory where experts are not spread, and not where they are.
         degrees = (1, 2) if self.memory_model.model_spec.config.routed else (1,)
@@ -279,19 +281,19 @@ class MemoryFilter:
             axis=(0, 1),
         )
         of_layers = self.memory_model.columns.layer_slice("saved")
-        found: ByteArray = np.zeros_like(sizes)
+        found: ByteCounts = np.zeros_like(sizes)
         found[of_layers] = sizes[of_layers]
         return found
 
-    def _state_bytes(self, choice: MicroBatchChoice) -> ByteArray:
+    def _state_bytes(self, choice: MicroBatchChoice) -> ByteCounts:
         """Return the bytes of states and workspace at three snapshots, [pipelines, snapshots, placements]."""
         counts, _ = self._peak_counts(choice)
         workspace = self.memory_model.workspace(choice.mapping())
-        found: ByteArray = counts @ self._persistent_bytes(choice).T + workspace
+        found: ByteCounts = counts @ self._persistent_bytes(choice).T + workspace
         return found
 
     @memoised(lambda self, choice: (choice.fold.pp, choice.fold.dp * choice.mbs, choice.overlap, choice.pipelines))
-    def _peak_counts(self, choice: MicroBatchChoice) -> tuple[ByteArray, ByteArray]:
+    def _peak_counts(self, choice: MicroBatchChoice) -> tuple[ByteCounts, ByteCounts]:
         """Return the counts of states and activations at three snapshots, [pipelines, snapshots, columns]."""
         peaks = [self.memory_model.peak_candidates(choice.mapping(pipeline)) for pipeline in choice.pipelines]
         return np.array([peak.states for peak in peaks]), np.array([peak.activations for peak in peaks])
@@ -302,7 +304,7 @@ class MemoryFilter:
         return choice.fold, accumulates, self.memory_model.state_memory.exchange_bytes(m)
 
     @memoised(_persistent_key)
-    def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteArray:
+    def _persistent_bytes(self, choice: MicroBatchChoice) -> ByteCounts:
         """Return the bytes of each state column for each ZeRO stage and placement of the moments."""
         mappings = (choice.mapping(None, *placement) for placement in self.placements)
         return np.array([self.memory_model.state_memory.total_bytes(m) for m in mappings])

@@ -25,7 +25,7 @@ import numpy as np
 
 from moefold.config.chosen import default_part
 from moefold.config.groups.context import ContextPart
-from moefold.config.groups.dispatcher import DispatcherPart, is_own
+from moefold.config.groups.dispatcher import DispatcherPart, overrides_any
 from moefold.cost.memoised import memoised
 from moefold.planner.cost_model.step import STEP_OVERHEAD_S, CostModel, Seconds, StepTime
 from moefold.planner.mapping import ParallelMapping, PipelineVariant
@@ -340,7 +340,9 @@ class Search:
         default = default_part(DispatcherPart)
         like = default in found
         return tuple(
-            part for part in reversed(found) if part == default or not like or is_own(part, "traffic", "sends_once")
+            part
+            for part in reversed(found)
+            if part == default or not like or overrides_any(part, "traffic", "sends_once")
         )
 
     def _fastest_that_fit(

@@ -73,7 +73,7 @@ class SymmMem(DispatcherPart):
         if not is_nvshmem_available():
             yield "torch finds no NVSHMEM"
 
-    def room(self, routed: int) -> int:
+    def receive_capacity(self, routed: int) -> int:
         """Return the rows of the receive buffer."""
         return ceil(routed * self.receive_factor)
 
@@ -90,7 +90,7 @@ class SymmMem(DispatcherPart):
     def reserved_bytes(self, sizes: DispatchSizes) -> int:
         """Return the bytes of the symmetric memory of a rank."""
         row_bytes = -(-sizes.width * sizes.item_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        rows = NUM_BUFFERS * max(sizes.max_rows, self.room(sizes.max_rows)) * row_bytes
+        rows = NUM_BUFFERS * max(sizes.max_rows, self.receive_capacity(sizes.max_rows)) * row_bytes
         return rows + NUM_SPLIT_BUFFERS * 2 * sizes.num_experts * 8
 
     def measured_reserved_bytes(self, sizes: DispatchSizes) -> int:
@@ -109,4 +109,4 @@ class SymmMem(DispatcherPart):
 
     def _exchange_sizes(self, sizes: DispatchSizes) -> tuple[int, int, int, int]:
         """Return the sizes of a `RowExchange`: experts, maximum rows that a rank sends and receives, bytes of a row."""
-        return sizes.num_experts, sizes.max_rows, self.room(sizes.max_rows), sizes.width * sizes.item_bytes
+        return sizes.num_experts, sizes.max_rows, self.receive_capacity(sizes.max_rows), sizes.width * sizes.item_bytes
