@@ -46,7 +46,7 @@ FULL_SPEED_HEAD_SIZE = 128
 MIN_ATTENTION_LENGTH = 256.0
 """Shorter sequences are as fast for each FLOP as sequences of this length."""
 
-RING_KERNELS = 19.12
+RING_KERNELS = 18.79
 """Kernel launches of one forward step of ring attention: sends, halves, attention, corrections. Fitted (16 to 22, prior
 16) on Qwen3-235B at 64K and 128K on H100 and GB300 and the rows of arXiv:2504.14960 with cp."""
 
@@ -59,13 +59,13 @@ ROUTER_PEAK_SHARE = 0.1
 """Rate of the router's GEMM in float32 over the bf16 peak: assumed, not fitted. The peak of an H100 in float32 is
 0.07 of it without tensor cores, and 0.5 in TF32."""
 
-ROUTER_BYTES = 59.36
+ROUTER_BYTES = 59.54
 """Forward memory traffic for each token and expert: scores, top-k, masks and counts in float32."""
 
-UNFUSED_PERMUTE_PASSES = 1.559
+UNFUSED_PERMUTE_PASSES = 1.459
 """Memory traffic of a permutation of separate kernels over the traffic of a fused one."""
 
-UNFUSED_CLAMP_FACTOR = 4.223
+UNFUSED_CLAMP_FACTOR = 4.314
 """Passes of a clamped activation with biases in separate kernels over its passes in Megatron-Core of 2026: GPT-OSS-120B
 on 64 B200 was measured at 8,213 tokens/s in the container 25.11 and at 13,722 in the next one."""
 
@@ -74,11 +74,11 @@ EXPERT_KERNELS = (2, 4)
 CAST_KERNELS = (2, 3)
 """Kernels that cast the operands of one expert, forward and backward."""
 
-EXPERT_LAUNCH_SHARE = 0.2228
+EXPERT_LAUNCH_SHARE = 0.2172
 """Host time of the launch of one expert's GEMM over the time of another kernel: a C++ loop over several streams
 launches them, and their gaps overlap."""
 
-RECURRENCE_BYTES = 114.4
+RECURRENCE_BYTES = 118.5
 """Forward memory traffic of a recurrence for each token and row of the output projection: convolution, chunk states,
 scan and gate, each a memory-bound kernel."""
 
@@ -95,7 +95,7 @@ ATTENTION_BACKWARD_FLOP_RATIO = 2.5
 BACKWARD_PASSES = 1.6
 """Memory traffic of norms and residuals in the backward pass over their traffic in the forward pass."""
 
-CLAMPED_SWIGLU_PASSES = 11.38
+CLAMPED_SWIGLU_PASSES = 11.08
 """Memory passes of clamped SwiGLU with biases: add, clamp twice, gate and multiply are separate kernels."""
 
 

@@ -58,7 +58,7 @@ class MemoryStrategies(tuple[MemoryStrategy, ...]):
 
     @cached_property
     def offload_masks(self) -> NDArray[np.float64]:
-        """Which of `PARTS` each strategy offloads, 1 or 0, [strategies, `PARTS`]."""
+        """Return which of `PARTS` each strategy offloads: 1 or 0, [strategies, `PARTS`]."""
         return np.array([offload_mask(offload) for _, offload in self], dtype=float)
 
     @cached_property
