@@ -22,8 +22,9 @@ from moefold.comm.collectives import all_gather
 from moefold.comm.groups import ParallelGroups
 from moefold.config.chosen import default_part
 from moefold.config.groups.dispatcher import DispatcherPart, DispatchSizes
-from moefold.errors import DEVICE_OPTION, ConfigError, reworded_errors
+from moefold.errors import ConfigError, spelled_as
 from moefold.host.rank_env import RankEnv
+from moefold.launch.accelerator import DEVICE_NAMES
 from moefold.launch.ranks import choose_device, init_distributed, spawn_ranks
 from moefold.model.moe.dispatch import Dispatcher, RoutingMap
 from moefold.model.moe.dispatch.base import ExpertInput
@@ -239,7 +240,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.hidden < 64 or args.hidden % 64:
         raise ConfigError(f"--hidden {args.hidden} must be a multiple of 64: fine-grained experts have a quarter of it")
     check_report_options(args)
-    with reworded_errors(*DEVICE_OPTION):
+    with spelled_as(DEVICE_NAMES):
         device_type = choose_device(args.device, args.ranks, None)
     return spawn_ranks(partial(_measure, args), args.ranks, device_type)
 

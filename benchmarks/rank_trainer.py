@@ -50,9 +50,10 @@ class RankTrainer:
         started_s = time.perf_counter()
         number = number or self.num_steps + 1
         self.groups.recorder.begin_step(number, "loading data")
-        self.training.start_clock()
+        with self.training.meter.loading():
+            batch = self._batches.batch(self.num_steps * self._batch_size)
         time.sleep(delay_s)
-        result = self.training.run(self._batches.batch(self.num_steps * self._batch_size), number)
+        result = self.training.run(batch, number)
         self.num_steps += 1
         return time.perf_counter() - started_s, result
 

@@ -28,6 +28,7 @@ from rank_trainer import RankTrainer, build_parser, run_recipe
 from moefold.config.schema import Config
 from moefold.data.shard_reader import ShardReader, TokenArraySpec
 from moefold.train.data_loader import DataLoader
+from moefold.train.position import Position
 
 BASELINE = "system calls"
 MMAP = "mmap"
@@ -61,7 +62,10 @@ def _measure(cfg: Config, trainer: RankTrainer, args: argparse.Namespace) -> Non
     loaders = {}
     for corrupt in ("fatal", "skip"):
         loaders[corrupt] = DataLoader(
-            replace(cfg, data=replace(cfg.data, corrupt=corrupt)), trainer.groups, trainer.training.model.positions
+            replace(cfg, data=replace(cfg.data, corrupt=corrupt)),
+            trainer.groups,
+            trainer.training.model.positions,
+            Position(),
         )
         loaders[corrupt].open(None)
 
@@ -69,8 +73,7 @@ def _measure(cfg: Config, trainer: RankTrainer, args: argparse.Namespace) -> Non
         started_s = time.perf_counter()
         trainer.num_steps += 1
         trainer.groups.recorder.begin_step(trainer.num_steps, "loading data")
-        trainer.training.start_clock()
-        with _patch_reader(kind == MMAP):
+        with trainer.training.meter.loading(), _patch_reader(kind == MMAP):
             first_sample = trainer.num_steps * cfg.train.global_batch_size
             batch, _ = loaders["skip" if kind == SKIP else "fatal"].next_batch(first_sample, ())
         trainer.training.run(batch, trainer.num_steps)

@@ -107,7 +107,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     Modules that a test has imported are frozen too, like the collected ones (`pytest_collection_finish`).
     """
-    if len(sys.modules) - item.config.stash[FROZEN_MODULES] >= MANY_MODULES:
+    if len(sys.modules) - item.config.stash.get(FROZEN_MODULES, 0) >= MANY_MODULES:
         gc.collect()
         gc.freeze()
         item.config.stash[FROZEN_MODULES] = len(sys.modules)

@@ -123,7 +123,7 @@ def train_and_fail_before_the_vote(cfg: Config) -> str:
                 rounds._flight.exchange.result(60)
                 raise ArithmeticError
 
-    trainer._further_callbacks = (FailingInARound(),)
+    trainer._program_callbacks = (FailingInARound(),)
     try:
         trainer.run(StopSignals())
     except ArithmeticError:

@@ -129,7 +129,7 @@ class ConfigError(_EscapedError, ValueError):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Return the fields of each line of the message; a message on no single setting has only `rule`."""
+        """Return the fields of each line of the message; a message without a key is in `rule`."""
         return self._problems or (Problem("", None, str(self)),)
 
     def with_start(self, start: str) -> "ConfigError":

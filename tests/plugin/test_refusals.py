@@ -307,3 +307,28 @@ def test_a_setting_that_is_not_a_key_of_a_cache_is_refused(file):
 def test_a_missing_file_and_a_folder_are_refused(file):
     assert "does not exist; name a Python file" in refusal(f"train.lr_schedule={file.parent}/other.py:Half")
     assert "does not exist; name a Python file" in refusal("train.lr_schedule=\\u0000.py:Half")
+
+
+OLD_NAMES = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moefold.parts.dispatcher.alltoall.part import AllToAll
+
+
+@dataclass(frozen=True, kw_only=True)
+class Old(AllToAll):
+    interface: ClassVar[int] = 1
+
+    def room(self, sizes):
+        return 3
+"""
+
+
+def test_a_member_under_its_former_name_is_named_and_not_ignored(tmp_path):
+    path = tmp_path / "old.py"
+    path.write_text(OLD_NAMES)
+    message = refusal(f"parallel.dispatcher={path}:Old")
+    assert message.endswith("has room, which is now receive_capacity")
+    path.write_text(OLD_NAMES.replace("room", "receive_capacity"))
+    assert load_config(None, [f"parallel.dispatcher={path}:Old"]).parallel.dispatcher.receive_capacity(None) == 3

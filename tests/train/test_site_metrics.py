@@ -60,6 +60,15 @@ def test_a_probe_compares_the_same_tokens_and_gives_the_routers_their_override_b
     assert len(choices) > 100
 
 
+@pytest.mark.parity
+def test_a_probe_has_no_choices_of_layers_that_run_in_training_only(pool):
+    evaluated = {"data": {"validation_fraction": 0.2}, "train": {"eval_every": 1, "global_batch_size": 4}}
+    ((choices, _),) = pool.run(1, _probe, tiny(**evaluated))
+    ((of_predicting, is_own),) = pool.run(1, _probe, tiny(model={"mtp_layers": 1}, **evaluated))
+    assert is_own == [True, True, True]
+    assert len(of_predicting) == len(choices)
+
+
 def site_records(tmp_path, number: int) -> dict[int, dict[str, Any]]:
     return {record["step"]: record["sites"] for record in records(tmp_path / f"site-{number}") if record["sites"]}
 

@@ -105,7 +105,7 @@ def read_shard(
         folder: the checkpoint.
         shard: the index entry.
         rows: rows to read; a local file is read only there.
-        on_archive: called with the archive, which is then read immediately; not allowed with `rows`.
+        on_archive: called with the archive, which is then read whole; not allowed with `rows`.
 
     Raises:
         OSError: the file cannot be read.

@@ -28,6 +28,8 @@ INTERFACE = 1
 """Version of the interface of parts; a part from outside states it: `interface: ClassVar[int] = 1`."""
 MAX_FILE_BYTES = 2**20
 _RESERVED = frozenset({"kind", "group", "key"})
+_RENAMED = {"decoding_is_post": "decodes_softmax_after_choice", "room": "receive_capacity"}
+"""Present names of optional members of parts, by the names that moefold 0.2.0 read."""
 _FILE_MODULE = "moefold_part_"
 """Start of the name of a module that was imported from a file."""
 
@@ -241,6 +243,9 @@ def class_faults(part: Any, base: type[Any]) -> Iterator[str]:
     for name in dir(base):
         if isfunction(getattr_static(base, name)) and not callable(getattr(part, name)):
             yield f"has {name}={getattr(part, name)!r}, which must be a method"
+    for name, present in _RENAMED.items():
+        if hasattr(part, name) and hasattr(base, present):
+            yield f"has {name}, which is now {present}"
     reserved = sorted(_RESERVED & {field.name for field in fields(part)})
     if reserved:
         yield f"has a field {reserved[0]}, a word that recipes and parts use themselves"

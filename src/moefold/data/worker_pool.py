@@ -86,7 +86,7 @@ def _distribute(
             if kind == "progress":
                 report(value)
             elif kind == "refused":
-                raise ConfigError(value)
+                raise value
             elif kind == "failed":
                 raise RuntimeError(f"a process that tokenises failed:\n{value}")
             else:
@@ -111,7 +111,7 @@ def _worker_main(connection: Connection, work: TaskFunction) -> None:
             try:
                 answer: tuple[str, Any] = ("done", (number, work(task, report)))
             except ConfigError as error:
-                answer = ("refused", str(error))
+                answer = ("refused", error)
             except BrokenPipeError:
                 return
             except Exception:  # noqa: BLE001

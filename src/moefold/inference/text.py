@@ -61,12 +61,12 @@ def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
     name = override or source.data.tokenizer
     if read_tokenize_info(file.parent) and (name == "bytes" or Path(name).exists()):
         tokenizer = open_tokenizer(source, override)
-        try:
-            with spelled_as({"data.tokenizer": "--tokenizer" if override else "the model's tokenizer"}):
+        with spelled_as({"data.tokenizer": "--tokenizer" if override else "the model's tokenizer"}):
+            try:
                 compare_tokenizers([TokenFile(file, 0, None)], tokenizer, name)
-        except ConfigError as error:
-            [problem] = error.problems
-            raise ConfigError(replace(problem, way_out="name ids of the model's")) from error
+            except ConfigError as error:
+                [problem] = error.problems
+                raise ConfigError(replace(problem, way_out="name ids of the model's")) from error
 
 
 def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_label: str) -> np.ndarray:

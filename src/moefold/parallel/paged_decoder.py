@@ -154,7 +154,7 @@ class PagedDecoder:
     * the attributes named by `TokenMixer.caches`, such as `core_attention`, become the cache of this layer;
     * `sequence_parallel` becomes one for any number of tokens, and `PickedRows` in the head;
     * `dispatcher` becomes the all-to-all if it needs equal token counts or moves experts;
-    * `eval_capacity_policy` becomes None if no token is dropped;
+    * `eval_capacity_policy` becomes None: no token is dropped;
     * `override` of the routers becomes `RoutingCache` if choices are recorded;
     * `fused` becomes `FusedBlock` in a layer that a kernel computes whole, and `FusedLayers` in a stage with only such
       layers.

@@ -2,7 +2,6 @@
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.lora import LoraConfig
@@ -27,9 +26,6 @@ from moefold.validate.exactness import replays_routing
 from moefold.validate.memory import ssd_offload_keys
 from moefold.validate.moe import check_dispatch_package
 from moefold.validate.parallel import check_schedule_file
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_machine(cfg: Config) -> None:

@@ -1,7 +1,7 @@
 """Batches of reinforcement learning: sample rollouts of prompts, score them, and pack them into training samples.
 
-All ranks sample their share of the groups; then every rank has all
-rollouts, and computes the same advantages and the same packing, so the global batch does not depend on the mapping.
+All ranks sample their share of the groups; then every rank has all rollouts, and computes the same advantages and the
+same packing, so the global batch does not depend on the mapping.
 With `rl.staleness` rounds are sampled ahead and wait in a `RoundQueue`; with `rollout.ranks` other ranks sample them
 meanwhile, and each rank receives the rows that it trains on.
 """

@@ -25,13 +25,13 @@ class _ChoiceRecorder:
 
     def __init__(self) -> None:
         self.num_samples = 0
-        self._chosen: list[tuple[Tensor, Tensor]] = []
+        self.chosen: list[tuple[Tensor, Tensor]] = []
 
     def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Record the choices; the result is the same tensor, see `RouterOverride`."""
         ids_BSK = ids_TK.view(-1, len(sample_ids_B), ids_TK.shape[1]).transpose(0, 1)
         is_counted = sample_ids_B < self.num_samples
-        self._chosen.append((sample_ids_B[is_counted].cpu(), ids_BSK[is_counted].to("cpu", torch.int16)))
+        self.chosen.append((sample_ids_B[is_counted].cpu(), ids_BSK[is_counted].to("cpu", torch.int16)))
         return ids_TK
 
     def take(self) -> Tensor:
@@ -39,8 +39,8 @@ class _ChoiceRecorder:
 
         Micro-batches may have any size and order.
         """
-        sample_ids, chosen_NSK = map(torch.cat, zip(*self._chosen, strict=True))
-        self._chosen.clear()
+        sample_ids, chosen_NSK = map(torch.cat, zip(*self.chosen, strict=True))
+        self.chosen.clear()
         return chosen_NSK[sample_ids.argsort()].flatten(0, 1)
 
 
@@ -80,7 +80,8 @@ class RoutingProbe:
                 for recorder in recorders:
                     recorder.num_samples = NUM_SAMPLES - number * self._train.global_batch_size
                 context.training.evaluate([batch])
-                chosen += [recorder.take() for recorder in recorders]
+                # Layers of multi-token prediction do not run in evaluation.
+                chosen += [recorder.take() for recorder in recorders if recorder.chosen]
         finally:
             for router, override in zip(routers, overrides, strict=True):
                 router.override = override

@@ -161,7 +161,8 @@ class TrainingStep:
     def run_polled(self, batch: Batch, step: int, flags: StopFlags) -> StepResult:
         """Train on this rank's shard of a global batch.
 
-        Collective: every rank calls it with its shard of the same batch.
+        Collective: every rank calls it with its shard of the same batch. The times of the ranks are measured only if
+        the batch was loaded inside `meter.loading()`.
 
         Args:
             batch: this rank's shard.
@@ -292,7 +293,7 @@ class TrainingStep:
 
         Args:
             batches: this rank's shards.
-            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch.
+            flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.
 
         Returns:
             The loss, or None if the evaluation was interrupted; and the number of ranks that raised each flag.

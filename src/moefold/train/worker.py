@@ -307,11 +307,11 @@ class _RunLocks:
         for lock in _run_locks(self._folder.cfg.run, self._folder.cfg.checkpoint, self._folder.cfg.faults):
             self._stack.enter_context(lock)
         if starts_run:
-            self._reject_other_run()
+            self._refuse_other_run()
         self._is_held = True
 
-    def _reject_other_run(self) -> None:
-        """Reject a folder that another job wrote to while this job started or waited for the lock.
+    def _refuse_other_run(self) -> None:
+        """Refuse a folder that another job wrote to while this job started or waited for the lock.
 
         Raises:
             ConfigError: the recipe would now choose another folder.

@@ -126,7 +126,8 @@ class TokenPositions:
     sample_ids_B: Tensor
     """Index of each sample in the global batch, int64 [B]."""
     weights_T: Tensor | None = None
-    """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding, or None."""
+    """Share of each token in the auxiliary losses: 1/(tokens of the global batch), 0 for padding; None without
+    padding."""
     placed: PlacedTokens | None = None
     """The tokens, where `parallel.context` moves them; `sample_ids_B` are then the samples of unmoved rows.
     """

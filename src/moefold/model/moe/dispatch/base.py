@@ -190,7 +190,7 @@ class Dispatcher(ABC, Generic[MetadataT]):
     def take_receive_load(self) -> Tensor | None:
         """Return the maximum rows sent to a rank since the last call, divided by its buffer size; on the device.
 
-        Above 1, some rows were not sent, and the results are wrong. None if no buffer is too small.
+        Above 1, some rows were not sent, and the results are wrong. None without a buffer that could be too small.
         """
         return None
 
