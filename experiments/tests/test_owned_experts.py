@@ -16,9 +16,15 @@ from moefold.parallel.gradients import clip_gradients, local_norm_sq
 from moefold_experiments.spes.module import OuterOfOwners
 from moefold_experiments.spes.owned_experts import OwnedExperts, select_owned
 from tests.optim.alone import build_alone
+from tests.verify.recipes import tiny
 
-SHAPES = {"experts.w_up": (6, 3, 2), "shared": (4, 3), "experts.b_up": (6, 2)}
-EXPERTS = ("experts.w_up", "experts.b_up")
+MODEL = tiny(model={"ffn.moe.bias": True}).model
+"""Has the names of the weights, which say which of them decay; their sizes are smaller here."""
+W_UP = "layers.0.ffn.experts.w_up"
+B_UP = "layers.0.ffn.experts.b_up"
+SHARED = "layers.0.attention.wq"
+SHAPES = {W_UP: (6, 3, 2), SHARED: (4, 3), B_UP: (6, 2)}
+EXPERTS = (W_UP, B_UP)
 
 
 def parameters(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, nn.Parameter]:
@@ -40,7 +46,7 @@ def test_own_experts_get_the_updates_of_adamw_and_the_others_none(number, moment
     whole, ours = parameters(torch.float32), parameters(torch.float32)
     before = {name: p.detach().clone() for name, p in ours.items()}
     owned = OwnedExperts(ours, EXPERTS, 3, number)
-    expected, optimizer = build_alone(whole, cfg), build_alone(owned.parameters, cfg)
+    expected, optimizer = build_alone(whole, cfg, model=MODEL), build_alone(owned.parameters, cfg, model=MODEL)
     for step in range(3):
         set_gradients(whole, step)
         set_gradients(ours, step)
@@ -50,7 +56,7 @@ def test_own_experts_get_the_updates_of_adamw_and_the_others_none(number, moment
         optimizer.zero_grad()
         owned.drop_gradients()
         assert all(p.grad is None for p in (*ours.values(), *owned.parameters.values()))
-    assert torch.equal(ours["shared"], whole["shared"])
+    assert torch.equal(ours[SHARED], whole[SHARED])
     for name in EXPERTS:
         for expert in range(6):
             if expert % 3 == number:
@@ -59,7 +65,7 @@ def test_own_experts_get_the_updates_of_adamw_and_the_others_none(number, moment
                 assert torch.equal(ours[name][expert], before[name][expert])
     for name, moment in named_moments(optimizer, owned.parameters).items():
         theirs = named_moments(expected, whole)[name]
-        theirs = theirs if name.startswith("shared") else theirs[number::3]
+        theirs = theirs if name.startswith(SHARED) else theirs[number::3]
         assert moment.shape == theirs.shape
         torch.testing.assert_close(moment, theirs, rtol=1e-6, atol=1e-6)
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
@@ -72,10 +78,10 @@ def test_norm_and_clipping_read_only_the_gradients_of_own_experts():
     owned = OwnedExperts(ours, EXPERTS, 2, 1)
     owned.take_gradients()
     norm = local_norm_sq(owned.parameters).sqrt()
-    counted = [gradients["shared"], *(gradients[name][1::2] for name in EXPERTS)]
+    counted = [gradients[SHARED], *(gradients[name][1::2] for name in EXPERTS)]
     assert math.isclose(norm, math.sqrt(sum(g.square().sum() for g in counted)), rel_tol=1e-12)
     clip_gradients(owned.parameters, norm, 0.1)
-    torch.testing.assert_close(owned.parameters["experts.w_up"].grad, gradients["experts.w_up"][1::2] * 0.1 / norm)
+    torch.testing.assert_close(owned.parameters[W_UP].grad, gradients[W_UP][1::2] * 0.1 / norm)
 
 
 class Site:
@@ -127,7 +133,7 @@ def test_each_expert_is_copied_from_its_owner(wrong):
     sites = [Site(number, {}) for number in range(3)]
     for site in sites:
         site.train(1)
-    expected = {"shared": sum(site.parameters["shared"].detach() for site in sites) / 3}
+    expected = {SHARED: sum(site.parameters[SHARED].detach() for site in sites) / 3}
     for name in EXPERTS:
         expected[name] = torch.stack([sites[e % 3].parameters[name][e].detach() for e in range(6)])
     exchange(sites, [0, 1, 2], wrong=wrong)
@@ -169,12 +175,12 @@ def test_the_residual_is_of_own_experts_and_keeps_the_loss_of_the_code():
     for round_ in range(4):
         for site in sites:
             site.train(round_)
-        own = sites[1].parameters["experts.w_up"].detach()[1::3]
-        moved += own - sites[1].outer.weights["experts.w_up"][1::3]
+        own = sites[1].parameters[W_UP].detach()[1::3]
+        moved += own - sites[1].outer.weights[W_UP][1::3]
         exchange(sites, [0, 1, 2])
-    residual = sites[1].outer.residual["experts.w_up"]
+    residual = sites[1].outer.residual[W_UP]
     assert residual.shape == (2, 3, 2)
-    sent = sites[1].outer.weights["experts.w_up"][1::3] - parameters()["experts.w_up"].detach()[1::3]
+    sent = sites[1].outer.weights[W_UP][1::3] - parameters()[W_UP].detach()[1::3]
     assert float(residual.abs().max()) > 0
     torch.testing.assert_close(sent - residual, moved, rtol=1e-12, atol=1e-12)
     assert largest(sites[0].outer.weights, sites[2].outer.weights) == 0
@@ -194,7 +200,7 @@ def test_a_pending_round_is_restored():
     sites[1].outer.pending = PendingRound(1, 2, (0,), own[1], mean)
     saved = sites[1].outer.checkpoint_entries()
     entries = {name: entry for name, entry in saved.items() if name.startswith("outer.pending.")}
-    assert entries["outer.pending.experts.w_up"].shape == (6, 3, 2)
+    assert entries[f"outer.pending.{W_UP}"].shape == (6, 3, 2)
     again = resumed.outer.pending_mean(entries)
     assert torch.equal(again, mean)
     norms = sites[1].outer.step(own[1], mean)

@@ -99,6 +99,9 @@ class MeetServer:
         except (OSError, ValueError, TimeoutError):
             # The other side has closed the connection, or sends no lines.
             pass
+        except asyncio.CancelledError:
+            # The server ends. Streams of Python 3.11 print a traceback for a task that is cancelled.
+            pass
         finally:
             self._tasks.discard(task)
             self._guard.remove_silent(connection)
