@@ -3,24 +3,11 @@
 import pytest
 
 from moefold.comm.comm_timer import CommTimer
-
-
-class Clock:
-    """Clock that stands still until it is moved."""
-
-    now_s = 1.0
-
-    def __call__(self) -> float:
-        """Return the time in seconds."""
-        return self.now_s
-
-    def move(self, seconds: float) -> None:
-        """Let time pass."""
-        self.now_s += seconds
+from tests.moved_clock import MovedClock
 
 
 def test_working_inside_waiting_is_compute_time():
-    clock = Clock()
+    clock = MovedClock(1.0)
     timer = CommTimer(is_on=True, host_clock=clock)
     timer.start()
     clock.move(1)
@@ -37,7 +24,7 @@ def test_working_inside_waiting_is_compute_time():
 
 
 def test_an_interval_begins_at_the_first_start_and_ends_when_read():
-    clock = Clock()
+    clock = MovedClock(1.0)
     timer = CommTimer(is_on=True, host_clock=clock)
     assert timer.read() == (0, 0)
     with timer.waiting():
@@ -50,7 +37,7 @@ def test_an_interval_begins_at_the_first_start_and_ends_when_read():
 
 
 def test_an_error_while_waiting_ends_the_wait():
-    clock = Clock()
+    clock = MovedClock(1.0)
     timer = CommTimer(is_on=True, host_clock=clock)
 
     def fail_while_waiting() -> None:

@@ -9,16 +9,7 @@ import pytest
 from moefold.metrics.step_line import PLAIN_INTERVAL_S, Progress, StepLine, format_duration, round_steps
 from moefold.terminal import format_count
 from tests.metrics.example import STEP
-
-
-class Clock:
-    """Time that stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.moved_clock import MovedClock
 
 
 class Terminal(io.StringIO):
@@ -29,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def run_plain(steps: int, *, first_step: int = 1, step_time_s: float = 1.0, eval_every: int = 0) -> list[str]:
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = MovedClock(100.0), io.StringIO()
     with Progress(steps, first_step, stream, clock=clock) as progress:
         for step in range(first_step, steps + 1):
             clock.now_s += step_time_s
@@ -107,7 +98,7 @@ def test_a_long_run_prints_every_few_seconds() -> None:
 
 def test_the_interval_in_steps_is_constant_and_round() -> None:
     """The first steps are slow, and the later ones uneven."""
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = MovedClock(100.0), io.StringIO()
     with Progress(1000, 1, stream, clock=clock) as progress:
         for step in range(1, 1001):
             clock.now_s += 9.0 if step < 3 else 0.08 + 0.04 * (step % 2)
@@ -129,7 +120,7 @@ def test_a_resumed_run_prints_its_own_first_step() -> None:
 
 
 def test_time_left_follows_the_pace_of_the_last_steps() -> None:
-    clock, stream = Clock(), io.StringIO()
+    clock, stream = MovedClock(100.0), io.StringIO()
     with Progress(100, 1, stream, clock=clock) as progress:
         progress.update(STEP | {"step": 1, "step_time_s": 30.0})
         for step in range(2, 91):
@@ -166,7 +157,7 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_a_terminal_keeps_one_line_and_the_messages(wide_terminal: Terminal) -> None:
-    clock = Clock()
+    clock = MovedClock(100.0)
     with Progress(30, 1, wide_terminal, clock=clock) as progress:
         for step in range(1, 31):
             clock.now_s += 1.0
@@ -197,7 +188,7 @@ def test_after_the_end_only_the_last_step_and_the_messages_stand(wide_terminal: 
 
 
 def test_a_terminal_is_not_redrawn_for_every_fast_step(wide_terminal: Terminal) -> None:
-    clock = Clock()
+    clock = MovedClock(100.0)
     with Progress(1000, 1, wide_terminal, clock=clock) as progress:
         for step in range(1, 900):
             clock.now_s += 0.001

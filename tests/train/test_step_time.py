@@ -13,10 +13,10 @@ from moefold.config.schema import Config
 from moefold.data.dataset import ProgramData
 from moefold.data.sample import Sample
 from moefold.data.sampler import Sampler
-from moefold.host.running_clock import RunningClock
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config
+from tests.moved_clock import MovedClock
 from tests.train.tiny_runs import recipe, records
 
 pytestmark = pytest.mark.parity
@@ -25,60 +25,49 @@ LOAD_S, LOSS_S, CALLBACK_S = 1.0, 10.0, 1000.0
 BATCH, MICRO_BATCH = 4, 2
 
 
-class ScriptedClock(RunningClock):
-    """Clock that only the work of this test moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class SlowSamples(Sampler):
     """Samples that each take a second to load."""
 
     seq_len = 16
     has_annotations = True
 
-    def __init__(self, clock: ScriptedClock) -> None:
+    def __init__(self, clock: MovedClock) -> None:
         self.clock = clock
 
     def __len__(self) -> int:
         return 64
 
     def annotated_sample(self, index: int) -> Sample:
-        self.clock.now_s += LOAD_S
+        self.clock.move(LOAD_S)
         return Sample(torch.arange(index, index + self.seq_len + 1).numpy() % 32)
 
 
 class SlowLoss(moefold.NextTokenLoss):
     """The loss of next tokens, which takes ten seconds for a micro-batch."""
 
-    clock: ScriptedClock
+    clock: MovedClock
 
     def __call__(self, output, columns):
-        self.clock.now_s += LOSS_S
+        self.clock.move(LOSS_S)
         return super().__call__(output, columns)
 
 
 class SlowCallback(moefold.Callback):
     """Callback that takes a thousand seconds before the metrics are written, and as long after the step."""
 
-    def __init__(self, clock: ScriptedClock) -> None:
+    def __init__(self, clock: MovedClock) -> None:
         self.clock = clock
 
     def measure(self, context, step):
-        self.clock.now_s += CALLBACK_S
+        self.clock.move(CALLBACK_S)
         return {}
 
     def after_step(self, context, step):
-        self.clock.now_s += CALLBACK_S
+        self.clock.move(CALLBACK_S)
 
 
 def _train(cfg: Config) -> None:
-    clock = ScriptedClock()
+    clock = MovedClock()
     recorder = FlightRecorder()
     recorder.clock = clock
     loss = SlowLoss()

@@ -381,5 +381,5 @@ def _check_disk_space(path: Path | None, dataset: TokenDataset, vocab_size: int)
     needed_bytes = 4 * dataset.num_sequences * dataset.seq_len * vocab_size
     free_bytes = shutil.disk_usage(path.absolute().parent).free
     if needed_bytes > free_bytes:
-        rule = f"takes {needed_bytes / 1000000000.0:,.1f} GB, and {free_bytes / 1000000000.0:,.1f} GB are free"
+        rule = f"takes {needed_bytes / 1e9:,.1f} GB, and {free_bytes / 1e9:,.1f} GB are free"
         raise ConfigError(Problem("--logits", str(path), rule, "name a file on another disk, or evaluate less"))

@@ -205,8 +205,8 @@ def encode_messages(
         rule = ": the model was trained on bare ids and has no tokenizer"
         raise ConfigError(Problem("--chat", None, rule, f"name its {Setting('--tokenizer')}"))
     encoded = []
-    refuse_surrogates(system, f"{Setting('--system')}")
-    refuse_nul(tokenizer, system, f"{Setting('--system')}")
+    refuse_surrogates(system, str(Setting("--system")))
+    refuse_nul(tokenizer, system, str(Setting("--system")))
     before = [{"role": "system", "content": system}] if system else []
     for message in messages:
         refuse_surrogates(message, "the prompt")

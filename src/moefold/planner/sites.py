@@ -352,7 +352,7 @@ def resolve_sites(
     if link is not None and latency_s is not None:
         link = replace(link, latency_s=latency_s)
     if link is None and (count is not None or latency_s is not None):
-        option = f"{Setting('--sites', count)}" if count is not None else f"{Setting('--site-latency', latency_s):g}"
+        option = str(Setting("--sites", count)) if count is not None else f"{Setting('--site-latency', latency_s):g}"
         raise ConfigError(
             f"{option} needs the bandwidth between sites: add {Setting('--site-link')} BYTES_PER_S, or [site_link] "
             "with bytes_per_s and latency_s to the device's file"

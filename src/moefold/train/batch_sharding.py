@@ -64,7 +64,6 @@ class BatchBuilder:
     ) -> None:
         self.global_batch_size = train.global_batch_size
         self._samples_per_rank = train.num_micro_batches(parallel.dp) * train.micro_batch_size
-        self._padded_batch_size = self._samples_per_rank * parallel.dp
         self._micro_batch_size = train.micro_batch_size
         self._mtp_layers = model.mtp_layers
         self._dp_group = groups.attn.dp
@@ -183,6 +182,7 @@ class BatchSharder(BatchBuilder):
         positions: Tensor,
     ) -> None:
         super().__init__(run, model, parallel, train, groups, positions)
+        self._padded_batch_size = self._samples_per_rank * parallel.dp
         self._sampler = sampler
         self._vocab_size = model.vocab_size
 

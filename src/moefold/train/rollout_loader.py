@@ -73,15 +73,15 @@ class PromptNumbers:
     filled = 1.0
 
     def __init__(self, prompts: PromptSource | None) -> None:
-        self.prompts = prompts
+        self._prompts = prompts
 
     def __len__(self) -> int:
         """Return the number of different prompts."""
-        return 0 if self.prompts is None else len(self.prompts)
+        return 0 if self._prompts is None else len(self._prompts)
 
     def origin(self, index: int) -> str:
         """Return the location of a prompt."""
-        return "" if self.prompts is None else self.prompts.prompt(index).location
+        return "" if self._prompts is None else self._prompts.prompt(index).location
 
 
 class RolloutLoader:

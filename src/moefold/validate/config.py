@@ -39,7 +39,7 @@ def validate_layer_words(model: ModelConfig) -> Iterator[Problem]:
     try:
         parse_layers(model.layers)
     except ValueError as error:
-        yield Problem("model.layers", model.layers, f"{error}")
+        yield Problem("model.layers", model.layers, str(error))
 
 
 def layer_problems(cfg: Config) -> Iterator[Problem]:

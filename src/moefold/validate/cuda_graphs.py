@@ -49,7 +49,7 @@ def _refusals(run: RunConfig, obstacles: Iterable[Obstacle]) -> Iterator[Problem
 
 def _obstacles(model: ModelConfig, p: ParallelConfig, train: TrainConfig) -> Iterator[Obstacle]:
     """Return the obstacles to every graph."""
-    yield f"{Setting('parallel.tp', p.tp)}", p.tp > 1, "its collectives would be captured"
+    yield str(Setting("parallel.tp", p.tp)), p.tp > 1, "its collectives would be captured"
     yield f"parallel.cp={p.cp}", p.cp > 1, "its collectives would be captured"
     yield "parallel.overlap_experts=true", p.overlap_experts, "a graph cannot be captured inside a backward pass"
     low = train.precision
@@ -104,7 +104,7 @@ def _full_obstacles(
     """Return the obstacles to graphs of whole micro-batches."""
     world_size = p.world_size
     sharded = "FSDP and the exchanges of several ranks are work of the host, outside of a graph"
-    yield f"{Setting('parallel.world_size', world_size)}", world_size > 1, sharded
+    yield str(Setting("parallel.world_size", world_size)), world_size > 1, sharded
     yield from _routing_trace_obstacles(moe)
     needs_padding = has_moe_layers(model) and not moe.pad_to_capacity and _reads_counts(run, model)
     kernels = f"{Setting('run.kernels', run.kernels)} with {Setting('run.dtype', run.dtype)}"

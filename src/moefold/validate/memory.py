@@ -131,7 +131,7 @@ def validate_offload_dir(train: TrainConfig) -> Iterator[Problem]:
     if not train.offload_dir:
         for key in ssd_offload_keys(train):
             rule = "needs train.offload_dir, a folder on a local disk, such as '/scratch/moefold'"
-            yield Problem(f"{key}", "ssd", rule)
+            yield Problem(key, "ssd", rule)
 
 
 def check_offload_device(train: TrainConfig, device_type: str) -> None:
@@ -144,7 +144,7 @@ def check_offload_device(train: TrainConfig, device_type: str) -> None:
             rule = (
                 "needs CUDA GPUs, and the ranks would run on the CPU, whose memory is the host's: it would save nothing"
             )
-            raise ConfigError(Problem(f"{key}", "host", rule, f"choose 'ssd' with train.offload_dir, or {way_out}"))
+            raise ConfigError(Problem(key, "host", rule, f"choose 'ssd' with train.offload_dir, or {way_out}"))
 
 
 OFFLOAD_RULES = (validate_offload, validate_offload_dir)

@@ -67,10 +67,10 @@ def validate_placed_samples(parallel: ParallelConfig, data: DataConfig, rl: RLCo
         return
     name, way_out = Setting(f"{ContextPart.key}.placement", plan.placement), WAY_OUT
     if rl.is_on:
-        yield name.problem("splits samples between ranks, and rollouts have columns of whole samples", f"{way_out}")
+        yield name.problem("splits samples between ranks, and rollouts have columns of whole samples", way_out)
     elif data.kind in ("preference", "program"):
         rule = f"splits samples between ranks, and data.kind={data.kind!r} has losses and columns of whole samples"
-        yield name.problem(rule, f"{way_out}")
+        yield name.problem(rule, way_out)
 
 
 def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> Iterator[Problem]:
@@ -84,7 +84,7 @@ def validate_placed_tokens(model: ModelConfig, parallel: ParallelConfig, moe: Mo
             "splits samples into parts of documents, and linear attention (model.layers) needs contiguous "
             "segments of samples"
         )
-        yield name.problem(rule, f"{way_out}")
+        yield name.problem(rule, way_out)
     if has_moe_layers(model):
         yield from _validate_routing(moe, name, way_out, is_balanced=plan.placement == BALANCED)
 

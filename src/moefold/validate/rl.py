@@ -78,7 +78,7 @@ def validate_rl_batch(
         if steps % rl.updates:
             legal = [steps - steps % rl.updates, steps + -steps % rl.updates]
             yield Problem(
-                f"{key}",
+                key,
                 steps,
                 f"must be a multiple of rl.updates={rl.updates}: rollouts that are not trained on yet are not saved",
                 f"choose {' or '.join(str(number) for number in legal if number)}",

@@ -135,7 +135,7 @@ def validate_local_paths(run: RunConfig, train: TrainConfig, checkpoint: Checkpo
     for key, folder in (("checkpoint.dir", checkpoint.dir), ("checkpoint.resume", checkpoint.resume)):
         if folder.startswith(HUB_SCHEME):
             rule = "must be a folder: checkpoints of a run are not kept on the hub"
-            yield Problem(f"{key}", folder, rule, "name a local folder or one of a store such as s3://")
+            yield Problem(key, folder, rule, "name a local folder or one of a store such as s3://")
 
 
 def validate_local_files(moe: MoEConfig, rollout: RolloutConfig) -> Iterator[Problem]:
@@ -146,7 +146,7 @@ def validate_local_files(moe: MoEConfig, rollout: RolloutConfig) -> Iterator[Pro
 
 def _remote_path(key: str, path: str, way_out: str) -> Iterator[Problem]:
     if is_remote(path):
-        yield Problem(f"{key}", path, "must be a path of this machine, not a URL", f"{way_out}")
+        yield Problem(key, path, "must be a path of this machine, not a URL", way_out)
 
 
 def validate_upcycling(model: ModelConfig, lora: LoraConfig, checkpoint: CheckpointConfig) -> Iterator[Problem]:

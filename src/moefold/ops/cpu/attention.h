@@ -13,6 +13,7 @@
 
 #include "bfloat16.h"
 #include "exponential.h"
+#include "integers.h"
 
 /* Floats of a vector, and rows of a tile whose sums fit into the registers with the operands. */
 #if defined(__AVX512F__)
@@ -94,7 +95,6 @@ static inline rows_view rows_view_from(rows_view x, int64_t row) {
   return (rows_view){offset_pointer(x.start, row * x.stride, x.is_bfloat16), x.stride, x.is_bfloat16};
 }
 
-static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Row width rounded up to whole vectors. */
 static inline int64_t padded_width(int64_t d) { return (d + VECTOR - 1) / VECTOR * VECTOR; }
 

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "bfloat16.h"
+#include "integers.h"
 
 /* Channels of a block, whose rows stay in the cache, and the maximum of taps. */
 #define CHANNELS 128
@@ -31,8 +32,6 @@ typedef struct {
   const int64_t *num_previous;
   int64_t tokens, samples, channels, taps, is_bfloat16, has_silu;
 } convolution_inputs;
-
-static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Load token s of a sample, which may be one of the tokens before the first. */
 static inline void load_token(float *to, convolution_inputs in, int64_t s, int64_t sample, int64_t first, int64_t count) {

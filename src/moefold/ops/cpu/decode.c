@@ -11,6 +11,7 @@
 #include "bfloat16.h"
 #include "gemm.h"
 #include "paged_attention.h"
+#include "integers.h"
 
 /* Positions of a page. */
 #define KEYS 64
@@ -70,8 +71,6 @@ typedef struct {
   const int32_t *lengths;
   void *workspace;
 } pass_rows;
-
-static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Allocate from the workspace, or only count the bytes if it is NULL. */
 typedef struct {

@@ -15,6 +15,7 @@
 #include "bfloat16.h"
 #include "exponential.h"
 #include "gemm.h"
+#include "integers.h"
 
 /* Floats of a vector, and rows of a tile, limited by registers for two accumulator vectors a row and the operands. */
 #if defined(__AVX512F__)
@@ -69,8 +70,6 @@ typedef uint32_t aliased_word __attribute__((may_alias));
 /* Packed formats: float32, float32 rounded to bfloat16, or two bfloat16 in a word. */
 enum { UNCHANGED, ROUND_TO_BFLOAT16, BFLOAT16_PAIRS };
 
-static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 /* Number of parts of a whole; the last one may be smaller. */
 static inline int64_t ceil_div(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 static inline int64_t num_steps(int64_t depth, int packing) {

@@ -22,8 +22,6 @@
 #define OMP_PARALLEL_FOR
 #endif
 
-static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* First position that a query attends to, which is itself at position length - 1. */
 static inline int64_t first_position(int64_t length, int64_t window) {
   return window && length > window ? length - window : 0;

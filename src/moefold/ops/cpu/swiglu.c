@@ -7,6 +7,7 @@
 
 #include "bfloat16.h"
 #include "exponential.h"
+#include "integers.h"
 
 /* Elements below which threads cost more than they save, as in torch. */
 #define MIN_PARALLEL_WORK 32768
@@ -18,8 +19,6 @@
 /* Elements of a part of a thread. Its loop has a pragma of its own: the `if` of `parallel for simd` would also turn off
    the vectors of small arrays. */
 #define PART 1024
-
-static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The clamping of exp changes the result by at most 1e-38. */
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }

@@ -174,7 +174,7 @@ def _parse_list(text: str, name: str) -> ListedLengths:
 
 
 def _parse_histogram(text: str, name: str) -> LengthHistogram:
-    where = f"{Setting('--lengths', name)}"
+    where = str(Setting("--lengths", name))
     file = from_table(HistogramFile, parse_table(text, where), where)
     upper = tuple(int(end) for end in file.upper)
     if len(file.documents) != len(upper) or not sum(file.documents) > 0:

@@ -99,7 +99,7 @@ class ReferencePass(StageCallback):
         if self._checkpoint.resume not in ("auto", "never"):
             folders.append(Path(self._checkpoint.resume).resolve().parent.parent)
         if context.is_first_rank:
-            names = (name, _former_file_name(context.data.files))
+            names = (name, _former_file_name(self._loader.files))
             path = next((path for folder in folders for path in map(folder.joinpath, names) if path.is_file()), None)
             if path is not None:
                 try:
