@@ -21,7 +21,7 @@ from moefold.cost.adapter_spec import training_weights
 from moefold.cost.flops import TRAIN_TO_FORWARD, train_flops_per_token
 from moefold.model.moe.dispatch.base import ExpertInput, RoutingMap
 from moefold.model.moe.layer import split_zero_experts
-from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from moefold.model.transformer import TORCH_DTYPES, Transformer, build_model
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.optim.build import OptimizerRun
@@ -101,7 +101,7 @@ class StepBreakdown:
         self._x = x.to(self._dtype)
         self._x_TH = self._x.flatten(0, 1)
         with torch.no_grad():
-            self._positions = TokenPositions(LocalMicroBatch(), len(x), torch.arange(x.shape[1], device=device))
+            self._positions = TokenPositions(MicroBatchGroup(), len(x), torch.arange(x.shape[1], device=device))
             routing = self._moe.router(self._x_TH, self._positions)
         self._routing_map = RoutingMap(routing.ids_TK, routing.probs_TK.detach().requires_grad_())
         if self._moe.has_zero_experts:

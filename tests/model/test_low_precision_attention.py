@@ -7,7 +7,7 @@ import torch
 
 from moefold.config.schema import Config
 from moefold.model.linear import linear
-from moefold.model.tp_interface import NoSequenceParallel
+from moefold.model.tp_interface import SequenceParallel
 from moefold.ops.quantization.emulated import EmulatedLinear
 from moefold.ops.quantization.formats import QUANT_FORMATS
 from moefold.verify.distributed_run import run_distributed
@@ -26,7 +26,7 @@ def test_the_last_projections_stay_in_the_type_of_their_input():
     weights = [torch.randn(rows, 32, generator=generator) for rows in (16, 3, 3)]
     backend = EmulatedLinear(QUANT_FORMATS["fp8-blockwise"])
     columns = [(weight, None) for weight in weights]
-    found = NoSequenceParallel().all_gather_linear(x, columns, None, backend, 2)
+    found = SequenceParallel().all_gather_linear(x, columns, None, backend, 2)
     exact = [torch.equal(y, linear(x, weight)) for y, weight in zip(found, weights, strict=True)]
     assert exact == [False, True, True]
 

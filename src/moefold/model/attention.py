@@ -15,7 +15,7 @@ from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.lora import LowRankAdapters
-from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
+from moefold.model.tp_interface import SequenceParallel
 from moefold.ops.autotune import Autotuner
 from moefold.ops.block_attention import (
     BlockedWindow,
@@ -146,7 +146,7 @@ class TokenMixer(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.sequence_parallel: SequenceParallel = SequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
         self.lora: LowRankAdapters | None = None

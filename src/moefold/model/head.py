@@ -18,14 +18,7 @@ from moefold.model.loss import (
 from moefold.model.loss_metrics import LossMetricRecorder
 from moefold.model.norm import Norm
 from moefold.model.part_modules import build_norm
-from moefold.model.tp_interface import (
-    ContextParallel,
-    NoContextParallel,
-    NoSequenceParallel,
-    NoVocabParallel,
-    SequenceParallel,
-    VocabParallel,
-)
+from moefold.model.tp_interface import ContextParallel, SequenceParallel, VocabParallel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 
@@ -45,10 +38,10 @@ class Head(nn.Module):
         self.weight = None if cfg.tie_embeddings else nn.Parameter(torch.empty(cfg.vocab_size, cfg.hidden_size))
         self.bias = nn.Parameter(torch.empty(cfg.vocab_size)) if cfg.head_bias else None
         self.input_factor = 1.0 / cfg.logits_divisor
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.sequence_parallel: SequenceParallel = SequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
-        self.vocab_parallel: VocabParallel = NoVocabParallel()
-        self.context_parallel: ContextParallel = NoContextParallel()
+        self.vocab_parallel: VocabParallel = VocabParallel()
+        self.context_parallel: ContextParallel = ContextParallel()
         self.gemm: Gemm = TORCH_GEMM
         self.cross_entropy_ops: CrossEntropyOps = TORCH_CROSS_ENTROPY_OPS
 

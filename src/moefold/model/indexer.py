@@ -12,7 +12,7 @@ learns from the probabilities of both layers (`shared` in `model.layers`, arXiv:
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from moefold.config.groups.indexer import IndexerPart
 from moefold.model.local_param import local_param
 from moefold.model.moe.losses import attach_aux_loss
 from moefold.model.norm import LayerNorm
-from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
+from moefold.model.tp_interface import SampleShards, SequenceParallel
 from moefold.ops.block_attention import accumulation_dtype
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
@@ -44,38 +44,11 @@ INDEX_NORM_EPS = 1e-6
 IndexerStage = Literal["sparse", "warmup"]
 
 
-class KeyGather(Protocol):
-    """Keys of whole samples; this rank has a part of their tokens."""
-
-    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the positions of this rank's tokens in their sample, int64 [num_tokens]."""
-        ...
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return a tensor of all tokens in the order of the sample, [S, ...], from this rank's tensor, [S/cp, ...].
-
-        The gradients of all ranks are summed.
-        """
-        ...
-
-
-class WholeKeys:
-    """This rank has all tokens of its samples."""
-
-    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return all positions."""
-        return torch.arange(num_tokens, device=device)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return x unchanged."""
-        return x
-
-
 class LightningIndexer(nn.Module):
     """Projections of the indexer, selection of keys, and the indexer's loss.
 
     Tensor parallelism splits its queries, not its heads: a rank scores its own tokens, [S/(cp*tp), B, ...], against all
-    keys. `parallelize` replaces `sequence_parallel` and `keys` (context parallelism).
+    keys. `parallelize` replaces `sequence_parallel` and `shards` (context parallelism).
 
     Args:
         part: sizes.
@@ -93,8 +66,8 @@ class LightningIndexer(nn.Module):
         self.key_norm = LayerNorm(head_dim, INDEX_NORM_EPS)
         self.top_k = part.top_k
         self.sliding_window = window
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.keys: KeyGather = WholeKeys()
+        self.sequence_parallel: SequenceParallel = SequenceParallel()
+        self.shards = SampleShards()
         self.stage: IndexerStage = "sparse"
         self.loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
         """This rank's part of the loss of the step, with its coefficient; a micro-batch counts when its gradient
@@ -145,7 +118,7 @@ class LightningIndexer(nn.Module):
             own_rows = self.sequence_parallel.own_rows
             query = replace(rope, cos=own_rows(rope.cos), sin=own_rows(rope.sin))(query)
         key = rope(self.sequence_parallel.gather(key).unsqueeze(2)).squeeze(2)
-        return IndexTensors(query, weight, self.keys.gather(key))
+        return IndexTensors(query, weight, self.shards.gather(key))
 
     def project_rows(self, x: Tensor, source: Tensor, rope: Rope | NoRope) -> IndexTensors:
         """Compute the projections of the rows of a decoder's pass, on every rank of tp the projections of all rows."""
@@ -168,7 +141,7 @@ class LightningIndexer(nn.Module):
     def visible_keys(self, num_tokens: int, documents: PackedDocuments | None, num_samples: int) -> VisibleKeys:
         """Return the keys that the queries of this rank's context shard see, S/cp tokens."""
         device = self.wq.device if documents is None else documents.starts_SB.device
-        positions = self.keys.positions(num_tokens, device)
+        positions = self.shards.positions(num_tokens, device)
         starts_SB = positions.new_zeros(num_tokens, num_samples)
         if documents is not None:
             starts_SB = documents.starts_SB[positions]

@@ -1,14 +1,14 @@
 """Base class of the layers "linear": training over whole sequences or segments of them, decoding from cached states.
 
 The recurrences are in `ops/linear_attention.py`, the layers in `parts/attention/`. A rank computes whole heads of whole
-sequences, or under context parallelism of some segments of them, whose initial states come from `SequenceSegments`.
+sequences, or under context parallelism of some segments of them, whose initial states come from `SampleShards`.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,44 +18,13 @@ from moefold.model.attention import TokenMixer
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, StateShapes
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
+from moefold.model.tp_interface import SampleShards
 from moefold.ops.documents import PackedDocuments
-from moefold.ops.linear_attention import ChunkedLinearAttention, InitialState, recurrent_linear_attention
+from moefold.ops.linear_attention import ChunkedLinearAttention, recurrent_linear_attention
 from moefold.ops.rope import NoRope, Rope
 
 if TYPE_CHECKING:
     from moefold.model.recurrent_cache import RecurrentStates
-
-
-class SequenceSegments(Protocol):
-    """Segments of consecutive tokens, all of equal length, that form this rank's part of a sequence."""
-
-    num_segments: int
-    """Segments of this rank, n."""
-    initial_state: InitialState | None
-    """The states before the segments, which count as samples: a batch of n*B; None: zeros."""
-
-    @abstractmethod
-    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the positions of this rank's tokens in their sample, int64 [num_tokens]."""
-
-    @abstractmethod
-    def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
-        """Return the tokens right before each segment, [num_tokens, n*B, C], given the segments [S, n*B, C]."""
-
-
-class WholeSequence(SequenceSegments):
-    """One segment: the whole sequence."""
-
-    num_segments = 1
-    initial_state = None
-
-    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return all positions."""
-        return torch.arange(num_tokens, device=device)
-
-    def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
-        """Return zeros: no token precedes the sequence."""
-        return x_SBC.new_zeros(num_tokens, *x_SBC.shape[1:])
 
 
 Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -78,7 +47,7 @@ class LinearAttention(TokenMixer):
     """Base class of the layers "linear": recurrences of linear attention, and convolutions.
 
     A subclass declares its weights and implements `project`, `core_weights`, `state_shapes` and `compute`, and also
-    `convolved` if it has a convolution. `parallelize` also replaces `segments` (context parallelism), and a decoder
+    `convolved` if it has a convolution. `parallelize` also replaces `shards` (context parallelism), and a decoder
     sets `state_cache`. `compute` is always recomputed in the backward pass: it would save about twenty numbers for each
     input.
     """
@@ -88,7 +57,7 @@ class LinearAttention(TokenMixer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.segments: SequenceSegments = WholeSequence()
+        self.shards = SampleShards()
         self.state_cache: RecurrentStates | None = None
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
@@ -145,7 +114,7 @@ class LinearAttention(TokenMixer):
         weights = self.core_weights(projected[0].dtype)
         if self.state_cache is not None:
             return self._continue(projected, weights, self.state_cache)
-        positions = self.segments.positions(len(projected[0]), projected[0].device)
+        positions = self.shards.positions(len(projected[0]), projected[0].device)
         starts_SB = None if documents is None else documents.starts_SB
         out: Tensor = checkpoint_wrapper(self._train)(projected, weights, positions, starts_SB)
         return out
@@ -178,8 +147,8 @@ class LinearAttention(TokenMixer):
         self, projected: Sequence[Tensor], weights: Sequence[Tensor], positions: Tensor, starts_SB: Tensor | None
     ) -> Tensor:
         """Compute `mix` for whole sequences; recomputed in the backward pass."""
-        segments = self.segments
-        count = segments.num_segments
+        shards = self.shards
+        count = shards.num_segments
         num_previous_SB = positions.unsqueeze(1).expand(-1, projected[0].shape[1])
         if starts_SB is not None:
             num_previous_SB = num_previous_SB - starts_SB[positions]
@@ -189,9 +158,9 @@ class LinearAttention(TokenMixer):
         if convolved is None:
             previous = tensors[0].new_zeros(0, tensors[0].shape[1], 0)
         else:
-            previous = segments.previous_tokens(convolved, self.state_shapes(weights).num_previous)
+            previous = shards.previous_tokens(convolved, self.state_shapes(weights).num_previous)
         is_start_SB = None if starts_SB is None else num_previous_SB == 0
-        chunked = ChunkedLinearAttention(initial_state=segments.initial_state, kernel=self.kernels.linear_attention)
+        chunked = ChunkedLinearAttention(initial_state=shards.initial_state, kernel=self.kernels.linear_attention)
         recurrence = partial(chunked, is_start_SB=is_start_SB)
         out, _ = self.compute(tensors, weights, PrecedingTokens(previous, num_previous_SB, recurrence))
         return _join_segments(out, count)

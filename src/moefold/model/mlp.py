@@ -7,7 +7,7 @@ from moefold.model.delayed_wgrad import WeightGradStoreProtocol
 from moefold.model.kernels import TORCH_KERNELS, Kernels
 from moefold.model.local_param import local_param
 from moefold.model.lora import LowRankAdapters
-from moefold.model.tp_interface import NoSequenceParallel, SequenceParallel
+from moefold.model.tp_interface import SequenceParallel
 from moefold.ops.swiglu import swiglu
 
 
@@ -19,7 +19,7 @@ class SwiGLU(nn.Module):
         self.w_gate = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
         self.w_up = nn.Parameter(torch.empty(ffn_hidden_size, hidden_size))
         self.w_down = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size))
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
+        self.sequence_parallel: SequenceParallel = SequenceParallel()
         self.wgrad_store: WeightGradStoreProtocol | None = None
         self.kernels: Kernels = TORCH_KERNELS
         self.lora: LowRankAdapters | None = None

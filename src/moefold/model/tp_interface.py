@@ -1,13 +1,12 @@
-"""Interfaces of tensor and context parallelism, and their implementations for one rank.
+"""Interfaces of tensor and context parallelism; the base classes are their implementations on one rank.
 
 A module handles sequence shards through `SequenceParallel` and vocabulary shards through `VocabParallel`; the
 communicating implementations are in `moefold.parallel`.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,20 +15,20 @@ from moefold.model.linear import LinearBackend, UnquantizedLinear, linear
 from moefold.model.loss import FULL_VOCAB, VocabRange
 
 
-class SequenceParallel(ABC):
-    """Sequence parallelism: tokens of a context shard are sharded over tp between the sub-layers."""
+class SequenceParallel:
+    """Sequence parallelism: tokens of a context shard are sharded over tp between the sub-layers; here tp is 1."""
 
-    @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
         """Gather tokens: [S/(cp*tp), B, ...] of every tp rank -> [S/cp, B, ...]."""
+        return x
 
-    @abstractmethod
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter partial sums [S/cp, B, ...] of every tp rank -> this rank's [S/(cp*tp), B, ...]."""
+        return x
 
-    @abstractmethod
     def own_rows(self, x: Tensor) -> Tensor:
         """Return the rows of this rank's own tokens of a tensor that every rank has, [S/cp, ...]; no communication."""
+        return x
 
     def all_gather_linear(
         self,
@@ -72,71 +71,51 @@ class SequenceParallel(ABC):
         return self.scatter(linear(x, weight, None, wgrad_store, linear_backend))
 
 
-class ContextParallel(Protocol):
-    """Context parallelism for losses: each rank of a group has a part of every sample's tokens."""
+class ContextParallel:
+    """Context parallelism for losses: each rank of a group has a part of every sample's tokens; here cp is 1."""
 
-    @property
-    def size(self) -> int:
-        """Number of ranks that share a sample, cp."""
-        ...
+    size = 1
+    """Number of ranks that share a sample, cp."""
 
     def sum_over_context(self, x: Tensor) -> Tensor:
         """Sum a tensor over these ranks, on each of them; the gradient is the sum of the ranks' gradients."""
-        ...
-
-
-class NoContextParallel:
-    """No context parallelism: one rank has all tokens of a sample."""
-
-    size = 1
-
-    def sum_over_context(self, x: Tensor) -> Tensor:
-        """Return x unchanged."""
         return x
 
 
-class VocabParallel(Protocol):
-    """Vocabulary parallelism: rows of the embedding and of the output head are sharded over tp."""
+class SampleShards:
+    """Tokens of samples that are sharded over cp, for layers that need all keys or earlier tokens; here cp is 1.
 
-    @property
-    def vocab_range(self) -> VocabRange:
-        """Rows of this rank, for the cross-entropy over all rows."""
-        ...
+    A rank has some segments of consecutive tokens of each sample, all of equal length.
+    """
+
+    num_segments = 1
+    """Segments of this rank, n."""
+    initial_state: Callable[[Tensor, Tensor], Tensor] | None = None
+    """The states before the segments, which count as samples: a batch of n*B; see `InitialState`; None: zeros."""
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the positions of this rank's tokens in their sample, int64 [num_tokens]."""
+        return torch.arange(num_tokens, device=device)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather tokens in the order of the sample, [S/cp, ...] -> [S, ...]; gradients of all ranks are summed."""
+        return x
+
+    def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
+        """Return the tokens right before each segment, [num_tokens, n*B, C], given the segments [S, n*B, C]."""
+        return x_SBC.new_zeros(num_tokens, *x_SBC.shape[1:])
+
+
+class VocabParallel:
+    """Vocabulary parallelism: rows of the embedding and of the output head are sharded over tp; here tp is 1."""
+
+    vocab_range: VocabRange = FULL_VOCAB
+    """Rows of this rank, for the cross-entropy over all rows."""
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Look up rows of `weight` [V/tp, H] for tokens [...] -> [..., H]; zeros for tokens of other ranks."""
-        ...
-
-    def gather(self, logits: Tensor) -> Tensor:
-        """Gather logits [..., V/tp] of every tp rank -> [..., V]; each rank's loss must be a copy of one loss."""
-        ...
-
-
-class NoSequenceParallel(SequenceParallel):
-    """No sequence parallelism: one rank holds all tokens."""
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return x unchanged."""
-        return x
-
-    def scatter(self, x: Tensor) -> Tensor:
-        """Return x unchanged."""
-        return x
-
-    def own_rows(self, x: Tensor) -> Tensor:
-        """Return x unchanged."""
-        return x
-
-
-class NoVocabParallel:
-    """No vocabulary parallelism: one rank holds all rows."""
-
-    vocab_range = FULL_VOCAB
-
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Look up the rows of tokens."""
         return F.embedding(tokens, weight)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Return the logits, which are complete."""
+        """Gather logits [..., V/tp] of every tp rank -> [..., V]; each rank's loss must be a copy of one loss."""
         return logits

@@ -32,7 +32,7 @@ from moefold.model.moe.token_group import NO_COLUMNS, TokenColumns
 from moefold.model.norm import LayerNorm, Norm, RMSNorm
 from moefold.model.part_modules import build_attention, build_ffn, build_norm
 from moefold.model.rope import RopeTable, build_rope, rope_frequencies
-from moefold.model.tp_interface import NoSequenceParallel, NoVocabParallel, SequenceParallel, VocabParallel
+from moefold.model.tp_interface import SequenceParallel, VocabParallel
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.rope import Rope
 from moefold.topology.selection_groups import selection_sources, shares_selections
@@ -336,8 +336,8 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.vocab_size, model.hidden_size))
         self.multiplier = model.embedding_multiplier
         self.dtype = dtype
-        self.sequence_parallel: SequenceParallel = NoSequenceParallel()
-        self.vocab_parallel: VocabParallel = NoVocabParallel()
+        self.sequence_parallel: SequenceParallel = SequenceParallel()
+        self.vocab_parallel: VocabParallel = VocabParallel()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens, int64 [B, S/cp] -> [S/(cp*tp), B, H] in the compute dtype."""

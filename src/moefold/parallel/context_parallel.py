@@ -18,6 +18,8 @@ from moefold.config.chosen import chosen_in
 from moefold.config.groups.context import BALANCED, ContextPart, zigzag
 from moefold.config.parallel import ParallelConfig
 from moefold.model.attention import CausalAttention, CoreAttention, SelfAttention
+from moefold.model.module_wrapper import set_on_modules
+from moefold.model.tp_interface import ContextParallel, SampleShards
 from moefold.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -39,19 +41,7 @@ def apply_context_parallel(stage: Transformer, parallel: ParallelConfig, groups:
                 module.core_attention = context_parallel_attention(context, cp, module.window, module.chunk_size)
             module.attends_in_blocks = planner is not None or (cp.size > 1 and not context.shards_heads)
     if cp.size > 1:
-        _share_sequences(stage, context, cp)
-
-
-def _share_sequences(stage: Transformer, context: ContextPart, cp: Group) -> None:
-    """Replace the segments of linear attention and the keys of indexers, which the ranks of a sample share."""
-    from moefold.model.indexer import LightningIndexer
-    from moefold.model.linear_attention import LinearAttention
-
-    for module in stage.modules():
-        if isinstance(module, LinearAttention):
-            module.segments = ContextSegments(context, cp)
-        if isinstance(module, LightningIndexer):
-            module.keys = ContextKeys(context, cp)
+        set_on_modules(stage, "shards", ContextShards(context, cp))
 
 
 def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "AttentionPlanner | None":
@@ -71,8 +61,8 @@ def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "Att
     return AttentionPlanner(groups, options)
 
 
-class ContextParallelSum:
-    """`ContextParallel` of a group."""
+class ContextParallelSum(ContextParallel):
+    """Sum over the ranks of a group."""
 
     def __init__(self, cp: Group) -> None:
         self._cp = cp
@@ -121,17 +111,14 @@ def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, c
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in zigzag(cp, rank)])
 
 
-class ContextSegments:
-    """`SequenceSegments` of a context-parallel rank, in any order of the ranks' tokens.
+class ContextShards(SampleShards):
+    """Tokens of a context-parallel rank, in any order of the ranks' tokens.
 
-    A segment turns the state S before it into T S + U, so each rank computes T and U of its segments, all ranks gather
-    them, and each composes T and U of the earlier segments. The bytes sent do not depend on the length of the sequence:
-    D * (D + Dv) numbers for each head, sample and segment, and K-1 tokens for the convolution. All segments are
-    computed at the same time, so the zigzag order of ring attention, with two segments on a rank, is as good as any.
-
-    Args:
-        context: the recipe's context part.
-        cp: the ranks that share a sample.
+    A segment of linear attention turns the state S before it into T S + U, so each rank computes T and U of its
+    segments, all ranks gather them, and each composes T and U of the earlier segments. The bytes sent do not depend on
+    the length of the sequence: D * (D + Dv) numbers for each head, sample and segment, and K-1 tokens for the
+    convolution. All segments are computed at the same time, so the zigzag order of ring attention, with two segments on
+    a rank, is as good as any.
     """
 
     def __init__(self, context: ContextPart, cp: Group) -> None:
@@ -146,12 +133,20 @@ class ContextSegments:
         self.initial_state: Callable[[Tensor, Tensor], Tensor] | None = self._compose
 
     def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """See `SequenceSegments`."""
+        """See base class."""
         size = self._cp.size
         return sequence_positions(self._context, num_tokens * size, size, self._cp.rank).to(device)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """See base class; an all-gather over cp."""
+        gathered = all_gather(x.contiguous(), self._cp)
+        if not self._context.splits_in_chunks:
+            return gathered
+        chunks = gathered.chunk(2 * self._cp.size)
+        return torch.cat([chunks[place] for place in self._places])
+
     def previous_tokens(self, x_SBC: Tensor, num_tokens: int) -> Tensor:
-        """See `SequenceSegments`; an all-gather over cp."""
+        """See base class; an all-gather over cp."""
         by_segment = x_SBC[len(x_SBC) - num_tokens :].unflatten(1, (self.num_segments, -1)).transpose(0, 1).contiguous()
         gathered = all_gather(by_segment, self._cp)
         zeros = _connected_zeros(gathered[0])
@@ -170,33 +165,6 @@ class ContextSegments:
             state = through @ state + new
             states.append(state)
         return torch.cat([states[number] for number in self._segments])
-
-
-class ContextKeys:
-    """Keys of sparse attention on a context-parallel rank; see `KeyGather`.
-
-    Args:
-        context: the recipe's context part.
-        cp: the ranks that share a sample.
-    """
-
-    def __init__(self, context: ContextPart, cp: Group) -> None:
-        self._context = context
-        self._cp = cp
-
-    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
-        """See `KeyGather`."""
-        size = self._cp.size
-        return sequence_positions(self._context, num_tokens * size, size, self._cp.rank).to(device)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """See `KeyGather`; an all-gather over cp."""
-        gathered = all_gather(x.contiguous(), self._cp)
-        if not self._context.splits_in_chunks:
-            return gathered
-        chunks = gathered.chunk(2 * self._cp.size)
-        numbers = [i for rank in range(self._cp.size) for i in zigzag(self._cp.size, rank)]
-        return torch.cat([chunks[numbers.index(i)] for i in range(len(chunks))])
 
 
 def _connected_zeros(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from moefold.model.linear import UNQUANTIZED_LINEAR, LinearBackend, UnquantizedL
 from moefold.model.loss import VocabRange
 from moefold.model.module_wrapper import set_on_modules
 from moefold.model.norm import FullWidthQKNorm
-from moefold.model.tp_interface import SequenceParallel
+from moefold.model.tp_interface import SequenceParallel, VocabParallel
 from moefold.model.transformer import Transformer
 from moefold.ops.gemm import Gemm
 
@@ -102,7 +102,7 @@ class UnevenSequenceParallel(SequenceParallel):
         return x.split(self._split_sizes)[self._tp.rank]
 
 
-class TPVocabParallel:
+class TPVocabParallel(VocabParallel):
     """Vocab-parallel embedding and head: V/tp consecutive rows on each tp rank, rounded up; the last rank has fewer."""
 
     def __init__(self, tp: Group, vocab_size: int) -> None:

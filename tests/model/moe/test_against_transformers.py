@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.config.moe import MoEConfig
-from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from tests.model.moe.layers import moe_router
 from tests.models import model_of
 
@@ -79,7 +79,7 @@ def test_same_experts_and_weights_as_transformers(name):
     if ours.expert_bias is not None:
         ours.expert_bias.copy_(theirs.e_score_correction_bias)
     x = torch.randn(T, H)
-    routing = ours(x, TokenPositions(LocalMicroBatch(), T, torch.arange(1)))
+    routing = ours(x, TokenPositions(MicroBatchGroup(), T, torch.arange(1)))
     logits, weights, ids = theirs(x)
     torch.testing.assert_close(routing.logits_TE, logits, rtol=0, atol=1e-5)
     # transformers leaves the order of a token's experts open: both go by their number.

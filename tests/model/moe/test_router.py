@@ -8,7 +8,7 @@ import torch
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.router import Router
-from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from tests.model.moe.layers import moe_router
 from tests.models import edit_model, model_of
 
@@ -25,7 +25,7 @@ def _router(model: ModelConfig, moe: MoEConfig | None = None, dtype: torch.dtype
 
 
 def _places(num_tokens: int = S, batch_size: int = 1) -> TokenPositions:
-    return TokenPositions(LocalMicroBatch(), num_tokens // batch_size, torch.arange(batch_size))
+    return TokenPositions(MicroBatchGroup(), num_tokens // batch_size, torch.arange(batch_size))
 
 
 def _score(kind: str, logits: list[float]) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.router import Router
-from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from moefold.parts.router_softmax.sparsemixer.module import mixer_weights, sample_experts
 from tests.model.moe.layers import moe_router
 from tests.models import model_of
@@ -113,7 +113,7 @@ def _router(*, samples: bool = True) -> Router:
 
 
 def _positions(step_positions: torch.Tensor) -> TokenPositions:
-    group = LocalMicroBatch()
+    group = MicroBatchGroup()
     group.positions = step_positions
     return TokenPositions(group, len(step_positions), torch.tensor([3]))
 

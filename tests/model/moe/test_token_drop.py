@@ -5,7 +5,7 @@ import torch
 
 from moefold.config.part_registry import find_part
 from moefold.model.moe.token_drop import CapacityPolicy, keep_within_capacity
-from moefold.model.moe.token_group import LocalMicroBatch
+from moefold.model.moe.token_group import MicroBatchGroup
 
 PROBS, POSITION = (find_part("drop", kind)() for kind in ("probs", "position"))
 FULL_SEQUENCE, SUB_SEQUENCE = (find_part("drop_scope", kind)() for kind in ("full_sequence", "sub_sequence"))
@@ -77,8 +77,8 @@ def test_capacity(num_tokens, top_k, num_experts, factor, expected):
 def test_slots_hold_whatever_one_rank_can_keep():
     rule = CapacityPolicy(8.0, PROBS, FULL_SEQUENCE)
     assert rule.capacity(6, 2, 4) == 24
-    assert rule.padded_capacity(6, 2, 4, LocalMicroBatch()) == 6
-    assert CapacityPolicy(1.0, PROBS, SUB_SEQUENCE).padded_capacity(6, 2, 4, LocalMicroBatch()) == 3
+    assert rule.padded_capacity(6, 2, 4, MicroBatchGroup()) == 6
+    assert CapacityPolicy(1.0, PROBS, SUB_SEQUENCE).padded_capacity(6, 2, 4, MicroBatchGroup()) == 3
 
 
 def test_scopes_agree_on_one_rank_and_weights_need_no_gradient():
@@ -86,7 +86,7 @@ def test_scopes_agree_on_one_rank_and_weights_need_no_gradient():
     ids, probs, keys = _random_routing(20, 2, 4, levels=3)
     probs.requires_grad_()
     kept = [
-        CapacityPolicy(0.7, PROBS, scope).keep_mask(ids, probs, keys, 4, LocalMicroBatch())
+        CapacityPolicy(0.7, PROBS, scope).keep_mask(ids, probs, keys, 4, MicroBatchGroup())
         for scope in (FULL_SEQUENCE, SUB_SEQUENCE)
     ]
     assert torch.equal(*kept)

@@ -7,7 +7,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.part_registry import find_part
 from moefold.model.moe.dispatch import ShardedMicroBatch
 from moefold.model.moe.token_drop import CapacityPolicy
-from moefold.model.moe.token_group import LocalMicroBatch
+from moefold.model.moe.token_group import MicroBatchGroup
 from moefold.topology.layout import fold
 
 S, B, E, K = 16, 2, 4, 2
@@ -43,7 +43,7 @@ def _kept(sizes: dict[str, int], policy: str) -> tuple[list[int], list[list[bool
 def test_drops_do_not_depend_on_the_mapping(pool, sizes, policy):
     ids, probs = (whole.flatten(0, 1) for whole in _routing())
     rule = _policy(policy)
-    expected = rule.keep_mask(ids, probs, torch.arange(S * B), E, LocalMicroBatch()).tolist()
+    expected = rule.keep_mask(ids, probs, torch.arange(S * B), E, MicroBatchGroup()).tolist()
     assert not all(all(row) for row in expected)
     seen = {}
     ranks = pool.run(sizes["world_size"], _kept, sizes, policy)

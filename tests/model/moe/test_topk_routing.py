@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moefold.config.routing import assign_in_turn
 from moefold.model.moe.router import mask_to_top_groups, topk_experts
-from moefold.model.moe.token_group import LocalMicroBatch
+from moefold.model.moe.token_group import MicroBatchGroup
 from moefold.parts.choice.quantile.module import quantile_thresholds
 from moefold.parts.choice.sinkhorn.module import sinkhorn_offsets
 from moefold.parts.choice.skewed import Skewed
@@ -57,7 +57,7 @@ def _megatron_sinkhorn(cost: Tensor, tol: float = 1e-12) -> Tensor:
 
 def test_sinkhorn_chooses_as_the_scaled_matrix_does_and_evens_the_load():
     logits = torch.randn(200, 8, dtype=torch.float64) + torch.linspace(0, 3, 8, dtype=torch.float64)
-    offsets = sinkhorn_offsets(logits, 300, LocalMicroBatch())
+    offsets = sinkhorn_offsets(logits, 300, MicroBatchGroup())
     scaled = _megatron_sinkhorn(logits)
     torch.testing.assert_close((logits + offsets).softmax(1), scaled / scaled.sum(1, keepdim=True), rtol=1e-8, atol=0)
     torch.testing.assert_close((logits + offsets).softmax(1).sum(0), torch.full((8,), 25.0, dtype=torch.float64))
@@ -65,14 +65,14 @@ def test_sinkhorn_chooses_as_the_scaled_matrix_does_and_evens_the_load():
 
 
 def test_sinkhorn_survives_large_logits():
-    assert sinkhorn_offsets(2000 * torch.randn(50, 4), 20, LocalMicroBatch()).isfinite().all()
+    assert sinkhorn_offsets(2000 * torch.randn(50, 4), 20, MicroBatchGroup()).isfinite().all()
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(64, 2, 8), (10, 1, 3), (5, 3, 4), (1, 1, 2)])
 def test_the_threshold_is_the_quantile(num_tokens, top_k, num_experts):
     scores = torch.rand(num_tokens, num_experts, dtype=torch.float64)
     expected = scores.quantile(1 - top_k / num_experts, dim=0)
-    torch.testing.assert_close(quantile_thresholds(scores, top_k, LocalMicroBatch()), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(quantile_thresholds(scores, top_k, MicroBatchGroup()), expected, rtol=1e-14, atol=0)
 
 
 def test_round_robin_is_perfectly_even():

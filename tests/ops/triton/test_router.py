@@ -6,7 +6,7 @@ import torch
 from moefold.config.moe import MoEConfig
 from moefold.model.moe.losses import count_tokens_per_expert
 from moefold.model.moe.router import fused_router_unsupported_reason
-from moefold.model.moe.token_group import LocalMicroBatch, TokenPositions
+from moefold.model.moe.token_group import MicroBatchGroup, TokenPositions
 from moefold.ops.triton.router import route_forward
 from tests.model.moe.layers import fused_routing, moe_router
 from tests.models import edit_model
@@ -69,7 +69,7 @@ def test_the_fused_router_equals_float64(sizes, num_tokens):
 
     wide = logits.detach().cpu().double().requires_grad_()
     plain.weight = torch.nn.Parameter(torch.eye(model.ffn.moe.num_experts, dtype=torch.float64))
-    places = TokenPositions(LocalMicroBatch(), num_tokens, torch.arange(1))
+    places = TokenPositions(MicroBatchGroup(), num_tokens, torch.arange(1))
     expected = plain(wide, places)
     assert torch.equal(routed.ids_TK.cpu(), expected.ids_TK)
     assert torch.equal(

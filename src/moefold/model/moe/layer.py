@@ -35,7 +35,7 @@ from moefold.model.moe.losses import (
 )
 from moefold.model.moe.router import Router, RoutingDecision
 from moefold.model.moe.token_drop import CapacityPolicy
-from moefold.model.moe.token_group import NO_COLUMNS, LocalMicroBatch, MicroBatchGroup, TokenColumns, TokenPositions
+from moefold.model.moe.token_group import NO_COLUMNS, MicroBatchGroup, TokenColumns, TokenPositions
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import TORCH_GEMM
 
@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
         has_gate = part.shared is not None and part.shared.gate
         self.shared_gate = nn.Parameter(torch.empty(1, hidden)) if has_gate else None
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(part.num_experts)
-        self.micro_batch_group: MicroBatchGroup = LocalMicroBatch()
+        self.micro_batch_group: MicroBatchGroup = MicroBatchGroup()
         self.stats = RouterStats(part.num_choices)
         self.counts_without_gradients = False
         """True if `stats` counts forward passes that have no backward pass, in training mode."""

@@ -1,7 +1,6 @@
 """Ranks that share the tokens of one micro-batch, and the positions of these tokens."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,68 +9,34 @@ from moefold.comm.collectives import all_gather, all_reduce_sum
 from moefold.comm.groups import Group
 
 
-class MicroBatchGroup(Protocol):
-    """Group of cp x tp ranks with equal numbers of tokens of a micro-batch; its collectives have no gradient."""
+class MicroBatchGroup:
+    """Group of cp x tp ranks with equal numbers of tokens of a micro-batch; here one rank, which has all of them.
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    Its collectives have no gradient.
+    """
 
-    @property
-    def rank(self) -> int:
-        """Index of this rank in the group, and of its rows in the result of `gather`."""
-        ...
-
-    @property
-    def positions(self) -> Tensor | None:
-        """Positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; None: 0, 1, 2, ..."""
-        ...
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Micro-batches that are computed at the same time, each by a separate group: dp."""
-        ...
+    size: int = 1
+    rank: int = 0
+    """Index of this rank in the group, and of its rows in the result of `gather`."""
+    positions: Tensor | None = None
+    """Positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; None: 0, 1, 2, ..."""
+    data_parallel_size: int = 1
+    """Micro-batches that are computed at the same time, each by a separate group: dp."""
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over the group (all-reduce)."""
-        ...
+        return x
 
     def sum_over_data_parallel(self, x: Tensor) -> Tensor:
         """Sum over the dp x cp x tp ranks of the pipeline stage (all-reduce)."""
-        ...
+        return x
 
     def gather(self, x: Tensor) -> Tensor:
         """Concatenate along dim 0 over the group (all-gather)."""
-        ...
-
-    def own_rows(self, column: Tensor) -> Tensor:
-        """Return the values of this rank's tokens, [T], of a column of the micro-batch, [B, S/cp]."""
-        ...
-
-
-class LocalMicroBatch:
-    """Group of one rank, which holds whole micro-batches."""
-
-    size = 1
-    rank = 0
-    positions = None
-    data_parallel_size = 1
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return x: there is no other rank."""
-        return x
-
-    def sum_over_data_parallel(self, x: Tensor) -> Tensor:
-        """Return x: there is no other rank."""
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return x: there is no other rank."""
         return x
 
     def own_rows(self, column: Tensor) -> Tensor:
-        """Return all values, sequence-first."""
+        """Return the values of this rank's tokens, sequence-first, [T], of a column of the micro-batch, [B, S/cp]."""
         return column.t().flatten()
 
 
@@ -178,7 +143,7 @@ class TokenPositions:
         return (self.positions().unsqueeze(1) * batch_size + samples_B).flatten()
 
 
-class ShardedMicroBatch:
+class ShardedMicroBatch(MicroBatchGroup):
     """Micro-batch sharded over the ranks of one group.
 
     Args:
@@ -198,17 +163,17 @@ class ShardedMicroBatch:
         self.data_parallel_size = stage.size // group.size
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the group (all-reduce), without a gradient."""
+        """See base class."""
         return all_reduce_sum(x, self._group)
 
     def sum_over_data_parallel(self, x: Tensor) -> Tensor:
-        """Sum over the stage (all-reduce), without a gradient."""
+        """See base class."""
         return all_reduce_sum(x, self._stage)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Concatenate along dim 0 over the group (all-gather), without a gradient."""
+        """See base class."""
         return all_gather(x.detach(), self._group)
 
     def own_rows(self, column: Tensor) -> Tensor:
-        """Return the values of this rank's part of the sequence, sequence-first."""
+        """See base class."""
         return column.t().chunk(self._tp.size)[self._tp.rank].flatten()

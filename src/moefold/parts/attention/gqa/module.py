@@ -10,7 +10,7 @@ from moefold.config.groups.attention import AttentionFrame
 from moefold.model.attention import SelfAttention, gate_heads
 from moefold.model.local_param import local_param
 from moefold.model.norm import FullWidthQKNorm, HeadL2Norm, RMSNorm
-from moefold.model.tp_interface import NoSequenceParallel
+from moefold.model.tp_interface import SequenceParallel
 from moefold.ops.decode import HeadWeights, LinearWeights
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.rope import NoRope, Rope
@@ -184,7 +184,7 @@ class GroupedQueryAttention(SelfAttention):
         norms = self.query_norm, self.key_norm
         yield "QK norm of all heads", any(norm is not None and type(norm) is not RMSNorm for norm in norms)
         yield f"heads wider than {kernel.max_head_dim}", self.head_size > kernel.max_head_dim
-        yield "tensor parallelism", not isinstance(self.sequence_parallel, NoSequenceParallel)
+        yield "tensor parallelism", not isinstance(self.sequence_parallel, SequenceParallel)
         yield "heads of several ranks", self.kv_rows != slice(None)
         parameters = {name for name, _ in self.named_parameters()}
         yield "a gate of attention", "wg" in parameters

@@ -65,12 +65,12 @@ class SparseAttention(GroupedQueryAttention):
         visible = indexer.visible_keys(len(query), documents, query.shape[1])
         selection.select(self.indexer, (x, x), rope, visible)
         if indexer.is_dense:
-            keys = indexer.keys.gather(key)
+            keys = indexer.shards.gather(key)
             selection.dense_loss = indexer.dense_loss(
                 selection.index, visible, query, keys, documents, scale=scale, sinks=sinks
             )
             return super()._attend(x, heads, rope, documents)
-        keys, values = indexer.keys.gather(torch.cat((key, value), -1)).chunk(2, -1)
+        keys, values = indexer.shards.gather(torch.cat((key, value), -1)).chunk(2, -1)
         attended, sums = sparse_attention(
             query, keys, values, selection.selected, value_dim=value.shape[-1], scale=scale, sinks=sinks
         )

@@ -67,7 +67,7 @@ class SparseLatentAttention(LatentAttention):
             return self._expand_values(attended)
         visible = indexer.visible_keys(len(query), documents, query.shape[1])
         selection.select(self.indexer, inputs, rope, visible)
-        keys = indexer.keys.gather(key)
+        keys = indexer.shards.gather(key)
         if indexer.is_dense:
             selection.dense_loss = indexer.dense_loss(
                 selection.index, visible, query, keys, documents, scale=self._scale, sinks=None
