@@ -29,9 +29,9 @@ from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.dataset import open_dataset
+from moefold.model.block import Block
 from moefold.model.module_wrapper import wrap_method
 from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import Block
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder

@@ -20,6 +20,7 @@ from moefold.config.part_registry import find_part
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
 from moefold.cost.state_bytes import dispatch_sizes
+from moefold.model.block import LayerInputs
 from moefold.model.moe.token_group import TokenColumns
 from moefold.parallel import expert_parallel
 from moefold.parallel.kernels import low_precision
@@ -124,6 +125,6 @@ def trace_layer(
                     ids = torch.zeros(1, cfg.train.seq_len // cfg.parallel.cp, dtype=torch.int64, device=CUDA)
                     y = stage(ids, labels=ids, sample_ids=columns.sample_ids)
                 else:
-                    y = block.ffn(x, columns) if part == "layer" else block(x, stage.rope, columns)
+                    y = block.ffn(x, columns) if part == "layer" else block(x, LayerInputs(stage.rope, columns))
                 y.backward(torch.empty_like(y))
     return trace

@@ -24,7 +24,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.launch.ranks import init_distributed, single_rank_env
 from moefold.model.attention import AttentionMaskSpec
 from moefold.model.layer_cache import CacheSize, CurrentPass, PassRows
-from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
+from moefold.model.paged_cache import KeyLimits, PagedAttention
 from moefold.ops import paged_flash
 from moefold.ops.paged_flash import FlashPages, device_refusal
 from moefold.ops.triton import experts as triton_experts
@@ -164,8 +164,8 @@ def _decoded(with_kernel, window):
     """The outputs of passes of a prompt in chunks and of single tokens, and how the pages were read."""
     torch.manual_seed(0)
     current = CurrentPass()
-    kernels = PageKernels(segments=FlashPages() if with_kernel else None)
-    core = PagedAttention(current, 4, CUDA_PAGE_POSITIONS, KeyLimits(window), kernels)
+    reader = FlashPages() if with_kernel else None
+    core = PagedAttention(current, 4, CUDA_PAGE_POSITIONS, KeyLimits(window), segment_kernel=reader)
     tables = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
     sinks = torch.randn(4).to("cuda") if window else None
     found = []

@@ -9,8 +9,9 @@ import torch
 
 from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import parse_model_config
+from moefold.model.block import Block
 from moefold.model.fused_block import fused_unsupported_reason, layer_weights
-from moefold.model.transformer import Block, build_model
+from moefold.model.transformer import build_model
 from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from tests.models import config_of
 from tests.ops.c_kernels import CPU, needs_compiler

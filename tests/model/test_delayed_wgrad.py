@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.model.linear import linear
-from moefold.model.moe.fused_experts import fused_experts
+from moefold.model.moe.experts import fused_experts
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.expert_ops import ExpertOptions, ExpertWeights
 from moefold.ops.torch_experts import GroupedMMExpertOps

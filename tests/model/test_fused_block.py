@@ -14,13 +14,13 @@ from torch import nn
 
 from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.config.schema import Config
+from moefold.model.block import Block, LayerInputs
 from moefold.model.fused_block import FusedBlock, FusedLayers, supports_fused
 from moefold.model.init import init_weights
 from moefold.model.kernels import Kernels
 from moefold.model.layer_cache import CurrentPass, PassRows
-from moefold.model.moe.token_group import NO_COLUMNS
-from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
-from moefold.model.transformer import Block, Transformer, build_model
+from moefold.model.paged_cache import KeyLimits, PagedAttention
+from moefold.model.transformer import Transformer, build_model
 from moefold.ops.cpu.decode import CDecode, CDecodePass
 from moefold.ops.cpu.gemm import CGemm
 from moefold.ops.decode import DecodeChoice
@@ -92,8 +92,9 @@ def run(
     decode_pass = None
     for block in blocks:
         attention = block.attention
-        kernels = PageKernels(attention.kernels.paged_attention)
-        cache = PagedAttention(current, num_pages, PAGE_POSITIONS, KeyLimits(attention.window), kernels)
+        cache = PagedAttention(
+            current, num_pages, PAGE_POSITIONS, KeyLimits(attention.window), attention.kernels.paged_attention
+        )
         attention.core_attention = cache
         block.fused = None
         if fuses and supports_fused(block):
@@ -108,7 +109,7 @@ def run(
             stage.set_positions(rows.positions_R)
             x = torch.randn(len(rows.slots_R), 1, stage.config.hidden_size, generator=generator).to(stage.dtype)
             for layer in layers:
-                x = layer(x, stage.rope, NO_COLUMNS)
+                x = layer(x, LayerInputs(stage.rope))
                 found.append(x)
     return found[len(blocks) - 1 :: len(blocks)] if at_once and layers is blocks else found
 

@@ -7,7 +7,7 @@ from moefold.comm.private_torch import cuda_flash_attention_reads_pages
 from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.model.attention import CausalAttention
 from moefold.model.layer_cache import CurrentPass, PassRows
-from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
+from moefold.model.paged_cache import KeyLimits, PagedAttention
 from moefold.ops.paged_flash import FlashPages, device_refusal
 from tests.model.paged_rows import SMALL_PAGE, pass_rows, to_rows
 from tests.ops.reference_flash import paged_reference_flash
@@ -87,7 +87,7 @@ def test_a_kernel_gets_the_pages_of_the_chunk(chunk_size):
     q, k, v = (torch.randn(length, 1, heads, D, generator=generator, dtype=torch.float64) for heads in (A, G, G))
     expected = CausalAttention(0, chunk_size)(q, k, v)
     current_pass = CurrentPass()
-    core = PagedAttention(current_pass, 5, PAGE_POSITIONS, KeyLimits(0, chunk_size), PageKernels(FirstPages()))
+    core = PagedAttention(current_pass, 5, PAGE_POSITIONS, KeyLimits(0, chunk_size), FirstPages())
     tables = torch.tensor([[3, 1, 4, 0, 2]], dtype=torch.int32)
     for start, stop in (
         (0, PAGE_POSITIONS + 3),
@@ -113,7 +113,7 @@ def test_pages_that_flash_attention_reads_equal_the_whole(window, has_sinks):
     sinks = torch.linspace(-1, 2, A, dtype=torch.float64) if has_sinks else None
     expected = CausalAttention(window)(q, k, v, None, sinks)
     current_pass = CurrentPass()
-    core = PagedAttention(current_pass, 6, positions, KeyLimits(window), PageKernels(segments=FlashPages()))
+    core = PagedAttention(current_pass, 6, positions, KeyLimits(window), segment_kernel=FlashPages())
     tables = torch.tensor([[0, 2, 4], [5, 3, 1]], dtype=torch.int32)
     ends = [(300, 1), (598, 257), (599, 258), (600, 600)]
     device_refusal.cache_clear()

@@ -17,7 +17,7 @@ from moefold.model.attention import CausalAttention
 from moefold.ops.block_attention import BlockedWindow
 from moefold.ops.cudnn_attention import CudnnAttention
 from moefold.parallel.context_parallel import context_parallel_attention, sequence_positions
-from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, PlannedAttention
+from moefold.parallel.planned_attention import AttentionPlanner, PlannedAttention
 from moefold.topology.layout import fold
 from tests.model.attention_reference import (
     documents,
@@ -56,7 +56,7 @@ NO_LIMITS = Limits()
 def _core(kind: str, groups: ParallelGroups, window: int = 0):
     """The core attention of a kind."""
     if kind == "planned":
-        return PlannedAttention(AttentionPlanner(groups, AttentionPlanOptions()), window)
+        return PlannedAttention(AttentionPlanner(groups), window)
     return context_parallel_attention(find_part("context", kind)(), groups.attn.cp, window)
 
 

@@ -49,12 +49,12 @@ class _Recorder:
 
 @contextmanager
 def _without_prefetch():
-    prefetch = fsdp._prefetch_next_block
-    fsdp._prefetch_next_block = lambda stage: None
+    prefetch = fsdp.prefetch_next_block
+    fsdp.prefetch_next_block = lambda stage: None
     try:
         yield
     finally:
-        fsdp._prefetch_next_block = prefetch
+        fsdp.prefetch_next_block = prefetch
 
 
 def _train(cfg: Config, prefetches: bool):

@@ -1,6 +1,7 @@
 """Planned attention of any legal placement equals attention over the whole samples, and sends the planned bytes."""
 
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from moefold.comm.groups import ParallelGroups
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.parallel import planned_attention
-from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, PlannedAttention
+from moefold.parallel.planned_attention import AttentionPlanner, PlanAttention, PlannedAttention
 from moefold.planner.cost_model.attention_load import exchange_bytes
+from moefold.topology.attention_plan import plan_attention
 from moefold.topology.layout import fold
 from moefold.topology.token_placement import Placement, RoundShape, document_bounds, place
 from tests.model.attention_reference import (
@@ -34,10 +36,10 @@ HEADS = (4, 2, 5)
 
 @dataclass(frozen=True)
 class Round:
-    """A placement, the options of its plan, and a sliding window."""
+    """A placement, how it is planned, and a sliding window."""
 
     placement: Placement
-    options: AttentionPlanOptions
+    plan: PlanAttention
     window: int = 0
 
 
@@ -47,10 +49,12 @@ def _rounds() -> list[Round]:
     for i, bounds_N in enumerate(DOCUMENTS):
         for kind in ("samples", "documents", "balanced"):
             placement = place(kind, SHAPE, bounds_N, 1 + i)
-            found.append(Round(placement, AttentionPlanOptions(None if kind == "balanced" else 0.0, block=2)))
+            found.append(
+                Round(placement, partial(plan_attention, tolerance=None if kind == "balanced" else 0.0, block=2))
+            )
         for seed in range(3):
-            options = AttentionPlanOptions(tolerance=(None, 0.0, 0.3)[seed], block=1 + seed, pool=(0, 2, 4)[seed])
-            found.append(Round(any_placement(SHAPE, bounds_N, seed + i), options, window=(0, 5, 1)[seed]))
+            plan = partial(plan_attention, tolerance=(None, 0.0, 0.3)[seed], block=1 + seed, pool=(0, 2, 4)[seed])
+            found.append(Round(any_placement(SHAPE, bounds_N, seed + i), plan, window=(0, 5, 1)[seed]))
     return found
 
 
@@ -82,7 +86,7 @@ def _attend(rounds: list[Round], order: str = "pp-dp-cp-tp") -> list[tuple]:
         tokens = each.placement.slots(number)
         bounds = DocumentBounds(((0,),), each.placement)
         documents = PackedDocuments(bounds, torch.zeros(len(tokens), 1, dtype=torch.int64))
-        planner = AttentionPlanner(groups, each.options)
+        planner = AttentionPlanner(groups, each.plan)
         core = PlannedAttention(planner, each.window)
         shards = [x[tokens] for x in _columns()]
 
@@ -142,7 +146,7 @@ def test_ranks_send_the_rows_of_the_exchange(attended):
     """And as many bytes as the cost model prices."""
     query_heads, kv_heads, size = HEADS
     for each, ranks in attended:
-        exchange = each.options.plan(each.placement, each.window).exchange()
+        exchange = each.plan(each.placement, window=each.window).exchange()
         num_queries, num_keys = exchange.queries.num_rows, exchange.keys.num_rows
         widths = {"query_width": 2 * query_heads * size, "kv_width": 2 * kv_heads * size}
         forward, backward = exchange_bytes(num_queries, num_keys, **widths, value_bytes=8)
@@ -150,7 +154,7 @@ def test_ranks_send_the_rows_of_the_exchange(attended):
         assert sum(num_bytes for rank in ranks for _, num_bytes in rank[2]) == sent_bytes
         assert sum(rank[3].sent_bytes for rank in ranks) == sent_bytes
         assert sum(rank[3].moved_rows for rank in ranks) == num_queries
-        pairs = each.options.plan(each.placement, each.window).pairs_of_ranks
+        pairs = each.plan(each.placement, window=each.window).pairs_of_ranks
         assert sorted(rank[3].pairs[0] for rank in ranks) == sorted(pairs.tolist())
         assert len({rank[3].plans_crc for rank in ranks}) == 1
         assert num_keys <= (SHAPE.num_ranks - 1) * SHAPE.num_tokens
@@ -158,7 +162,7 @@ def test_ranks_send_the_rows_of_the_exchange(attended):
 
 def _sent_in_bfloat16() -> int:
     groups = ParallelGroups.create(fold(**SIZES), torch.device("cpu"))
-    core = PlannedAttention(AttentionPlanner(groups, AttentionPlanOptions()))
+    core = PlannedAttention(AttentionPlanner(groups))
     shards = [x[:12].bfloat16() for x in random_attention(groups.rank, SHAPE.seq_len, 2, HEADS)]
     with_gradients(core, *shards)
     return core.planner.statistics.sent_bytes
@@ -208,7 +212,7 @@ def _attend_without_sums(rounds: list[Round]) -> list[tuple]:
     ("attend", "wrong"), [(_attend_with_a_wrong_row, (0, 1, 2, 3)), (_attend_without_sums, (2, 3))]
 )
 def test_a_wrong_exchange_is_noticed(pool, attend, wrong):
-    each = Round(place("samples", SHAPE, DOCUMENTS[0]), AttentionPlanOptions())
+    each = Round(place("samples", SHAPE, DOCUMENTS[0]), plan_attention)
     ranks = [rounds[0] for rounds in pool.run(4, attend, [each])]
     errors = relative_errors(_assemble(ranks), _expected(each))
     assert all((error > 1e-3) == (i in wrong) for i, error in enumerate(errors[:4])), errors

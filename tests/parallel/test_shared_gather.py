@@ -10,7 +10,7 @@ import torch
 from moefold.comm.private_torch import fsdp_param_group, fsdp_parameters, local_tensor
 from moefold.config.schema import Config
 from moefold.data.dataset import open_dataset
-from moefold.parallel import fsdp
+from moefold.parallel import fsdp, fsdp_hooks
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
@@ -30,7 +30,7 @@ def _train(cfg: Config, shares: bool):
         training = TrainingStep(model, cfg)
     else:
         # As on several machines: messages, whose sums have the same order; with ZeRO 0 gloo's sum of two terms.
-        with patch.object(fsdp, "open_shared_exchange", lambda group, device: None):
+        with patch.object(fsdp_hooks, "open_shared_exchange", lambda group, device: None):
             training = TrainingStep(model, cfg)
     data = open_dataset(cfg.data, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size, seed=3)
     batches = BatchSharder(data.train, cfg.run, cfg.model, cfg.parallel, cfg.train, groups, model.positions)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.config.schema import Config
-from moefold.model.moe.router import ReplayedRouting
+from moefold.model.moe.router_replay import ReplayedRouting
 from moefold.parallel.parallelize import parallelize
 from moefold.train.callbacks.callback import TrainingContext
 from moefold.train.data_loader import DataLoader

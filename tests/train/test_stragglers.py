@@ -14,7 +14,7 @@ from moefold.comm.groups import ParallelGroups
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.metrics.step_metrics import REPORT_SLOW_STEPS
-from moefold.model.transformer import Block
+from moefold.model.block import Block
 from moefold.train.signals import StopSignals
 from moefold.train.trainer import Trainer
 from moefold.validate.config import check_config

@@ -16,19 +16,19 @@ pytestmark = pytest.mark.parity
 
 def _run_without_states_of_other_ranks(cfg: Config) -> DistributedRecord:
     """As if each segment started from a state of zeros."""
-    from moefold.parallel.context_parallel import ContextSegments
+    from moefold.parallel.context_parallel import ContextShards
 
-    compose = ContextSegments._compose
-    ContextSegments._compose = lambda self, transition, update: 0.0 * compose(self, transition, update)
+    compose = ContextShards._compose
+    ContextShards._compose = lambda self, transition, update: 0.0 * compose(self, transition, update)
     return run_distributed(cfg, 1)
 
 
 def _run_without_tokens_of_other_ranks(cfg: Config) -> DistributedRecord:
     """As if the convolutions of each segment started from zeros."""
-    from moefold.parallel.context_parallel import ContextSegments
+    from moefold.parallel.context_parallel import ContextShards
 
-    previous = ContextSegments.previous_tokens
-    ContextSegments.previous_tokens = lambda self, x, count: 0.0 * previous(self, x, count)
+    previous = ContextShards.previous_tokens
+    ContextShards.previous_tokens = lambda self, x, count: 0.0 * previous(self, x, count)
     return run_distributed(cfg, 1)
 
 

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.parity
 
 def _run_with_halved_expert_gradients(cfg: Config) -> DistributedRecord:
     """As if expert gradients were averaged over edp = 2 instead of summed."""
-    from moefold.parallel.fsdp import PerRankGradDots
+    from moefold.parallel.fsdp_hooks import PerRankGradDots
 
     whole = PerRankGradDots._reduce_by_exchange
 
     def broken(dots, *call):
         reduced = whole(dots, *call)
-        return [grad / 2 for grad in reduced] if dots._group.size == 2 else reduced
+        return [grad / 2 for grad in reduced] if dots.group.size == 2 else reduced
 
     PerRankGradDots._reduce_by_exchange = broken
     return run_distributed(cfg, 1)

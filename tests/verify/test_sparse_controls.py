@@ -65,11 +65,11 @@ def _run_with_the_target_of_own_heads(cfg: Config) -> DistributedRecord:
 
 def _run_without_keys_of_other_ranks(cfg: Config) -> DistributedRecord:
     """As if each rank selected with index keys of zeros in place of other ranks' keys."""
-    from moefold.parallel.context_parallel import ContextKeys
+    from moefold.parallel.context_parallel import ContextShards
 
-    gather = ContextKeys.gather
+    gather = ContextShards.gather
 
-    def own_only(self: ContextKeys, x: Tensor) -> Tensor:
+    def own_only(self: ContextShards, x: Tensor) -> Tensor:
         gathered = gather(self, x)
         if x.dim() == 4:
             return gathered
@@ -77,7 +77,7 @@ def _run_without_keys_of_other_ranks(cfg: Config) -> DistributedRecord:
         keep[self.positions(len(x), x.device)] = 1.0
         return gathered * keep
 
-    ContextKeys.gather = own_only
+    ContextShards.gather = own_only
     return run_distributed(cfg, 1)
 
 
@@ -86,7 +86,7 @@ def _run_with_the_selection_of_another_layer(cfg: Config) -> DistributedRecord:
     from moefold.model import transformer
     from moefold.model.indexer import Selection
 
-    class FirstSelections(transformer._Selections):
+    class FirstSelections(transformer.Selections):
         def __init__(self) -> None:
             self._found: list[Selection] = []
 
@@ -96,7 +96,7 @@ def _run_with_the_selection_of_another_layer(cfg: Config) -> DistributedRecord:
             self._found.append(Selection())
             return self._found[-1]
 
-    transformer._Selections = FirstSelections
+    transformer.Selections = FirstSelections
     return run_distributed(cfg, 1)
 
 

@@ -30,9 +30,7 @@ class OutputCheckpoint(Protocol):
 
         Args:
             function: takes only these tensors, which include the weights that it uses; does not communicate.
-            tensors: its arguments; differentiable.
         """
-        ...
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -62,7 +63,6 @@ class AttentionMaskSpec:
         """Return the mask between queries and keys of the same contiguous tokens, for `attention_block`.
 
         Args:
-            first: position of the first token.
             q: their queries, [S, B, A, D].
             takes_limits: the caller's kernel takes a `FlashMask`.
         """
@@ -89,19 +89,14 @@ class AttentionMaskSpec:
 
         SDPA saves it for backward. With documents, the layers share it.
         """
-
-        def build() -> Tensor:
-            return additive_mask(mask, dtype)
-
+        build = partial(additive_mask, mask, dtype)
         return build() if self.documents is None else self.documents.cached((dtype, self.window, mask.shape), build)
 
     def past_mask(self, queries: range, keys: range, q: Tensor) -> "Literal['all'] | Tensor | FlashMask":
         """Return the mask between queries and earlier keys of the same documents, for `attention_block`.
 
         Args:
-            queries: positions of the queries.
             keys: positions of the keys; the last query attends to the last of them.
-            q: the queries.
         """
         if self.in_window(queries[-1] - keys[0]):
             return "all"
@@ -158,7 +153,6 @@ class TokenMixer(nn.Module, ABC):
         Args:
             x: [S/(cp*tp), B, H].
             rope: RoPE of the S/cp tokens of this rank's context shard; `NoRope` in a layer without RoPE.
-            documents: see `CoreAttention`.
 
         Returns:
             [S/(cp*tp), B, H].
@@ -166,12 +160,7 @@ class TokenMixer(nn.Module, ABC):
 
     @abstractmethod
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
-        """Return the caches of earlier tokens for generation, by the name of the attribute that a decoder sets.
-
-        Args:
-            current_pass: the rows of the pass that runs, shared by the layers.
-            size: size of the cache on a rank.
-        """
+        """Return the caches of earlier tokens for generation, by the name of the attribute that a decoder sets."""
 
     def set_tp_rank(self, rank: int, tp: int) -> None:
         """Set this rank's number among the `tp` ranks that share the heads; no effect if no ranks share heads."""
@@ -189,9 +178,6 @@ class SelfAttention(TokenMixer):
     """Base class of softmax attention.
 
     `parallelize` also replaces `core_attention` and `attends_in_blocks` (context parallelism).
-
-    Args:
-        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
     """
 
     def __init__(self, window: int) -> None:
@@ -203,11 +189,11 @@ class SelfAttention(TokenMixer):
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
         """Return attention over the keys and values of the pages of each row's sample; see base class."""
-        from moefold.model.paged_cache import KeyLimits, PagedAttention, PageKernels
+        from moefold.model.paged_cache import KeyLimits, PagedAttention
 
-        kernels = PageKernels(self.kernels.paged_attention, self.kernels.page_reader)
         limits = KeyLimits(self.window, self.chunk_size)
-        return {"core_attention": PagedAttention(current_pass, size.num_pages, size.page_positions, limits, kernels)}
+        kernels = self.kernels.paged_attention, self.kernels.page_reader
+        return {"core_attention": PagedAttention(current_pass, size.num_pages, size.page_positions, limits, *kernels)}
 
     def head_sizes(self, core: AttentionCore, device: torch.device) -> tuple[int, int]:
         """Return the dims of a key and of a value in core attention on a device, given the sizes of the layer."""
@@ -254,7 +240,6 @@ class CoreAttention(Protocol):
         Returns:
             [S, B, A, D].
         """
-        ...
 
 
 def takes_narrow_values(device: torch.device) -> bool:
@@ -268,10 +253,6 @@ class CausalAttention:
     Query heads share key/value heads in groups (arXiv:2305.13245): head a reads key/value head a // (A/G). Local: no
     communication, no parameters. `parallelize` sets `kernel`, used where it supports the tensors, `block_kernel`, used
     in the same way for causal attention with sinks, and `tuner`, which chooses the backend of SDPA.
-
-    Args:
-        window: sliding window: maximum number of keys of a query, its own included; 0: no limit.
-        chunk_size: tokens of an attention chunk; 0: no chunks.
     """
 
     def __init__(self, window: int = 0, chunk_size: int = 0) -> None:
@@ -290,17 +271,7 @@ class CausalAttention:
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Compute causal attention.
-
-        Args:
-            q: queries, [S, B, A, D], any strides.
-            k: keys, [S, B, G, D]; G divides A.
-            v: values, [S, B, G, D].
-            documents, sinks, scale: see `CoreAttention`.
-
-        Returns:
-            [S, B, A, D]; from SDPA, a view of a tensor whose outermost dim is the batch.
-        """
+        """Attend as a `CoreAttention`; G divides A. SDPA returns a view of a tensor with the batch outermost."""
         documents = self._chunks.divide(documents, len(q), q.shape[1], q.device)
         if (
             documents is not None
@@ -325,8 +296,10 @@ class CausalAttention:
         takes_limits = self._has_kernel_for(q, k, v)
         block_mask = mask_spec.local_mask(0, q, takes_limits=takes_limits)
         kernel: LimitedCausalKernel | CausalKernel | None = self.kernel if takes_limits else None
-        if kernel is None and sinks is not None:
-            kernel = _supported_kernel(self.block_kernel, block_mask, q, k, v)
+        block_kernel = self.block_kernel
+        is_causal = isinstance(block_mask, str) and block_mask == "causal"
+        if sinks is not None and kernel is None and block_kernel is not None and is_causal:
+            kernel = block_kernel if block_kernel.supports(q, k, v) else None
         # In bfloat16 on a CPU, blocks upcast inside both passes, so that the saved tensors stay in bfloat16.
         if (
             sinks is not None
@@ -356,14 +329,6 @@ class CausalAttention:
             documents_qkv = zip(queries, keys, values, strict=True)
             samples.append(torch.cat([self._attend(*qkv, AttentionMaskSpec()) for qkv in documents_qkv]))
         return torch.cat(samples, dim=1)
-
-
-def _supported_kernel(
-    kernel: CausalKernel | None, block_mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
-) -> CausalKernel | None:
-    """Return the kernel if it supports these tensors and this mask, else None."""
-    is_causal = isinstance(block_mask, str) and block_mask == "causal"
-    return kernel if kernel is not None and is_causal and kernel.supports(q, k, v) else None
 
 
 def _has_long_documents(documents: PackedDocuments, q: Tensor) -> bool:

@@ -24,7 +24,6 @@ class WeightGradStoreProtocol(Protocol):
             weights: differentiable weights of the forward pass: the parameters, or views and casts of them.
             compute: returns the gradient of each.
         """
-        ...
 
 
 @dataclass(frozen=True)

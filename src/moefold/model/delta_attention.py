@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from moefold.config.groups.attention import AttentionFrame
 from moefold.config.groups.linear_attention import DeltaRulePart
-from moefold.model.layer_cache import StateShapes
 from moefold.model.linear_attention import LinearAttention, PrecedingTokens
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
+from moefold.model.recurrent_cache import StateShapes
 from moefold.ops.linear_attention import causal_convolution, l2_normalize
 
 
@@ -23,10 +23,6 @@ class DeltaAttention(LinearAttention):
     bound l < 0 l * sigmoid(exp(a_log) * (a + dt_bias)); the write strength is sigmoid(wb x). Queries are scaled by
     1/sqrt(D). The output of each head is normalised and multiplied by a function of the gate. A subclass computes a and
     the gate, and declares their weights.
-
-    Args:
-        part: sizes.
-        frame: settings of the model.
     """
 
     dt_bias: nn.Parameter

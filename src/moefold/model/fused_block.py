@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 from moefold.comm.private_torch import has_forward_hooks
 from moefold.model.attention import TokenMixer
+from moefold.model.block import Block, LayerInputs
 from moefold.model.layer_cache import CurrentPass
 from moefold.model.local_param import local_param
 from moefold.model.mlp import SwiGLU
 from moefold.model.moe.dispatch.local import LocalDispatcher
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
-from moefold.model.moe.router import RouterOverride
-from moefold.model.moe.token_group import TokenColumns, TokenPositions
+from moefold.model.moe.router_replay import RouterOverride
+from moefold.model.moe.token_group import TokenPositions
 from moefold.model.norm import RMSNorm
 from moefold.model.paged_cache import PagedAttention
-from moefold.model.transformer import Block
 from moefold.ops.decode import DecodeKernel, DecodeLayer, DecodePass, LayerWeights, LinearWeights
 from moefold.ops.rope import Rope
 
@@ -86,7 +86,7 @@ def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str
     yield "another activation of experts than SwiGLU", not kernel.replaces(ffn.experts.activation)
     yield "a router in float64", ffn.router.logits_dtype(torch.float32) != torch.float32
     ops = ffn.experts.ops, ffn.dispatcher.permute_ops
-    yield "other kernels of experts", not all(map(kernel.replaces, ops)) or ffn.dispatcher.quantizes
+    yield "other kernels of experts", not all(map(kernel.replaces, ops)) or ffn.dispatcher.fp8_dispatch
 
 
 class FusedBlock:
@@ -97,9 +97,6 @@ class FusedBlock:
 
     Args:
         block: a layer that `supports_fused`; its weights must not change as long as this object is used.
-        decode_pass: shared by the layers.
-        current_pass: the rows of the pass that runs.
-        cache: the paged cache of the layer.
     """
 
     def __init__(self, block: Block, decode_pass: DecodePass, current_pass: CurrentPass, cache: PagedAttention) -> None:
@@ -113,21 +110,23 @@ class FusedBlock:
         self._chooses = False
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, rope: Rope, columns: TokenColumns) -> Tensor:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Compute `Block.forward` for rows [R, 1, H] of the current pass, by its modules where these are faster."""
         if not len(x):
             return x
         if self._choice is None:
-            return self._run(x, rope)
+            return self._run(x, inputs.rope)
 
         def run_modules() -> Tensor:
-            output = self._block.run_modules(x, rope, columns)
+            output = self._block.run_modules(x, inputs)
             assert isinstance(output, Tensor), "no shortcut"
             return output
 
         kind = type(self._ffn).__name__
-        if self._choice.picks_whole(kind, len(x), self._trial(lambda: self._run(x, rope)), self._trial(run_modules)):
-            return self._run(x, rope)
+        if self._choice.picks_whole(
+            kind, len(x), self._trial(lambda: self._run(x, inputs.rope)), self._trial(run_modules)
+        ):
+            return self._run(x, inputs.rope)
         return run_modules()
 
     def _trial(self, run: Callable[[], object]) -> Callable[[], object]:
@@ -186,8 +185,6 @@ class FusedLayers:
 
     Args:
         blocks: in their order; they share the pass of the decoder.
-        decode_pass: shared by the layers.
-        current_pass: the rows of the pass that runs.
     """
 
     def __init__(self, blocks: Sequence[FusedBlock], decode_pass: DecodePass, current_pass: CurrentPass) -> None:
@@ -196,15 +193,15 @@ class FusedLayers:
         self._current_pass = current_pass
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, rope: Rope, columns: TokenColumns) -> Tensor:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Compute the layers for rows [R, 1, H] of the current pass."""
         layers = [block.single_call(len(x)) for block in self._blocks]
         single_calls = [layer for layer in layers if layer is not None]
         if len(single_calls) < len(layers) or len({layer.top_k for layer in single_calls}) > 1 or not len(x):
             for block in self._blocks:
-                x = block(x, rope, columns)
+                x = block(x, inputs)
             return x
-        rows = self._current_pass.decode_rows(rope)
+        rows = self._current_pass.decode_rows(inputs.rope)
         y_RH, ids_LRK = self._decode_pass.compute(single_calls, x.squeeze(1), rows)
         for block, ids_RK in zip(self._blocks, ids_LRK, strict=True):
             block.record(ids_RK)

@@ -76,10 +76,7 @@ class Head(nn.Module):
 
         Args:
             x: normalised hidden states, `[S/(cp*tp), B, H]`.
-            tied_weight: the embedding weight, if embeddings are tied.
-            labels: next tokens.
             chunk: tokens whose logits are in memory at a time; 0 or too many: all, without recomputation.
-            softmax: temperature, and whether the entropy is computed too.
         """
         is_single_chunk = not 0 < chunk < labels.numel()
         # A GPU is fastest with all tokens at once, and a delayed weight gradient is one GEMM over all of them.
@@ -124,11 +121,7 @@ class ModelOutput:
     Arguments and results are batch-first, like the columns of a batch. Every tp rank computes the same results.
 
     Args:
-        hidden: normalised hidden states, `[S/(cp*tp), B, H]`.
-        head: the output head.
-        tied_weight: the embedding weight, if embeddings are tied.
         chunk: tokens whose logits `cross_entropy` has in memory at a time; 0: all.
-        metrics: records the metrics of the loss function.
         is_training: False in evaluation, whose loss has no terms that only regularise.
     """
 
@@ -154,10 +147,6 @@ class ModelOutput:
 
         They are in float32 at least, and losses may use both. The full logits are not in memory if `train.loss_chunk`
         is smaller than the micro-batch.
-
-        Args:
-            labels: next tokens.
-            softmax: temperature, and whether the entropy of each position is computed too, [B, S/cp].
         """
         losses = self._head.losses(self.hidden, self._tied_weight, labels.t(), self._chunk, softmax)
         entropy = None if losses.entropy is None else losses.entropy.t()

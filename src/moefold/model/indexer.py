@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.config.groups.indexer import IndexerPart
+from moefold.model.gradient_paths import attach_aux_loss
 from moefold.model.local_param import local_param
-from moefold.model.moe.losses import attach_aux_loss
 from moefold.model.norm import LayerNorm
 from moefold.model.tp_interface import SampleShards, SequenceParallel
 from moefold.ops.block_attention import accumulation_dtype
@@ -51,10 +51,7 @@ class LightningIndexer(nn.Module):
     keys. `parallelize` replaces `sequence_parallel` and `shards` (context parallelism).
 
     Args:
-        part: sizes.
         query_width: width of the input of the queries: the query latent, or the hidden state.
-        hidden: width of the residual stream.
-        window: sliding window of the layer; 0: none.
     """
 
     def __init__(self, part: IndexerPart, query_width: int, hidden: int, window: int) -> None:
@@ -108,7 +105,6 @@ class LightningIndexer(nn.Module):
         Communicates over tp and cp.
 
         Args:
-            x: input of the layer, [S/(cp*tp), B, H].
             source: input of the queries, [S/(cp*tp), B, query_width].
             rope: RoPE of the S/cp positions of this rank's context shard.
         """
@@ -196,13 +192,9 @@ class LightningIndexer(nn.Module):
         A reduce-scatter over tp for each block of queries.
 
         Args:
-            index: see `attach_selected_loss`.
-            visible: keys that the queries of the context shard see.
             query: queries of attention, [S/cp, B, A, D].
             key: keys of whole samples, [S, B, G, D].
             documents: with the weights of the tokens, if there is padding.
-            scale: factor of the scores of attention.
-            sinks: attention sinks.
         """
         if not self.learns:
             return None
@@ -306,10 +298,8 @@ class Selection:
         """Select keys, if the layer has an indexer; communicates over tp and cp.
 
         Args:
-            indexer: see `begin`.
             inputs: inputs of the layer and of the indexer's queries, [S/(cp*tp), B, ...].
             rope: RoPE of the positions of this rank's context shard.
-            visible: keys that each query sees.
         """
         if indexer is None:
             return
@@ -329,10 +319,6 @@ class Selection:
         """Cache the rows of a decoder's pass, and select keys if the layer has an indexer.
 
         Args:
-            indexer: see `begin`.
-            inputs: see `select`.
-            rope: RoPE of the rows.
-            cache: cache of the layer.
             key_value: key and value as for `PagedSelection.extend`.
 
         Returns:

@@ -1,7 +1,8 @@
 """Kernels of the layers of a model, in one object that every module reads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -20,50 +21,14 @@ from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 
 if TYPE_CHECKING:
+    from moefold.ops.compiled import CompiledQKNormRope
     from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
     from moefold.ops.paged_flash import FlashPages
 
-
-class RoutingKernel(Protocol):
-    """Fused router: experts, probabilities and loss sums from the logits in one pass."""
-
-    def __call__(self, logits_TE: Tensor, bias_E: Tensor | None) -> Any:
-        """Return `moefold.ops.triton.router.RouterOutput`; `bias_E` is added to the scores for the top-k only."""
-        ...
-
-
-class SoftmaxKernel(Protocol):
-    """Kernel of the softmax over the experts in a router."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the differentiable softmax over the last dim."""
-        ...
-
-
-class QKNormRopeKernel(Protocol):
-    """QK norm and RoPE of queries and keys in one function."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        weights: tuple[Tensor, Tensor],
-        eps: float,
-        angles: tuple[Tensor, Tensor],
-        *,
-        is_interleaved: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate each head.
-
-        Args:
-            query: [S, B, A, D].
-            key: [S, B, G, D].
-            weights: weights of the norms of queries and keys, [D] each.
-            eps: added to the mean of squares.
-            angles: cosines and sines of `Rope`.
-            is_interleaved: see `Rope`.
-        """
-        ...
+RoutingKernel = Callable[[Tensor, Tensor | None], Any]
+"""Fused router: returns `moefold.ops.triton.router.RouterOutput` of logits [T, E] and a bias [E] for the top-k only."""
+SoftmaxKernel = Callable[[Tensor], Tensor]
+"""Differentiable softmax over the last dim, the experts of a router."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +49,7 @@ class Kernels:
     """SwiGLU of dense layers and shared experts."""
     rope: RopeKernel | None = None
     """RoPE of queries and keys."""
-    qk_norm_rope: QKNormRopeKernel | None = None
+    qk_norm_rope: "CompiledQKNormRope | None" = None
     """QK norm of each head together with RoPE; None: one after the other."""
     expert_activation: ExpertActivation | None = None
     """Activation of routed experts; None: the activation that the experts were built with."""

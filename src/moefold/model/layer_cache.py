@@ -141,31 +141,3 @@ class LayerCache:
 
     def copy_states(self, source: Tensor, target: Tensor, num_slots: int) -> None:
         """Copy states between slots, int64 [n] each, all below `num_slots`; no effect on a cache without states."""
-
-
-@dataclass(frozen=True)
-class CachedStates:
-    """Samples of one pass that continue from cached states, each with the same number of tokens."""
-
-    rows_R: Tensor
-    """Rows of the pass: the tokens of the first sample, of the second and so on, int64 [n*S]."""
-    slots_n: Tensor
-    """Slots of the samples in the cache, int64 [n]."""
-    previous_KnC: Tensor
-    """Tokens before the tokens of the pass, [K-1, n, C]."""
-    state: Tensor
-    """[n, A, D, Dv]."""
-    num_previous_n: Tensor
-    """Earlier tokens of each sample, int64 [n]."""
-
-
-@dataclass(frozen=True)
-class StateShapes:
-    """Shapes of the cached tensors of one sample."""
-
-    num_previous: int
-    """Number of tokens before the next token that the convolutions read, K-1."""
-    width: int
-    """Channels of the convolutions, C; 0: none."""
-    state: tuple[int, int, int]
-    """Value heads, width of a key and width of a value: [A, D, Dv]; zeros without a recurrence."""

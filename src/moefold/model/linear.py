@@ -16,23 +16,16 @@ class LinearBackend(Protocol):
 
     def forward(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """Compute x @ w.T, [M, N]."""
-        ...
 
     def input_gradient(self, grad_MN: Tensor, w_NK: Tensor) -> Tensor:
         """Compute grad @ w, [M, K]."""
-        ...
 
     def weight_gradient(self, grad_MN: Tensor, x_MK: Tensor) -> Tensor:
         """Compute grad.T @ x, [N, K]."""
-        ...
 
 
 class UnquantizedLinear:
-    """Linear GEMMs in the dtype of the tensors.
-
-    Args:
-        gemm: GEMM backend.
-    """
+    """Linear GEMMs in the dtype of the tensors."""
 
     def __init__(self, gemm: Gemm) -> None:
         self.gemm = gemm
@@ -54,11 +47,7 @@ UNQUANTIZED_LINEAR = UnquantizedLinear(TORCH_GEMM)
 
 
 class Fp32OutputLinear:
-    """Linear GEMMs of operands in one dtype with a result in float32 at least, whose gradient is rounded to it.
-
-    Args:
-        gemm: GEMM backend.
-    """
+    """Linear GEMMs of operands in one dtype with a result in float32 at least, whose gradient is rounded to it."""
 
     def __init__(self, gemm: Gemm) -> None:
         self._gemm = gemm

@@ -8,24 +8,21 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moefold.model.activation_checkpoint import checkpoint_wrapper
 from moefold.model.attention import TokenMixer
-from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, StateShapes
+from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache
 from moefold.model.linear import UnquantizedLinear, linear
 from moefold.model.local_param import local_param
+from moefold.model.recurrent_cache import RecurrentStates, StateShapes
 from moefold.model.tp_interface import SampleShards
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.linear_attention import ChunkedLinearAttention, recurrent_linear_attention
 from moefold.ops.rope import NoRope, Rope
-
-if TYPE_CHECKING:
-    from moefold.model.recurrent_cache import RecurrentStates
-
 
 Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Compute outputs [S, B, A, Dv] and the last states from q, k, v, the log decay and the write strength or None."""
@@ -62,8 +59,6 @@ class LinearAttention(TokenMixer):
 
     def caches(self, current_pass: CurrentPass, size: CacheSize) -> dict[str, LayerCache]:
         """Return the states of each row's sample; see base class."""
-        from moefold.model.recurrent_cache import RecurrentStates
-
         return {"state_cache": RecurrentStates(current_pass)}
 
     @abstractmethod
@@ -72,11 +67,7 @@ class LinearAttention(TokenMixer):
 
     @abstractmethod
     def core_weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the local weights of `compute`.
-
-        Args:
-            dtype: compute dtype of the projections.
-        """
+        """Return the local weights of `compute`."""
 
     @abstractmethod
     def state_shapes(self, weights: Sequence[Tensor]) -> StateShapes:
@@ -90,8 +81,6 @@ class LinearAttention(TokenMixer):
 
         Args:
             projected: as `project` returns them, [S, B, ...] each; segments or samples in B.
-            weights: as `core_weights` returns them.
-            preceding: tokens, counts and states before the tokens.
 
         Returns:
             The input of the output projection, [S, B, A/tp * Dv], in the type of the projections, and the last states;
@@ -165,7 +154,7 @@ class LinearAttention(TokenMixer):
         out, _ = self.compute(tensors, weights, PrecedingTokens(previous, num_previous_SB, recurrence))
         return _join_segments(out, count)
 
-    def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: "RecurrentStates") -> Tensor:
+    def _continue(self, projected: Sequence[Tensor], weights: Sequence[Tensor], cache: RecurrentStates) -> Tensor:
         """Compute `mix` for the rows of a pass, [R, 1, ...], from cached states; no gradient."""
         rows = [x.squeeze(1) for x in projected]
         shapes = self.state_shapes(weights)

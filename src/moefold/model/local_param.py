@@ -21,7 +21,6 @@ def local_param(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     gets the gradient of its shard.
 
     Args:
-        parameter: a plain tensor, or a DTensor.
         dtype: compute dtype; None: the parameter's dtype.
     """
     if isinstance(parameter, DTensor):

@@ -24,13 +24,7 @@ ReadRegion = Callable[[str, tuple[slice, ...]], Tensor]
 
 
 class LowRankAdapters(nn.Module):
-    """Adapters A, B of the matrices of one module, as parameters `NAME_a` and `NAME_b`; sharded as their matrices.
-
-    Args:
-        weights: the unsharded matrices by their names in the module.
-        rank: width of A x.
-        scale: factor of B A.
-    """
+    """Adapters A, B of the matrices of one module, as parameters `NAME_a` and `NAME_b`; sharded as their matrices."""
 
     def __init__(self, weights: Mapping[str, ParamSpec], rank: int, scale: float) -> None:
         super().__init__()
@@ -48,10 +42,6 @@ class LowRankAdapters(nn.Module):
     def pair(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the local shards of the adapter A, B of a matrix."""
         return local_param(getattr(self, f"{name}_a"), dtype), local_param(getattr(self, f"{name}_b"), dtype)
-
-    def pair_or_none(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return `pair`; two None for a matrix without an adapter."""
-        return self.pair(name, dtype) if name in self else (None, None)
 
     def product(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the local shard of (alpha / r) B A, shaped as the matrix."""
@@ -84,9 +74,6 @@ class LowRankAdapters(nn.Module):
 
         Args:
             outputs: output of each matrix, [S/cp, B, N/tp].
-            x: input of all of them, [S/(cp*tp), B, K].
-            names: the matrices.
-            sequence_parallel: gathers tokens.
             rows: rows of the local B that a matrix uses; all where it is left out.
         """
         adapted = [name for name in names if name in self]
@@ -107,8 +94,6 @@ class LowRankAdapters(nn.Module):
         Args:
             y: output of the matrix, [S/(cp*tp), B, N].
             x: its input, [S/cp, B, K/tp].
-            name: the matrix.
-            sequence_parallel: reduces tokens.
         """
         if name not in self:
             return y
@@ -145,7 +130,6 @@ def product_region(name: str, region: tuple[slice, ...], read: ReadRegion) -> Te
     """Return a region of B A of a matrix, or of A B of experts.
 
     Args:
-        name: name of the matrix.
         region: region of the matrix, [out, in], or of experts, [E, in, out].
         read: reads a region of A or B; a slice without ends means all.
     """

@@ -81,8 +81,6 @@ def token_losses(
     Args:
         logits: [..., rows of this rank].
         labels: int64 [...], rows of the whole vocabulary.
-        vocab_range: rows of this rank.
-        ops: operations on the logits.
         softmax: temperature (the logits are saved divided by it, in float32 at least), and whether there is an entropy.
 
     Returns:
@@ -99,8 +97,6 @@ def token_log_probs(
     Args:
         logits_NV: [N, rows of this rank], contiguous.
         tokens_N: int64, rows of the whole vocabulary.
-        vocab_range: rows of this rank.
-        ops: operations on the logits.
     """
     if vocab_range is not FULL_VOCAB:
         return -token_losses(logits_NV, tokens_N, vocab_range, ops).loss
@@ -140,7 +136,6 @@ def chunked_token_losses(
         x: hidden states, [..., H].
         weight: rows of this rank, [V/tp, H].
         labels: int64 [...].
-        options: chunk size, vocabulary rows, kernels.
         bias: bias of the same rows, [V/tp], or None.
 
     Returns:
@@ -298,9 +293,7 @@ def _merge_over_ranks(
     """Merge the statistics of all ranks that share the vocabulary; one all-reduce (max) and one (sum).
 
     Args:
-        local: statistics of this rank's rows.
         row_N: row of each label on this rank.
-        vocab_range: reductions over the ranks.
         dot_N: `exponential_dot` of this rank's rows; None if there is no entropy.
     """
     top_N = vocab_range.reduce_max(local.top_C)

@@ -20,7 +20,6 @@ class LossFunction(Protocol):
     @property
     def terms(self) -> Sequence[str]:
         """Names of the terms, for the metrics. Training minimises their sum, which is the metric `loss`."""
-        ...
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
         """Compute the terms for this rank's tokens of a micro-batch; the same on every tp rank.
@@ -32,7 +31,6 @@ class LossFunction(Protocol):
         Returns:
             The terms, each a weighted sum over tokens, [len(terms)].
         """
-        ...
 
 
 def metrics_of(loss: LossFunction) -> Sequence[LossMetric]:

@@ -37,7 +37,6 @@ def wrap_calls(function: Function, begin: Callable[..., CallContext | None]) -> 
     """Wrap a plain function or a generator function (`Resumable`), so that each call runs in a context.
 
     Args:
-        function: the function.
         begin: called with the arguments of each call when it starts; returns the context, or None to add nothing.
     """
 

@@ -15,8 +15,6 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last dim with a learned weight [size]; `parallelize` sets `kernels`.
 
     Args:
-        size: size of the last dim.
-        eps: added to the mean of squares.
         zero_centered: whether values are multiplied by 1 + weight (Gemma, Qwen3-Next).
     """
 
@@ -67,7 +65,6 @@ class FullWidthQKNorm(nn.Module):
         """Normalise [S, B, heads of this rank, D]; communicates through `sum_of_squares`.
 
         Args:
-            x: queries or keys.
             weight_slice: rows of the local weight that belong to these heads.
         """
         x_fp32 = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -77,11 +74,7 @@ class FullWidthQKNorm(nn.Module):
 
 
 class HeadL2Norm(nn.Module):
-    """QK norm without weights: divides each head by its root mean square (Llama 4); `parallelize` sets `kernels`.
-
-    Args:
-        eps: added to the mean of squares.
-    """
+    """QK norm without weights: divides each head by its root mean square (Llama 4); `parallelize` sets `kernels`."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -96,12 +89,7 @@ class HeadL2Norm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last dim with a learned weight and bias, [size] each (arXiv:1607.06450).
-
-    Args:
-        size: size of the last dim.
-        eps: added to the variance.
-    """
+    """LayerNorm over the last dim with a learned weight and bias, [size] each (arXiv:1607.06450)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -46,30 +46,15 @@ class Pages:
         self.tensor.flatten(0, 1).index_copy_(0, slots_R, new_RGD)
         return self.tensor
 
-    def write_transposed(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
-        """Write rows of keys; return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions]."""
-        pages = self.allocate_transposed(new_RGD, *new_RGD.shape[1:])
-        positions = self._shape[1]
-        pages[slots_R // positions, :, :, slots_R % positions] = new_RGD
-        return pages
+    def allocate(self, like: Tensor, num_groups: int, head_dim: int, *, is_transposed: bool) -> Tensor:
+        """Return the pages as a `PagedAttentionKernel` reads them; the first call allocates them.
 
-    def allocate_transposed(self, like: Tensor, num_groups: int, head_dim: int) -> Tensor:
-        """Return the pages of `write_transposed`; the first call allocates them."""
+        [P, G, D, positions] of keys, which are transposed, and [P, G, positions, D] of values.
+        """
         if self.tensor is None:
-            self.tensor = like.new_zeros(self._shape[0], num_groups, head_dim, self._shape[1])
-        return self.tensor
-
-    def write_heads_first(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
-        """Write rows of values; return the pages as a `PagedAttentionKernel` reads them, [P, G, positions, D]."""
-        pages = self.allocate_heads_first(new_RGD, *new_RGD.shape[1:])
-        positions = self._shape[1]
-        pages[slots_R // positions, :, slots_R % positions] = new_RGD
-        return pages
-
-    def allocate_heads_first(self, like: Tensor, num_groups: int, head_dim: int) -> Tensor:
-        """Return the pages of `write_heads_first`; the first call allocates them."""
-        if self.tensor is None:
-            self.tensor = like.new_zeros(self._shape[0], num_groups, self._shape[1], head_dim)
+            num_pages, positions = self._shape
+            shape = (head_dim, positions) if is_transposed else (positions, head_dim)
+            self.tensor = like.new_zeros(num_pages, num_groups, *shape)
         return self.tensor
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -79,14 +64,7 @@ class Pages:
 
 
 class PagedCache(LayerCache):
-    """Cache of a layer in pages.
-
-    Args:
-        current_pass: the rows of the pass that runs, shared by the layers.
-        num_pages: pages of the cache.
-        page_positions: positions of a page.
-        num_tensors: tensors of pages.
-    """
+    """Cache of a layer in pages."""
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, num_tensors: int = 1) -> None:
         self._pass = current_pass
@@ -107,11 +85,8 @@ class PagedAttention(PagedCache):
     """Core attention over the tokens of this pass and the cached tokens of the same samples.
 
     Args:
-        current_pass: shared by the layers.
-        num_pages: pages of the cache.
-        page_positions: positions of a page.
-        limits: limits of the keys of a query.
-        kernels: used where they support the tensors.
+        row_kernel: kernel with a page table for each row, for pages of `PAGE_POSITIONS` positions.
+        segment_kernel: kernel with a page table for each segment. Both read the pages without a gather.
     """
 
     def __init__(
@@ -120,16 +95,16 @@ class PagedAttention(PagedCache):
         num_pages: int,
         page_positions: int,
         limits: "KeyLimits | None" = None,
-        kernels: "PageKernels | None" = None,
+        row_kernel: PagedAttentionKernel | None = None,
+        segment_kernel: "FlashPages | None" = None,
     ) -> None:
         super().__init__(current_pass, num_pages, page_positions, 2)
         self._keys, self._values = self._pages
         self._limits = limits or KeyLimits()
-        kernels = kernels or PageKernels()
         # The kernel reads whole pages: it gets the pages of a row's chunk.
         chunks_are_pages = self._limits.chunk_size % page_positions == 0
-        self._kernel = kernels.rows if page_positions == PAGE_POSITIONS and chunks_are_pages else None
-        self._reader = kernels.segments
+        self._kernel = row_kernel if page_positions == PAGE_POSITIONS and chunks_are_pages else None
+        self._reader = segment_kernel
         self._page_positions = page_positions
 
     def kernel_pages(self, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,12 +113,10 @@ class PagedAttention(PagedCache):
         The first call allocates them.
 
         Args:
-            num_groups: G of this rank.
-            head_dim: D.
             like: a tensor of their dtype and device.
         """
-        shape = num_groups, head_dim
-        return self._keys.allocate_transposed(like, *shape), self._values.allocate_heads_first(like, *shape)
+        keys = self._keys.allocate(like, num_groups, head_dim, is_transposed=True)
+        return keys, self._values.allocate(like, num_groups, head_dim, is_transposed=False)
 
     def __call__(
         self,
@@ -160,7 +133,6 @@ class PagedAttention(PagedCache):
             q: queries, [R, 1, A, D].
             k: keys of the same tokens, [R, 1, G, D].
             v: values, [R, 1, G, D or narrower].
-            documents: None, as a continued text is one document.
             sinks, scale: see `CoreAttention`; sinks [A].
 
         Returns:
@@ -172,8 +144,11 @@ class PagedAttention(PagedCache):
             return q.new_empty(0, 1, q.shape[2], v.shape[3])
         q_RAD, k_RGD, v_RGD = (x.squeeze(1) for x in (q, k, v))
         if self._kernel is not None and self._kernel.supports(q_RAD, k_RGD, v_RGD):
-            keys = self._keys.write_transposed(k_RGD, rows.slots_R)
-            values = self._values.write_heads_first(v_RGD, rows.slots_R)
+            keys, values = self.kernel_pages(k_RGD.shape[1], k_RGD.shape[2], k_RGD)
+            page_R = rows.slots_R // PAGE_POSITIONS
+            offset_R = rows.slots_R % PAGE_POSITIONS
+            keys[page_R, :, :, offset_R] = k_RGD
+            values[page_R, :, offset_R] = v_RGD
             scaled = scale_queries(q_RAD, scale)
             tables, lengths = rows.row_tables, rows.lengths
             if chunk_size := self._limits.chunk_size:
@@ -211,10 +186,7 @@ class PagedAttention(PagedCache):
 
 
 class PagedLatents(PagedCache):
-    """Cache of the latents and rotated keys, one vector for each token, replicated on the tensor-parallel ranks.
-
-    Args: see `PagedAttention`.
-    """
+    """Cache of the latents and rotated keys, one vector for each token, replicated on the tensor-parallel ranks."""
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int, window: int = 0) -> None:
         super().__init__(current_pass, num_pages, page_positions)
@@ -235,8 +207,6 @@ class PagedLatents(PagedCache):
 
         Args:
             query_SBAR: queries in the space of latents and rotated keys, [R, 1, A, rank + rotated].
-            rank: dims of a latent.
-            scale: factor of the scores.
 
         Returns:
             [R, 1, A, rank].
@@ -249,16 +219,6 @@ class PagedLatents(PagedCache):
         # The values are the latents, the first columns of the keys: the other columns of the output are dropped.
         out = attend_pages(query_SBAR.squeeze(1), pages, pages, self._pass.current, self._limits, None, scale)
         return out[..., :rank].unsqueeze(1)
-
-
-@dataclass(frozen=True)
-class PageKernels:
-    """Kernels that read the pages where they lie, without a gather; None if there is no such kernel."""
-
-    rows: PagedAttentionKernel | None = None
-    """Kernel with a page table for each row, for pages of `PAGE_POSITIONS` positions."""
-    segments: "FlashPages | None" = None
-    """Kernel with a page table for each segment."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +270,6 @@ def attend_pages(
         q: queries, [R, A, D].
         key_pages: [P, positions of a page, G, D].
         value_pages: [P, positions of a page, G, Dv].
-        rows: the pass.
-        limits: limits of the keys.
         sinks: a logit for each query head that takes part in the softmax, [A].
         scale: factor of the scores; None: 1/sqrt(D).
 

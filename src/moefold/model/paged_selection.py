@@ -52,11 +52,6 @@ class PagedSelection(PagedCache):
     """Cache of one layer of sparse attention: keys, values and index keys.
 
     A query selects positions of its own sample. Attention then reads only the selected keys, by their slots.
-
-    Args:
-        current_pass: shared by the layers.
-        num_pages: pages of the cache.
-        page_positions: positions of a page.
     """
 
     def __init__(self, current_pass: CurrentPass, num_pages: int, page_positions: int) -> None:
@@ -73,7 +68,6 @@ class PagedSelection(PagedCache):
             index: projections of the pass, with its own keys only.
             key: [R, 1, G, D].
             value: [R, 1, G, Dv]; None: parts of the keys.
-            top_k: maximum number of keys of a query.
             window: maximum number of keys that a query sees, its own included; 0: no limit.
 
         Returns:
@@ -102,8 +96,6 @@ def select_slots(
     Args:
         index: projections of the rows, [R, 1, ...].
         index_keys: pages of the index keys, [P, positions of a page, D].
-        rows: the pass.
-        top_k: maximum number of keys of a row.
         window: maximum number of keys that a row sees; 0: no limit.
         last: selections of the last pass, which are replaced; they save time and change no result.
 

@@ -58,13 +58,7 @@ def build_norm(part: NormPart, width: int) -> Norm:
 
 
 def _check_module(part: Any, module: nn.Module, *widths: Any) -> None:
-    """Check the parameters of the module of a part from another package, and the shape of each output.
-
-    Args:
-        part: the part.
-        module: module that the part has built.
-        widths: arguments of its `params`.
-    """
+    """Check the parameters of the module of a part from another package, and the shape of each output."""
     if is_built_in(type(part)):
         return
     specs = list(part.params(*widths))

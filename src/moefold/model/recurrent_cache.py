@@ -1,12 +1,41 @@
 """Cached states of linear attention: for each sample of a rank, its recurrent state and the last tokens before it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefold.model.layer_cache import CachedStates, CurrentPass, LayerCache, StateShapes
+from moefold.model.layer_cache import CurrentPass, LayerCache
+
+
+@dataclass(frozen=True)
+class CachedStates:
+    """Samples of one pass that continue from cached states, each with the same number of tokens."""
+
+    rows_R: Tensor
+    """Rows of the pass: the tokens of the first sample, of the second and so on, int64 [n*S]."""
+    slots_n: Tensor
+    """Slots of the samples in the cache, int64 [n]."""
+    previous_KnC: Tensor
+    """Tokens before the tokens of the pass, [K-1, n, C]."""
+    state: Tensor
+    """[n, A, D, Dv]."""
+    num_previous_n: Tensor
+    """Earlier tokens of each sample, int64 [n]."""
+
+
+@dataclass(frozen=True)
+class StateShapes:
+    """Shapes of the cached tensors of one sample."""
+
+    num_previous: int
+    """Number of tokens before the next token that the convolutions read, K-1."""
+    width: int
+    """Channels of the convolutions, C; 0: none."""
+    state: tuple[int, int, int]
+    """Value heads, width of a key and width of a value: [A, D, Dv]; zeros without a recurrence."""
 
 
 class _Slots(NamedTuple):
@@ -20,9 +49,6 @@ class RecurrentStates(LayerCache):
     """States of one layer by slot; they grow with the number of slots in use.
 
     A sample's first token starts from zeros, for any old content of its slot.
-
-    Args:
-        current_pass: shared by the layers.
     """
 
     def __init__(self, current_pass: CurrentPass) -> None:
@@ -45,7 +71,6 @@ class RecurrentStates(LayerCache):
         """Yield the samples of the pass: all samples of one token together, then each longer sample.
 
         Args:
-            shapes: shapes of this layer.
             like: a tensor of the type and device of the tokens.
         """
         rows = self._pass.current

@@ -23,13 +23,10 @@ def build_rope(
     """Build the RoPE of tokens at the given positions.
 
     Args:
-        settings: sizes, base and scaling.
         positions: int64 [S], counted from the start of the sample, or [S, B], each from the start of its document.
         dtype: dtype of the result; angles are computed in float64.
-        kernel: fused RoPE kernel; None: PyTorch operations.
         frequencies: `rope_frequencies` on the device of the positions, so that the host need not wait for their copy;
             None: computed and copied.
-        seq_len: see `rope_frequencies`.
     """
     if frequencies is None:
         frequencies = rope_frequencies(settings, seq_len).to(positions.device)
@@ -43,15 +40,7 @@ def build_rope(
 
 
 class RopeTable:
-    """RoPE of all positions up to the last requested position; decoding looks rows up in it, with the same bits.
-
-    Args:
-        settings: sizes, base and scaling.
-        dtype: see `build_rope`, also for the other arguments.
-        kernel: see there.
-        frequencies: see there; on the device of the table.
-        seq_len: see there.
-    """
+    """RoPE of all positions up to the last requested position; decoding looks rows up in it, with the same bits."""
 
     def __init__(
         self, settings: RopeSettings, dtype: torch.dtype, kernel: RopeKernel | None, frequencies: Tensor, seq_len: int
@@ -79,23 +68,18 @@ class RopeTable:
 
 
 def _no_rope(settings: RopeSettings, positions_SB: Tensor, dtype: torch.dtype) -> NoRope:
-    return NoRope(positions_SB, _temperature_without_rope(settings, positions_SB, dtype))
-
-
-def _temperature_without_rope(settings: RopeSettings, positions_SB: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the attention temperature of layers without RoPE at some positions (arXiv:2501.19399, Llama 4)."""
+    """Return the positions of layers without RoPE, with their attention temperature (arXiv:2501.19399, Llama 4)."""
     if not settings.temperature_scale:
-        return None
+        return NoRope(positions_SB, None)
     steps_SB = (positions_SB + 1) // settings.temperature_tokens
     scale_SB = 1 + settings.temperature_scale * steps_SB.to(torch.float64).log1p()
-    return scale_SB[:, :, None, None].to(torch.promote_types(dtype, torch.float32))
+    return NoRope(positions_SB, scale_SB[:, :, None, None].to(torch.promote_types(dtype, torch.float32)))
 
 
 def rope_frequencies(settings: RopeSettings, seq_len: int = 0) -> Tensor:
     """Return the angle per position of each rotated pair, float64 [rotated dims / 2], after scaling.
 
     Args:
-        settings: sizes, base and scaling.
         seq_len: tokens of the longest sequence, see `RopeScalingPart`.
 
     Raises:

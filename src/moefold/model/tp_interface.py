@@ -43,8 +43,6 @@ class SequenceParallel:
         Args:
             x: [S/(cp*tp), B, K].
             weights_and_biases: weight [N, K] and bias [N] of each layer.
-            wgrad_store: see `linear`.
-            linear_backend: see `linear`.
             num_unquantized: number of the last layers, whose GEMMs are always in the dtype of x.
 
         Returns:

@@ -47,7 +47,7 @@ def inductor_unsupported_reason(device_type: str) -> str:
 
 
 class CompiledQKNormRope:
-    """`QKNormRopeKernel` that reads and writes queries and keys once.
+    """QK norm and RoPE of queries and keys in one function, which reads and writes them once.
 
     Args:
         compiler: compiles the function.
@@ -66,7 +66,16 @@ class CompiledQKNormRope:
         *,
         is_interleaved: bool,
     ) -> tuple[Tensor, Tensor]:
-        """See `QKNormRopeKernel`."""
+        """Normalise and rotate each head.
+
+        Args:
+            query: [S, B, A, D].
+            key: [S, B, G, D].
+            weights: weights of the norms of queries and keys, [D] each.
+            eps: added to the mean of squares.
+            angles: cosines and sines of `Rope`.
+            is_interleaved: see `Rope`.
+        """
         rotated: tuple[Tensor, Tensor] = self._compiled(query, key, weights, eps, angles, is_interleaved)
         return rotated
 

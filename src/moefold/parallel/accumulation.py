@@ -1,11 +1,15 @@
-"""Gradient accumulation over the micro-batches of a rank without a pipeline; other runners derive from it."""
+"""Gradient accumulation over the micro-batches of a rank without a pipeline, one after another or overlapped."""
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from moefold.comm.groups import ParallelGroups
+from moefold.comm.private_torch import run_fsdp_post_backward
+from moefold.comm.resumable import ResumableTask, run_to_end
 from moefold.model.transformer import Transformer
 from moefold.parallel.batch import Batch
+from moefold.parallel.fsdp import UnshardedParams
 
 
 class Accumulation:
@@ -47,3 +51,46 @@ class Accumulation:
             self._model.set_is_last_backward(is_last)
             self._model.set_requires_gradient_sync(is_last or self._zero >= 2)
             self._model.set_reshard_after_backward(is_last or self._zero == 3)
+
+
+class OverlappedAccumulation(Accumulation):
+    """Gradient accumulation on two micro-batches at a time: the forward pass of one, the backward pass of the other."""
+
+    def __init__(self, model: Transformer, num_micro_batches: int, zero: int, groups: ParallelGroups) -> None:
+        super().__init__(model, num_micro_batches, zero)
+        self._unsharded_params = UnshardedParams([model], zero)
+        self._backward_overlap = groups.backward_overlap
+        self._recorder = groups.recorder
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """See base class."""
+        total = self._zero_terms(batch)
+        loss: Tensor | None = None
+        with self._unsharded_params.step():
+            for i, (tokens, keywords) in enumerate(batch.micro_batches(self._count(batch))):
+                task = ResumableTask(self._model.forward_resumable(tokens, **keywords))
+                if loss is None:
+                    self._recorder.set_phase("forward of micro-batch 0")
+                else:
+                    self._recorder.set_phase(f"backward of micro-batch {i - 1} overlapped with the forward of {i}")
+                    with self._backward_overlap.backward(task):
+                        loss.sum().backward()
+                    run_fsdp_post_backward(self._model)
+                loss = task.run_to_end()
+                total += loss.detach()
+            assert loss is not None
+            self._recorder.set_phase("backward of the last micro-batch")
+            loss.sum().backward()
+            run_fsdp_post_backward(self._model)
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See base class."""
+        self._recorder.set_phase("evaluation")
+        total = self._zero_terms(batch)
+        with self._unsharded_params.unsharded():
+            for tokens, keywords in batch.micro_batches(self._count(batch)):
+                # The model is not called here: the hooks of FSDP would shard the parameters.
+                total += run_to_end(self._model.forward_resumable(tokens, **keywords))
+        return total

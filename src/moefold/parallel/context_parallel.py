@@ -7,6 +7,7 @@ document bounds of the full sample, so each rank knows the keys that its own que
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,14 +52,15 @@ def _attention_planner(parallel: ParallelConfig, groups: ParallelGroups) -> "Att
     moves_work = plan.balances_hosts and (plan.pool or groups.attn.dp_cp.size) > 1
     if not context.is_planned or not (groups.attn.cp.size > 1 or moves_work or plan.placement == BALANCED):
         return None
-    from moefold.parallel.planned_attention import AttentionPlanner, AttentionPlanOptions, nodes_of_round
+    from moefold.parallel.planned_attention import AttentionPlanner, nodes_of_round
+    from moefold.topology.attention_plan import plan_attention
 
     if not plan.balances_hosts:
-        return AttentionPlanner(groups, AttentionPlanOptions())
-    options = AttentionPlanOptions(
-        tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes_of_round(groups)
+        return AttentionPlanner(groups)
+    nodes = nodes_of_round(groups)
+    return AttentionPlanner(
+        groups, partial(plan_attention, tolerance=plan.tolerance, block=plan.block, pool=plan.pool, nodes=nodes)
     )
-    return AttentionPlanner(groups, options)
 
 
 class ContextParallelSum(ContextParallel):
@@ -74,14 +76,7 @@ class ContextParallelSum(ContextParallel):
 
 
 def context_parallel_attention(context: ContextPart, cp: Group, window: int = 0, chunk_size: int = 0) -> CoreAttention:
-    """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1.
-
-    Args:
-        context: the recipe's context part.
-        cp: the ranks that share a sample.
-        window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
-        chunk_size: tokens of an attention chunk; 0: no chunks.
-    """
+    """Return the core attention of a context-parallel rank without a plan; `CausalAttention` if cp is 1."""
     if cp.size == 1:
         return CausalAttention(window, chunk_size)
     attention: CoreAttention = context.build(cp, window, chunk_size)
@@ -97,8 +92,6 @@ def sequence_positions(context: ContextPart | type[ContextPart], seq_len: int, c
     Args:
         context: the recipe's context part, or its class.
         seq_len: tokens of a sample, S; divisible by cp, and by 2*cp if it is split into chunks.
-        cp: context-parallel degree.
-        rank: context-parallel rank.
 
     Returns:
         Ascending positions, int64 [S/cp].

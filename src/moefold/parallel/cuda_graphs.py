@@ -27,7 +27,6 @@ class GraphRecorder(Protocol):
 
     def run(self, function: Callable[[], object]) -> None:
         """Run a function eagerly, on the stream that records graphs."""
-        ...
 
     def record(self, function: Callable[[], T]) -> tuple[T, Replay]:
         """Record the launches of a function without executing them.
@@ -35,7 +34,6 @@ class GraphRecorder(Protocol):
         Returns:
             The result of the function, whose tensors have values only after a replay, and the replay.
         """
-        ...
 
 
 MakeRecorder = Callable[[], GraphRecorder]
@@ -92,7 +90,6 @@ class CapturedPasses:
     Args:
         function: returns tensors; the tensors that require gradients are differentiated.
         inputs: leaves; some require gradients. The graphs read the values that they have at a replay.
-        recorder: records both graphs.
     """
 
     def __init__(self, function: TensorFunction, inputs: Sequence[Tensor], recorder: GraphRecorder) -> None:

@@ -1,7 +1,6 @@
 """Expert parallelism: the dispatcher of all layers, and the ranks that share the micro-batches of the MoE layers."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,18 +19,11 @@ from moefold.model.transformer import Transformer
 from moefold.parallel.tensor_parallel import local_positions
 
 
-@dataclass(frozen=True)
-class DispatcherChoice:
-    """Dispatcher of a run."""
-
-    part: DispatcherPart
-    """The resolved dispatcher, never "auto"."""
-    message: str = ""
-    """Choice of "auto" and its reason; empty if the recipe names the dispatcher."""
-
-
-def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
+def select_dispatcher(cfg: Config, groups: ParallelGroups) -> tuple[DispatcherPart, str]:
     """Resolve `parallel.dispatcher`; collective for "auto", as all ranks must choose the same.
+
+    Returns:
+        The dispatcher, and the choice of "auto" with its reason; "" if the recipe names the dispatcher.
 
     Raises:
         ConfigError: the recipe names a dispatcher that this rank cannot run.
@@ -40,7 +32,7 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     name = f"parallel.dispatcher={part.kind!r}"
     if part.prefers and groups.moe.experts.size == 1:
         local = make_part(part.group, "local")
-        return DispatcherChoice(local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank")
+        return local, f"{name} took {local.kind}: ep = etp = 1, so no token leaves its rank"
     from moefold.config.rule import apply_rule
 
     wanted = make_part(part.group, part.prefers) if part.prefers else part
@@ -48,13 +40,13 @@ def select_dispatcher(cfg: Config, groups: ParallelGroups) -> DispatcherChoice:
     if not part.prefers:
         if reason:
             raise ConfigError(f"{name} cannot run: {reason}; choose 'alltoall'")
-        return DispatcherChoice(part)
+        return part, ""
     num_unable = int(all_reduce_max(torch.tensor([bool(reason)], device=groups.device).long(), groups.world))
     if not num_unable:
-        return DispatcherChoice(wanted, f"{name} took {wanted.kind}")
+        return wanted, f"{name} took {wanted.kind}"
     other = make_part(part.group, part.falls_back_to)
     reason = reason or f"another rank cannot run {wanted.kind}"
-    return DispatcherChoice(other, f"{name} took {other.kind}: {reason}")
+    return other, f"{name} took {other.kind}: {reason}"
 
 
 def build_dispatcher(part: DispatcherPart, groups: MoEGroups, sizes: DispatchSizes) -> Dispatcher[Any]:
@@ -110,8 +102,6 @@ def check_receive_loads(loads: Tensor, part: DispatcherPart, passes: str) -> Non
 
     Args:
         loads: receive loads of all ranks, on the host.
-        part: the dispatcher of the layers.
-        passes: description of the computation, for the message.
 
     Raises:
         RunError: a load is above 1.

@@ -1,53 +1,39 @@
-"""FSDP2 and DTensor sharding of parameters, unsharded parameters for overlapped steps, and communication hooks.
+"""FSDP2 and DTensor sharding of parameters, and unsharded parameters for overlapped steps.
 
 Tensor and expert shards are DTensors; FSDP2 makes the data-parallel shards.
 
 `UnshardedParams`: FSDP's module hooks assume that one micro-batch passes a module forward and then backward. This does
 not hold if a stage overlaps two micro-batches. So the hooks are removed, parameters are gathered at the start of a
 step, and FSDP's post-backward is called after each backward pass.
-
-`FSDPCommHooks`: measure the time that a rank waits in FSDP's collectives, and the dot products of gradients of
-different ranks before reduction.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.export import register_dataclass
 
-from moefold.comm.collectives import all_gather_into, all_reduce_sum, all_to_all, reduce_scatter_into
-from moefold.comm.comm_timer import CommTimer, Timestamp
-from moefold.comm.groups import Group, ParallelGroups
+from moefold.comm.groups import ParallelGroups
 from moefold.comm.private_torch import (
     as_parameter,
-    fsdp_param_group,
-    fsdp_reduction_group,
     init_fsdp_root,
     remove_fsdp_forward_hooks,
-    replace_fsdp_reduction,
     run_fsdp_post_backward,
     suspended_fsdp_hooks,
 )
-from moefold.comm.shared_memory import SharedExchange, open_shared_exchange
 from moefold.config.parallel import ParallelConfig
 from moefold.config.param_spec import expert_dp_dim, shard_rows
 from moefold.config.run import RunConfig
 from moefold.cost.adapter_spec import is_adapter, training_weights
+from moefold.model.block import Block, MTPBlock
 from moefold.model.moe.dispatch.base import ExpertInput
-from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import TORCH_DTYPES, Block, MTPBlock, Transformer
-from moefold.parallel.shared_gather import open_shared_gather
+from moefold.model.transformer import TORCH_DTYPES, Transformer
 
 # FSDP gathers parameters for the backward pass when a gradient of the module's output arrives, and frees them when the
 # gradients of its inputs are computed, so it must find the tensors in the output of the router (registered there) and
@@ -144,13 +130,13 @@ def shard_data_parallel(stage: Transformer, groups: ParallelGroups, run: RunConf
                 ignored_params=attention_parameters,
             )
     fully_shard(stage, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
-    for fsdp_module in _fsdp_modules(stage):
+    for fsdp_module in fsdp_modules(stage):
         fsdp_module.set_gradient_divide_factor(1.0)
         fsdp_module.set_force_sum_reduction_for_comms(True)
-    _prefetch_next_block(stage)
+    prefetch_next_block(stage)
 
 
-def _prefetch_next_block(stage: Transformer) -> None:
+def prefetch_next_block(stage: Transformer) -> None:
     """Start the all-gathers of a block, its experts included, when the block before it starts, in both passes.
 
     By default FSDP starts them when the host reaches a module: in an MoE layer after the wait for the counts of the
@@ -161,24 +147,22 @@ def _prefetch_next_block(stage: Transformer) -> None:
     blocks = list(stage.layers.values())
     forward = [stage, *(block for block in blocks if not isinstance(block, MTPBlock))]
     for module, next_block in pairwise(forward):
-        _as_fsdp(module).set_modules_to_forward_prefetch(_fsdp_modules(next_block))
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_forward_prefetch(fsdp_modules(next_block))
     for module, next_block in pairwise([stage, *reversed(blocks)]):
-        _as_fsdp(module).set_modules_to_backward_prefetch(_fsdp_modules(next_block))
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_backward_prefetch(fsdp_modules(next_block))
 
 
-def _as_fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule)
-    return module
-
-
-def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP modules in a module, itself included."""
     return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
 
 
 def reshard_parameters(stages: Sequence[nn.Module]) -> None:
     """Free the parameters that passes without gradients gathered, so that the next pass sees changed weights; local."""
     for stage in stages:
-        for module in _fsdp_modules(stage):
+        for module in fsdp_modules(stage):
             module.reshard()
 
 
@@ -208,7 +192,7 @@ def gathered_parameters(stages: Sequence[nn.Module]) -> Iterator[None]:
 def _forward_fsdp_modules(stage: nn.Module) -> list[FSDPModule]:
     """Return the FSDP modules of a stage without the modules of multi-token prediction."""
     skipped = {id(inner) for module in stage.modules() if isinstance(module, MTPBlock) for inner in module.modules()}
-    return [module for module in _fsdp_modules(stage) if id(module) not in skipped]
+    return [module for module in fsdp_modules(stage) if id(module) not in skipped]
 
 
 def master_weight_dtype(run: RunConfig) -> torch.dtype:
@@ -244,238 +228,41 @@ class UnshardedParams:
     """Parameters that stay gathered for a whole step, under zero 0 to 2.
 
     Args:
-        stages: FSDP modules, whose hooks are removed.
         zero: with 2, gradients are reduced with each micro-batch, otherwise at the end of a step.
     """
 
     def __init__(self, stages: Sequence[nn.Module], zero: int) -> None:
         self._stages = stages
+        self._modules = [module for stage in stages for module in fsdp_modules(stage)]
         self._reduces_each_micro_batch = zero == 2
-        for module in self._fsdp_modules():
+        for module in self._modules:
             remove_fsdp_forward_hooks(module)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Gather all parameters inside this context; collective over the data-parallel ranks, as are all methods."""
+        """Gather all parameters inside this context; collective over the data-parallel ranks, as is `step`."""
         for stage in self._stages:
             # Lazily initialise the FSDP root before its children.
             init_fsdp_root(stage)
-        for module in self._fsdp_modules():
+        for module in self._modules:
             module.unshard()
         yield
-        for module in self._fsdp_modules():
+        for module in self._modules:
             module.reshard()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run the micro-batches of a step inside this context; reduce their gradients at its end."""
+        """Run the micro-batches of a step inside this context; reduce their gradients at its end.
+
+        `run_fsdp_post_backward` must follow each backward pass of a stage: it accumulates or reduces the gradients.
+        """
         with self.unsharded():
-            for module in self._fsdp_modules():
+            for module in self._modules:
                 module.set_reshard_after_backward(False, recurse=False)
                 module.set_requires_gradient_sync(self._reduces_each_micro_batch, recurse=False)
             yield
             if not self._reduces_each_micro_batch:
-                for module in self._fsdp_modules():
+                for module in self._modules:
                     module.set_requires_gradient_sync(True, recurse=False)
                 for stage in self._stages:
-                    self.finish_backward(stage)
-
-    def finish_backward(self, stage: nn.Module) -> None:
-        """Accumulate or reduce the gradients of a stage after one of its backward passes."""
-        run_fsdp_post_backward(stage)
-
-    def _fsdp_modules(self) -> Iterator[FSDPModule]:
-        for stage in self._stages:
-            yield from _fsdp_modules(stage)
-
-
-class PerRankGradDots:
-    """Gram matrix <g_i, g_j> of the gradients that members i, j of a data-parallel group contribute to the reduction.
-
-    In an all-to-all, which sends as many bytes as the reduction itself, member k gets the k-th part of every g_i. It
-    adds the dot products of these parts to its matrix; the sum of the matrices of all members is exact. Nothing is sent
-    unless `is_enabled`. On a checked step each member holds one more copy of the gradient of one FSDP module at a time.
-
-    With ZeRO 2 and 3 the gradients of each micro-batch are reduced separately: the dot products are then summed over
-    the micro-batches.
-
-    With an exchange it reduces the gradients in memory that ranks share. Without, it is an FSDP custom reduce-scatter
-    (`FSDPModule.set_custom_reduce_scatter`); under ZeRO 0, where nothing is scattered, it reads the buffer that it
-    allocated for FSDP, after the all-reduce.
-    """
-
-    def __init__(self, group: Group, *, replicates: bool, exchange: SharedExchange | None) -> None:
-        self.is_enabled = False
-        self._group = group
-        self.exchange = exchange
-        self._replicates = replicates
-        self._buffers: list[Tensor] = []
-        self._gram_matrix: Tensor | None = None
-        self._all_reduce_start: Timestamp | None = None
-        self._num_modules = 0
-
-    def attach(self, module: FSDPModule) -> None:
-        """Let this object reduce the module's gradients, with a timed all-gather."""
-        if self.exchange is not None:
-            group = fsdp_param_group(module)
-            if group is not None:
-                members = fsdp_reduction_group(group, replicates=self._replicates)
-                assert self.exchange.serves(members), "FSDP reduces among the members of the exchange"
-                replace_fsdp_reduction(group, partial(self._reduce_by_exchange, self._num_modules))
-                self._num_modules += 1
-            if self._replicates:
-                return
-        module.set_custom_all_gather(TimedAllGather(self._group.comm_timer, self.exchange))  # type: ignore[arg-type]  # as below
-        module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # the class to inherit from is private
-        if self._replicates:
-            module.set_all_reduce_hook(self._after_all_reduce)
-
-    def pop(self, device: torch.device) -> Tensor:
-        """Return this rank's summand of the Gram matrix since the last call, float64 [size, size]; disable the hook."""
-        size = self._group.size
-        matrix = (
-            torch.zeros(size, size, dtype=torch.float64, device=device)
-            if self._gram_matrix is None
-            else self._gram_matrix
-        )
-        self.is_enabled = False
-        self._gram_matrix = None
-        return matrix
-
-    def is_local_grad_finite(self, device: torch.device) -> bool:
-        """Return whether this rank's gradients were finite before reduction, and disable; collective over the group."""
-        squares = all_reduce_sum(self.pop(device).diagonal(), self._group)
-        return bool(torch.isfinite(squares[self._group.rank]))
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer of a reduction; FSDP allocates the input first, then the output."""
-        buffer = torch.empty(*size, dtype=dtype, device=device)
-        if self._replicates:
-            self._buffers.append(buffer)
-            if len(self._buffers) == 2:
-                # The output is allocated right before it is all-reduced.
-                self._all_reduce_start = self._group.comm_timer.enter(is_waiting=True)
-        return buffer
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        """Reduce-scatter as FSDP's default does."""
-        assert op == dist.ReduceOp.SUM, op
-        if self.is_enabled and not self._replicates:
-            self._accumulate_dots(input_tensor)
-        with self._group.comm_timer.waiting():
-            return reduce_scatter_into(output_tensor, input_tensor, group, async_op=async_op)
-
-    @torch.no_grad()
-    def _reduce_by_exchange(
-        self, module: int, grads: list[Tensor], dtype: torch.dtype, numbers: list[int]
-    ) -> list[Tensor]:
-        """Sum gradients in memory that ranks share: to this rank's rows of them, or whole where ranks replicate.
-
-        Args:
-            module: number of the module, in the order of `attach`.
-            grads: the module's gradients.
-            dtype: type of the sums.
-            numbers: numbers of the gradients' parameters in the module.
-        """
-        assert self.exchange is not None
-        if self.is_enabled:
-            self._accumulate_dots(torch.cat([grad.reshape(-1).to(dtype) for grad in grads]))
-        with self._group.comm_timer.waiting():
-            reduce = self.exchange.sum if self._replicates else self.exchange.sum_scatter
-            return reduce(grads, dtype, (module, *numbers))
-
-    def _after_all_reduce(self, output: Tensor) -> None:
-        self._group.comm_timer.leave(self._all_reduce_start)
-        if self.is_enabled:
-            buffer = self._buffers[0]
-            if buffer.is_cuda:
-                # FSDP frees it after the reduce-scatter, before the all-reduce stream has read it. Without
-                # record_stream, the allocating stream could overwrite it with other gradients.
-                buffer.record_stream(torch.cuda.current_stream())
-            self._accumulate_dots(buffer)
-        self._buffers.clear()
-
-    @torch.no_grad()
-    def _accumulate_dots(self, gradient: Tensor) -> None:
-        size = self._group.size
-        if size == 1:
-            return
-        padded = nn.functional.pad(gradient, (0, -gradient.numel() % size)).view(size, -1)
-        shards = all_to_all(padded, self._group, [1] * size, [1] * size).double()
-        dots = shards @ shards.T
-        self._gram_matrix = dots if self._gram_matrix is None else self._gram_matrix + dots
-
-
-class TimedAllGather:
-    """FSDP custom all-gather that counts its time as communication."""
-
-    def __init__(self, comm_timer: CommTimer, exchange: SharedExchange | None) -> None:
-        self._comm_timer = comm_timer
-        self._exchange = exchange
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the output buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather along dim 0 (all-gather)."""
-        with self._comm_timer.waiting():
-            if self._exchange is not None:
-                assert self._exchange.serves(group), "FSDP gathers among the members of the exchange"
-                self._exchange.gather_into(output_tensor, input_tensor)
-                return None
-            return all_gather_into(output_tensor, input_tensor, group, async_op=async_op)
-
-
-@dataclass(frozen=True)
-class FSDPCommHooks:
-    """The communication hooks of dense and expert parameters."""
-
-    dense: PerRankGradDots
-    experts: PerRankGradDots
-    gathered: Sequence[Tensor]
-    """Gathered parameters in memory that ranks share."""
-
-    def shared_memory(self) -> list[Tensor]:
-        """Return the memory of exchanges, which no formula of memory counts."""
-        exchanges = self.dense.exchange, self.experts.exchange
-        return [exchange.memory for exchange in exchanges if exchange is not None]
-
-    def enable(self) -> None:
-        """Collect the dot products of the gradients of the next backward passes."""
-        self.dense.is_enabled = self.experts.is_enabled = True
-
-    def are_local_grads_finite(self, device: torch.device) -> bool:
-        """Return whether this rank's gradients were finite before reduction; collective."""
-        flags = [dots.is_local_grad_finite(device) for dots in (self.dense, self.experts)]
-        return all(flags)
-
-
-def install_comm_hooks(stages: Sequence[nn.Module], groups: ParallelGroups, zero: int) -> FSDPCommHooks:
-    """Install the communication hooks on all FSDP modules of the stages; collective."""
-    dense, experts = (
-        PerRankGradDots(
-            group,
-            replicates=zero == 0,
-            exchange=open_shared_exchange(group, groups.device),
-        )
-        for group in (groups.attn.dp_cp, groups.moe.edp)
-    )
-    gathered: list[Tensor] = []
-    for dots, modules in zip((dense, experts), _modules_by_group(stages), strict=True):
-        for module in modules:
-            dots.attach(module)
-        if dots.exchange is not None and 0 < zero < 3:
-            gathered += open_shared_gather(modules, dots.exchange)
-    return FSDPCommHooks(dense, experts, gathered)
-
-
-def _modules_by_group(stages: Sequence[nn.Module]) -> tuple[list[FSDPModule], list[FSDPModule]]:
-    """Return the FSDP modules of dense parameters and of experts."""
-    modules = [module for stage in stages for module in _fsdp_modules(stage)]
-    experts: list[FSDPModule] = [module for module in modules if isinstance(module, Experts)]
-    return [module for module in modules if not isinstance(module, Experts)], experts
+                    run_fsdp_post_backward(stage)

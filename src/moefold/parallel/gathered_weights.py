@@ -7,18 +7,14 @@ from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import World
 from moefold.cost.shard_boxes import Box
 from moefold.parallel.fsdp import reshard_parameters
-from moefold.parallel.merged_adapters import merged_shards
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.reshard import check_boxes, gather_dtypes, weight_sharding, weight_tensors
+from moefold.parallel.reshard import check_boxes, gather_dtypes, merged_shards, weight_sharding, weight_tensors
 
 
 class GatheredWeights:
     """Reads regions of the weights of a model under any mapping; at most one region is in memory.
 
     The constructor, `refresh` and `read` are collective: all ranks call them in the same order.
-
-    Args:
-        model: the model in training.
     """
 
     def __init__(self, model: ParallelModel) -> None:

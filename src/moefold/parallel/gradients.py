@@ -24,8 +24,6 @@ def sum_replicated_gradients(parameters: Mapping[str, nn.Parameter], group: Grou
     the data-parallel reduction.
 
     Args:
-        parameters: parameters of this rank by name.
-        group: the ranks of the axis.
         axis: "tp" or "etp", the last dim of the device mesh of the parameters.
     """
     if group.size == 1:

@@ -22,9 +22,6 @@ class GraphedAccumulation(Accumulation):
 
     Args:
         model: the whole model, without FSDP.
-        num_micro_batches: micro-batches of a step.
-        flight_recorder: records which micro-batch is replayed.
-        make_recorder: makes the recorder of the graph.
     """
 
     def __init__(
@@ -61,8 +58,6 @@ class MicroBatchGraph:
     Args:
         model: model whose parameters have no gradients yet.
         tokens: tokens of a micro-batch, int64 [B, S].
-        columns: columns of a micro-batch by name, see `Batch`.
-        recorder: records the graph.
     """
 
     def __init__(self, model: Transformer, tokens: Tensor, columns: dict[str, Tensor], recorder: GraphRecorder) -> None:

@@ -60,10 +60,7 @@ class GraphedModule:
     """Replayed forward pass of a module; without gradients, as in evaluation, the module runs eagerly.
 
     Args:
-        module: the module, whose parameters may be DTensors of FSDP.
-        forward: its forward function.
         arguments: splits the arguments of `forward` into changing and constant arguments.
-        make_recorder: makes the recorder of the two graphs of a micro-batch.
         weight_cache: cache with the scope of a step; the weights are copied once in a step.
     """
 
@@ -132,7 +129,7 @@ class GraphedModule:
     def _static_weights(self, weights: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return weights at fixed addresses: copies of the weights that FSDP gathers in each step."""
         return {
-            name: _leaf(weight.clone() if isinstance(parameter, DTensor) else weight)
+            name: (weight.clone() if isinstance(parameter, DTensor) else weight).detach().requires_grad_()
             for (name, parameter), weight in zip(self._module.named_parameters(), weights, strict=True)
         }
 
@@ -208,10 +205,7 @@ def apply_cuda_graphs(
     """Replay the attention of each layer from graphs; call it before FSDP, and after the other axes are applied.
 
     Args:
-        stage: stage whose layers are changed.
         weight_cache: the scopes of the steps, inside which no weight changes.
-        make_recorder: makes the recorder of the passes of a module.
-        has_router: replay the routers too.
     """
     for module in stage.modules():
         if isinstance(module, TokenMixer):
@@ -224,10 +218,6 @@ def apply_cuda_graphs(
             GraphedModule, module, arguments=arguments, make_recorder=make_recorder, weight_cache=weight_cache
         )
         wrap_method(module, "forward", graphed)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()
 
 
 def _static(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from moefold.comm.private_torch import fsdp_param_group, fsdp_parameters, is_in_backward
 from moefold.metrics.memory_tracker import GATHERED_WEIGHTS, MemoryTracker
 from moefold.model.attention import SelfAttention, TokenMixer
+from moefold.model.block import Block
 from moefold.model.head import Head
 from moefold.model.linear_attention import LinearAttention
 from moefold.model.mlp import SwiGLU
@@ -20,7 +21,7 @@ from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import Router
 from moefold.model.norm import FullWidthQKNorm, LayerNorm, RMSNorm
-from moefold.model.transformer import Block, Embedding, Transformer
+from moefold.model.transformer import Embedding, Transformer
 from moefold.optim.state_offload import states_on_device
 from moefold.parallel.parallel_model import ParallelModel, StepRunner
 from moefold.parallel.pipeline import PipelineRunner
@@ -123,9 +124,6 @@ def track_memory(
     """Track the memory of the forward and backward passes of a step inside this context.
 
     Args:
-        model: the model to track.
-        optimizer: the optimizer that holds the moments.
-        batch: tensors allocated before the step.
         outer_states: states of an outer optimizer that are on the device.
         shared_memory: memory of exchanges between ranks, which is not counted.
         shared_weights: gathered weights in memory that ranks share, counted on each of them.

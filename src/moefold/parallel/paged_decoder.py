@@ -20,6 +20,7 @@ from moefold.cost.kv_cache import CacheKind
 from moefold.cost.state_bytes import dispatch_sizes
 from moefold.data.routing_trace import expert_index_dtype
 from moefold.model.attention import SelfAttention, TokenMixer
+from moefold.model.block import Block, MTPBlock
 from moefold.model.fused_block import FusedBlock, FusedLayers, fused_unsupported_reason, supports_fused
 from moefold.model.head import Head
 from moefold.model.layer_cache import CacheSize, CurrentPass, LayerCache, PassRows
@@ -29,12 +30,11 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.paged_cache import PagedAttention
 from moefold.model.rope import RopeTable
 from moefold.model.tp_interface import SequenceParallel
-from moefold.model.transformer import Block, MTPBlock, Transformer
+from moefold.model.transformer import Transformer
 from moefold.ops.decode import DecodeKernel, DecodePass
 from moefold.parallel.expert_parallel import build_dispatcher
-from moefold.parallel.forward_chain import ForwardChain
 from moefold.parallel.fsdp import gathered_parameters
-from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.inference_model import ForwardChain, InferenceModel
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
@@ -50,7 +50,6 @@ def decoding_notice(model: InferenceModel | ParallelModel, kind: CacheKind = "la
     """Describe how this rank decodes: its kernels on CUDA, or the layers without a kernel for whole layers on a CPU.
 
     Args:
-        model: model of the rank.
         kind: contents of the cache of latent attention.
     """
     if model.groups.device.type != "cpu":
@@ -143,10 +142,6 @@ class PickedRows:
         """Gather the rows of all tp ranks and select some: [R/tp, 1, H] -> [N, 1, H]."""
         return self._inner.gather(x)[self.rows_N]
 
-    def scatter(self, x: Tensor) -> Tensor:
-        """Raise NotImplementedError: the head scatters nothing."""
-        raise NotImplementedError("the head gathers only")
-
 
 class PagedDecoder:
     """Context manager for passes over a paged cache. Replaces attributes of modules, and restores them.
@@ -161,7 +156,6 @@ class PagedDecoder:
 
     Args:
         chain: from `forward_chain`; under any tp, pp, ep and etp. The ranks of dp and cp have different rows.
-        size: size of the cache.
         records_routing: whether the chosen experts are recorded for `recorded_choices`.
     """
 
@@ -286,28 +280,25 @@ class PagedDecoder:
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy pages of all layers, (from, to); no page is copied to twice."""
-        if not copies:
-            return
-        source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
-        for cache in self._caches:
-            cache.copy_pages(source, target)
-        for routing in self._routing:
-            routing.copy_pages(source, target, self._size.page_positions)
+        if copies:
+            source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
+            for cache in self._caches:
+                cache.copy_pages(source, target)
+            for routing in self._routing:
+                routing.copy_pages(source, target, self._size.page_positions)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the states of linear attention between slots in all layers, (from, to)."""
-        if not copies:
-            return
-        source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
-        for cache in self._caches:
-            cache.copy_states(source, target, 1 + max(slot for pair in copies for slot in pair))
+        if copies:
+            source, target = copy_to_device(torch.tensor(copies), self._chain.groups.device).unbind(1)
+            for cache in self._caches:
+                cache.copy_states(source, target, 1 + max(slot for pair in copies for slot in pair))
 
     def forward(self, tokens_R: Tensor, rows: PassRows, picked_N: Tensor) -> Tensor | None:
         """Run one pass; collective over all ranks. Each rank of dp and cp has its own rows, or none.
 
         Args:
             tokens_R: int64 [R].
-            rows: rows of these tokens.
             picked_N: rows whose logits are returned, int64 [N].
 
         Returns:

@@ -21,7 +21,7 @@ from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
 from moefold.ops.autotune import Autotuner
 from moefold.ops.quantization.weight_cache import WeightCache
-from moefold.parallel.accumulation import Accumulation
+from moefold.parallel.accumulation import Accumulation, OverlappedAccumulation
 from moefold.parallel.batch import Batch
 from moefold.parallel.expert_parallel import check_receive_loads, local_receive_load
 from moefold.parallel.fsdp import reshard_parameters
@@ -37,11 +37,9 @@ class StepRunner(Protocol):
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate gradients; return this rank's part of the loss terms, [terms]."""
-        ...
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return this rank's part of the loss terms, [terms], without gradients."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,8 +178,6 @@ def make_runner(
     (stage,) = stages
     count = train.num_micro_batches(parallel.dp)
     if parallel.overlap_experts:
-        from moefold.parallel.overlapped_schedule import OverlappedAccumulation
-
         return OverlappedAccumulation(stage, count, parallel.zero, groups)
     if run.cuda_graphs == "full":
         from moefold.parallel.cuda_graphs import CudaGraphRecorders

@@ -20,7 +20,7 @@ from moefold.model.init import init_weights
 from moefold.model.local_param import CastCopies
 from moefold.model.lora import freeze_all_but_adapters
 from moefold.model.loss_function import LossFunction, metrics_of
-from moefold.model.module_wrapper import CallContext, Function, wrap_calls, wrap_method
+from moefold.model.module_wrapper import CallContext, wrap_calls, wrap_method
 from moefold.model.transformer import Transformer, module_settings
 from moefold.objectives.recipe_loss import recipe_loss
 from moefold.ops.quantization.weight_cache import WeightCache
@@ -48,8 +48,6 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     Collective over the world. No rank holds full parameters at any time.
 
     Args:
-        cfg: the recipe.
-        groups: the process groups of its mapping.
         loss: the loss of the last stage; None: the recipe's loss.
     """
     cfg, recompute_message = resolve_recompute(cfg, groups, device_memory(groups.device))
@@ -63,7 +61,7 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
     for stage in sharded.stages:
         stage.set_loss(loss)
         init_weights(stage, cfg.model, cfg.run.seed)
-        record_phases(stage, groups.recorder)
+        wrap_method(stage, "forward", partial(wrap_calls, begin=_PhaseRecorder(stage, groups.recorder)))
     runner = make_runner(sharded.stages, sharded.stage_plan, groups, cfg.run, cfg.model, cfg.parallel, cfg.train)
     recalled = ""
     if sharded.autotuner.is_enabled:
@@ -71,14 +69,11 @@ def parallelize(cfg: Config, groups: ParallelGroups, loss: LossFunction | None =
 
         recalled = recall_choices(sharded.autotuner, groups.device, groups.world)
     message = "; ".join(filter(None, (sharded.message, recalled, recompute_message)))
-    cast_copies = _cast_copies(sharded.stages, groups)
+    # On several GPUs, FSDP casts the gathered weights.
+    keeps_copies = groups.layout.world_size == 1 and groups.device.type == "cuda"
+    parameters = (parameter for stage in sharded.stages for parameter in stage.parameters() if keeps_copies)
+    cast_copies = CastCopies(parameters)
     return ParallelModel(**vars(sharded) | {"message": message}, runner=runner, cast_copies=cast_copies)
-
-
-def _cast_copies(stages: list[Transformer], groups: ParallelGroups) -> CastCopies:
-    """Return the copies of the weights in the compute dtype on one GPU; on several, FSDP casts the gathered weights."""
-    is_kept = groups.layout.world_size == 1 and groups.device.type == "cuda"
-    return CastCopies(parameter for stage in stages for parameter in stage.parameters() if is_kept)
 
 
 def freeze_weights(stage: Transformer) -> None:
@@ -112,8 +107,6 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
     docs/design/002-seams-of-the-maths.md.
 
     Args:
-        cfg: the recipe.
-        groups: the process groups of its mapping.
         for_training: the weights are master weights, sharded over the data-parallel ranks too. Otherwise they are in
             the compute type, sharded by model parallelism only; routers never compute below float32.
     """
@@ -127,13 +120,13 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
             Transformer(cfg.model, settings, stage.parts.layers, is_first=stage.is_first, is_last=stage.is_last)
             for stage in plan.stages_of_rank(groups.pp.rank)
         ]
-    selection = select_dispatcher(cfg, groups)
+    dispatcher_part, dispatcher_message = select_dispatcher(cfg, groups)
     if not for_training:
         assert not cfg.lora.rank, "weights of inference have the adapters merged"
         cfg = cfg.for_inference()
     kernels = select_kernels(cfg, groups.device)
     sizes = dispatch_sizes(cfg.model, cfg.train, cfg.moe, layout.cp * layout.tp, stages[0].dtype.itemsize)
-    dispatcher = build_dispatcher(selection.part, groups.moe, sizes)
+    dispatcher = build_dispatcher(dispatcher_part, groups.moe, sizes)
     offload: ActivationOffload | None = None
     if for_training and cfg.train.offload:
         from moefold.parallel.offload import open_offload
@@ -171,26 +164,21 @@ def build_sharded_stages(cfg: Config, groups: ParallelGroups, *, for_training: b
         stages=stages,
         stage_plan=plan,
         groups=groups,
-        dispatcher=selection.part,
+        dispatcher=dispatcher_part,
         positions=positions,
         shards_data_parallel=for_training and cfg.parallel.zero > 0,
-        message="; ".join(filter(None, (selection.message, kernels.message))),
+        message="; ".join(filter(None, (dispatcher_message, kernels.message))),
         offload=offload,
         weight_cache=kernels.weight_cache,
         autotuner=kernels.autotuner,
     )
 
 
-def record_phases(stage: Transformer, recorder: FlightRecorder) -> None:
-    """Record when a micro-batch enters the stage, and when its gradient enters it.
+class _PhaseRecorder:
+    """Records when a micro-batch enters the stage, and when its gradient enters it; in order of execution.
 
     Overlapped passes do not call `forward`; their runner records the phases itself.
     """
-    wrap_method(stage, "forward", _PhaseRecorder(stage, recorder).wrap)
-
-
-class _PhaseRecorder:
-    """Counts the micro-batches of a step, in order of execution."""
 
     def __init__(self, stage: Transformer, recorder: FlightRecorder) -> None:
         self._stage = stage
@@ -198,10 +186,7 @@ class _PhaseRecorder:
         self._step = -1
         self._count = 0
 
-    def wrap(self, forward: Function) -> Function:
-        return wrap_calls(forward, self._begin)
-
-    def _begin(self, *args: Any, **kwargs: Any) -> CallContext | None:
+    def __call__(self, *args: Any, **kwargs: Any) -> CallContext | None:
         if not self._stage.training:
             self._recorder.set_phase("evaluation")
             return None

@@ -32,7 +32,6 @@ class PeerExperts:
 
     Args:
         stage: sharded over ep, with tp = etp = 1, on the CPU.
-        groups: the process groups of its mapping.
 
     Raises:
         RunError: on all ranks of ep, one of them cannot map the memory.

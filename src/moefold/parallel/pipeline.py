@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from moefold.comm.groups import ParallelGroups
+from moefold.comm.private_torch import run_fsdp_post_backward
 from moefold.comm.resumable import Resumable
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.schedule import SchedulePart
@@ -30,14 +31,7 @@ from moefold.topology.schedules import runtime_slots
 
 
 class PipelineRunner:
-    """Runs the stages of this rank under a pipeline schedule.
-
-    Args:
-        stages: the stages of this rank, in model order.
-        stage_plan: the stages of all ranks.
-        groups: the communicators.
-        model, parallel, train: sections of the recipe.
-    """
+    """Runs the stages of this rank under a pipeline schedule."""
 
     def __init__(
         self,
@@ -102,7 +96,7 @@ class PipelineRunner:
         """Return the function that accumulates the gradients of unsharded parameters after an unsplit backward pass."""
         if self._unsharded_params is None or self.splits_backward:
             return None
-        return partial(self._unsharded_params.finish_backward, module)
+        return partial(run_fsdp_post_backward, module)
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of the batch; return this rank's loss terms, 0 except on the last stage."""

@@ -20,12 +20,6 @@ class PipelineMessages:
 
     A sent tensor and a receive buffer are referenced until their communication is waited for on the current stream, so
     that later work of that stream may use their memory again.
-
-    Args:
-        group: the pipeline ranks.
-        shape: shape of hidden states on this rank.
-        dtype: dtype of hidden states and of their gradients.
-        device: device of this rank.
     """
 
     def __init__(
@@ -95,10 +89,6 @@ class PipelineSchedule:
     """Runs the stages of this rank on all micro-batches.
 
     Args:
-        stages: the stages of this rank, in model order.
-        num_stages: stages of the pipeline.
-        plan: the operations of this rank.
-        messages: the messages of this rank.
         comm_timer: counts the passes of the stages as working.
         pairs: resumes the forward pass of a slot during its backward pass; None: the passes run one after the other.
     """

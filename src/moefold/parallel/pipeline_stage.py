@@ -20,8 +20,6 @@ class PipelineStage:
     freed once it is sent.
 
     Args:
-        module: the layers of the stage.
-        number: index of the stage in model order.
         num_stages: stages of the pipeline. The output of the last stage are the loss terms, whose sum is minimised.
         wgrad_store: the delayed weight gradients of the module, if the schedule splits the backward pass.
         reduces_at_end: whether the gradients of an FSDP module are reduced once, after the last micro-batch of a step

@@ -8,6 +8,7 @@ which are added in the order of the ranks.
 """
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -24,28 +25,10 @@ from moefold.ops.block_attention import fold_in_sinks, scale_queries, sink_gradi
 from moefold.ops.documents import DocumentBounds, PackedDocuments
 from moefold.ops.varlen_attention import TaskAttention, TaskKernel
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
-from moefold.topology.token_placement import Integers, Placement, RoundShape, document_bounds, place
+from moefold.topology.token_placement import Integers, RoundShape, document_bounds, place
 
-
-@dataclass(frozen=True)
-class AttentionPlanOptions:
-    """Arguments of `plan_attention`, described there."""
-
-    tolerance: float | None = None
-    block: int = 128
-    pool: int = 0
-    nodes: tuple[int, ...] | None = None
-
-    def plan(self, placement: Placement, window: int) -> AttentionPlan:
-        """Plan the attention of a round in layers with this sliding window; 0: none."""
-        return plan_attention(
-            placement,
-            window=window,
-            tolerance=self.tolerance,
-            block=self.block,
-            pool=self.pool,
-            nodes=self.nodes,
-        )
+PlanAttention = Callable[..., AttentionPlan]
+"""`plan_attention` with its options, of a `Placement` and the `window` of a layer."""
 
 
 @dataclass
@@ -112,15 +95,12 @@ class RowTransfer:
         self._is_identity = (
             not self._communicates and len(ids) == self._num_own and bool((places == np.arange(self._num_own)).all())
         )
+        self.num_received = len(received)
+        """Rows that this rank receives in `gather`."""
         self._sent_rows = rank.index(by_token[np.searchsorted(own_tokens[by_token], sent_tokens)])
         self._received_places = rank.index(needed.rows_of(received))
         self._own_rows = rank.index(ids)
         self._own_places = rank.index(places[ids])
-
-    @property
-    def num_received(self) -> int:
-        """Rows that this rank receives in `gather`."""
-        return len(self._received_places)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of the needed tokens, [C, W] -> [needed tokens, W]; communicates."""
@@ -159,9 +139,7 @@ class RoundRank:
     """A rank of a round.
 
     Args:
-        group: the ranks of the round.
         members: number in the group of each rank of the round, as `Placement` numbers the ranks.
-        device: device of the rows.
         statistics: counts the work and the bytes.
     """
 
@@ -179,8 +157,6 @@ class RankTasks:
     """Attention of one rank in a round: its tasks, and the transfers of their queries and of their keys and values.
 
     Args:
-        plan: the plan of the round.
-        rank: this rank.
         num_samples: samples that the rows of a rank are split into, position by position; 1: rows are slots.
         round_index: index of the round in the statistics; None if it is not counted, as all ranks have equal work.
     """
@@ -230,18 +206,13 @@ def nodes_of_round(groups: ParallelGroups) -> tuple[int, ...] | None:
 
 
 class AttentionPlanner:
-    """Plans the attention of the micro-batches of a stage; its layers share the plans.
+    """Plans the attention of the micro-batches of a stage; its layers share the plans."""
 
-    Args:
-        groups: the process groups of this rank.
-        options: how a round is planned.
-    """
-
-    def __init__(self, groups: ParallelGroups, options: AttentionPlanOptions) -> None:
+    def __init__(self, groups: ParallelGroups, plan: PlanAttention = plan_attention) -> None:
         self._cp = groups.attn.cp
         self._dp_cp = groups.attn.dp_cp
         self._members = members_of_round(groups)
-        self._options = options
+        self._plan = plan
         self.statistics = AttentionStatistics()
         self._without_documents: dict[object, RankTasks] = {}
 
@@ -280,7 +251,7 @@ class AttentionPlanner:
             plan = plan_attention(placement, window=window)
             rank = RoundRank(cp, np.arange(cp.size), q.device, self.statistics)
         else:
-            plan = self._options.plan(placement, window)
+            plan = self._plan(placement, window=window)
             rank = RoundRank(self._dp_cp, self._members, q.device, self.statistics)
         self.statistics.add_plan(plan)
         return RankTasks(plan, rank, num_samples, round_index)
@@ -293,7 +264,6 @@ class PlannedAttention:
 
     Args:
         planner: plans the micro-batches of the stage.
-        window: sliding window, the maximum number of keys per query, its own included; 0: no limit.
     """
 
     def __init__(self, planner: AttentionPlanner, window: int = 0) -> None:

@@ -12,10 +12,11 @@ from moefold.config.schema import Config
 from moefold.config.train import AUTO
 from moefold.model.activation_checkpoint import checkpoint_resumable, checkpoint_without_output, checkpoint_wrapper
 from moefold.model.attention import SelfAttention
+from moefold.model.block import Block
 from moefold.model.mlp import SwiGLU
 from moefold.model.module_wrapper import Wrapper, set_on_modules, wrap_method
 from moefold.model.moe.layer import MoELayer
-from moefold.model.transformer import Block, Transformer
+from moefold.model.transformer import Transformer
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
@@ -26,7 +27,6 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
 
     Args:
         cfg: a recipe that `check_memory_device` passed.
-        groups: the process groups of its mapping.
         device_bytes: memory of this rank's device; 0 on the CPU, which needs a budget.
 
     Raises:

@@ -21,9 +21,8 @@ from moefold.cost.shard_boxes import WeightSharding
 from moefold.model.local_param import local_tensor
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.parallel.inference_model import InferenceModel
-from moefold.parallel.merged_adapters import merged_shards
 from moefold.parallel.parallel_model import ParallelModel
-from moefold.parallel.reshard import check_boxes, gather_dtypes, weight_tensors
+from moefold.parallel.reshard import check_boxes, gather_dtypes, merged_shards, weight_tensors
 
 DTYPES_TAG = 1
 """Tags of the messages of a `JobLink`: the dtypes of the target, and its weights."""
@@ -84,8 +83,6 @@ class WeightSender:
     """Sends the weights of a model in training to the ranks that sample.
 
     Args:
-        model: this rank's part of the model in training.
-        source, target: the mappings of training and of sampling.
         link: link to the ranks that sample, which have a `WeightReceiver`; the constructor waits for theirs.
         max_bucket_bytes: maximum bytes that a sampling rank receives in one bucket.
     """
@@ -143,9 +140,6 @@ class WeightReceiver:
     """Receives the weights of the model that samples from the ranks that train; collective over the sampling ranks.
 
     Args:
-        model: this rank's part of the model that samples.
-        source, target: the mappings of training and of sampling.
-        link: link to the ranks that train, which have a `WeightSender`.
         max_bucket_bytes: maximum bytes that this rank receives in one bucket.
     """
 

@@ -23,7 +23,7 @@ from moefold.config.train import TrainConfig
 from moefold.metrics.step_metrics import ReplicaMetrics
 from moefold.ops.tensor_hash import TensorHasher
 from moefold.parallel.batch import Batch
-from moefold.parallel.fsdp import FSDPCommHooks
+from moefold.parallel.fsdp_hooks import FSDPCommHooks
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.topology.layout import Layout
 
@@ -74,7 +74,6 @@ class ReplicaGradients:
     """Compares losses and gradients of the replicas on the steps that ask for it.
 
     Args:
-        model: the model of this rank.
         comm_hooks: the communication hooks of the model's FSDP modules.
         samples: samples of each data-parallel replica in a step, without padding.
     """
@@ -121,7 +120,6 @@ class ReplicaCheck:
     """Compares the replicated state of ranks.
 
     Args:
-        model: the model of this rank.
         moments: optimizer moments by name.
         zero: the ZeRO level; from 1 on, the gathered weights are compared too.
     """
@@ -150,7 +148,6 @@ class ReplicaCheck:
         If all values are equal, each rank sends only two numbers per axis, once.
 
         Args:
-            batch: this rank's shard of the step's batch.
             host_facts: further values that should be equal; the same names in the same order on all ranks.
         """
         digests = list(self._digests(batch, host_facts))
@@ -250,10 +247,6 @@ def _samples_of_replicas(layout: Layout, samples: Sequence[int]) -> tuple[NDArra
     """Return the samples of each replica, [dp], and of each replica of the experts, [edp]; the units differ.
 
     A replica of the experts has the samples of all ranks with its edp coordinate, whose tokens are routed to it.
-
-    Args:
-        layout: the mapping.
-        samples: samples of each data-parallel replica.
     """
     replica_samples = np.array(samples, dtype=np.float64)
     expert_samples = np.zeros(layout.edp)

@@ -16,7 +16,7 @@ from moefold.comm.collectives import all_to_all
 from moefold.comm.groups import ParallelGroups, current_world
 from moefold.config.model import ModelConfig
 from moefold.data.routing_trace import expert_index_dtype
-from moefold.model.moe.router import ReplayedRouting
+from moefold.model.moe.router_replay import ReplayedRouting
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.tensor_parallel import local_positions
 
@@ -108,7 +108,6 @@ class RolloutReplay:
         """Get the choices of this rank's shard of a batch from the ranks that sampled it; collective over all ranks.
 
         Args:
-            tokens: the packing of the global batch.
             recorded: choices of the rollouts that this rank sampled, by index of the rollout, [`sampled_layers`, tokens
                 without the last, K].
         """
@@ -151,7 +150,6 @@ class RolloutReplay:
         """Replay the choices of a batch in the next forward passes.
 
         Args:
-            routing: choices of the batch.
             in_evaluation: also in evaluation mode, for log-probabilities of the same batch.
         """
         for number, override in self._layer_routing.items():

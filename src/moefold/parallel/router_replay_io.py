@@ -15,7 +15,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.train import TrainConfig
 from moefold.data.routing_trace import RoutingTrace, RoutingTraceWriter, TracedStep, trace_shape
-from moefold.model.moe.router import ReplayedRouting
+from moefold.model.moe.router_replay import ReplayedRouting
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.tensor_parallel import local_positions
@@ -30,7 +30,6 @@ class RouterReplayBuffer:
     layer of the global batch at a time.
 
     Args:
-        model: model whose routers are recorded or overridden.
         moe: section with `trace_every` and `replay`.
 
     Raises:
@@ -61,10 +60,6 @@ class RouterReplayBuffer:
 
     def begin_step(self, step: int, batch: Batch) -> None:
         """Prepare the routers for a step: load the choices to replay, allocate buffers for the choices to record.
-
-        Args:
-            step: number of the step.
-            batch: batch of the step, which has this rank's tokens.
 
         Raises:
             ConfigError: the trace lacks the step, or has expert ids out of range.

@@ -20,7 +20,6 @@ class RoutingCache:
     """Expert choices of one MoE layer for all cached tokens; the `override` of its router while rollouts are sampled.
 
     Args:
-        current_pass: shared by the layers.
         num_slots: positions of the cache, of all pages together.
         dtype: dtype of an expert id, as `expert_index_dtype`.
         tp: the ranks that share the rows of a pass; each records its own rows, and a choice of 0 for all other rows.
@@ -70,8 +69,6 @@ def merge_over_tp(choices: list[NDArray[np.integer]], tp: Group, device: torch.d
     Args:
         choices: choices of each completion on this rank, [MoE layers of this rank, tokens, K], 0 for rows of other
             ranks; the ranks of tp have equal shapes.
-        tp: the tensor-parallel ranks.
-        device: device of the collective.
     """
     if tp.size == 1 or not choices:
         return choices

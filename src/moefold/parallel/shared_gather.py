@@ -44,7 +44,6 @@ def open_shared_gather(modules: Sequence[FSDPModule], exchange: SharedExchange) 
 
     Args:
         modules: FSDP modules over the group of the exchange, in the same order on all members.
-        exchange: exchange of the group.
 
     Returns:
         The gathered parameters; they hold memory of all processes, whether they are in use or not.

@@ -21,7 +21,6 @@ class WeightGradStore:
     Gradients of several backward passes are computed in any type and accumulated in the reduction type.
 
     Args:
-        stage: the module.
         reduces_each_micro_batch: gradients are reduced over data-parallel ranks with each micro-batch (zero 2 and 3),
             not at the end.
         has_hooks: FSDP's own hooks follow the backward passes of the stage; False with `UnshardedParams`.

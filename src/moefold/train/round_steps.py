@@ -97,7 +97,7 @@ class RoundSteps:
         count = step.batch.num_micro_batches
         assert count is not None
         for layer in self._model.moe_layers().values():
-            layer.set_micro_batches(count * self._dp.size, count)
+            layer.losses.set_micro_batches(count * self._dp.size, count)
         for stage in self._model.stages:
             for indexer in stage.indexers().values():
                 indexer.set_micro_batches(count * self._dp.size)

@@ -21,7 +21,7 @@ from moefold.optim.lr_schedule import learning_rate, schedule_settings
 from moefold.optim.states import reset_moments, set_learning_rate, set_step_count
 from moefold.parallel.batch import Batch
 from moefold.parallel.expert_parallel import check_receive_loads
-from moefold.parallel.fsdp import FSDPCommHooks, install_comm_hooks
+from moefold.parallel.fsdp_hooks import FSDPCommHooks, install_comm_hooks
 from moefold.parallel.gradients import clip_gradients, needs_clip
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.train.due import is_due

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from moefold.model.moe.dispatch.base import ExpertInput
-from moefold.model.moe.experts import Experts
-from moefold.model.moe.fused_experts import fused_experts
+from moefold.model.moe.experts import Experts, fused_experts
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.expert_ops import ExpertOptions, ExpertWeights
 from moefold.ops.swiglu import ClampedSwiGLUActivation, SwiGLUActivation

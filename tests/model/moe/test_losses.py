@@ -5,15 +5,8 @@ import math
 import pytest
 import torch
 
-from moefold.model.moe.losses import (
-    GlobalBatchLoad,
-    attach_aux_loss,
-    count_tokens_per_expert,
-    local_load_balancing_loss,
-    local_z_sum,
-    uniform_if_empty,
-    without_base,
-)
+from moefold.model.gradient_paths import attach_aux_loss, without_base
+from moefold.model.moe.losses import GlobalBatchLoad, count_tokens_per_expert, local_load_balancing_loss, local_z_sum
 
 
 def test_even_load_costs_one_and_one_hot_load_costs_the_number_of_experts():
@@ -70,7 +63,7 @@ def test_the_loss_of_each_sample_by_itself_is_averaged_over_samples():
     # Two samples of two positions, sequence-first: rows are (s0 b0), (s0 b1), (s1 b0), (s1 b1).
     scores = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3], [0.4, 0.6]], dtype=torch.float64)
     ids = torch.tensor([[0], [1], [0], [1]])
-    routed = count_tokens_per_expert(ids, 2, num_samples=2)
+    routed = count_tokens_per_expert(ids, 2, num_groups=2)
     assert routed.tolist() == [[2, 0], [0, 2]]
     # 2 * (1 * 0.8 + 0) and 2 * (0 + 1 * 0.7), although the load of the micro-batch is even.
     assert local_load_balancing_loss(scores, routed, 4).item() == pytest.approx((1.6 + 1.4) / 2)
@@ -87,8 +80,3 @@ def test_the_running_load_counts_each_round_once_however_often_it_comes():
     assert [load.add_micro_batch(rounds[i], torch.tensor(i)).tolist() for i in (2, 0, 1)] == [seen[2], seen[0], seen[1]]
     # The next step overwrites before it reads.
     assert load.add_micro_batch(torch.tensor([[5, 5]]), torch.tensor(0)).tolist() == [[5, 5]]
-
-
-def test_no_copies_at_all_stand_for_an_even_load():
-    assert uniform_if_empty(torch.tensor([0, 0, 0])).tolist() == [1, 1, 1]
-    assert uniform_if_empty(torch.tensor([0, 7, 0])).tolist() == [0, 7, 0]

@@ -8,7 +8,7 @@ import torch
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.part import make_part
-from moefold.model.moe import layer as layer_module
+from moefold.model.moe import losses as losses_module
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.losses import RouterStats
 from moefold.model.moe.router import FusedRouting
@@ -96,12 +96,12 @@ def test_padding_changes_nothing(kind):
         torch.testing.assert_close(actual.get_parameter(name).grad, parameter.grad, rtol=1e-11, atol=1e-13, msg=name)
 
 
-@pytest.mark.parametrize("part", ["count_tokens_per_expert", "local_z_sum", "_entropy_sum"])
+@pytest.mark.parametrize("part", ["count_tokens_per_expert", "local_z_sum", "entropy_sum"])
 def test_a_sum_that_takes_padding_for_tokens_is_noticed(part, monkeypatch: pytest.MonkeyPatch):
-    whole = getattr(layer_module, part)
-    num_arguments = {"count_tokens_per_expert": 3, "local_z_sum": 1, "_entropy_sum": 1}[part]
-    rest = {"_entropy_sum": (None,)}.get(part, ())
-    monkeypatch.setattr(layer_module, part, lambda *args: whole(*args[:num_arguments], *rest))
+    whole = getattr(losses_module, part)
+    num_arguments = {"count_tokens_per_expert": 3, "local_z_sum": 1, "entropy_sum": 1}[part]
+    rest = {"entropy_sum": (None,)}.get(part, ())
+    monkeypatch.setattr(losses_module, part, lambda *args: whole(*args[:num_arguments], *rest))
     with pytest.raises(AssertionError):
         test_padding_changes_nothing("micro batch")
 

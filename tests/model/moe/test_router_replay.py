@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from moefold.config.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS
 from moefold.model.moe.layer import MoELayer
-from moefold.model.moe.router import ReplayedRouting
+from moefold.model.moe.router_replay import ReplayedRouting
 from moefold.model.moe.token_group import TokenColumns
 from moefold.ops.triton.router import RouterOutput
 from tests.model.moe.layers import moe_layer
@@ -86,7 +86,7 @@ def test_replayed_experts_get_the_weights_of_the_live_scores(model):
     outputs = torch.einsum("sbef,efh->sbeh", hidden, experts.w_down)
     chosen = outputs.gather(2, ids_SBK[..., None].expand(-1, -1, -1, MODEL.hidden_size))
     expected = (chosen * weights[..., None]).sum(2)
-    layer._aux_scale = 0.0
+    layer.losses.aux_coefficient = 0.0
     y = layer(x, TokenColumns(torch.tensor([3, 0])))
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     inputs = [x, *layer.parameters()]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefold.model.moe.fused_experts import fused_experts
+from moefold.model.moe.experts import fused_experts
 from moefold.model.moe.permute import (
     order_by_expert,
     permute,

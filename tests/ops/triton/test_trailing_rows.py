@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.model.moe.fused_experts import fused_experts
+from moefold.model.moe.experts import fused_experts
 from moefold.ops.autotune import Autotuner
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.expert_ops import ExpertOptions, ExpertWeights, LazyCounts

@@ -25,7 +25,7 @@ class ForwardPasses:
         self._optimizer = optimizer
         self._losses: list[Tensor] = []
         for layer in model.moe_layers().values():
-            layer.counts_without_gradients = True
+            layer.losses.counts_without_gradients = True
 
     def run(self, batch: Batch, step: int, begin_step: Callable[[int, Batch], None]) -> Tensor:
         """Run a batch with the weights of each pass; the weights stay as the last one has them.

@@ -33,8 +33,7 @@ from moefold.inference.sampling import SamplingParams
 from moefold.model.layer_cache import CacheSize, PassRows
 from moefold.model.loss import token_log_probs
 from moefold.ops.draw import NO_TOKEN
-from moefold.parallel.forward_chain import ForwardChain
-from moefold.parallel.inference_model import InferenceModel
+from moefold.parallel.inference_model import ForwardChain, InferenceModel
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain, shares_experts_over_samples
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import merge_over_tp

@@ -52,9 +52,7 @@ def adapted_experts(
     """Compute frozen experts with their adapters; local.
 
     Args:
-        x_RH: tokens sorted by expert.
         weights: weights of the experts, in the dtype of x; no gradient.
-        adapters: adapters of their matrices.
         options: row counts, activation and saved tensors; without a `permute_map`.
         probs_R: factor of each output row.
         gemm: GEMM backend where the device has no grouped GEMM.

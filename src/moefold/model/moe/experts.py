@@ -1,22 +1,26 @@
-"""Experts: gated feed-forward networks (arXiv:2002.05202) over tokens sorted by expert."""
+"""Experts: gated feed-forward networks (arXiv:2002.05202) over tokens sorted by expert, and latent projections."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from moefold.model.delayed_wgrad import WeightGradStoreProtocol
+from moefold.model.delayed_wgrad import WeightGradSink, WeightGradStoreProtocol, weight_grad_sink
+from moefold.model.kernels import TORCH_KERNELS, Kernels
+from moefold.model.linear import linear
 from moefold.model.local_param import local_param
 from moefold.model.lora import LowRankAdapters
 from moefold.model.moe.dispatch.base import ExpertInput
-from moefold.model.moe.fused_experts import fused_experts
 from moefold.ops.cpu.experts import SequentialExpertOps
 from moefold.ops.expert_ops import ALL_COLUMNS, ExpertOps, ExpertOptions, ExpertWeights
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.ops.swiglu import SWIGLU, ExpertActivation
 from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 
+NUM_WEIGHTS = len(fields(ExpertWeights))
 NUM_MATRICES = 3
 """Matrices of an expert, which come before its biases."""
 
@@ -34,10 +38,7 @@ class Experts(nn.Module):
     backward pass of this machine) and `peer_weights` (inference with the weights of all ep ranks).
 
     Args:
-        num_experts: E.
-        hidden_size: H.
         ffn_hidden_size: F, inner width of one expert.
-        activation: activation of the gate and up projections.
         has_bias: True if the three projections have biases.
         applies_probs: True if the routing probabilities are applied to the hidden values, not to the outputs.
         probs_on_input: True if they are applied to the input instead (Llama 4).
@@ -122,10 +123,12 @@ class Experts(nn.Module):
             self.saves_fc1,
         )
         if self.lora is not None:
-            from moefold.model.moe.adapted_experts import ExpertAdapters, adapted_experts
+            from moefold.model.moe.adapted_experts import NO_ADAPTER, ExpertAdapters, adapted_experts
 
-            dtype = expert_input.x.dtype
-            gate, up, down = (self.lora.pair_or_none(name, dtype) for name in ("w_gate", "w_up", "w_down"))
+            gate, up, down = (
+                self.lora.pair(name, expert_input.x.dtype) if name in self.lora else NO_ADAPTER
+                for name in ("w_gate", "w_up", "w_down")
+            )
             adapters = ExpertAdapters(gate, up, down, self.lora.scale)
             gemm = self.ops.gemm if isinstance(self.ops, SequentialExpertOps) else TORCH_GEMM
             return adapted_experts(
@@ -142,3 +145,78 @@ def _scale_input(expert_input: ExpertInput) -> ExpertInput:
     assert expert_input.permute_map is None
     x_RH = (expert_input.x * expert_input.probs_R.unsqueeze(1)).to(expert_input.x.dtype)
     return replace(expert_input, x=x_RH, probs_R=None)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Non-tensor arguments of the autograd function."""
+
+    ops: ExpertOps
+    options: ExpertOptions
+    wgrad_sink: WeightGradSink
+
+
+def fused_experts(
+    x: Tensor,
+    weights: ExpertWeights,
+    options: ExpertOptions,
+    ops: ExpertOps,
+    probs_R: Tensor | None = None,
+    wgrad_store: WeightGradStoreProtocol | None = None,
+) -> Tensor:
+    """Compute the routed experts with the given operations; local.
+
+    Args:
+        x: tokens sorted by expert [R, H], or with a `permute_map` the unsorted tokens [T, H].
+        probs_R: factor of each output row, [R].
+
+    Returns:
+        Like `x`: an output for each row, or the sum for each token.
+    """
+    tensors = [getattr(weights, entry.name) for entry in fields(weights)]
+    wgrad_sink, tensors = weight_grad_sink(wgrad_store, x, tensors)
+    call = _Call(ops, replace(options, delays_wgrad=wgrad_sink.is_delayed), wgrad_sink)
+    y: Tensor = _FusedExperts.apply(x, probs_R, call, *tensors)
+    return y
+
+
+class _FusedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs_R: Tensor | None, call: _Call, *tensors: Any) -> Tensor:
+        y, saved = call.ops.forward(x, ExpertWeights(*tensors), call.options, probs_R)
+        ctx.save_for_backward(x, probs_R, *tensors, *saved)
+        ctx.call = call
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, probs_R, *tensors = ctx.saved_tensors
+        call: _Call = ctx.call
+        weights = ExpertWeights(*tensors[:NUM_WEIGHTS])
+        gradients = call.ops.backward(grad, x, weights, call.options, probs_R, tensors[NUM_WEIGHTS:])
+        if not call.wgrad_sink.is_delayed and not any(ctx.needs_input_grad[3:]):
+            return gradients.x, gradients.probs_R, None, *[None] * NUM_WEIGHTS
+        return gradients.x, gradients.probs_R, None, *call.wgrad_sink.resolve(gradients.weights, NUM_WEIGHTS)
+
+
+class LatentProjection(nn.Module):
+    """Linear map of tokens into the narrower space of latent experts, or out of it (arXiv:2502.16927, BigMac).
+
+    The weight [out, in] is replicated over tp. `parallelize` sets `wgrad_store` and `kernels`.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.wgrad_store: WeightGradStoreProtocol | None = None
+        self.kernels: Kernels = TORCH_KERNELS
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """Project the tokens of this rank, [T, in] -> [T, out]; local."""
+        return linear(
+            x_TH,
+            local_param(self.weight, x_TH.dtype),
+            wgrad_store=self.wgrad_store,
+            linear_backend=self.kernels.linear_backend,
+        )

@@ -4,97 +4,245 @@ A rank computes its *local* part of a loss. The sum of the parts over all ranks 
 and the sum of their gradients is its gradient: both are independent of the parallel mapping.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from moefold.config.chosen import chosen_in
+from moefold.config.groups.router import BalanceScopePart
+from moefold.config.moe import MoEConfig
+from moefold.config.routing import aux_coefficient
+from moefold.model.gradient_paths import attach_aux_loss
+from moefold.model.moe.router import RoutingDecision
+from moefold.model.moe.token_group import TokenPositions
 
 ScaledLoss = tuple[Tensor, float]
 """A loss and the factor of the loss."""
 
 
 def local_load_balancing_loss(
-    scores_TE: Tensor, tokens_per_expert_XE: Tensor, num_tokens: int, score_sums_E: Tensor | None = None
+    scores_TE: Tensor,
+    tokens_per_expert_XE: Tensor,
+    num_tokens: int,
+    weights_T: Tensor | None = None,
+    group_T: Tensor | None = None,
+    score_sums_E: Tensor | None = None,
 ) -> Tensor:
     """Compute this rank's part of the load-balancing loss E * sum_e f_e P_e (arXiv:2101.03961 eq. 4); 1 if even.
 
     f_e is the share of the routed tokens that chose expert e, before dropping, and has no gradient; P_e is the mean
     score of e over the tokens of the micro-batch. With counts per sample, f and P are computed for each sample, and
-    the loss is the mean over the samples (arXiv:2412.19437 eq. 17).
+    the loss is the mean over the samples (arXiv:2412.19437 eq. 17). With weights it is E * sum_t w_t sum_e f_e s_te; a
+    group without tokens adds 0.
 
     Args:
-        scores_TE: scores of all experts, which sum to 1, of this rank's tokens; row t belongs to sample t mod X.
-        tokens_per_expert_XE: routed tokens of each expert, [1, E] over the micro-batch or more, or [B, E] per sample.
-        num_tokens: tokens of the micro-batch.
-        score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E].
+        scores_TE: scores of all experts, which sum to 1, of this rank's tokens.
+        tokens_per_expert_XE: routed tokens of each expert without padding, [1, E] over the micro-batch or more, or for
+            each of X groups of tokens.
+        num_tokens: tokens of the micro-batch; not used with weights.
+        weights_T: share of each token in the loss, 0 for padding; None: 1/num_tokens.
+        group_T: group of each row, int64 in [0, X); None: row t belongs to group t mod X.
+        score_sums_E: the scores summed over this rank's tokens, if known; used with counts [1, E] and no weights.
     """
-    if score_sums_E is not None and len(tokens_per_expert_XE) == 1:
+    num_experts = scores_TE.shape[1]
+    counts_XE = tokens_per_expert_XE.to(scores_TE.dtype)
+    shares_XE = counts_XE / counts_XE.sum(-1, keepdim=True).clamp(min=1.0)
+    if group_T is not None:
+        weights = 1.0 / num_tokens if weights_T is None else weights_T.to(scores_TE.dtype)
+        return num_experts * ((shares_XE[group_T] * scores_TE).sum(1) * weights).sum()
+    factor = num_experts / num_tokens
+    if weights_T is not None:
+        scores_TE = scores_TE * weights_T.to(scores_TE.dtype).unsqueeze(1)
+        factor = num_experts
+    if score_sums_E is not None and weights_T is None and len(counts_XE) == 1:
         scores_XE = score_sums_E.unsqueeze(0)
     else:
-        scores_XE = scores_TE.unflatten(0, (-1, len(tokens_per_expert_XE))).sum(0)
-    return scores_TE.shape[1] / num_tokens * (_shares(tokens_per_expert_XE, scores_TE.dtype) * scores_XE).sum()
-
-
-def local_weighted_load_balancing_loss(scores_TE: Tensor, tokens_per_expert_XE: Tensor, weights_T: Tensor) -> Tensor:
-    """Compute this rank's part of E * sum_t w_t sum_e f_e s_te: the load-balancing loss of a batch with padding.
-
-    With equal weights w it is `local_load_balancing_loss`. A sample or micro-batch without tokens adds 0.
-
-    Args:
-        scores_TE: see `local_load_balancing_loss`.
-        tokens_per_expert_XE: as for `local_load_balancing_loss`, without padding.
-        weights_T: share of each token in the loss, 0 for padding.
-    """
-    weighted_TE = scores_TE * weights_T.to(scores_TE.dtype).unsqueeze(1)
-    scores_XE = weighted_TE.unflatten(0, (-1, len(tokens_per_expert_XE))).sum(0)
-    return scores_TE.shape[1] * (_shares(tokens_per_expert_XE, scores_TE.dtype) * scores_XE).sum()
-
-
-def placed_load_balancing_loss(
-    scores_TE: Tensor, tokens_per_expert_XE: Tensor, group_T: Tensor, weights_T: Tensor | float
-) -> Tensor:
-    """Compute this rank's part of E * sum_t w_t sum_e f_e s_te for rows of any samples.
-
-    Args:
-        scores_TE: scores of all experts of this rank's tokens, which sum to 1.
-        tokens_per_expert_XE: routed tokens of each expert in each group of tokens, without padding.
-        group_T: group of each row, int64 in [0, X).
-        weights_T: share of each token in the loss, 0 for padding.
-    """
-    share_TE = _shares(tokens_per_expert_XE, scores_TE.dtype)[group_T]
-    return scores_TE.shape[1] * ((share_TE * scores_TE).sum(1) * weights_T).sum()
-
-
-def _shares(tokens_per_expert_XE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the share of each expert in the routed tokens, [X, E]; 0 without routed tokens."""
-    counts_XE = tokens_per_expert_XE.to(dtype)
-    return counts_XE / counts_XE.sum(-1, keepdim=True).clamp(min=1.0)
+        scores_XE = scores_TE.unflatten(0, (-1, len(counts_XE))).sum(0)
+    return factor * (shares_XE * scores_XE).sum()
 
 
 def count_tokens_per_expert(
-    ids_TK: Tensor, num_experts: int, num_samples: int = 1, is_token_T: Tensor | None = None
+    ids_TK: Tensor,
+    num_experts: int,
+    num_groups: int = 1,
+    is_token_T: Tensor | None = None,
+    group_T: Tensor | None = None,
 ) -> Tensor:
-    """Count this rank's routed tokens of each expert.
+    """Count this rank's routed tokens of each expert, for each group of tokens, int64 [num_groups, E].
 
     Args:
-        ids_TK: chosen experts; row t belongs to sample t mod `num_samples`.
-        num_experts: E.
-        num_samples: samples to count separately.
         is_token_T: rows to count, bool [T]; None: all.
-
-    Returns:
-        int64 [num_samples, E].
+        group_T: group of each row; None: row t belongs to group t mod `num_groups`.
     """
-    samples_X = torch.arange(num_samples, device=ids_TK.device) * num_experts
-    cells = (ids_TK.unflatten(0, (-1, num_samples)) + samples_X.unsqueeze(1)).flatten()
-    counts = torch.zeros(num_samples * num_experts, dtype=torch.int64, device=ids_TK.device)
+    if group_T is None:
+        first_X = torch.arange(num_groups, device=ids_TK.device) * num_experts
+        cells = (ids_TK.unflatten(0, (-1, num_groups)) + first_X.unsqueeze(1)).flatten()
+    else:
+        cells = (ids_TK + group_T.unsqueeze(1) * num_experts).flatten()
+    counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=ids_TK.device)
     ones = torch.ones_like(cells) if is_token_T is None else is_token_T.long().repeat_interleave(ids_TK.shape[1])
-    return counts.scatter_add_(0, cells, ones).view(num_samples, num_experts)
+    return counts.scatter_add_(0, cells, ones).view(num_groups, num_experts)
 
 
-def uniform_if_empty(counts_E: Tensor) -> Tensor:
-    """Return the counts, or 1 for each expert if all are 0, as before the first step; never synchronises."""
-    return torch.where(counts_E.any(), counts_E, torch.ones_like(counts_E))
+def local_z_sum(logits_TE: Tensor, weights_T: Tensor | None = None) -> Tensor:
+    """Compute this rank's part of the z-loss times the tokens: sum of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5).
+
+    Args:
+        weights_T: factor of each token; None: 1.
+    """
+    squares_T = logits_TE.logsumexp(-1).square()
+    return squares_T.sum() if weights_T is None else (squares_T * weights_T.to(squares_T.dtype)).sum()
+
+
+class RouterLosses:
+    """Auxiliary losses of the router of one layer, attached to the layer's output, and the statistics of a step.
+
+    Args:
+        loss_scale: factor of the auxiliary losses of one micro-batch: 1 / (micro-batches of the global batch).
+    """
+
+    def __init__(self, moe: MoEConfig, num_choices: int, loss_scale: float, micro_batches_per_rank: int) -> None:
+        self.stats = RouterStats(num_choices)
+        self.counts_without_gradients = False
+        """True if `stats` counts forward passes that have no backward pass, in training mode."""
+        self.aux_coefficient = aux_coefficient(moe)
+        self._z_coefficient = moe.z_loss
+        self._num_choices = num_choices
+        self._balance = chosen_in(moe, BalanceScopePart)
+        self._loss_scale = loss_scale
+        self._micro_batches_per_rank = micro_batches_per_rank
+        self._global_batch_load = GlobalBatchLoad(micro_batches_per_rank, num_choices)
+
+    @property
+    def uses_last_counts(self) -> bool:
+        """True if the load-balancing loss needs the expert load of the last global batch."""
+        return self.aux_coefficient > 0 and self._balance.keeps_counts
+
+    def set_micro_batches(self, global_count: int, per_rank: int) -> None:
+        """Set the numbers of micro-batches of the next step, in the global batch and on each rank.
+
+        They may be lower than the numbers of the recipe if the number of samples varies from step to step.
+        """
+        self._loss_scale = 1.0 / global_count
+        self._micro_batches_per_rank = per_rank
+
+    def attach(
+        self,
+        y: Tensor,
+        routing: RoutingDecision,
+        kept_TK: Tensor | None,
+        tokens: TokenPositions,
+        last_counts_E: Tensor | None,
+    ) -> Tensor:
+        """Attach the losses to y, and add this micro-batch to `stats` when its gradient arrives.
+
+        Communicates over the ranks of the micro-batch, or over the pipeline stage.
+
+        Args:
+            kept_TK: choices that are not dropped; None if the experts have no capacity.
+            tokens: positions and weights of the tokens.
+            last_counts_E: expert load of the last global batch, if it `uses_last_counts`.
+        """
+        weights_T = tokens.weights_T
+        group_T, num_groups = self._groups(tokens)
+        if routing.sums is not None and num_groups == 1:
+            counts_XE = routing.sums.tokens_per_expert_E.unsqueeze(0)
+        else:
+            counts_XE = count_tokens_per_expert(
+                routing.ids_TK, self._num_choices, num_groups, tokens.is_token(), group_T
+            )
+        aux = z = None
+        if self.aux_coefficient:
+            aux = self._aux_loss(routing, self._expert_load(counts_XE, tokens, last_counts_E), group_T, tokens)
+        if self._z_coefficient:
+            z = self._z_loss(routing, tokens)
+        for loss, scale in filter(None, (aux, z)):
+            y = attach_aux_loss(y, loss, scale)
+        if torch.is_grad_enabled() or self.counts_without_gradients:
+            counts_E = counts_XE[0] if len(counts_XE) == 1 else counts_XE.sum(0)
+            add = partial(
+                self.stats.add,
+                counts_E,
+                entropy=routing.sums.entropy if routing.sums else entropy_sum(routing.scores_TE.detach(), weights_T),
+                dropped=None if kept_TK is None else counts_E.sum() - kept_TK.sum(),
+                aux=None if aux is None else (aux[0].detach(), aux[1]),
+                z=None if z is None else (z[0].detach(), z[1]),
+                thresholds_E=self._thresholds_part(routing, tokens),
+            )
+            if y.requires_grad:
+                y.register_hook(lambda grad: add())
+            else:
+                # No gradient passes a frozen layer, and it is not recomputed; or there is no backward pass.
+                add()
+        return y
+
+    def _aux_loss(
+        self, routing: RoutingDecision, load_XE: Tensor, group_T: Tensor | None, tokens: TokenPositions
+    ) -> ScaledLoss:
+        """Return this rank's part of the load-balancing loss, and its factor."""
+        weights_T = tokens.weights_T
+        loss = local_load_balancing_loss(
+            routing.scores_TE,
+            load_XE,
+            len(routing.ids_TK) * tokens.group.size,
+            weights_T,
+            group_T,
+            routing.sums.scores_E if routing.sums else None,
+        )
+        return loss, self.aux_coefficient * (self._loss_scale if weights_T is None else 1.0)
+
+    def _z_loss(self, routing: RoutingDecision, tokens: TokenPositions) -> ScaledLoss:
+        """Return this rank's sum of the z loss, and its factor."""
+        weights_T = tokens.weights_T
+        z_sum = local_z_sum(routing.logits_TE, weights_T) if routing.sums is None else routing.sums.z
+        if weights_T is not None:
+            return z_sum, self._z_coefficient
+        return z_sum, self._z_coefficient * self._loss_scale / (len(routing.ids_TK) * tokens.group.size)
+
+    def _thresholds_part(self, routing: RoutingDecision, tokens: TokenPositions) -> Tensor | None:
+        """Return this rank's part of the mean of the thresholds over the tokens of the global batch, [E].
+
+        The thresholds are equal on all ranks of the group: each adds the share of its tokens.
+        """
+        if routing.thresholds_E is None:
+            return None
+        if tokens.weights_T is None:
+            return routing.thresholds_E * (self._loss_scale / tokens.group.size)
+        return routing.thresholds_E * tokens.weights_T.sum()
+
+    def _expert_load(
+        self, tokens_per_expert_XE: Tensor, tokens: TokenPositions, last_counts_E: Tensor | None
+    ) -> Tensor:
+        """Return the routed tokens of each expert for the load-balancing loss, [1 or B, E]."""
+        if last_counts_E is not None:
+            # Even before the first step, when all are 0; without a wait for the device.
+            return torch.where(last_counts_E.any(), last_counts_E, 1).unsqueeze(0)
+        if not self._balance.accumulates:
+            if tokens.placed is not None:
+                return tokens.group.sum_over_data_parallel(tokens_per_expert_XE)
+            return tokens.group.sum(tokens_per_expert_XE)
+        return self._global_batch_load.add_micro_batch(
+            tokens.group.sum_over_data_parallel(tokens_per_expert_XE), tokens.micro_batch(self._micro_batches_per_rank)
+        )
+
+    def _groups(self, tokens: TokenPositions) -> tuple[Tensor | None, int]:
+        """Return the load-balancing group of each row, int64 [T], and the number of groups.
+
+        None if row i belongs to sample i modulo the number of groups.
+        """
+        batch_size = len(tokens.sample_ids_B)
+        placed = tokens.placed
+        if placed is None:
+            return None, batch_size if self._balance.is_per_sample else 1
+        if self._balance.is_global:
+            return torch.zeros_like(placed.sample_ids_T), 1
+        # A data-parallel rank has `micro_batches_per_rank` consecutive micro-batches of the global batch.
+        owner_T = placed.micro_batches() // self._micro_batches_per_rank
+        num_owners = tokens.group.data_parallel_size
+        if not self._balance.is_per_sample:
+            return owner_T, num_owners
+        return owner_T * batch_size + placed.samples_in_micro_batch(), num_owners * batch_size
 
 
 class GlobalBatchLoad:
@@ -102,10 +250,6 @@ class GlobalBatchLoad:
 
     Counts are stored per micro-batch, so that a recomputed forward pass reads the same sum, even after later
     micro-batches.
-
-    Args:
-        micro_batches_per_rank: micro-batches that a rank computes in a step.
-        num_experts: E.
     """
 
     def __init__(self, micro_batches_per_rank: int, num_experts: int) -> None:
@@ -120,77 +264,11 @@ class GlobalBatchLoad:
         return (self._counts_NE * is_past_N.unsqueeze(1)).sum(0, keepdim=True)
 
 
-def count_tokens_of_groups(
-    ids_TK: Tensor, num_experts: int, group_T: Tensor, num_groups: int, is_token_T: Tensor | None = None
-) -> Tensor:
-    """Count this rank's routed tokens of each expert by group of tokens, int64 [num_groups, E].
-
-    Args:
-        ids_TK: chosen experts.
-        num_experts: E.
-        group_T: group of each row.
-        num_groups: groups.
-        is_token_T: rows to count, bool [T]; None: all.
-    """
-    cells = (ids_TK + group_T.unsqueeze(1) * num_experts).flatten()
-    counts = torch.zeros(num_groups * num_experts, dtype=torch.int64, device=ids_TK.device)
-    ones = torch.ones_like(cells) if is_token_T is None else is_token_T.long().repeat_interleave(ids_TK.shape[1])
-    return counts.scatter_add_(0, cells, ones).view(num_groups, num_experts)
-
-
-def local_z_sum(logits_TE: Tensor, weights_T: Tensor | None = None) -> Tensor:
-    """Compute this rank's part of the z-loss times the tokens: sum of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5).
-
-    Args:
-        logits_TE: logits of this rank's tokens.
-        weights_T: factor of each token; None: 1.
-    """
-    squares_T = logits_TE.logsumexp(-1).square()
-    return squares_T.sum() if weights_T is None else (squares_T * weights_T.to(squares_T.dtype)).sum()
-
-
-def attach_aux_loss(x: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
-    """Return `x` unchanged; the backward pass through it adds the gradient of `scale * loss`.
-
-    So the loss of any layer is minimised without being passed to the last pipeline stage.
-    """
-    return _AttachAuxLoss.apply(x, loss, scale)
-
-
-def without_base(x: Tensor) -> Tensor:
-    """Return `x` as a tensor that autograd does not treat as a view: FSDP warns of modules that return views."""
-    return x if x._base is None else _WithoutBase.apply(x)
-
-
-class _WithoutBase(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class _AttachAuxLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.loss_options = {"dtype": loss.dtype, "device": loss.device}
-        ctx.loss_shape = loss.shape
-        ctx.scale = scale
-        # The result has the same storage, but is not a view for autograd: FSDP warns of modules that return views.
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, torch.full(ctx.loss_shape, ctx.scale, **ctx.loss_options), None
-
-
 class RouterStats:
     """Router statistics of this rank's tokens, summed over the micro-batches of a step; on the device, without syncs.
 
     A micro-batch is counted when its gradient passes the layer: once, also if its forward pass is recomputed, and never
-    in evaluation. Steps without a backward pass count it in the forward pass (`MoELayer.counts_without_gradients`).
+    in evaluation. Steps without a backward pass count it in the forward pass (`RouterLosses.counts_without_gradients`).
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -223,7 +301,10 @@ class RouterStats:
         thresholds_E: Tensor | None,
     ) -> None:
         """Add one micro-batch; None counts as zero."""
-        self._move_to(tokens_per_expert_E.device)
+        device = tokens_per_expert_E.device
+        if self.tokens_per_expert_E.device != device:
+            for name, total in vars(self).items():
+                setattr(self, name, total.to(device))
         self.tokens_per_expert_E += tokens_per_expert_E
         self.entropy += entropy
         if dropped is not None:
@@ -240,7 +321,8 @@ class RouterStats:
         for total in vars(self).values():
             total.zero_()
 
-    def _move_to(self, device: torch.device) -> None:
-        if self.tokens_per_expert_E.device != device:
-            for name, total in vars(self).items():
-                setattr(self, name, total.to(device))
+
+def entropy_sum(scores_TE: Tensor, weights_T: Tensor | None) -> Tensor:
+    """Sum the entropies of the scores of tokens, in nats, without padding."""
+    entropies_TE = torch.special.entr(scores_TE)
+    return entropies_TE.sum() if weights_T is None else entropies_TE.sum(1).where(weights_T > 0, 0.0).sum()

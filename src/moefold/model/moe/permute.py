@@ -16,7 +16,6 @@ def as_counts(counts_E: Tensor, values: list[int] | None = None) -> Sequence[int
 
     Args:
         counts_E: int64 [E].
-        values: the same numbers, if the host knows them.
     """
     if counts_E.device.type == "cpu":
         return counts_E.tolist() if values is None else values
@@ -34,7 +33,6 @@ def plan_permutation(
 
     Args:
         ids_TK: chosen experts, [T, K], in [0, num_experts) wherever kept.
-        num_experts: E.
         kept_TK: mask of kept tokens, bool [T, K]; None: all.
         padded_capacity: rows of every expert, enough for its kept tokens, so that shapes do not depend on data; None:
             as many as it has tokens.
@@ -110,9 +108,6 @@ def permute(
     """Copy each token into the rows of its experts: [T, H] -> [R, H], with zeros in padding rows.
 
     Args:
-        x_TH: tokens.
-        permutation: permutation of their copies.
-        ops: operations.
         rows_RH: the result, where `ops.permute` has computed it already; None: compute it.
     """
     return _Permute.apply(x_TH, rows_RH, permutation, ops)
@@ -130,10 +125,8 @@ def unpermute(
 
     Args:
         y_RH: expert outputs; padding rows are not read.
-        permutation: permutation of the rows.
         probs_TK: routing probabilities, [T, K]; the sum is computed in their dtype and returned in the dtype of y_RH.
             None if the rows are weighted already, and are not saved for backward.
-        ops: operations.
     """
     return _Unpermute.apply(y_RH, probs_TK, permutation, ops)
 
@@ -148,7 +141,6 @@ def order_by_expert(counts_GE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
     Args:
         counts_GE: rows of each expert from each source, int64 [G, E]; their device computes, without a sync.
-        num_rows: their sum, R.
 
     Returns:
         (order_R, inverse_R) for `reorder`; rows of one expert stay in the order of their sources.

@@ -1,13 +1,12 @@
 """Top-k router: chooses the experts of a token and their routing probabilities.
 
 The choice itself is not differentiable. A choice that depends on other tokens considers the whole micro-batch, so that
-no choice depends on the parallel mapping. Also here: recorded and replayed choices, and the fused router kernel with
-its gradient.
+no choice depends on the parallel mapping. Also here: the fused router kernel with its gradient.
 """
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.kernels import TORCH_KERNELS, Kernels, RoutingKernel
 from moefold.model.local_param import local_param
+from moefold.model.moe.router_replay import RouterOverride
 from moefold.model.moe.token_group import TokenPositions
 from moefold.model.moe.token_noise import SECOND_STREAM, uniform_noise
 from moefold.ops.decode import SoftmaxRouting
@@ -50,7 +50,6 @@ def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, s
     """Mask all experts outside a token's best groups (group-limited routing).
 
     Args:
-        values_TE: values that rank the experts.
         num_groups: groups of E/num_groups neighbouring experts each.
         top_groups: groups that stay unmasked.
         sums_top2: the value of a group is the sum of its two best experts, as in the code that DeepSeek-V3 was released
@@ -65,66 +64,6 @@ def mask_to_top_groups(values_TE: Tensor, num_groups: int, top_groups: int, *, s
     masked_TG = torch.ones_like(group_TG, dtype=torch.bool)
     masked_TG.scatter_(1, topk_experts(group_TG, top_groups), False)
     return values_TGX.masked_fill(masked_TG.unsqueeze(-1), float("-inf")).flatten(1)
-
-
-class RouterOverride(Protocol):
-    """Override of the router's expert choices in training."""
-
-    in_evaluation: bool
-    """True if the override also applies to forward passes in evaluation mode."""
-
-    @property
-    def only_records(self) -> bool:
-        """True if the override changes no choice."""
-        ...
-
-    def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
-        """Return the experts to use, int64 [T, K].
-
-        Args:
-            ids_TK: choices of the router, int64 [T, K]; token s*B + b is position s of sample b.
-            sample_ids_B: index of each sample of the micro-batch in the global batch, int64 [B].
-        """
-        ...
-
-
-@dataclass
-class ReplayedRouting:
-    """Expert choices of one layer in one step for this rank's tokens: replayed, recorded, or both.
-
-    Both are stored by sample, so the order of micro-batches does not matter, and a recomputed forward pass reads and
-    writes the same choices again.
-    """
-
-    first_sample: int
-    """Index of this rank's first sample in the global batch."""
-    replayed_NSK: Tensor | None = None
-    """Choices that replace the router's, [N samples of this rank, S/(cp*tp), K]; None if there is no replay."""
-    recorded_NSK: Tensor | None = None
-    """Buffer for the choices in use, in the same layout; None if there is no recording."""
-    is_replayed_NS: Tensor | None = None
-    """Tokens whose choices are replaced, bool [N, S/(cp*tp)]; None: all. The router chooses for all other tokens."""
-    in_evaluation: bool = False
-
-    @property
-    def only_records(self) -> bool:
-        """True if no choice is replaced."""
-        return self.replayed_NSK is None
-
-    def apply(self, ids_TK: Tensor, sample_ids_B: Tensor) -> Tensor:
-        """Replace the choices, then record them."""
-        rows_B = sample_ids_B - self.first_sample
-        if self.replayed_NSK is not None:
-            replayed_TK = self.replayed_NSK[rows_B].transpose(0, 1).reshape(ids_TK.shape).to(ids_TK.dtype)
-            if self.is_replayed_NS is None:
-                ids_TK = replayed_TK
-            else:
-                is_replayed_T1 = self.is_replayed_NS[rows_B].transpose(0, 1).reshape(-1, 1)
-                ids_TK = replayed_TK.where(is_replayed_T1, ids_TK)
-        if self.recorded_NSK is not None:
-            ids_SBK = ids_TK.reshape(-1, len(sample_ids_B), ids_TK.shape[1])
-            self.recorded_NSK[rows_B] = ids_SBK.transpose(0, 1).to(self.recorded_NSK.dtype)
-        return ids_TK
 
 
 @dataclass(frozen=True)
@@ -169,9 +108,6 @@ class Router(nn.Module):
     """Top-k router (arXiv:1701.06538 without its noise), computed in float32 at least.
 
     Args:
-        part: sizes and groups of experts.
-        hidden: width of the residual stream, H.
-        moe: load balancing, jitter and precision.
         noise_seed: 64-bit seed of this layer's noise: input jitter, or the samples of a SparseMixer.
     """
 
@@ -366,11 +302,7 @@ class Router(nn.Module):
 
 
 class FusedRouting:
-    """Fused router kernel with its gradient: one pass over the logits in each direction.
-
-    Args:
-        part: sizes and groups of experts.
-    """
+    """Fused router kernel with its gradient: one pass over the logits in each direction."""
 
     def __init__(self, part: RoutedPart) -> None:
         # Lazy import: CPU-only installations have no Triton.
@@ -390,7 +322,6 @@ class FusedRouting:
         """Choose experts; probabilities, scores, their sums and the z-loss sum are differentiable.
 
         Args:
-            logits_TE: float32.
             bias_E: added to the scores for the top-k only.
         """
         from moefold.ops.triton.router import RouterOutput

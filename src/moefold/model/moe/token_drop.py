@@ -49,11 +49,7 @@ class CapacityPolicy:
         the tokens) is all-gathered over the group. Otherwise each rank decides over its tokens, without communication.
 
         Args:
-            ids_TK: chosen experts, [T, K].
-            probs_TK: routing probabilities, [T, K].
             index_T: index of each token in the micro-batch, int64 [T], all different.
-            num_experts: E.
-            group: the ranks that share the micro-batch.
             is_token_T: rows that are not padding, bool [T]; None: all. Padding is not kept, and does not count in the
                 capacity.
 

@@ -99,13 +99,7 @@ class TokenPositions:
 
     @staticmethod
     def of_columns(group: MicroBatchGroup, x: Tensor, columns: TokenColumns) -> "TokenPositions":
-        """Return the positions of the tokens of a micro-batch.
-
-        Args:
-            group: the ranks that share the micro-batch.
-            x: hidden states of this rank, [S/(cp*tp), B, H].
-            columns: columns of the micro-batch.
-        """
+        """Return the positions of the tokens of a micro-batch."""
         sample_ids = columns.sample_ids
         samples_B = torch.arange(x.shape[1], device=x.device) if sample_ids is None else sample_ids
         weights_T = None if columns.token_weights is None else group.own_rows(columns.token_weights)
@@ -147,7 +141,6 @@ class ShardedMicroBatch(MicroBatchGroup):
     """Micro-batch sharded over the ranks of one group.
 
     Args:
-        group: cp x tp.
         stage: dp x cp x tp, the ranks of the pipeline stage.
         tp: tp, between whose ranks sequence parallelism divides the positions of a cp rank.
         positions: positions of this rank's tokens in their sample, int64 [S/(cp*tp)]; over all ranks: 0 .. S-1.

@@ -37,9 +37,6 @@ def uniform_noise(
             noise.
         sample_ids_B: index of each sample in the global batch; or of the sample of each row, [rows, 1].
         positions_S: positions of the tokens in their sample; or of each row, [rows].
-        width: features of a token.
-        scale: factor of u.
-        shift: added to it.
         dtype: dtype of the result; each value is rounded to it once, from float64.
 
     Returns:

@@ -16,8 +16,6 @@ def recall_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
 
     Args:
         autotuner: autotuner of this rank; it is enabled on all ranks or on no rank.
-        device: device of this rank.
-        world: all ranks.
     """
     if not autotuner.is_enabled:
         return ""
@@ -38,8 +36,6 @@ def settle_choices(autotuner: Autotuner, device: torch.device, world: Group) -> 
 
     Args:
         autotuner: see `recall_choices`.
-        device: device of this rank.
-        world: all ranks.
     """
     if not autotuner.is_enabled:
         return ""

@@ -19,7 +19,9 @@ from moefold.verify.distributed_run import create_groups
 from tests.model.moe.dispatch.building import make_dispatcher
 from tests.model.moe.dispatch.deepep_stand_in import StandInBuffer
 from tests.model.moe.dispatch.dispatched_layer import CASES, LAYOUTS, E, H, T, draw_routing, run_layer
+from tests.verify.covering import few_else_slow
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import run_each
 
 
 def _both(
@@ -42,7 +44,7 @@ def _both_in(
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", few_else_slow(LAYOUTS, [LAYOUTS[0], LAYOUTS[3]]), ids=str)
 def test_it_equals_the_all_to_all(pool, sizes):
     _assert_equals_the_all_to_all(pool, sizes, CASES)
 
@@ -143,10 +145,10 @@ def test_a_number_of_ranks_that_deepep_does_not_know_is_refused(pool):
 
 def _selected(cfg: Config) -> tuple[str, str]:
     try:
-        selection = select_dispatcher(cfg, create_groups(cfg))
+        part, message = select_dispatcher(cfg, create_groups(cfg))
     except ConfigError as error:
         return "refused", str(error)
-    return selection.part.kind, selection.message
+    return part.kind, message
 
 
 def _bfloat16(cfg: Config, device: str = "auto") -> Config:
@@ -154,32 +156,24 @@ def _bfloat16(cfg: Config, device: str = "auto") -> Config:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    ("recipe", "reason"),
-    [
-        (tiny(world_size=2, ep=2, dispatcher="auto"), "deep_ep supports only bfloat16, and run.dtype='float64'"),
-        (_bfloat16(tiny(world_size=2, ep=2, dispatcher="auto")), "deep_ep needs CUDA GPUs, and this run is on the CPU"),
-        (
-            _bfloat16(tiny(world_size=2, etp=2, dispatcher="auto")),
-            "deep_ep moves whole experts' tokens, and parallel.etp=2 shards the experts",
-        ),
-    ],
-)
-def test_auto_takes_the_all_to_all_where_deepep_cannot_run_and_says_why(pool, recipe, reason):
-    note = f"parallel.dispatcher='auto' took alltoall: {reason}"
-    assert pool.run(2, _selected, recipe) == [("alltoall", note)] * 2
-
-
-@pytest.mark.parity
-def test_named_it_is_refused_on_a_cpu(pool):
-    recipe = _bfloat16(tiny(world_size=2, ep=2))
-    recipe = replace(recipe, parallel=replace(recipe.parallel, dispatcher="deepep"))
-    for name, message in pool.run(2, _selected, recipe):
-        assert (name, message) == (
-            "refused",
-            "parallel.dispatcher='deepep' cannot run: deep_ep needs CUDA GPUs, and this run is on the CPU; "
-            "choose 'alltoall'",
-        )
+def test_auto_takes_the_all_to_all_where_deepep_cannot_run_and_says_why(pool):
+    """Named, it is refused there."""
+    auto = {"world_size": 2, "dispatcher": "auto"}
+    named = _bfloat16(tiny(world_size=2, ep=2))
+    named = replace(named, parallel=replace(named.parallel, dispatcher="deepep"))
+    recipes = [
+        (tiny(ep=2, **auto), "deep_ep supports only bfloat16, and run.dtype='float64'"),
+        (_bfloat16(tiny(ep=2, **auto)), "deep_ep needs CUDA GPUs, and this run is on the CPU"),
+        (_bfloat16(tiny(etp=2, **auto)), "deep_ep moves whole experts' tokens, and parallel.etp=2 shards the experts"),
+    ]
+    *found, refused = run_each(pool, 2, _selected, *((recipe,) for recipe, _ in recipes), (named,))
+    for ranks, (_, reason) in zip(found, recipes, strict=True):
+        assert ranks == [("alltoall", f"parallel.dispatcher='auto' took alltoall: {reason}")] * 2
+    message = (
+        "parallel.dispatcher='deepep' cannot run: deep_ep needs CUDA GPUs, and this run is on the CPU; "
+        "choose 'alltoall'"
+    )
+    assert refused == [("refused", message)] * 2
 
 
 @pytest.mark.parity

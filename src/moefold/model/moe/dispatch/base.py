@@ -47,7 +47,6 @@ class DispatchMetadata(Protocol):
     @property
     def tokens_per_expert(self) -> Sequence[int]:
         """Tokens of each expert after dispatch: of this rank's experts, then of received experts."""
-        ...
 
 
 class ExpertMigration(Protocol):
@@ -65,11 +64,9 @@ class ExpertMigration(Protocol):
         Returns:
             The same weights, which replace the arguments, and the received experts' weights, each [received, ...].
         """
-        ...
 
     def split_sizes(self) -> SplitSizes:
         """Return the split sizes in experts."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,6 @@ class ExpertModule(Protocol):
 
     def __call__(self, expert_input: ExpertInput) -> Tensor:
         """Apply each expert to its tokens."""
-        ...
 
 
 MetadataT = TypeVar("MetadataT", bound=DispatchMetadata)
@@ -215,7 +211,6 @@ class Dispatcher(ABC, Generic[MetadataT]):
 
         Args:
             rows: tokens to send; they must not change before the last step.
-            metadata: metadata of the micro-batch.
             compute: work that does not need the received tokens, done before the first yield.
         """
         computed = None if compute is None else compute()
@@ -237,11 +232,8 @@ class Dispatcher(ABC, Generic[MetadataT]):
         """Dispatch, apply the experts and combine, yielding while it communicates: ([T, H], result of `compute`).
 
         Args:
-            x_TH: tokens of this rank.
-            routing_map: their experts.
             experts: experts of this rank. If their operations fuse the permutation, it is left to them, and they apply
                 the routing probabilities where these commute: the outputs are then not saved for backward.
-            compute: work that does not need the received tokens.
         """
         rows, metadata = self.dispatch_preprocess(x_TH, routing_map)
         applies_probs = experts.applies_probs or (experts.ops.fuses_permutation and experts.ops.probs_commute)

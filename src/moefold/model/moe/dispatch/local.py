@@ -31,7 +31,6 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
     """Dispatcher that permutes by expert, without communication.
 
     Args:
-        num_experts: E.
         fp8_dispatch: True: quantise and dequantise the tokens, as dispatchers that send them in FP8 do.
     """
 
@@ -40,12 +39,7 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
 
     def __init__(self, num_experts: int, *, fp8_dispatch: bool = False) -> None:
         self._num_experts = num_experts
-        self._fp8_dispatch = fp8_dispatch
-
-    @property
-    def quantizes(self) -> bool:
-        """True: the tokens are rounded to FP8."""
-        return self._fp8_dispatch
+        self.fp8_dispatch = fp8_dispatch
 
     def dispatch_preprocess(self, x_TH: Tensor, routing_map: RoutingMap) -> tuple[Tensor, LocalMetadata]:
         """Plan the permutation by expert; rows of dropped tokens follow the experts' rows where counting waits."""
@@ -61,7 +55,7 @@ class LocalDispatcher(Dispatcher[LocalMetadata]):
         else:
             values = [routing_map.padded_capacity] * self._num_experts
             tokens_per_expert = as_counts(permutation.tokens_per_expert_E, values)
-        rows = straight_through_quantize(x_TH) if self._fp8_dispatch else x_TH
+        rows = straight_through_quantize(x_TH) if self.fp8_dispatch else x_TH
         return rows, LocalMetadata(permutation, routing_map.probs_TK, tokens_per_expert)
 
     def dispatch_communicate(self, rows: Tensor, metadata: LocalMetadata) -> Tensor:

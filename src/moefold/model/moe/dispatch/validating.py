@@ -31,10 +31,7 @@ class ValidatingDispatcher(Dispatcher[Any]):
     Collectives of the backward pass follow from the forward pass.
 
     Args:
-        inner: the wrapped dispatcher.
         groups: groups of the MoE view; records are gathered over ep x etp.
-        layer: number of the layer in the whole model.
-        device: device of the rows.
     """
 
     def __init__(self, inner: Dispatcher[Any], groups: MoEGroups, layer: int, device: torch.device) -> None:

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.config.groups.attention import AttentionFrame
-from moefold.model.layer_cache import StateShapes
 from moefold.model.linear_attention import LinearAttention, PrecedingTokens
 from moefold.model.local_param import local_param
 from moefold.model.norm import RMSNorm
+from moefold.model.recurrent_cache import StateShapes
 from moefold.parts.attention.gla.part import GlaPart
 
 DECAY_TEMPERATURE = 16.0

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.groups.attention import AttentionFrame
-from moefold.model.layer_cache import StateShapes
 from moefold.model.linear_attention import LinearAttention, PrecedingTokens
 from moefold.model.local_param import local_param
+from moefold.model.recurrent_cache import StateShapes
 from moefold.ops.documents import PackedDocuments
 from moefold.ops.linear_attention import causal_convolution
 from moefold.ops.rope import NoRope, Rope
