@@ -11,7 +11,9 @@ from moefold.parallel.parallelize import parallelize
 from moefold.parallel.tensor_parallel import AsyncTensorParallel, SequenceParallelTokens
 from moefold.topology.layout import fold
 from moefold.validate.config import check_config
+from tests.slow import slow
 from tests.verify.recipes import tiny
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -57,18 +59,19 @@ def _results(tokens: SequenceParallelTokens, rank: int, later: Postponed | None)
     return [hidden.detach(), out.detach(), *gradients]
 
 
-def _both(size: int, is_later: bool) -> None:
+def _both(size: int) -> None:
     tp = ParallelGroups.create(fold(world_size=size, tp=size), torch.device("cpu")).attn.tp
     expected = _results(SequenceParallelTokens(tp), tp.rank, None)
-    found = _results(AsyncTensorParallel(tp), tp.rank, Postponed() if is_later else None)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert found[0].shape == (size * TOKENS, BATCH, sum(WIDTHS))
+    for later in (None, Postponed()):
+        found = _results(AsyncTensorParallel(tp), tp.rank, later)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert found[0].shape == (size * TOKENS, BATCH, sum(WIDTHS))
 
 
-@pytest.mark.parametrize("is_later", [False, True], ids=["at once", "weights later"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_equals_exchanges_before_and_behind(pool, size, is_later):
-    pool.run(size, _both, size, is_later)
+@pytest.mark.parametrize("size", [2, 4, *slow([(3,)])])
+def test_equals_exchanges_before_and_behind(pool, size):
+    """Also where the gradients of weights are computed later."""
+    pool.run(size, _both, size)
 
 
 def _without_gradients() -> None:
@@ -92,6 +95,6 @@ def _kinds(overlaps: bool) -> set[type]:
     return {type(module.sequence_parallel) for module in stage.modules() if isinstance(module, SelfAttention | SwiGLU)}
 
 
-@pytest.mark.parametrize(("overlaps", "kind"), [(False, SequenceParallelTokens), (True, AsyncTensorParallel)])
-def test_overlap_tp_chooses_async_tensor_parallelism(pool, overlaps, kind):
-    assert pool.run(2, _kinds, overlaps) == [{kind}] * 2
+def test_overlap_tp_chooses_async_tensor_parallelism(pool):
+    found = run_each(pool, 2, _kinds, (False,), (True,))
+    assert found == [[{SequenceParallelTokens}] * 2, [{AsyncTensorParallel}] * 2]

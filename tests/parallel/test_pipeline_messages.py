@@ -20,6 +20,7 @@ from moefold.topology.message_plan import RankPlan, forward_rows, live_messages,
 from moefold.topology.schedules import schedule_named, schedule_rows
 from tests.cost.measured_memory import measured, memory_config
 from tests.slow import slow
+from tests.verify.shared_ranks import run_each
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]
 SHAPES += [("dualpipev", 2)]
@@ -146,10 +147,9 @@ def expected_counts(plan: RankPlan, num_stages: int) -> list[int]:
 def test_live_messages_equal_the_plan(pool, schedule, chunks, counts):
     spec = schedule_named(schedule)
     ranks = spec.stage_ranks(2, chunks)
+    asked = [(schedule_rows(schedule, 2, chunks, count), ranks, count, spec.splits_backward) for count in counts]
     most = []
-    for count in counts:
-        rows = schedule_rows(schedule, 2, chunks, count)
-        found = pool.run(2, run_counted, rows, ranks, count, spec.splits_backward)
+    for count, found in zip(counts, run_each(pool, 2, run_counted, *asked), strict=True):
         for observed, expected, _ in found:
             assert observed == expected, count
         loss = sum(SIZE * (i + len(ranks)) for i in range(count))

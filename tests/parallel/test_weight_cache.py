@@ -141,7 +141,7 @@ def _cached_bytes(cfg: Config) -> int:
     return sum(weight.numel() for weight in cache._results.values())
 
 
-@pytest.mark.parametrize("attention", [{}, LATENT])
+@pytest.mark.parametrize("attention", [LATENT, *slow([({},)])])
 def test_the_memory_formula_counts_every_quantised_weight(fresh_pool, attention):
     model = {"mtp_layers": 1, "ffn.moe.bias": True}
     cfg = CacheCase({"ep": 2}, 0.0, model=model | attention).config()

@@ -1,6 +1,8 @@
 """Rows sent in 8 bits: the values that arrive, the values that come back, and the bytes on the wire."""
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from moefold.ops.quantization.formats import straight_through_quantize
 from moefold.parts.dispatcher.leastloaded.module import RebalanceRule
 from moefold.topology.layout import fold
 from tests.model.moe.dispatch.building import make_dispatcher
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -80,19 +83,24 @@ def _sent_bytes(name: str, packs: bool) -> list[int]:
 
         return call
 
-    dist.all_to_all_single = counting(dist.all_to_all_single)
-    collectives._all_gather = counting(collectives._all_gather)
-    collectives._reduce_scatter = counting(collectives._reduce_scatter)
-    _journey(groups, name, torch.bfloat16, packs=packs)
+    names = [(dist, "all_to_all_single"), (collectives, "_all_gather"), (collectives, "_reduce_scatter")]
+    with ExitStack() as stack:
+        for module, function in names:
+            stack.enter_context(mock.patch.object(module, function, counting(getattr(module, function))))
+        _journey(groups, name, torch.bfloat16, packs=packs)
     return sent
 
 
-@pytest.mark.parametrize(("name", "rows"), [("alltoall", T * K), ("allgather", T)])
-def test_the_way_to_the_experts_takes_half_the_bytes_and_no_other(fresh_pool, name, rows):
+def test_the_way_to_the_experts_takes_half_the_bytes_and_no_other(pool):
     """In order: dispatch, combine, and their gradients in reverse."""
-    wide = [sum(parts) for parts in zip(*fresh_pool.run(2, _sent_bytes, name, False), strict=True)]
-    narrow = [sum(parts) for parts in zip(*fresh_pool.run(2, _sent_bytes, name, True), strict=True)]
-    assert len(wide) == 4
-    assert wide[0] == 2 * rows * 2 * H
-    assert narrow[0] == 2 * rows * (H + 4 * H // 128)
-    assert narrow[1:] == wide[1:]
+    sent_rows = {"alltoall": T * K, "allgather": T}
+    asked = [(name, packs) for name in sent_rows for packs in (False, True)]
+    found = run_each(pool, 2, _sent_bytes, *asked)
+    sums = {each: [sum(parts) for parts in zip(*ranks, strict=True)] for each, ranks in zip(asked, found, strict=True)}
+    for name, rows in sent_rows.items():
+        wide = sums[name, False]
+        narrow = sums[name, True]
+        assert len(wide) == 4
+        assert wide[0] == 2 * rows * 2 * H
+        assert narrow[0] == 2 * rows * (H + 4 * H // 128)
+        assert narrow[1:] == wide[1:]

@@ -19,37 +19,50 @@ def _groups(sizes: dict[str, Any]) -> ParallelGroups:
     return ParallelGroups.create(fold(**sizes), torch.device("cpu"))
 
 
-def _both(sizes: dict[str, Any], case: str, weighs_early: bool, packs: bool) -> tuple[dict[str, Tensor], ...]:
+def _both(
+    sizes: dict[str, Any], cases: tuple[str, ...], packs: bool
+) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
     groups = _groups(sizes)
     width = 256 if packs else H
-    names = ("dedup_alltoall", "alltoall")
-    dispatchers = [make_dispatcher(name, groups.moe, E, fp8_dispatch=packs) for name in names]
-    return tuple(run_layer(dispatcher, case, groups, weighs_early, width) for dispatcher in dispatchers)
+    found = {}
+    for case in cases:
+        for weighs_early in (False, True):
+            found[f"{case}, {weighs_early}"] = tuple(
+                run_layer(make_dispatcher(name, groups.moe, E, fp8_dispatch=packs), case, groups, weighs_early, width)
+                for name in ("dedup_alltoall", "alltoall")
+            )
+    return found
 
 
-def _assert_equal(results: list[tuple[dict[str, Tensor], ...]]) -> None:
-    for found, expected in results:
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+def _assert_equal(ranks: list[dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]]) -> None:
+    for results in ranks:
+        for name, (found, expected) in results.items():
+            for key, value in expected.items():
+                message = f"{name}, {key}"
+                torch.testing.assert_close(
+                    found[key], value, rtol=1e-12, atol=1e-12, msg=lambda text, message=message: f"{message}: {text}"
+                )
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sizes", [LAYOUTS[0], *slow([(layout,) for layout in LAYOUTS[1:]])], ids=str)
-@pytest.mark.parametrize("weighs_early", [False, True])
-def test_it_equals_the_all_to_all(pool, sizes, case, weighs_early):
-    _assert_equal(pool.run(sizes["world_size"], _both, sizes, case, weighs_early, False))
+def test_it_equals_the_all_to_all(pool, sizes):
+    """Also if the routing probabilities are applied inside the experts."""
+    _assert_equal(pool.run(sizes["world_size"], _both, sizes, CASES, False))
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ["dropped", "empty rank"])
-def test_rows_in_8_bits_equal_the_rows_of_the_all_to_all(pool, case):
-    _assert_equal(pool.run(2, _both, LAYOUTS[0], case, False, True))
+def test_rows_in_8_bits_equal_the_rows_of_the_all_to_all(pool):
+    _assert_equal(pool.run(2, _both, LAYOUTS[0], ("dropped", "empty rank"), True))
 
 
-def _sent(case: str) -> tuple[int, int]:
-    """Rows that this rank sends, and pairs of a token and a rank with any of its experts."""
+def _sent_of_cases() -> list[tuple[int, int]]:
     groups = _groups(LAYOUTS[0])
+    return [_sent(case, groups) for case in CASES]
+
+
+def _sent(case: str, groups: ParallelGroups) -> tuple[int, int]:
+    """Rows that this rank sends, and pairs of a token and a rank with any of its experts."""
     dispatcher = make_dispatcher("dedup_alltoall", groups.moe, E)
     routing_map = draw_routing(case, groups.rank, torch.Generator().manual_seed(groups.rank))
     rows, metadata = dispatcher.dispatch_preprocess(torch.randn(T, H, dtype=torch.float64), routing_map)
@@ -61,10 +74,10 @@ def _sent(case: str) -> tuple[int, int]:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", CASES)
-def test_a_token_is_sent_to_a_rank_once(pool, case):
-    for rows, pairs in pool.run(2, _sent, case):
-        assert rows == pairs <= 2 * T
+def test_a_token_is_sent_to_a_rank_once(pool):
+    for found in pool.run(2, _sent_of_cases):
+        for case, (rows, pairs) in zip(CASES, found, strict=True):
+            assert rows == pairs <= 2 * T, case
 
 
 class _ForgetsAPartialSum(DedupAllToAllDispatcher):

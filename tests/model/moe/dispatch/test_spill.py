@@ -51,11 +51,11 @@ def assert_sound(load: list[int], num_ranks: int, rule: RebalanceRule) -> None:
         assert min(largest_room, shares[rank, owner == rank].max()) < rule.min_tokens
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize(("num_ranks", "num_experts", "most"), [(1, 2, 3), (2, 2, 9), (2, 4, 3), (3, 3, 6), (4, 4, 3)])
-def test_every_spilled_load_of_few_tokens_obeys_the_rule(rule, num_ranks, num_experts, most):
+@pytest.mark.parametrize(("num_ranks", "num_experts", "most"), [(1, 2, 3), (2, 2, 9), (2, 4, 3), (3, 3, 6), (4, 4, 2)])
+def test_every_spilled_load_of_few_tokens_obeys_the_rule(num_ranks, num_experts, most):
     for load in itertools.product(range(most + 1), repeat=num_experts):
-        assert_sound(list(load), num_ranks, rule)
+        for rule in RULES:
+            assert_sound(list(load), num_ranks, rule)
 
 
 @given(
@@ -123,21 +123,24 @@ def _random_deal(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return counts, plan_rebalance(counts.sum(0), num_ranks, RebalanceRule(1.0, 1.0, generator.choice([1, 3])))
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_sources_and_ranks_agree_on_every_copy(seed):
-    counts, shares = _random_deal(seed)
-    deal = TokenAssignment(counts, shares)
-    sent = np.stack([deal.from_source(s) for s in range(len(counts))])
-    got = np.stack([deal.to_rank(r) for r in range(len(shares))], 1)
-    assert (sent == got).all()
-    assert (sent >= 0).all()
-    assert (sent.sum(1) == counts).all()
-    assert (sent.sum(0) == shares).all()
+def test_sources_and_ranks_agree_on_every_copy():
+    for seed in range(100):
+        counts, shares = _random_deal(seed)
+        deal = TokenAssignment(counts, shares)
+        sent = np.stack([deal.from_source(s) for s in range(len(counts))])
+        got = np.stack([deal.to_rank(r) for r in range(len(shares))], 1)
+        assert (sent == got).all(), seed
+        assert (sent >= 0).all()
+        assert (sent.sum(1) == counts).all()
+        assert (sent.sum(0) == shares).all()
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_a_source_sorts_its_rows_as_the_ranks_expect_them(seed):
-    counts, shares = _random_deal(seed)
+def test_a_source_sorts_its_rows_as_the_ranks_expect_them():
+    for seed in range(100):
+        _assert_sorted(*_random_deal(seed))
+
+
+def _assert_sorted(counts: np.ndarray, shares: np.ndarray) -> None:
     owner = owner_ranks(*shares.shape)
     for source, row_counts in enumerate(counts):
         sent = TokenAssignment(counts, shares).from_source(source)

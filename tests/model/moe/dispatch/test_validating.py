@@ -14,6 +14,7 @@ from moefold.model.moe.dispatch.validating import ValidatingDispatcher
 from moefold.parts.dispatcher.leastloaded.module import RebalanceRule
 from moefold.topology.layout import fold
 from tests.model.moe.dispatch.building import make_dispatcher
+from tests.verify.shared_ranks import run_each
 
 pytestmark = pytest.mark.parity
 
@@ -98,42 +99,34 @@ TWO = {"world_size": 2, "ep": 2}
 FOUR = {"world_size": 4, "tp": 2, "ep": 2, "etp": 2}
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("step", ["before the preprocess of layer 3", "rank 1 is at step 8 and not 7 as rank 0"]),
-        ("layer", ["rank 1 is at layer 5 and not 3 as rank 0"]),
-        ("phase", ["rank 1 is at phase combine and not dispatch as rank 0"]),
-    ],
-)
-def test_a_rank_at_another_place_is_named(pool, name, fault, words):
-    first, second = pool.run(2, _message, TWO, name, fault)
-    for word in words:
-        assert word in first
-    assert second.partition(": ")[2] == first.partition(": ")[2]
+def test_a_rank_at_another_place_is_named(pool):
+    words = {
+        "step": ["before the preprocess of layer 3", "rank 1 is at step 8 and not 7 as rank 0"],
+        "layer": ["rank 1 is at layer 5 and not 3 as rank 0"],
+        "phase": ["rank 1 is at phase combine and not dispatch as rank 0"],
+    }
+    asked = [(TWO, name, fault) for name in NAMES for fault in words]
+    for (_, name, fault), (first, second) in zip(asked, run_each(pool, 2, _message, *asked), strict=True):
+        assert all(word in first for word in words[fault]), (name, first)
+        assert second.partition(": ")[2] == first.partition(": ")[2]
 
 
 @pytest.mark.parametrize(("sizes", "target"), [(TWO, 0), (FOUR, 3)], ids=str)
-@pytest.mark.parametrize("name", ["alltoall", "leastloaded"])
-def test_a_wrong_count_is_named_with_both_ranks(pool, sizes, target, name):
-    found = pool.run(sizes["world_size"], _message, sizes, name, "count")
-    assert len(set(found)) == 1
-    assert found[0].startswith("ranks disagree before the dispatch of layer 3 in step 7 (faults.check_dispatch): ")
-    ((sent, expected),) = re.findall(
-        rf": rank 1 sends (\d+) rows to rank {target} over ep, which expects (\d+); nothing was sent$", found[0]
-    )
-    assert int(sent) == int(expected) + 2
+def test_a_wrong_count_is_named_with_both_ranks(pool, sizes, target):
+    asked = [(sizes, name, "count") for name in ("alltoall", "leastloaded")]
+    for found in run_each(pool, sizes["world_size"], _message, *asked):
+        assert len(set(found)) == 1
+        assert found[0].startswith("ranks disagree before the dispatch of layer 3 in step 7 (faults.check_dispatch): ")
+        ((sent, expected),) = re.findall(
+            rf": rank 1 sends (\d+) rows to rank {target} over ep, which expects (\d+); nothing was sent$", found[0]
+        )
+        assert int(sent) == int(expected) + 2
 
 
 def test_other_numbers_of_tokens_are_found_before_the_routing_is_gathered(pool):
-    found = pool.run(2, _message, TWO, "allgather", "tokens")
+    asked = [(TWO, "allgather", "tokens"), (TWO, "alltoall", "tokens"), *((TWO, name, "") for name in NAMES)]
+    found, *others = run_each(pool, 2, _message, *asked)
     assert "rank 0 sends 6 rows to rank 1 over experts, which expects 5" in found[0]
     assert "rank 1 sends 5 rows to rank 0 over experts, which expects 6" in found[0]
-    # The all-to-all takes any number of tokens.
-    assert pool.run(2, _message, TWO, "alltoall", "tokens") == ["", ""]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_said_of_ranks_that_agree(pool, name):
-    assert pool.run(2, _message, TWO, name, "") == ["", ""]
+    # The all-to-all takes any number of tokens; and nothing is said of ranks that agree.
+    assert others == [["", ""]] * 4
