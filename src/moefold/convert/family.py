@@ -138,9 +138,14 @@ class Family:
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
+    def folder_type(self) -> str:
+        """The `model_type` of the multimodal folder, if there is one, else of the family."""
+        return self.name if self.multimodal is None else self.multimodal.model_type
+
+    @property
     def model_types(self) -> tuple[str, ...]:
         """Every `model_type` that means the family."""
-        return (self.name, *self.aliases, *(() if self.multimodal is None else (self.multimodal.model_type,)))
+        return tuple(dict.fromkeys((self.name, *self.aliases, self.folder_type)))
 
     def is_of_zero_expert(self, name: str, model: ModelConfig) -> bool:
         """Return whether a tensor of a folder belongs to a zero-computation expert of the model."""
