@@ -128,10 +128,7 @@ class FittedTime:
 def fit_device(base: Device, measured: DeviceMeasurements, name: str) -> Device:
     """Return the base device with every number that the measurements determine.
 
-    Args:
-        base: device whose other numbers are kept: peaks of the vendor, tiles, low precisions, links without ranks.
-        measured: times on the machine.
-        name: name of the result.
+    The others are kept: peaks of the vendor, tiles, low precisions, links without ranks.
     """
     device = replace(
         base,

@@ -84,7 +84,6 @@ def measure_step(
         run: return value of `ours.build()`.
         rounds: measured rounds, after 2 warm-up rounds.
         clock: name of a clock of `CLOCKS`.
-        other_steps: further steps by name.
         kernels: further kernels by name, which wait for the device.
     """
     cfg = our_step.cfg

@@ -186,9 +186,6 @@ class NewestValues:
     """Reader of the end of a metrics file, again after each change of the file, whatever its length.
 
     Every row of the table of runs comes from this class, even if the rest of the file was never read.
-
-    Args:
-        path: the file; it may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:

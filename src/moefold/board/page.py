@@ -29,11 +29,7 @@ DATA_SCRIPT = "data.js"
 
 
 def page(*, is_export: bool = False) -> str:
-    """Return the HTML of the page.
-
-    Args:
-        is_export: load the data of a static export.
-    """
+    """Return the HTML of the page, with `is_export` of a static export with its data."""
     html = files("moefold.board").joinpath("static", "index.html").read_text(encoding="utf-8")
     placeholder = "<!-- data -->"
     assert placeholder in html, "the page has a place for the script of the data"

@@ -50,11 +50,7 @@ MAX_LOG2_SHARE = 2.0
 
 
 class RunReader:
-    """Thread-safe reader of the files of one run.
-
-    Args:
-        run: the run folder.
-    """
+    """Thread-safe reader of the files of one run."""
 
     def __init__(self, run: FoundRun) -> None:
         self.run = run
@@ -158,12 +154,7 @@ class RunReader:
     def series(
         self, first: int = 0, last: int = MAX_STEP, max_points: int = 600, weights: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return every metric between two steps as `metric_table.ShownCurve`, null for a gap.
-
-        Args:
-            max_points: approximate maximum points of a metric.
-            weights: weights of exponential means by step, for smoothed metrics.
-        """
+        """Return every metric between two steps as `ShownCurve`, null for a gap; see `MetricTable.curve`."""
         with self._lock:
             series = {}
             for name in self._table.names:
@@ -385,12 +376,7 @@ def _newest_times(step: int, times: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
-    """Return the shares [ranges][ranks] of the steps in ranges of steps for which each rank was the slowest.
-
-    Args:
-        steps: ascending, [N].
-        ranks: slowest rank of each step, [N].
-    """
+    """Return the shares [ranges][ranks] of the steps for which each rank was the slowest."""
     unique, counts = np.unique(ranks, return_counts=True)
     shown_ranks = np.sort(unique[np.argsort(-counts, kind="stable")[:MAX_SLOWEST_RANKS]])
     edges = np.unique(np.linspace(0, len(steps), min(len(steps), MAX_SLOWEST_RANGES) + 1).astype(np.int64))

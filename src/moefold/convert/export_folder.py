@@ -286,11 +286,7 @@ class _ExportPlan:
 
 
 def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOptions) -> _ExportPlan:
-    """Choose the family, and plan the tensors and files of an export.
-
-    Raises:
-        ConfigError: no family can express the model, or the checkpoint has other tensors than its model.
-    """
+    """Choose the family, and plan the tensors and files of an export; refuse a model that no family can express."""
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
     family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))

@@ -75,11 +75,7 @@ class MultimodalFolder:
         return is_other_expert or re.fullmatch(self.other_tensors, name) is not None
 
     def text_config(self, hf_config: Json) -> Json:
-        """Return the keys of the text model; the object around them determines whether the embeddings are tied.
-
-        Raises:
-            ConfigError: there are no such keys.
-        """
+        """Return the keys of the text model; the object around them determines whether the embeddings are tied."""
         around = keys = hf_config
         for key in self.config_path:
             config = keys.get(key)

@@ -56,11 +56,7 @@ def read_model_config(folder: Path, ignored_keys: Collection[str] = ()) -> Model
 
 
 def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[ModelConfig, tuple[KeyReport, ...]]:
-    """Return the section [model] of a Hugging Face folder, and the kinds of the keys of its JSON files.
-
-    Raises:
-        ConfigError: as in `read_model_config`.
-    """
+    """Return the section [model] of a folder, and the kinds of the keys of its files; raise as `read_model_config`."""
     keys = read_hf_config(folder)
     model, report = inspect_config(keys, folder, ignored_keys)
     reports = [report]
@@ -93,11 +89,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
-    """Return the family of a config.json.
-
-    Raises:
-        ConfigError: the family is unknown, or the weights are quantised in an unknown format.
-    """
+    """Return the family of a config.json; refuse unknown families and formats of quantised weights."""
     name = hf_config.get("model_type")
     if name is None and isinstance(hf_config.get("run"), dict):
         raise ConfigError(
@@ -128,11 +120,7 @@ def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> Multimoda
 
 
 def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return the keys that describe the text model: the whole config.json, or an object in a multimodal config.json.
-
-    Raises:
-        ConfigError: there is no such object.
-    """
+    """Return the keys that describe the text model: the whole config.json, or an object in a multimodal config.json."""
     multimodal = multimodal_folder(hf_config, family)
     return hf_config if multimodal is None else multimodal.text_config(hf_config)
 
@@ -160,22 +148,14 @@ def quantization_unsupported_reason(quantization: Any) -> str:
 
 
 def parse_model_config(hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
-    """Convert a config.json to the section [model]; `ignored_keys` may have any value.
-
-    Raises:
-        ConfigError: as in `read_model_config`.
-    """
+    """Convert a config.json to the section [model]; `ignored_keys` may have any value."""
     return inspect_config(hf_config, folder, ignored_keys)[0]
 
 
 def inspect_config(
     hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()
 ) -> tuple[ModelConfig, KeyReport]:
-    """Convert a config.json to the section [model], and sort its keys.
-
-    Raises:
-        ConfigError: as in `read_model_config`.
-    """
+    """Convert a config.json to the section [model], and sort its keys."""
     family = find_family(hf_config, folder)
     model: dict[str, Any] = {}
     try:
@@ -197,11 +177,7 @@ def inspect_config(
 
 
 def _spell_both_ways(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return config.json with each key under both spellings that transformers reads.
-
-    Raises:
-        ConfigError: two spellings have different values.
-    """
+    """Return config.json with each key under both spellings that transformers reads; refuse two different values."""
     keys = dict(hf_config)
     for alias, name in declared_keys().aliases.get(family.name, {}).items():
         if keys.get(alias) is None:

@@ -56,7 +56,6 @@ def load_initial_weights(
     meantime. The first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters are kept.
 
     Args:
-        is_first_rank: whether this is rank 0.
         folder: the weights, if they were found already; None: the weights that the recipe names.
 
     Returns:
@@ -215,7 +214,6 @@ def upcycle_folder(
     Args:
         dense: a Hugging Face folder, a checkpoint, or a run (its newest checkpoint).
         out: the checkpoint; must not exist.
-        model: the model with experts.
         seed: seed of the router, the noise and the shared expert.
 
     Raises:

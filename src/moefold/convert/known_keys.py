@@ -254,16 +254,11 @@ def generation_known_keys() -> KnownKeys:
 def sort_keys(
     file: str, keys: KeyReader, known: KnownKeys, ignored: Collection[str], prefix: str = ""
 ) -> tuple[KeyReport, list[str]]:
-    """Sort the keys of an object after some of them have been read.
+    """Sort the keys of an object after some were read; return the kinds, and the reasons to refuse keys.
 
     Args:
-        file: name of the file.
-        known: other known keys.
         ignored: keys that the user accepts.
         prefix: path of the object in its file, such as "text_config.".
-
-    Returns:
-        The kinds, and the reasons to refuse keys.
     """
     kinds: dict[str, list[str]] = {"read": [], "constant": [], "ignored": []}
     refused = []

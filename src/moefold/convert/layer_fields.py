@@ -309,10 +309,9 @@ class IndexerTypes:
 
 
 def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of fields with `layers` in words, given the number of layers and columns `layers.COLUMN`.
+    """Return settings with `layers` in words, given the number of layers and columns `layers.COLUMN`.
 
-    Args:
-        settings: settings of [model]; a column is a word of all layers, or a list with a word for each.
+    A column is a word of all layers, or a list with a word for each.
     """
     merged = {key: value for key, value in settings.items() if not key.startswith("layers")}
     columns = [settings.get(f"layers.{column}", word) for column, word in LayerWords()._asdict().items()]

@@ -121,11 +121,7 @@ _GATED_ATTENTION = {**USUAL, **grouped(("attention.wq", "attention.wg"), "self_a
 
 @dataclass(frozen=True)
 class QwenMTPLayer:
-    """Rule of a parameter of a layer, where MTP layers are named mtp.layers.0 and so on (Qwen3-Next).
-
-    Attributes:
-        rule: rule of the other layers.
-    """
+    """Rule of a parameter of a layer, where MTP layers are named mtp.layers.0 and so on (Qwen3-Next)."""
 
     rule: TensorRule
 
@@ -148,11 +144,7 @@ _QWEN_MTP: dict[str, TensorRule] = {
 
 @dataclass(frozen=True)
 class QwenMTPLayers:
-    """Number of MTP layers of a Qwen folder: 0, or 1 with full attention and experts, like the last layer.
-
-    Attributes:
-        hf_key: optional key of config.json.
-    """
+    """Number of MTP layers of a Qwen folder: 0, or 1 with full attention and experts, like the last layer."""
 
     hf_key: str
 

@@ -140,9 +140,6 @@ def _parameters_to_stack(
 
     Transformers stacks experts. PEFT stacks the adapters of single experts, the form of released adapters, when it
     loads them: only for some families, and only if gate and up projections both have adapters or both have none.
-
-    Raises:
-        ConfigError: the experts of the family have no such parameters.
     """
     matrices = {name.rpartition(".")[2] for name, weight in weights.items() if weight.is_expert}
     has_halves = len(matrices & {"w_gate", "w_up"}) != 1
@@ -375,7 +372,6 @@ def split_targets(
         modules: names of the modules with adapters, except experts.
         experts: names of single experts with adapters.
         others: names of the modules without adapters; targets with the same last name as one of these are in full.
-        family: the model's family.
     """
     stacked = declared_keys().stacked_by_peft.get(family.name, [])
     ambiguous = {leaf(name) for name in others}

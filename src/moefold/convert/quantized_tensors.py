@@ -40,15 +40,7 @@ _ROWS_BYTES = 1 << 24
 def dequantize_tensors(
     tensors: Mapping[str, TensorLocation], quantization: Mapping[str, Any], folder: Path
 ) -> dict[str, TensorLocation]:
-    """Replace the parts of each quantised weight by one bfloat16 tensor.
-
-    Args:
-        tensors: tensors of the folder, by name.
-        quantization: the folder's `quantization_config`, which `quantization_unsupported_reason` accepts.
-
-    Raises:
-        ConfigError: a part is missing, or its shape or dtype contradicts the other parts.
-    """
+    """Replace the parts of each quantised weight by one bfloat16 tensor; refuse missing or unfit parts."""
     is_fp8 = quantization["quant_method"] == "fp8"
     pairs = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
     undescribed = [
@@ -203,12 +195,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantisation of some tensors of an export.
-
-    Attributes:
-        kind: the format.
-        names: the tensors that are quantised.
-    """
+    """Format of an export's quantisation, and the tensors that are quantised."""
 
     kind: QuantizationKind
     names: frozenset[str]

@@ -137,11 +137,7 @@ def _choose_copy(
 
 
 def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
-    """Write the chosen tokenizer into a folder that already holds the other sidecar files.
-
-    Raises:
-        ConfigError: a file cannot be written, or is broken.
-    """
+    """Write the chosen tokenizer into a folder that already holds the other sidecar files."""
     with translate_io_errors(f"the tokenizer {str(choice.file)!r} cannot be copied to {str(tmp_dir)!r}"):
         for name, file in choice.sidecar_files.items():
             (tmp_dir / name).parent.mkdir(exist_ok=True)
@@ -165,17 +161,10 @@ def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
 
 
 def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
-    """Add the id with which the chat template ends a turn to the ends of generation_config.json.
+    """Add the id with which the chat template ends a turn to the ends of generation_config.json; return notes.
 
     transformers and vLLM stop at these ids. A base model that was trained on conversations ends its answers with the
     end of a turn, not of a text.
-
-    Args:
-        folder: an exported folder with its tokenizer and its generation_config.json.
-        meta: metadata of the checkpoint.
-
-    Returns:
-        Notes for the user.
     """
     if meta.order.get("kind") not in CHAT_KINDS or not (folder / TOKENIZER_FILE).is_file():
         return ()
@@ -199,11 +188,7 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
-    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights; else empty.
-
-    Args:
-        weights_folder: a Hugging Face folder or a checkpoint.
-    """
+    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights; else empty."""
     run_tokenizer = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     trained = _trained_tokenizer(weights_folder)
     if not run_tokenizer or not trained or run_tokenizer == trained:

@@ -84,11 +84,7 @@ def plot_loss(run_dir: Path) -> Path:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Read the curves of a run; invalid lines are skipped.
-
-    Raises:
-        ConfigError: the folder has no metrics.
-    """
+    """Read the curves of a run; invalid lines are skipped. Raise ConfigError if the folder has no metrics."""
     lines = read_records(run_dir)
     records = [line for line in lines if line["step"] > 0]
     if not records:

@@ -269,11 +269,7 @@ class StepLine:
         self._seen = {"eval"} if evaluates else set()
 
     def format(self, values: Mapping[str, Any], time_left_s: float, width: int) -> str:
-        """Return a step as one line of at most `width` columns, without the least important columns if necessary.
-
-        Args:
-            time_left_s: seconds to the end of the run; not shown for the last step.
-        """
+        """Return a step as one line of at most `width` columns, without the least important columns if necessary."""
         columns = self.columns(values, values["eval_loss"], time_left_s)
         kept_names: set[str] = set()
         free_width = width + len(GAP)
