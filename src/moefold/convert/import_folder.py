@@ -173,16 +173,13 @@ def write_checkpoint(
     excluded: Collection[str] = (),
     *,
     on_bytes: OnBytes,
-) -> tuple[str, ...]:
-    """Write the weights of a source as a checkpoint, and copy sidecar files. Collective over `world`.
+) -> Conversion:
+    """Write the weights of a source as a checkpoint, and copy sidecar files, listed on rank 0. Collective.
 
     Args:
         out: the checkpoint; must not exist.
         finish: called on rank 0 with the folder, to add metadata and recipe.
         excluded: sidecar files that are not copied.
-
-    Returns:
-        The copied files, on rank 0.
     """
     copied: tuple[str, ...] = ()
     with atomic_directory(out, world) as tmp_dir:
@@ -193,7 +190,7 @@ def write_checkpoint(
             finish(tmp_dir)
         raise_on_all_ranks(world, "")
         write_manifest_in_parallel(tmp_dir, world, digests)
-    return copied
+    return Conversion(len(source.shapes), sum(path.stat().st_size for path in out.glob("*.distcp")), copied)
 
 
 def finish_checkpoint(

@@ -82,7 +82,6 @@ class DeclaredKeys:
 
     Attributes:
         versions: versions of the libraries of the table.
-        base: keys of every config.json, which the base class of transformers declares, with their defaults.
         generation: keys of generation_config.json.
         adapter: keys of PEFT's LoraConfig.
         others: keys that transformers' classes of causal models of other families declare.
@@ -93,7 +92,6 @@ class DeclaredKeys:
     """
 
     versions: Mapping[str, str]
-    base: Mapping[str, Any]
     generation: Mapping[str, Any]
     adapter: Mapping[str, Any]
     others: frozenset[str]

@@ -113,9 +113,7 @@ def merge_checkpoints(
         tokenizer=next(filter(None, tokenizers), ""),
         dtype=min(dtypes) if len(dtypes) == 1 else "",
     )
-    copied = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
-    size = sum(path.stat().st_size for path in out.glob("*.distcp"))
-    return Conversion(len(source.shapes), size, copied)
+    return write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
 
 
 def unaligned_reasons(sources: Sequence[CheckpointSource]) -> list[str]:
@@ -218,8 +216,7 @@ def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
 
 
 def _tokenizer_file(name: str) -> Path:
-    path = existing_path("data.tokenizer", name)
-    return tokenizer_file(path)
+    return tokenizer_file(existing_path("data.tokenizer", name))
 
 
 def _tokenizer_of(checkpoint: Path, meta: CheckpointMeta) -> str:

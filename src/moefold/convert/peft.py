@@ -290,9 +290,8 @@ def import_adapters(
     }
     sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
     finish = partial(finish_checkpoint, out=out, model=model, origin=import_origin(folder), lora=settings)
-    copied = write_checkpoint(PeftSource(tensors), out, world, finish, sidecar_dir, on_bytes=on_bytes)
-    size = sum(values.nbytes for values in tensors.values())
-    return Conversion(len(tensors), size, copied)
+    conversion = write_checkpoint(PeftSource(tensors), out, world, finish, sidecar_dir, on_bytes=on_bytes)
+    return replace(conversion, num_bytes=sum(values.nbytes for values in tensors.values()))
 
 
 def _read_adapters(

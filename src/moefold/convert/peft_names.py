@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.convert.family import Family
-from moefold.convert.tensor_mapping import SliceMapping, StateDictMapping
+from moefold.convert.tensor_mapping import Shape, SliceMapping, StateDictMapping
 from moefold.convert.weight_sources import family_mapping
 from moefold.cost.adapter_spec import adapter_names
 from moefold.errors import ConfigError, format_list
@@ -125,7 +125,6 @@ def _modules_of(mapping: StateDictMapping, name: str, weight: ParamSpec) -> list
     return modules
 
 
-Shape = tuple[int, ...]
 Pair = tuple[Tensor, Tensor]
 _WITH_INPUTS_FIRST = ("gpt_oss",)
 """Families whose parameters are [E, in, out] for PEFT (`is_transposed`); for others, inputs are its last dim."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefold.config.model import ModelConfig
 from moefold.convert.family import Family
 from moefold.convert.safetensors_file import QUANTIZED_DTYPES, OnRows, TensorLocation, bytes_of
-from moefold.convert.tensor_mapping import StateDictMapping
+from moefold.convert.tensor_mapping import Shape, StateDictMapping
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.state_bytes import QUANTIZED_PARTS
 from moefold.errors import ConfigError, format_list
@@ -65,18 +65,11 @@ def _pair_fp8(tensors: Mapping[str, TensorLocation], block: Sequence[int]) -> di
         if original is not None and original.dtype == "F8_E4M3":
             continue
         scales = tensors.get(name + FP8_SCALES)
-        if stored.dtype == "F8_E4M3" and scales is not None:
-            pairs[name] = BlockFp8Tensor(
-                stored.file,
-                DEQUANTIZED_DTYPE,
-                stored.shape,
-                stored.start,
-                values=stored,
-                scales=scales,
-                block=(block[0], block[1]),
-            )
-        else:
+        if stored.dtype != "F8_E4M3" or scales is None:
             pairs[name] = stored
+            continue
+        where = (stored.file, DEQUANTIZED_DTYPE, stored.shape, stored.start)
+        pairs[name] = BlockFp8Tensor(*where, values=stored, scales=scales, block=(block[0], block[1]))
     return pairs
 
 
@@ -190,7 +183,6 @@ _EXPORTED_PARTS = frozenset(QUANTIZED_PARTS) - {"mtp"}
 """Parts whose matrices are quantised. The projection of an MTP layer is not: readers such as vLLM expect it whole."""
 _MAX_EXPONENT = 2
 """Exponent of the largest e2m1 magnitude."""
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from moefold.checkpoint.run_tokenizer import (
 )
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.data import DataConfig
-from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE, is_hf_folder
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
@@ -39,7 +39,6 @@ from moefold.errors import ConfigError, Problem, format_list
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import is_remote
 
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_SIDECAR_FILES = (
     *TOKENIZER_CONFIG_FILES,
@@ -229,11 +228,7 @@ def _trained_tokenizer(weights_folder: Path) -> str:
 
 def _tokenizer_path(name: str) -> Path:
     """Return the tokenizer.json of data.tokenizer, which may no longer exist."""
-    if is_remote(name):
-        folder_or_file = existing_path("data.tokenizer", name)
-        return tokenizer_file(folder_or_file)
-    path = _expand_user(name)
-    return tokenizer_file(path)
+    return tokenizer_file(existing_path("data.tokenizer", name) if is_remote(name) else _expand_user(name))
 
 
 def _expand_user(name: str) -> Path:

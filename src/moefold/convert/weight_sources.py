@@ -293,11 +293,9 @@ def assemble_rows(
 def rows_equal(location: TensorLocation, rows: TensorChunk, values: Tensor) -> bool:
     """Return whether some rows of a tensor in a file equal `values`, byte by byte."""
     stored = location.read_rows(rows.start, rows.stop)
-    return stored.dtype == values.dtype and torch.equal(_as_bytes(stored), _as_bytes(values))
-
-
-def _as_bytes(values: Tensor) -> Tensor:
-    return values.flatten().view(torch.uint8)
+    return stored.dtype == values.dtype and torch.equal(
+        stored.flatten().view(torch.uint8), values.flatten().view(torch.uint8)
+    )
 
 
 def group_by_parameters(mapping: StateDictMapping) -> list[tuple[str, ...]]:
@@ -432,7 +430,8 @@ class AdaptedSource:
         dtype = self._base.dtype(name)
         if name not in self.adapted:
             return dtype
-        return torch.promote_types(torch.promote_types(dtype, self.adapters.dtype(adapter_names(name)[0])), FLOAT)
+        adapter_dtype = self.adapters.dtype(adapter_names(name)[0])
+        return torch.promote_types(torch.promote_types(dtype, adapter_dtype), torch.float32)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor of the base weights."""
@@ -455,20 +454,14 @@ class AdaptedSource:
         self.adapters.clear_cache()
 
     def _read_adapter(self, name: str, region: Region) -> Tensor:
-        return self.adapters.read(name, _closed(region, self.adapters.shapes[name])).to(self._sum_dtype(name))
-
-    def _sum_dtype(self, name: str) -> torch.dtype:
-        return torch.promote_types(self.adapters.dtype(name), FLOAT)
+        """Read some rows of A or columns of B, at least in float32; the other slices may be open."""
+        shape = self.adapters.shapes[name]
+        closed = tuple(slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True))
+        return self.adapters.read(name, closed).to(torch.promote_types(self.adapters.dtype(name), torch.float32))
 
 
 CheckpointWeights = CheckpointSource | AdaptedSource
 """Weights of a checkpoint: as stored, or with its adapters merged."""
-FLOAT = torch.float32
-
-
-def _closed(region: Region, shape: Shape) -> Region:
-    """Return a region whose slices all have a start and an end."""
-    return tuple(slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True))
 
 
 def _fits(shape: Shape, adapters: WeightSource, names: tuple[str, str]) -> bool:
