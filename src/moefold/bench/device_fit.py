@@ -262,16 +262,8 @@ def _with_grouped_fraction(device: Device, measured: DeviceMeasurements) -> Devi
 def _experts_s(device: Device, measured: DeviceMeasurements) -> float:
     experts = measured.experts
     gemm = _gemm_cost(device, measured.dtype)
-    return sum(
-        swiglu_mlp_s(
-            gemm,
-            experts.rows,
-            experts.hidden_size,
-            experts.ffn_hidden_size,
-            NUM_EXPERT_MATRICES,
-            groups=experts.num_experts,
-        )
-    )
+    sizes = (experts.rows, experts.hidden_size, experts.ffn_hidden_size, NUM_EXPERT_MATRICES)
+    return sum(swiglu_mlp_s(gemm, *sizes, groups=experts.num_experts))
 
 
 def _with_attention_rates(device: Device, measured: DeviceMeasurements) -> Device:

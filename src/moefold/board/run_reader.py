@@ -135,7 +135,7 @@ class RunReader:
                 "name": self.run.name,
                 "path": str(self.run.path),
                 "state": self._state(),
-                "step": self._step(),
+                "step": self._newest.step,
                 "steps": steps if type(steps) is int else None,
                 "modified_s": modified_s,
                 "age_s": None if modified_s is None else max(0.0, time.time() - modified_s),
@@ -194,8 +194,7 @@ class RunReader:
     def memory(self) -> dict[str, Any]:
         """Return the newest memory of every rank by part; the parts are null if the run did not measure them."""
         with self._lock:
-            every = self._settings.get("metrics.memory_every")
-            return {"memory": self._memory, "every": every}
+            return {"memory": self._memory, "every": self._settings.get("metrics.memory_every")}
 
     def ranks(self) -> dict[str, Any]:
         """Return the newest times of ranks, how often each was the slowest, and the reported stragglers."""
@@ -230,9 +229,6 @@ class RunReader:
         with self._lock:
             return {"settings": self._settings}
 
-    def _step(self) -> int:
-        return self._newest.step
-
     def _version(self) -> str:
         numbers = (
             self._metrics.generation,
@@ -259,7 +255,7 @@ class RunReader:
             problems.append(f"{METRICS_FILE}: {self._num_invalid_steps} lines have no step number")
         if self._table.left_out:
             problems.append(f"{METRICS_FILE}: metrics beyond the first {len(self._table.names)} are left out")
-        if not self._step() and not problems:
+        if not self._newest.step and not problems:
             problems.append("no step yet")
         return problems
 
@@ -270,7 +266,7 @@ class RunReader:
         if is_in_use(self.run.path):
             return "running"
         steps = self._settings.get("run.steps")
-        return "finished" if type(steps) is int and self._step() >= steps else "stopped"
+        return "finished" if type(steps) is int and self._newest.step >= steps else "stopped"
 
     def _read_settings(self) -> None:
         path = self.run.path / SETTINGS_FILE

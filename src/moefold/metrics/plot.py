@@ -68,11 +68,9 @@ def plot_loss(run_dir: Path) -> Path:
     for axes, draw in zip(panels, drawers, strict=True):
         _style(axes)
         draw(axes, curves)
-    loss_axes = panels[0]
-    side_axes = panels[-1]
-    loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_TEXT_COLOR, pad=10)
-    side_axes.set_xlabel("step", color=_TEXT_COLOR)
-    side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
+    panels[0].set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_TEXT_COLOR, pad=10)
+    panels[-1].set_xlabel("step", color=_TEXT_COLOR)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
     path = run_dir / LOSS_PLOT_FILE
     draft = run_dir / f".{LOSS_PLOT_FILE}.tmp"
     try:
@@ -141,12 +139,8 @@ def _draw_loss(axes: "Axes", curves: Curves) -> None:
         line = axes.plot(curves.eval_steps, curves.eval_loss, color=_EVAL, linewidth=1.2, label=label, zorder=3)[0]
         line.set(marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
     axes.set_ylabel("mean reward" if curves.is_reward else "loss, nats per token", color=_TEXT_COLOR)
-    axes.legend(
-        frameon=False,
-        loc="lower right" if curves.is_reward else "upper right",
-        fontsize=9,
-        labelcolor=_TEXT_COLOR,
-    )
+    place = "lower right" if curves.is_reward else "upper right"
+    axes.legend(frameon=False, loc=place, fontsize=9, labelcolor=_TEXT_COLOR)
 
 
 def _draw_balance(axes: "Axes", curves: Curves) -> None:
@@ -204,8 +198,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 def escape_plot_text(text: str) -> str:
     """Return text for matplotlib, with `$` and characters that its font lacks (they raise warnings) replaced."""
-    characters = _characters()
-    plain = "".join(character if ord(character) in characters else REPLACEMENT for character in text)
+    plain = "".join(character if ord(character) in _characters() else REPLACEMENT for character in text)
     # matplotlib reads text between two dollar signs as a formula.
     return plain.replace("$", r"\$")
 

@@ -80,8 +80,7 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._discard_lost_output():
-            self._display.close()
+        self.end()
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Show a finished step."""

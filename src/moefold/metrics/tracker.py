@@ -14,8 +14,8 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.part_table import toml_value
 from moefold.errors import ConfigError, install_command
 from moefold.metrics.definitions import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
+from moefold.metrics.step_metrics import GIB
 
-GIB = 2**30
 EVAL_CURVE = SHOWN["eval_loss"].curve
 _MINIMUM_IS_LOGGED = ("router_entropy", "expert_bias_min")
 """Curves whose minimum over the layers is also logged."""
@@ -164,11 +164,7 @@ def _as_markdown(config: Mapping[str, Any]) -> str:
     """Return a resolved recipe as TOML in a Markdown code block."""
     lines: list[str] = []
     for section, keys in config.items():
-        lines += [
-            f"[{section}]",
-            *(f"{key} = {toml_value(value)}" for key, value in keys.items()),
-            "",
-        ]
+        lines += [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in keys.items()), ""]
     return "\n".join(f"    {line}" for line in lines)
 
 
