@@ -104,6 +104,8 @@ class CountsTail:
 
     def _clear(self) -> None:
         self.problem = ""
+        self.layers: tuple[int, ...] = ()
+        """Indices of the L MoE layers in the whole model."""
         self.is_sampled = False
         """True if only a part of the new data was read, because there was too much at once."""
         self._ranges: StepRanges | None = None
@@ -128,7 +130,7 @@ class ExpertCountsTail(CountsTail):
 
     def _clear(self) -> None:
         super()._clear()
-        self.header: CountsHeader | None = None
+        self._header: CountsHeader | None = None
         self._identity: tuple[int, int] | None = None
         self._num_read = 0
         self._last_record = 0
@@ -162,7 +164,8 @@ class ExpertCountsTail(CountsTail):
             self._restart()
         if self._ranges is None:
             self._ranges = make_ranges(len(header.layers), header.num_experts)
-        self.header = header
+        self._header = header
+        self.layers = header.layers
         self._identity = identity
         stride = max(1, -(-(num_records - self._num_read) * record.itemsize // MAX_READ_BYTES))
         self.is_sampled |= stride > 1
@@ -184,7 +187,7 @@ class ExpertCountsTail(CountsTail):
         """Return whether the file still has the last record that was read, at the same position."""
         if not self._num_read:
             return True
-        if header != self.header or identity != self._identity or num_records < self._num_read:
+        if header != self._header or identity != self._identity or num_records < self._num_read:
             return False
         file.seek(start + self._last_record * header.record_dtype.itemsize)
         return file.read(len(self._fingerprint)) == self._fingerprint
@@ -216,7 +219,7 @@ class TraceTail(CountsTail):
 
     def _clear(self) -> None:
         super()._clear()
-        self.shape: TraceShape | None = None
+        self._shape: TraceShape | None = None
         self.has_more = False
         """True if the last call stopped at its limit."""
         self.last_step = -1
@@ -241,9 +244,10 @@ class TraceTail(CountsTail):
         shape = trace.shape
         if not shape.layers:
             return
-        self.shape = shape
+        self._shape = shape
+        self.layers = shape.layers
         if self._ranges is None:
-            self._ranges = make_ranges(len(shape.layers), shape.num_experts)
+            self._ranges = make_ranges(len(shape.layers), shape.num_routed_experts)
         self.has_more = False
         budget = MAX_READ_CHOICES
         for step in trace.steps:
@@ -271,11 +275,13 @@ class TraceTail(CountsTail):
             )
             for layer in range(len(shape.layers))
         ]
-        return np.array(counts, dtype=np.float64), num_samples * per_sample
+        # Zero-computation experts, which are last, have no computation to balance.
+        routed = np.array(counts, dtype=np.float64)[:, : shape.num_routed_experts]
+        return routed, num_samples * per_sample
 
     def _continues(self, shape: TraceShape) -> bool:
         """Return whether the last step that was read still exists unchanged."""
         if self._last_read is None:
             return True
         path, modified_ns = self._last_read
-        return shape == self.shape and path.is_file() and path.stat().st_mtime_ns == modified_ns
+        return shape == self._shape and path.is_file() and path.stat().st_mtime_ns == modified_ns

@@ -177,13 +177,12 @@ class RunReader:
                 fields = {name: _nullable(means[:, i]) for i, name in enumerate(LAYER_FIELDS)}
                 answer["layers"] = {"numbers": list(self._layers), "steps": ranges.steps.tolist(), **fields}
             tail = self._counts if self._counts.ranges is not None else self._trace
-            shape = self._counts.header if tail is self._counts else self._trace.shape
             counts = tail.ranges
-            if counts is not None and shape is not None:
+            if counts is not None:
                 levels = share_levels(shares_of(counts.means()))
                 answer["experts"] = {
-                    "numbers": list(shape.layers),
-                    "num_experts": shape.num_experts,
+                    "numbers": list(tail.layers),
+                    "num_experts": counts.shape[1],
                     "steps": counts.steps.tolist(),
                     "is_sampled": tail.is_sampled,
                     "max_log2_share": MAX_LOG2_SHARE,
