@@ -14,6 +14,7 @@ from torch import Tensor
 from moefold.checkpoint.adapter_settings import folder_digest
 from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
+from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.lora import LoraConfig
@@ -113,7 +114,7 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
 def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta) -> tuple[str, ...]:
     """Write the run's tokenizer and its template; return notes on it."""
     sidecar_dir = find_sidecar_dir(checkpoint)
-    choice = choose_tokenizer(meta, sidecar_dir)
+    choice = choose_tokenizer(meta, sidecar_dir, find_run_tokenizer(checkpoint))
     if sidecar_dir is not None:
         copied = {*tokenizer_files(sidecar_dir)} - {*choice.excluded}
         copy_sidecar_files(
