@@ -1,7 +1,7 @@
 """Small random models of every family, made by transformers, as folders on disk."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -596,15 +596,19 @@ MODELS |= NEWER_MODELS
 MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})
 """Not among those whose export transformers loads: it expects tensors of the experts without computation."""
 ALL_MODELS = (*MODEL_NAMES, *NEWER_MODELS)
-ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODELS))
+_FIRST_OF_CLASS = {MODELS[name][0]: name for name in reversed(ALL_MODELS)}.values()
+
+
+def _fast(names: Iterable[str]) -> tuple[Any, ...]:
+    """All models; only the first model of a class is a fast row, if it is among some names."""
+    fast = {*names} & {*_FIRST_OF_CLASS}
+    return tuple(name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in ALL_MODELS)
+
+
+FIRST_OF_CLASS = _fast(ALL_MODELS)
+"""For tests that options of layers do not change."""
+ALL_MODELS_SOME_SLOW = _fast(MODEL_NAMES)
 """For tests of code that does not depend on the family."""
-FIRST_OF_CLASS = tuple(
-    name
-    if name == next(first for first in ALL_MODELS if MODELS[first][0] == MODELS[name][0])
-    else pytest.param(name, marks=pytest.mark.slow)
-    for name in ALL_MODELS
-)
-"""All models, further models of a class as slow rows: for tests that options of layers do not change."""
 
 
 def make_model(name: str, **sizes: Any) -> Any:

@@ -140,7 +140,7 @@ def quantization_unsupported_reason(quantization: Any) -> str:
             "them to bfloat16 first, as docs/conversion.md shows"
         )
     sizes = quantization.get("weight_block_size")
-    if not _is_block_size(sizes):
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
         return f"has FP8 weights of weight_block_size={sizes!r}; moefold reads blocks of two whole numbers"
     if quantization.get("fmt", "e4m3") != "e4m3":
         return f"has FP8 weights of fmt={quantization['fmt']!r}; moefold reads 'e4m3'"
@@ -251,7 +251,3 @@ def _read_keys(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not JSON: {error}") from None
     return keys if isinstance(keys, dict) else {}
-
-
-def _is_block_size(sizes: Any) -> bool:
-    return isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)

@@ -160,16 +160,23 @@ class QwenMTPLayers:
         return {self.hf_key: model.mtp_layers} if model.mtp_layers and has_qwen_mtp(model) else {}
 
 
+def deltanet_fields(num_key_heads: int, num_value_heads: int) -> tuple[Renamed, ...]:
+    """Return the fields of the sizes of Gated DeltaNet, given the defaults of its heads."""
+    return renamed(
+        linear_conv_kernel_dim=("linear_attention.conv_kernel", 4),
+        linear_key_head_dim=("linear_attention.key_head_dim", 128),
+        linear_value_head_dim=("linear_attention.value_head_dim", 128),
+        linear_num_key_heads=("linear_attention.num_key_heads", num_key_heads),
+        linear_num_value_heads=("linear_attention.num_value_heads", num_value_heads),
+    )
+
+
 _QWEN_HYBRID: tuple[ConfigField, ...] = (
     *attention_fields(1e-6, RopeParameters(1e4, fraction=0.25), head_size=256),
     *allowed(attention_bias=(False,)),
     LINEAR_LAYERS,
     Constants({"attention.gate": {}, "attention.qk_norm": {}, "norm.zero_centered": True}),
-    *renamed(linear_conv_kernel_dim=("linear_attention.conv_kernel", 4)),
-    Renamed("linear_key_head_dim", "linear_attention.key_head_dim", 128),
-    Renamed("linear_value_head_dim", "linear_attention.value_head_dim", 128),
-    Renamed("linear_num_key_heads", "linear_attention.num_key_heads", 16),
-    Renamed("linear_num_value_heads", "linear_attention.num_value_heads", 32),
+    *deltanet_fields(16, 32),
     *renamed(num_experts_per_tok="ffn.moe.top_k", moe_intermediate_size="ffn.moe.intermediate_size"),
     num_experts("num_experts"),
     GatedSharedExpert(),

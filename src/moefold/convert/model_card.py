@@ -159,19 +159,10 @@ def write_model_card(
         "",
     ]
     if settings := _settings_text(run.settings):
-        lines += [
-            "## How it was trained",
-            "",
-            f"With moefold {__version__}; settings that differ from its defaults, and the main ones:",
-            "",
-        ]
-        lines += ["```toml", *settings, "```", ""]
-    text = (
-        "\n".join(["---", *header, "---", *lines])
-        + "\n"
-        + _HOW_TO_LOAD.format(_LOAD_ADAPTERS if is_adapter else _LOAD_MODEL)
-    )
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+        text = f"With moefold {__version__}; settings that differ from its defaults, and the main ones:"
+        lines += ["## How it was trained", "", text, "", "```toml", *settings, "```", ""]
+    lines += [_HOW_TO_LOAD.format(_LOAD_ADAPTERS if is_adapter else _LOAD_MODEL)]
+    (folder / CARD_FILE).write_text("\n".join(["---", *header, "---", *lines]), encoding="utf-8")
 
 
 def _training_lines(run: TrainingRun) -> list[str]:

@@ -15,7 +15,7 @@ from moefold.convert.family import (
 )
 from moefold.convert.key_reader import Json
 from moefold.convert.layer_fields import SlidingWindowLayers
-from moefold.convert.linear_families import DELTANET
+from moefold.convert.linear_families import DELTANET, deltanet_fields
 
 _KINDS = {"linear_attention": "linear", "sliding_attention": "window", "full_attention": "full"}
 _PARTS = [f"attention.w{x}" for x in "qkvgba"]
@@ -43,11 +43,7 @@ FAMILIES = (
             *attention_fields(1e-6, 1e4, head_size=128, tie_embeddings=True),
             attention_bias(has_output=True),
             SlidingWindowLayers(512, _layer_types, "nope", _KINDS),
-            *renamed(linear_conv_kernel_dim=("linear_attention.conv_kernel", 4)),
-            Renamed("linear_key_head_dim", "linear_attention.key_head_dim", 128),
-            Renamed("linear_value_head_dim", "linear_attention.value_head_dim", 128),
-            Renamed("linear_num_key_heads", "linear_attention.num_key_heads", 8),
-            Renamed("linear_num_value_heads", "linear_attention.num_value_heads", 16),
+            *deltanet_fields(8, 16),
             num_experts("num_experts"),
             *renamed(num_experts_per_tok="ffn.moe.top_k", moe_intermediate_size="ffn.moe.intermediate_size"),
             NormTopKProb(default=True),
