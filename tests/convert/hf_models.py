@@ -10,7 +10,7 @@ import torch
 
 from moefold.convert.families import FILED_FAMILIES
 from moefold.convert.family import Family
-from moefold.convert.key_reader import declared_keys
+from moefold.convert.known_keys import declared_keys
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 CONFIG_MAPPING = transformers.CONFIG_MAPPING
@@ -605,8 +605,14 @@ def _fast(names: Iterable[str]) -> tuple[Any, ...]:
     return tuple(name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in ALL_MODELS)
 
 
-FIRST_OF_CLASS = _fast(ALL_MODELS)
-"""For tests that options of layers do not change."""
+ONE_FOR_EACH_RULE = _fast(
+    (
+        *("mixtral", "gpt-oss", "deepseek-v3", "granite-moe", "ernie4-5-moe", "llama4", "longcat-flash", "qwen3-next"),
+        *("kimi-linear", "lfm2-moe", "sarvam-moe", "phi-moe"),
+    )
+)
+"""For tests of folders in both directions: a fast row for each kind of rule of tensors, and each layout of experts.
+`test_weight_sources` and `test_family_files` read the weights of every family; a mapping has each tensor once."""
 ALL_MODELS_SOME_SLOW = _fast(MODEL_NAMES)
 """For tests of code that does not depend on the family."""
 

@@ -19,7 +19,7 @@ from moefold.convert import family_files
 from moefold.convert.families import FAMILIES, UNSUPPORTED_FAMILIES
 from moefold.convert.hf_config import inspect_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.key_reader import Json
+from moefold.convert.known_keys import Json
 from moefold.convert.weight_sources import HfSource
 from moefold.errors import ConfigError
 from tests.convert.hf_folders import add_tokenizer, loaded_in_silence

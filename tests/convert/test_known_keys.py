@@ -11,8 +11,7 @@ import pytest
 from moefold.config.model import ModelConfig
 from moefold.convert.families import FAMILIES, MODEL_TYPES
 from moefold.convert.hf_config import inspect_config, inspect_folder
-from moefold.convert.key_reader import declared_keys
-from moefold.convert.known_keys import KeyReport, config_known_keys
+from moefold.convert.known_keys import KeyReport, config_known_keys, declared_keys
 from moefold.errors import ConfigError
 from tests.convert.family_models import model_of_family
 from tools.declared_keys import family_keys, format_table, make_table

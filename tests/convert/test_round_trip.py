@@ -21,7 +21,14 @@ from tests.convert.hf_folders import (
     loaded_in_silence,
     split_weights,
 )
-from tests.convert.hf_models import ALL_MODELS_SOME_SLOW, FIRST_OF_CLASS, logits_of, make_model, save_model, tokens_of
+from tests.convert.hf_models import (
+    ALL_MODELS_SOME_SLOW,
+    ONE_FOR_EACH_RULE,
+    logits_of,
+    make_model,
+    save_model,
+    tokens_of,
+)
 from tests.models import model_of
 from tests.slow import slow
 
@@ -30,7 +37,7 @@ def folder_of(tmp_path: Path, name: str, **how: object) -> Path:
     return add_tokenizer(save_model(make_model(name), tmp_path / "hf", **how))
 
 
-@pytest.mark.parametrize("name", FIRST_OF_CLASS)
+@pytest.mark.parametrize("name", ONE_FOR_EACH_RULE)
 def test_import_then_export_gives_the_same_files(tmp_path, name):
     folder = folder_of(tmp_path, name, dtype=torch.bfloat16 if "moe" in name else torch.float32)
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0

@@ -1,29 +1,19 @@
 """The page of the board and its static files, served or exported."""
 
 from importlib.resources import files
+from pathlib import Path
 
-SCRIPT = "text/javascript; charset=utf-8"
-STATIC_FILES = {
-    "board.css": "text/css; charset=utf-8",
-    "uPlot.min.css": "text/css; charset=utf-8",
-    "uPlot.iife.min.js": SCRIPT,
-    "uPlot.LICENSE.txt": "text/plain; charset=utf-8",
-    "theme.js": SCRIPT,
-    "elements.js": SCRIPT,
-    "address.js": SCRIPT,
-    "source.js": SCRIPT,
-    "runs.js": SCRIPT,
-    "curves.js": SCRIPT,
-    "heatmap.js": SCRIPT,
-    "experts.js": SCRIPT,
-    "memory.js": SCRIPT,
-    "ranks.js": SCRIPT,
-    "faults.js": SCRIPT,
-    "rollouts.js": SCRIPT,
-    "recipes.js": SCRIPT,
-    "board.js": SCRIPT,
+_MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
 }
-"""Files in `static/` with their media types, scripts in the loading order of the page."""
+STATIC_FILES = {
+    file.name: _MEDIA_TYPES[suffix]
+    for file in files("moefold.board").joinpath("static").iterdir()
+    if (suffix := Path(file.name).suffix) in _MEDIA_TYPES
+}
+"""Files in `static/` beside the page, with their media types."""
 DATA_SCRIPT = "data.js"
 """Script of an export with the data; the page of a server does not load it."""
 

@@ -22,7 +22,7 @@ from moefold.convert.config_fields import (
     renamed,
     same,
 )
-from moefold.convert.key_reader import Json, overlay
+from moefold.convert.known_keys import Json, overlay
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import (
     ByAttention,

@@ -16,16 +16,19 @@ from moefold.config.part_registry import is_built_in
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder
-from moefold.convert.key_reader import KeyReader, declared_keys, overlay, plain
 from moefold.convert.known_keys import (
     QUANTIZATION_KEYS,
+    KeyReader,
     KeyReport,
     config_known_keys,
+    declared_keys,
     file_report,
     generation_known_keys,
     join_reports,
     multimodal_known_keys,
     nested_reports,
+    overlay,
+    plain,
     sort_keys,
     tokenizer_known_keys,
 )

@@ -43,7 +43,7 @@ from moefold.convert.family import (
     layouts,
     mla_rules,
 )
-from moefold.convert.key_reader import Json, mark_read, overlay
+from moefold.convert.known_keys import Json, mark_read, overlay
 from moefold.convert.layer_fields import (
     LINEAR_LAYERS,
     FirstKDense,

@@ -21,7 +21,7 @@ from moefold.convert.family import (
     layouts,
     mla_rules,
 )
-from moefold.convert.key_reader import Json
+from moefold.convert.known_keys import Json
 from moefold.convert.rope_fields import RopeParameters
 
 

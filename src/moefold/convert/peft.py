@@ -27,7 +27,7 @@ from moefold.convert.hf_config import families_for, find_family, is_hf_folder, r
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_checkpoint
-from moefold.convert.key_reader import declared_keys
+from moefold.convert.known_keys import declared_keys
 from moefold.convert.model_card import read_training_run, write_model_card
 from moefold.convert.peft_config import CONFIG_FILE, CONSTANT_KEYS, WEIGHTS_FILE, inspect_peft_folder, resolve_base
 from moefold.convert.peft_names import (

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.convert.key_reader import KeyReader, declared_keys
-from moefold.convert.known_keys import VOID, KeyReport, KnownKeys, join_reports, sort_keys
+from moefold.convert.known_keys import VOID, KeyReader, KeyReport, KnownKeys, declared_keys, join_reports, sort_keys
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.errors import ConfigError, format_list
 

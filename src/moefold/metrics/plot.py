@@ -139,8 +139,12 @@ def _draw_loss(axes: "Axes", curves: Curves) -> None:
         line = axes.plot(curves.eval_steps, curves.eval_loss, color=_EVAL, linewidth=1.2, label=label, zorder=3)[0]
         line.set(marker="o", markersize=4.5, markeredgecolor="white", markeredgewidth=0.8)
     axes.set_ylabel("mean reward" if curves.is_reward else "loss, nats per token", color=_TEXT_COLOR)
-    place = "lower right" if curves.is_reward else "upper right"
-    axes.legend(frameon=False, loc=place, fontsize=9, labelcolor=_TEXT_COLOR)
+    axes.legend(
+        frameon=False,
+        loc="lower right" if curves.is_reward else "upper right",
+        fontsize=9,
+        labelcolor=_TEXT_COLOR,
+    )
 
 
 def _draw_balance(axes: "Axes", curves: Curves) -> None:

@@ -2,7 +2,7 @@
 
 from moefold.convert.config_fields import Constants, Renamed, attention_bias, num_experts, renamed
 from moefold.convert.family import Family, attention_fields, ffn_rules, layer_rules, layouts
-from moefold.convert.key_reader import Json
+from moefold.convert.known_keys import Json
 from moefold.convert.layer_fields import SlidingWindowLayers, SparseLayers
 
 

@@ -13,7 +13,7 @@ from moefold.convert.family import (
     layer_rules,
     layouts,
 )
-from moefold.convert.key_reader import Json
+from moefold.convert.known_keys import Json
 from moefold.convert.layer_fields import SlidingWindowLayers
 from moefold.convert.linear_families import DELTANET, deltanet_fields
 
