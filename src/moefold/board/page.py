@@ -13,7 +13,7 @@ STATIC_FILES = {
     for file in files("moefold.board").joinpath("static").iterdir()
     if (suffix := Path(file.name).suffix) in _MEDIA_TYPES
 }
-"""Files in `static/` beside the page, with their media types."""
+"""Files in `static/` without the page, with their media types."""
 DATA_SCRIPT = "data.js"
 """Script of an export with the data; the page of a server does not load it."""
 
