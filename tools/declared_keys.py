@@ -34,7 +34,6 @@ def make_table(model_types: tuple[str, ...]) -> dict[str, Any]:
     }
     return {
         "versions": {"transformers": transformers.__version__, "peft": peft.__version__},
-        "base": _defaults(transformers.PretrainedConfig()),
         "generation": _as_json(transformers.GenerationConfig().to_dict()),
         "adapter": _as_json(peft.LoraConfig().to_dict()),
         "others": sorted(others - listed),

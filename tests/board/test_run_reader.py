@@ -147,6 +147,17 @@ def test_without_counts_a_trace_is_read_and_read_again_after_a_resume(tmp_path, 
     assert (reader.experts()["experts"], reader.summary()["problems"]) == (None, [])
 
 
+def test_experts_without_computation_have_no_share(tmp_path):
+    run_dir = write_run(tmp_path / "run", 1)
+    (run_dir / "expert_counts.bin").unlink()
+    shape = TraceShape(layers=(1,), num_experts=6, zero_experts=2, top_k=2, global_batch_size=1, seq_len=6)
+    choices = np.array([0, 1, 2, 3, 4, 4, 4, 4, 5, 5, 5, 5], np.uint8).reshape(1, 6, 2)
+    RoutingTraceWriter(run_dir, shape, resume_step=0).write(1, [choices])
+    reader = open_run(run_dir)
+    assert reader.experts()["experts"]["num_experts"] == 4
+    assert shares(reader).tolist() == [[[128] * 4]]
+
+
 def test_a_large_file_of_counts_is_sampled(tmp_path, monkeypatch):
     run_dir = write_run(tmp_path / "run", 30)
     monkeypatch.setattr(expert_tail, "MAX_READ_BYTES", 10 * 40)

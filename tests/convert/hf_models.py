@@ -1,7 +1,7 @@
 """Small random models of every family, made by transformers, as folders on disk."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from moefold.convert.families import FILED_FAMILIES
 from moefold.convert.family import Family
-from moefold.convert.key_reader import declared_keys
+from moefold.convert.known_keys import declared_keys
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 CONFIG_MAPPING = transformers.CONFIG_MAPPING
@@ -596,15 +596,25 @@ MODELS |= NEWER_MODELS
 MODELS["longcat-flash-zero"] = ("LongcatFlash", {**LONGCAT, "zero_expert_num": 3, "rope_parameters": ROPE})
 """Not among those whose export transformers loads: it expects tensors of the experts without computation."""
 ALL_MODELS = (*MODEL_NAMES, *NEWER_MODELS)
-ALL_MODELS_SOME_SLOW = (*MODEL_NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in NEWER_MODELS))
-"""For tests of code that does not depend on the family."""
-FIRST_OF_CLASS = tuple(
-    name
-    if name == next(first for first in ALL_MODELS if MODELS[first][0] == MODELS[name][0])
-    else pytest.param(name, marks=pytest.mark.slow)
-    for name in ALL_MODELS
+_FIRST_OF_CLASS = {MODELS[name][0]: name for name in reversed(ALL_MODELS)}.values()
+
+
+def _fast(names: Iterable[str]) -> tuple[Any, ...]:
+    """All models; only the first model of a class is a fast row, if it is among some names."""
+    fast = {*names} & {*_FIRST_OF_CLASS}
+    return tuple(name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in ALL_MODELS)
+
+
+ONE_FOR_EACH_RULE = _fast(
+    (
+        *("mixtral", "gpt-oss", "deepseek-v3", "granite-moe", "ernie4-5-moe", "llama4", "longcat-flash", "qwen3-next"),
+        *("kimi-linear", "lfm2-moe", "sarvam-moe", "phi-moe"),
+    )
 )
-"""All models, further models of a class as slow rows: for tests that options of layers do not change."""
+"""For tests of folders in both directions: a fast row for each kind of rule of tensors, and each layout of experts.
+`test_weight_sources` and `test_family_files` read the weights of every family; a mapping has each tensor once."""
+ALL_MODELS_SOME_SLOW = _fast(MODEL_NAMES)
+"""For tests of code that does not depend on the family."""
 
 
 def make_model(name: str, **sizes: Any) -> Any:

@@ -22,8 +22,9 @@ from moefold.config.train import TrainConfig
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
 from moefold.convert.init_from import load_initial_weights
-from moefold.convert.weight_sources import HfSource
+from moefold.convert.weight_sources import HfSource, load_hf_weights
 from moefold.data.dataset import open_dataset
+from moefold.model.transformer import build_model
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.parallelize import parallelize
 from moefold.train.batch_sharding import BatchSharder
@@ -104,6 +105,19 @@ def batch_of(cfg: Config, step: int) -> Tensor:
     data = open_dataset(cfg.data, seq_len=SEQ_LEN, vocab_size=cfg.model.vocab_size, seed=cfg.run.seed)
     size = cfg.train.global_batch_size
     return torch.from_numpy(data.train.batch(step % BATCHES * size, size).tokens)
+
+
+def run_both(theirs: Any, folder: Path, cfg: Config) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits of ours and of theirs for the first batch, [B, S, V], and our gradients; the model has theirs."""
+    ours = build_model(cfg)
+    ours.set_positions(torch.arange(cfg.train.seq_len))
+    load_hf_weights(folder, dict(ours.named_parameters()), dict(ours.named_buffers()))
+    tokens = batch_of(cfg, 0)
+    logits, expected = ours(tokens[:, :-1]).transpose(0, 1), theirs(input_ids=tokens[:, :-1]).logits
+    for output in (logits, expected):
+        nn.functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in ours.named_parameters()}
+    return logits.detach(), expected.detach(), gradients
 
 
 def train_theirs(model: Any, cfg: Config, folder: Path) -> Reference:

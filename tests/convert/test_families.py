@@ -4,11 +4,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from moefold.config.edit import edit
-from moefold.convert.weight_sources import load_hf_weights
-from moefold.model.transformer import build_model
 from tests.convert.hf_models import make_model, save_model
 from tests.convert.random_sizes import FAMILIES, NEWER_FAMILIES, random_sizes
 from tests.convert.side_by_side import (
@@ -17,9 +14,9 @@ from tests.convert.side_by_side import (
     assert_close,
     assert_equal,
     assert_gradients,
-    batch_of,
     gradients_by_our_names,
     recipe,
+    run_both,
     train_ours,
     train_theirs,
 )
@@ -31,16 +28,8 @@ from tests.slow import slow
 def test_logits_and_gradients_equal_transformers(tmp_path, family, seed):
     theirs = make_model(family, **random_sizes(family, seed, is_cut=False))
     folder = save_model(theirs, tmp_path / "hf")
-    cfg = recipe(folder, folder)
-    ours = build_model(cfg)
-    ours.set_positions(torch.arange(cfg.train.seq_len))
-    load_hf_weights(folder, dict(ours.named_parameters()), dict(ours.named_buffers()))
-    tokens = batch_of(cfg, 0)
-    logits, expected = ours(tokens[:, :-1]).transpose(0, 1), theirs(input_ids=tokens[:, :-1]).logits
+    logits, expected, gradients = run_both(theirs, folder, recipe(folder, folder))
     assert_close(logits, expected, LOGITS, "logits")
-    for output in (logits, expected):
-        torch.nn.functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in ours.named_parameters()}
     assert_gradients(gradients, gradients_by_our_names(theirs, tmp_path / "gradients"))
 
 

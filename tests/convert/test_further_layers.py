@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ from moefold.checkpoint.checkpoint_meta import read_meta
 from moefold.cli.main import main
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
+from moefold.convert.families import FAMILIES
 from moefold.convert.hf_config import read_model_config
 from moefold.convert.hf_folder import open_hf_folder
-from moefold.convert.hf_shards import MANIFEST_FILE
+from moefold.convert.hf_shards import MANIFEST_FILE, needs_mtp_file
 from moefold.convert.mtp import tensor_names
 from moefold.convert.weight_sources import load_hf_weights
 from moefold.inference.source import find_source
@@ -24,6 +26,7 @@ from moefold.model.transformer import build_model
 from tests.convert.hf_folders import add_tokenizer, assert_same_folder, import_and_export, split_weights
 from tests.convert.hf_models import MODELS, logits_of, make_model, save_model, tokens_of, transformers
 from tests.convert.mtp_folders import SEQ_LEN, WEIGHTS, as_published, assert_loads, assert_mtp_loss_of_transformers
+from tests.models import model_of
 from tests.slow import slow
 
 APART = "moefold-mtp.safetensors"
@@ -76,7 +79,7 @@ def test_folders_of_other_families_come_back(tmp_path, name):
     assert_same_folder(folder, tmp_path / "again")
 
 
-@pytest.mark.parametrize(("is_split", "is_tied"), [(False, False), (True, True), *slow([(False, True), (True, False)])])
+@pytest.mark.parametrize(("is_split", "is_tied"), [(True, True), *slow([(False, False), (False, True), (True, False)])])
 def test_import_then_export_gives_the_same_files(tmp_path, capsys, is_split, is_tied):
     folder = published(tmp_path / "hf", shard=is_split, tie_word_embeddings=is_tied).folder
     assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
@@ -147,6 +150,22 @@ def test_a_trained_model_exports_and_loads_and_comes_back(tmp_path, monkeypatch,
     assert main(["import", "cut", "once-more", "--check"]) == 0
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES.values() if family.has_mtp], ids=lambda f: f.name)
+def test_transformers_is_silent_on_the_layers_that_a_family_names(family):
+    """Layers with these numbers are written among the others, all others to a file that no index names."""
+    patterns = getattr(transformers, family.architecture)._keys_to_ignore_on_load_unexpected
+    if family.mtp_unreported is None:
+        assert any(re.search(pattern, "mtp.fc.weight") for pattern in patterns)
+        return
+    names = {number: f"model.layers.{number}.eh_proj.weight" for number in range(1, 100)}
+    silent = {number for number, name in names.items() if any(re.search(pattern, name) for pattern in patterns)}
+    assert silent == {*family.mtp_unreported}
+    for number in names:
+        model = model_of({"layers": number, "mtp_layers": 1})
+        assert needs_mtp_file(model, family) == (number not in silent)
+
+
+@pytest.mark.slow
 def test_layer_61_is_written_among_the_others_and_transformers_is_silent(tmp_path, monkeypatch, capsys, caplog):
     """As many layers as DeepSeek-V3 itself has; the last layers have experts."""
     sizes = {"num_hidden_layers": 61, "first_k_dense_replace": 60, "n_routed_experts": 3, "n_group": 1, "topk_group": 1}

@@ -21,8 +21,9 @@ def bytes_read() -> int:
 
 @pytest.mark.skipif(not COUNTERS.exists(), reason="counters of Linux")
 def test_tensors_are_read_once_whether_their_hashes_are_compared_or_not(tmp_path):
-    """Embeddings of two chunks, so that descriptions and modules of Python are few bytes beside them."""
-    sizes = {"vocab_size": 40_000, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    """An embedding of two chunks, so that descriptions and modules of Python are few bytes beside it."""
+    sizes = {"vocab_size": 36_000, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"tie_word_embeddings": True}
     folder = save_model(make_model("mixtral", **sizes), tmp_path / "hf")
     world = current_world()
     options = ImportOptions(needs_tokenizer=False)

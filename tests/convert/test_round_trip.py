@@ -21,7 +21,14 @@ from tests.convert.hf_folders import (
     loaded_in_silence,
     split_weights,
 )
-from tests.convert.hf_models import ALL_MODELS_SOME_SLOW, FIRST_OF_CLASS, logits_of, make_model, save_model, tokens_of
+from tests.convert.hf_models import (
+    ALL_MODELS_SOME_SLOW,
+    ONE_FOR_EACH_RULE,
+    logits_of,
+    make_model,
+    save_model,
+    tokens_of,
+)
 from tests.models import model_of
 from tests.slow import slow
 
@@ -30,13 +37,12 @@ def folder_of(tmp_path: Path, name: str, **how: object) -> Path:
     return add_tokenizer(save_model(make_model(name), tmp_path / "hf", **how))
 
 
-@pytest.mark.parametrize("name", FIRST_OF_CLASS)
-def test_import_then_export_gives_the_same_files(tmp_path, capsys, name):
+@pytest.mark.parametrize("name", ONE_FOR_EACH_RULE)
+def test_import_then_export_gives_the_same_files(tmp_path, name):
     folder = folder_of(tmp_path, name, dtype=torch.bfloat16 if "moe" in name else torch.float32)
-    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--check"]) == 0
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again")]) == 0
     assert_same_folder(folder, tmp_path / "again")
-    assert "read again and equal" in capsys.readouterr().out
 
 
 def test_shards_come_back_as_they_were(tmp_path):
@@ -55,7 +61,7 @@ def test_shards_come_back_as_they_were(tmp_path):
     assert max(path.stat().st_size for path in (tmp_path / "cut").glob("*.safetensors")) < 12_000
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
 def test_stacked_experts_come_back_stacked(tmp_path, name):
     """Some tools write the experts of a layer as one tensor, as transformers has them in memory."""
     model = make_model(name)
@@ -67,7 +73,7 @@ def test_stacked_experts_come_back_stacked(tmp_path, name):
     assert_same_folder(folder, tmp_path / "again")
 
 
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("is_split", [True, *slow([(False,)])])
 def test_a_head_that_repeats_the_embedding_comes_back(tmp_path, capsys, is_split):
     folder = add_tokenizer(save_model(make_model("llama-tied"), tmp_path / "hf"))
     tensors = load_file(folder / "model.safetensors")
@@ -152,7 +158,7 @@ def test_transformers_computes_the_same_with_an_export(tmp_path, monkeypatch, ca
     folder = add_tokenizer(save_model(model, tmp_path / "hf"))
     assert main(["import", str(folder), str(tmp_path / "ckpt")]) == 0
     shutil.rmtree(tmp_path / "ckpt" / "hf")
-    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again"), "--check"]) == 0
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "again")]) == 0
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     loaded = loaded_in_silence(tmp_path / "again", monkeypatch, caplog, **how)
     tokens = tokens_of(2, 16)

@@ -199,3 +199,15 @@ def test_an_upcycled_run_has_the_tokenizer_of_the_run(place, capsys):
     assert main(["upcycle", "run", "moe", "model.ffn.moe.num_experts=4", "model.ffn.moe.top_k=2"]) == 0
     assert f'tokenizer = "{place}/words/tokenizer.json"' in Path("moe/recipe.toml").read_text()
     assert not Path("moe/hf/tokenizer.json").exists()
+
+
+def test_adapters_have_the_tokenizer_that_was_copied_with_their_run(place, capsys):
+    make_import(Path("hf"))
+    words = sizes_of("hf")
+    trained = make_tokenizer(Path("words/tokenizer.json")).read_bytes()
+    train("data.tokenizer=words/tokenizer.json", "lora.rank=2", *words)
+    shutil.rmtree("words")
+    capsys.readouterr()
+    assert main(["export", "run", "adapters"]) == 0
+    assert "no tokenizer is written" not in capsys.readouterr().out
+    assert Path("adapters/tokenizer.json").read_bytes() == trained

@@ -54,12 +54,11 @@ def test_reads_the_curves_with_gaps_and_without_a_torn_line(tmp_path: Path) -> N
     "records",
     [
         [record(1)],
-        [record(step) for step in range(1, 8)],
         [record(step, eval_loss=1.0 if step % 20 == 0 else None) for step in range(1, 101)],
         [record(step, expert_load=[]) for step in range(1, 51)],
         [record(step, loss=None, expert_load=[None, None]) for step in range(1, 31)],
     ],
-    ids=["one step", "short", "evaluated", "dense", "nothing finite"],
+    ids=["one step", "evaluated", "dense", "nothing finite"],
 )
 def test_draws_a_picture(tmp_path: Path, records: list[dict[str, object]]) -> None:
     write_metrics(tmp_path, records)
@@ -71,9 +70,8 @@ def test_draws_a_picture(tmp_path: Path, records: list[dict[str, object]]) -> No
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["ünï 你好 dir", "a$b_{c$d", "tab\tname"])
-def test_a_name_that_the_font_cannot_draw_warns_of_nothing(tmp_path: Path, name: str) -> None:
-    run_dir = tmp_path / name
+def test_a_name_that_the_font_cannot_draw_warns_of_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "ünï 你好 dir a$b_{c$d tab\tname"
     write_metrics(run_dir, [record(step) for step in range(1, 4)])
     assert picture_size(plot_loss(run_dir))[0] > 100
 

@@ -128,10 +128,7 @@ class FittedTime:
 def fit_device(base: Device, measured: DeviceMeasurements, name: str) -> Device:
     """Return the base device with every number that the measurements determine.
 
-    Args:
-        base: device whose other numbers are kept: peaks of the vendor, tiles, low precisions, links without ranks.
-        measured: times on the machine.
-        name: name of the result.
+    The others are kept: peaks of the vendor, tiles, low precisions, links without ranks.
     """
     device = replace(
         base,
@@ -265,16 +262,8 @@ def _with_grouped_fraction(device: Device, measured: DeviceMeasurements) -> Devi
 def _experts_s(device: Device, measured: DeviceMeasurements) -> float:
     experts = measured.experts
     gemm = _gemm_cost(device, measured.dtype)
-    return sum(
-        swiglu_mlp_s(
-            gemm,
-            experts.rows,
-            experts.hidden_size,
-            experts.ffn_hidden_size,
-            NUM_EXPERT_MATRICES,
-            groups=experts.num_experts,
-        )
-    )
+    sizes = (experts.rows, experts.hidden_size, experts.ffn_hidden_size, NUM_EXPERT_MATRICES)
+    return sum(swiglu_mlp_s(gemm, *sizes, groups=experts.num_experts))
 
 
 def _with_attention_rates(device: Device, measured: DeviceMeasurements) -> Device:

@@ -21,6 +21,7 @@ from moefold.comm.collectives import all_gather, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.schema import Config
 from moefold.host.memory import physical_bytes
+from moefold.metrics.step_metrics import GIB
 from moefold.model.attention import CausalAttention
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
@@ -31,7 +32,6 @@ from moefold.parallel.kernels.timed import settle_choices
 from moefold.progress import ProgressCallback, ignore_progress
 from moefold.topology.layout import fold
 
-GIB = 2**30
 MIN_TIMED_S = 0.02
 """Repetitions of one operation are timed together until they take this long."""
 MAX_REPETITIONS = 1000

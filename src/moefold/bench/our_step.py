@@ -195,11 +195,9 @@ def forward_backward_step(
 
 
 def build_layers(cfg: Config, layers: Iterable[int], device: torch.device, *, is_whole: bool = False) -> Transformer:
-    """Build layers of a shape with the kernels of the trainer.
+    """Build layers of a shape, by their numbers, with the kernels of the trainer.
 
     Args:
-        layers: indices of the layers.
-        device: device of the weights.
         is_whole: True: with embedding and head, and float32 weights. False: a middle pipeline stage, from hidden states
             to hidden states, with weights in the dtype of the run and float32 routers.
     """

@@ -120,10 +120,7 @@ def max_fitting_experts(shape: BenchShape, element_bytes: int, memory_bytes: flo
     """Return the number of experts that fit into memory: the model's, halved until weights and gradients fit.
 
     There are `num_copies` copies of the weights, each with gradients, and with moments for a whole model. A third of
-    the memory is left for activations.
-
-    Raises:
-        ConfigError: not even the smallest legal number of experts fits.
+    the memory is left for activations. Raises ConfigError if not even the smallest legal number of experts fits.
     """
     model = bench_config(shape, dtype="float32").model
     per_weight = num_copies * (4 * 4 if shape.part == "model" else 2 * element_bytes)

@@ -19,10 +19,9 @@ from moefold.bench.timing import (
     synchronized,
     time_interleaved,
 )
+from moefold.metrics.step_metrics import GIB
 from moefold.model.transformer import TORCH_DTYPES
 from moefold.progress import ProgressCallback, ignore_progress
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,6 @@ def measure_step(
         run: return value of `ours.build()`.
         rounds: measured rounds, after 2 warm-up rounds.
         clock: name of a clock of `CLOCKS`.
-        other_steps: further steps by name.
         kernels: further kernels by name, which wait for the device.
     """
     cfg = our_step.cfg

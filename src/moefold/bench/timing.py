@@ -76,11 +76,7 @@ def synchronized(step: Callable[[], object], device: torch.device) -> Callable[[
 
 
 class StorageMeter(TorchDispatchMode):
-    """Dispatch mode that counts the live bytes of all storages that operations return.
-
-    Attributes:
-        peak_bytes: peak of the live bytes, without storages from before.
-    """
+    """Dispatch mode that counts the live bytes of all storages that operations return, without storages from before."""
 
     def __init__(self) -> None:
         super().__init__()

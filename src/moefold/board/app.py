@@ -47,10 +47,9 @@ HEADERS = (
 
 
 def make_app(runs: RunList, *, token: str = "", is_loopback: bool = True) -> Starlette:
-    """Return the application.
+    """Return the application of some runs.
 
     Args:
-        runs: the runs to show.
         token: required token of requests; empty: none.
         is_loopback: only accept requests for names of the loopback interface, so that a web page with another name that
             resolves to it gets no data.

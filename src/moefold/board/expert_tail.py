@@ -94,28 +94,47 @@ MAX_READ_BYTES = 64 * MIB
 _FINGERPRINT_BYTES = 64
 
 
-class ExpertCountsTail:
-    """Reader of the new records of expert_counts.bin since the last call; a restarted file is read again."""
+class CountsTail:
+    """Counts of routed tokens over ranges of steps, from a file that a run extends or begins again."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / COUNTS_FILE
+    def __init__(self) -> None:
         self.generation = 0
+        """Number of restarts; after a change all earlier counts are void."""
         self._clear()
 
     def _clear(self) -> None:
-        self.header: CountsHeader | None = None
         self.problem = ""
+        self.layers: tuple[int, ...] = ()
+        """Indices of the L MoE layers in the whole model."""
         self.is_sampled = False
-        """True if records were skipped because the file grew by more than `MAX_READ_BYTES` at once."""
-        self._identity: tuple[int, int] | None = None
-        self._num_read = 0
-        self._fingerprint = b""
+        """True if only a part of the new data was read, because there was too much at once."""
         self._ranges: StepRanges | None = None
 
     @property
     def ranges(self) -> StepRanges | None:
         """Mean counts over ranges of steps, [ranges, L, E]; None without records."""
         return self._ranges if self._ranges is not None and len(self._ranges) else None
+
+    def _restart(self) -> None:
+        if self.ranges is not None:
+            self.generation += 1
+        self._clear()
+
+
+class ExpertCountsTail(CountsTail):
+    """Reader of the new records of expert_counts.bin since the last call; a restarted file is read again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / COUNTS_FILE
+        super().__init__()
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._header: CountsHeader | None = None
+        self._identity: tuple[int, int] | None = None
+        self._num_read = 0
+        self._last_record = 0
+        self._fingerprint = b""
 
     def read(self) -> None:
         """Read the new records."""
@@ -127,11 +146,6 @@ class ExpertCountsTail:
         except OSError as error:
             self._restart()
             self.problem = f"{COUNTS_FILE} cannot be read: {error.strerror or error}"
-
-    def _restart(self) -> None:
-        if self._num_read:
-            self.generation += 1
-        self._clear()
 
     def _read(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())
@@ -150,7 +164,8 @@ class ExpertCountsTail:
             self._restart()
         if self._ranges is None:
             self._ranges = make_ranges(len(header.layers), header.num_experts)
-        self.header = header
+        self._header = header
+        self.layers = header.layers
         self._identity = identity
         stride = max(1, -(-(num_records - self._num_read) * record.itemsize // MAX_READ_BYTES))
         self.is_sampled |= stride > 1
@@ -172,12 +187,10 @@ class ExpertCountsTail:
         """Return whether the file still has the last record that was read, at the same position."""
         if not self._num_read:
             return True
-        if header != self.header or identity != self._identity or num_records < self._num_read:
+        if header != self._header or identity != self._identity or num_records < self._num_read:
             return False
         file.seek(start + self._last_record * header.record_dtype.itemsize)
         return file.read(len(self._fingerprint)) == self._fingerprint
-
-    _last_record = 0
 
 
 def make_ranges(num_layers: int, num_experts: int) -> StepRanges:
@@ -197,34 +210,21 @@ MAX_READ_CHOICES = 1 << 24
 """Maximum expert choices per call, a tenth of a second. For a larger step, only the first samples are read."""
 
 
-class TraceTail:
+class TraceTail(CountsTail):
     """Counter of the choices in the new steps of a trace since the last call; a truncated trace is read again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self.generation = 0
-        self._clear()
+        super().__init__()
 
     def _clear(self) -> None:
-        self.shape: TraceShape | None = None
-        self.problem = ""
-        self.is_sampled = False
-        """True if only the first samples of some step were read."""
+        super()._clear()
+        self._shape: TraceShape | None = None
         self.has_more = False
         """True if the last call stopped at its limit."""
-        self._last_read: tuple[Path, int] | None = None
-        self._last_step = -1
-        self._ranges: StepRanges | None = None
-
-    @property
-    def ranges(self) -> StepRanges | None:
-        """Mean counts over ranges of steps, [ranges, L, E]; None without steps."""
-        return self._ranges if self._ranges is not None and len(self._ranges) else None
-
-    @property
-    def last_step(self) -> int:
+        self.last_step = -1
         """Last step that was read; -1: none."""
-        return self._last_step
+        self._last_read: tuple[Path, int] | None = None
 
     def read(self) -> None:
         """Read the new steps."""
@@ -240,22 +240,18 @@ class TraceTail:
         except (ConfigError, RunError, OSError) as error:
             self.problem = f"{TRACE_FOLDER}/ cannot be read: {error}"
 
-    def _restart(self) -> None:
-        if self._last_step >= 0:
-            self.generation += 1
-        self._clear()
-
     def _read(self, trace: RoutingTrace) -> None:
         shape = trace.shape
         if not shape.layers:
             return
-        self.shape = shape
+        self._shape = shape
+        self.layers = shape.layers
         if self._ranges is None:
-            self._ranges = make_ranges(len(shape.layers), shape.num_experts)
+            self._ranges = make_ranges(len(shape.layers), shape.num_routed_experts)
         self.has_more = False
         budget = MAX_READ_CHOICES
         for step in trace.steps:
-            if step <= self._last_step:
+            if step <= self.last_step:
                 continue
             if budget <= 0:
                 self.has_more = True
@@ -263,7 +259,7 @@ class TraceTail:
             counts, num_choices = self._count(trace.step(step), shape, step)
             budget -= num_choices
             self._ranges.append(step, counts)
-            self._last_step = step
+            self.last_step = step
             path = step_file(trace.folder, step)
             self._last_read = (path, path.stat().st_mtime_ns)
 
@@ -279,11 +275,13 @@ class TraceTail:
             )
             for layer in range(len(shape.layers))
         ]
-        return np.array(counts, dtype=np.float64), num_samples * per_sample
+        # Zero-computation experts, which are last, have no computation to balance.
+        routed = np.array(counts, dtype=np.float64)[:, : shape.num_routed_experts]
+        return routed, num_samples * per_sample
 
     def _continues(self, shape: TraceShape) -> bool:
         """Return whether the last step that was read still exists unchanged."""
         if self._last_read is None:
             return True
         path, modified_ns = self._last_read
-        return shape == self.shape and path.is_file() and path.stat().st_mtime_ns == modified_ns
+        return shape == self._shape and path.is_file() and path.stat().st_mtime_ns == modified_ns

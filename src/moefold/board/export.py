@@ -24,14 +24,7 @@ MAX_ROLLOUTS = 1000
 
 
 def export_board(runs: RunList, folder: Path, *, force: bool = False) -> list[str]:
-    """Read all runs to their ends and write the board into a folder, whole or not at all.
-
-    Returns:
-        Names of the exported runs.
-
-    Raises:
-        ConfigError: there is no run, or the folder exists and must not be replaced, or cannot be written.
-    """
+    """Read all runs to their ends and write the board into a folder, whole or not at all; return their names."""
     if not runs.readers:
         raise ConfigError(
             f"--export has nothing to write: no run below {format_list([str(path) for path in runs.folders])}, where "

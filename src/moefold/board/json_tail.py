@@ -143,24 +143,20 @@ class JsonTail:
 
     def _parse(self, complete: bytes) -> Iterator[JsonLine]:
         offset = self.offset
-        for line in complete.splitlines(keepends=True) if b"\r" not in complete else _split(complete):
+        # Not `splitlines`, which also splits at carriage returns.
+        for line in complete.split(b"\n")[:-1]:
             self._num_lines += 1
             try:
                 record = parse_json(line)
             except ValueError:
                 record = None
             if isinstance(record, dict):
-                yield JsonLine(offset, len(line), record)
+                yield JsonLine(offset, len(line) + 1, record)
             else:
                 self._num_invalid += 1
                 if self._num_invalid <= MAX_PROBLEMS:
                     self._problems.append(f"{self.path.name}: line {self._num_lines} is not a JSON object; left out")
-            offset += len(line)
-
-
-def _split(complete: bytes) -> list[bytes]:
-    """Split at line feeds only: `bytes.splitlines` also splits at carriage returns."""
-    return [line + b"\n" for line in complete.split(b"\n")[:-1]]
+            offset += len(line) + 1
 
 
 LAST_BYTES = 256 * KIB
@@ -186,9 +182,6 @@ class NewestValues:
     """Reader of the end of a metrics file, again after each change of the file, whatever its length.
 
     Every row of the table of runs comes from this class, even if the rest of the file was never read.
-
-    Args:
-        path: the file; it may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,39 +1,25 @@
 """The page of the board and its static files, served or exported."""
 
 from importlib.resources import files
+from pathlib import Path
 
-SCRIPT = "text/javascript; charset=utf-8"
-STATIC_FILES = {
-    "board.css": "text/css; charset=utf-8",
-    "uPlot.min.css": "text/css; charset=utf-8",
-    "uPlot.iife.min.js": SCRIPT,
-    "uPlot.LICENSE.txt": "text/plain; charset=utf-8",
-    "theme.js": SCRIPT,
-    "elements.js": SCRIPT,
-    "address.js": SCRIPT,
-    "source.js": SCRIPT,
-    "runs.js": SCRIPT,
-    "curves.js": SCRIPT,
-    "heatmap.js": SCRIPT,
-    "experts.js": SCRIPT,
-    "memory.js": SCRIPT,
-    "ranks.js": SCRIPT,
-    "faults.js": SCRIPT,
-    "rollouts.js": SCRIPT,
-    "recipes.js": SCRIPT,
-    "board.js": SCRIPT,
+_MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
 }
-"""Files in `static/` with their media types, scripts in the loading order of the page."""
+STATIC_FILES = {
+    file.name: _MEDIA_TYPES[suffix]
+    for file in files("moefold.board").joinpath("static").iterdir()
+    if (suffix := Path(file.name).suffix) in _MEDIA_TYPES
+}
+"""Files in `static/` without the page, with their media types."""
 DATA_SCRIPT = "data.js"
 """Script of an export with the data; the page of a server does not load it."""
 
 
 def page(*, is_export: bool = False) -> str:
-    """Return the HTML of the page.
-
-    Args:
-        is_export: load the data of a static export.
-    """
+    """Return the HTML of the page, with `is_export` of a static export with its data."""
     html = files("moefold.board").joinpath("static", "index.html").read_text(encoding="utf-8")
     placeholder = "<!-- data -->"
     assert placeholder in html, "the page has a place for the script of the data"

@@ -5,13 +5,13 @@ Texts are untrusted bytes of prompts and models: they are returned as plain stri
 
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moefold.board.json_tail import JsonTail
 from moefold.bounded_read import MIB
-from moefold.metrics.reader import finite_number
+from moefold.metrics.reader import finite_number, is_step
 from moefold.metrics.writer import ROLLOUTS_FILE
 
 MAX_SEARCH_BYTES = 32 * MIB
@@ -74,7 +74,7 @@ class RolloutIndex:
             step = line.record.get("step")
             self._offsets.append(line.offset)
             self._lengths.append(line.length)
-            self._steps.append(step if type(step) is int and 0 <= step < 2**53 else -1)
+            self._steps.append(step if is_step(step) else -1)
             self._rewards.append(finite_number(line.record.get("reward")))
 
     def find(self, query: RolloutQuery) -> RolloutPage:
@@ -111,17 +111,6 @@ class RolloutIndex:
             yield i
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShownText:
-    """Text of a prompt or a completion."""
-
-    role: str
-    """Role in a conversation; empty for a plain text."""
-    text: str
-    left_out: int
-    """Number of characters beyond `MAX_TEXT_CHARS`."""
-
-
 def shown_rollout(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a rollout for the board; values of unexpected types become texts or None."""
     numbers = {
@@ -132,20 +121,17 @@ def shown_rollout(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
         "number": number,
         **numbers,
         "finish_reason": str(record.get("finish_reason", ""))[:100],
-        "prompt": [asdict(message) for message in _messages(record.get("prompt"))],
-        "completion": [asdict(message) for message in _messages(record.get("completion"))],
+        "prompt": _messages(record.get("prompt")),
+        "completion": _messages(record.get("completion")),
     }
 
 
-def _messages(value: Any) -> list[ShownText]:
-    if isinstance(value, list):
-        turns = [
-            (str(turn.get("role", "")), turn.get("content")) if isinstance(turn, dict) else ("", turn) for turn in value
-        ]
-    else:
-        turns = [("", value)]
-    texts = [(role[:100], "" if text is None else str(text)) for role, text in turns]
-    return [
-        ShownText(role=role, text=text[:MAX_TEXT_CHARS], left_out=max(0, len(text) - MAX_TEXT_CHARS))
-        for role, text in texts
-    ]
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return the turns of a conversation, or a plain text as one turn of an empty role."""
+    shown = []
+    for turn in value if isinstance(value, list) else [value]:
+        role, content = (turn.get("role", ""), turn.get("content")) if isinstance(turn, dict) else ("", turn)
+        text = "" if content is None else str(content)
+        left_out = max(0, len(text) - MAX_TEXT_CHARS)
+        shown.append({"role": str(role)[:100], "text": text[:MAX_TEXT_CHARS], "left_out": left_out})
+    return shown

@@ -23,14 +23,7 @@ MAX_READ_S = 1.0
 
 
 class RunList:
-    """Readers of all runs among and below some folders; there may be no runs yet.
-
-    Args:
-        clock: seconds of a monotonic clock.
-
-    Raises:
-        ConfigError: a path is not a folder.
-    """
+    """Readers of all runs among and below some folders; there may be no runs yet."""
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
         check_folders(paths)
@@ -100,9 +93,6 @@ def free_style(key: str, used_styles: Collection[int]) -> int:
     """Return the style of a run: the colour of its key, or the next colour that differs enough from all other runs.
 
     Solid lines are used first; beyond `NUM_STYLES` runs, styles repeat.
-
-    Args:
-        used_styles: styles of the other runs.
     """
     wanted_style = int(key, 16)
     colors = [(wanted_style + _STRIDE * i) % NUM_COLORS for i in range(NUM_COLORS)]

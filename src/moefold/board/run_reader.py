@@ -50,11 +50,7 @@ MAX_LOG2_SHARE = 2.0
 
 
 class RunReader:
-    """Thread-safe reader of the files of one run.
-
-    Args:
-        run: the run folder.
-    """
+    """Thread-safe reader of the files of one run."""
 
     def __init__(self, run: FoundRun) -> None:
         self.run = run
@@ -139,7 +135,7 @@ class RunReader:
                 "name": self.run.name,
                 "path": str(self.run.path),
                 "state": self._state(),
-                "step": self._step(),
+                "step": self._newest.step,
                 "steps": steps if type(steps) is int else None,
                 "modified_s": modified_s,
                 "age_s": None if modified_s is None else max(0.0, time.time() - modified_s),
@@ -158,12 +154,7 @@ class RunReader:
     def series(
         self, first: int = 0, last: int = MAX_STEP, max_points: int = 600, weights: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return every metric between two steps as `metric_table.ShownCurve`, null for a gap.
-
-        Args:
-            max_points: approximate maximum points of a metric.
-            weights: weights of exponential means by step, for smoothed metrics.
-        """
+        """Return every metric between two steps as `ShownCurve`, null for a gap; see `MetricTable.curve`."""
         with self._lock:
             series = {}
             for name in self._table.names:
@@ -186,13 +177,12 @@ class RunReader:
                 fields = {name: _nullable(means[:, i]) for i, name in enumerate(LAYER_FIELDS)}
                 answer["layers"] = {"numbers": list(self._layers), "steps": ranges.steps.tolist(), **fields}
             tail = self._counts if self._counts.ranges is not None else self._trace
-            shape = self._counts.header if tail is self._counts else self._trace.shape
             counts = tail.ranges
-            if counts is not None and shape is not None:
+            if counts is not None:
                 levels = share_levels(shares_of(counts.means()))
                 answer["experts"] = {
-                    "numbers": list(shape.layers),
-                    "num_experts": shape.num_experts,
+                    "numbers": list(tail.layers),
+                    "num_experts": counts.shape[1],
                     "steps": counts.steps.tolist(),
                     "is_sampled": tail.is_sampled,
                     "max_log2_share": MAX_LOG2_SHARE,
@@ -203,8 +193,7 @@ class RunReader:
     def memory(self) -> dict[str, Any]:
         """Return the newest memory of every rank by part; the parts are null if the run did not measure them."""
         with self._lock:
-            every = self._settings.get("metrics.memory_every")
-            return {"memory": self._memory, "every": every}
+            return {"memory": self._memory, "every": self._settings.get("metrics.memory_every")}
 
     def ranks(self) -> dict[str, Any]:
         """Return the newest times of ranks, how often each was the slowest, and the reported stragglers."""
@@ -239,9 +228,6 @@ class RunReader:
         with self._lock:
             return {"settings": self._settings}
 
-    def _step(self) -> int:
-        return self._newest.step
-
     def _version(self) -> str:
         numbers = (
             self._metrics.generation,
@@ -268,7 +254,7 @@ class RunReader:
             problems.append(f"{METRICS_FILE}: {self._num_invalid_steps} lines have no step number")
         if self._table.left_out:
             problems.append(f"{METRICS_FILE}: metrics beyond the first {len(self._table.names)} are left out")
-        if not self._step() and not problems:
+        if not self._newest.step and not problems:
             problems.append("no step yet")
         return problems
 
@@ -279,7 +265,7 @@ class RunReader:
         if is_in_use(self.run.path):
             return "running"
         steps = self._settings.get("run.steps")
-        return "finished" if type(steps) is int and self._step() >= steps else "stopped"
+        return "finished" if type(steps) is int and self._newest.step >= steps else "stopped"
 
     def _read_settings(self) -> None:
         path = self.run.path / SETTINGS_FILE
@@ -385,12 +371,7 @@ def _newest_times(step: int, times: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def slowest_over_steps(steps: Array, ranks: Array) -> dict[str, Any]:
-    """Return the shares [ranges][ranks] of the steps in ranges of steps for which each rank was the slowest.
-
-    Args:
-        steps: ascending, [N].
-        ranks: slowest rank of each step, [N].
-    """
+    """Return the shares [ranges][ranks] of the steps for which each rank was the slowest."""
     unique, counts = np.unique(ranks, return_counts=True)
     shown_ranks = np.sort(unique[np.argsort(-counts, kind="stable")[:MAX_SLOWEST_RANKS]])
     edges = np.unique(np.linspace(0, len(steps), min(len(steps), MAX_SLOWEST_RANGES) + 1).astype(np.int64))

@@ -13,7 +13,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import Part
 from moefold.config.part_table import NONE
 from moefold.config.suggestions import default_of, tables
-from moefold.convert.key_reader import Json, mark_read, plain
+from moefold.convert.known_keys import Json, mark_read, plain
 from moefold.errors import ConfigError
 
 REQUIRED = object()
@@ -441,10 +441,7 @@ MTP_LAYERS = Renamed(
 
 def num_layers_of(hf_config: Json) -> int:
     """Return num_hidden_layers; raise ConfigError for a value that is not a count."""
-    count = hf_config.get("num_hidden_layers")
-    if not isinstance(count, int) or not is_int(count) or not 1 <= count <= MAX_LAYERS:
-        raise ConfigError(f"config.json has num_hidden_layers={count!r}, which should be 1 to {MAX_LAYERS}")
-    return count
+    return int(NUM_LAYERS.read(hf_config)["layers"])
 
 
 def is_int(value: Any) -> TypeGuard[int]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from moefold.checkpoint.resume import model_differences
 from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import (
     CHUNK_BYTES,
+    CheckpointSource,
     ReusedMemory,
     TensorChunk,
     check_descriptions,
@@ -231,9 +232,8 @@ def export_folder(
                 create_file(tmp_dir / name, layout)
         raise_on_all_ranks(world, "")
         locations = {name: stored for layout in layouts.values() for name, stored in layout.tensors.items()}
-        plain_types = {name: dtype for tensors in plan.plain_files.values() for name, (dtype, _) in tensors.items()}
-        target = _Target(locations, plain_types, plan.quantization, ReusedMemory(2))
-        with _checked(source) if is_one_pass else nullcontext():
+        target = _Target(locations, plan.dtypes, plan.quantization, ReusedMemory(2))
+        with checked_while_read(_own_checkpoint(source)) if is_one_pass else nullcontext():
             hashes = _write_tensors(source, plan.mapping, target, world, on_bytes)
         tokenizer = TokenizerChoice()
         if world.is_rank0:
@@ -266,8 +266,6 @@ class _ExportPlan:
     duplicates: dict[str, str]
     dtypes: dict[str, str]
     quantization: Quantization
-    plain_files: dict[str, TensorSpecs]
-    """Tensors of each file before quantisation."""
     files: Mapping[str, TensorSpecs]
 
     @property
@@ -277,20 +275,23 @@ class _ExportPlan:
 
     def manifest(self, layouts: Mapping[str, FileLayout], hashes: Mapping[str, str]) -> Manifest:
         """Return the manifest of the folder."""
-        return Manifest(
-            self.family.name,
-            self.layout_number,
-            _manifest_entries(layouts, hashes, self.duplicates),
-            {name: self.metadata[name] for name in self.files if name in self.metadata},
-        )
+        entries = {
+            name: ManifestEntry(
+                stored.file.name,
+                stored.dtype,
+                stored.shape,
+                hashes[name],
+                DUPLICATE_REASONS[self.duplicates[name]] if name in self.duplicates else "",
+            )
+            for layout in layouts.values()
+            for name, stored in layout.tensors.items()
+        }
+        metadata = {name: self.metadata[name] for name in self.files if name in self.metadata}
+        return Manifest(self.family.name, self.layout_number, entries, metadata)
 
 
 def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOptions) -> _ExportPlan:
-    """Choose the family, and plan the tensors and files of an export.
-
-    Raises:
-        ConfigError: no family can express the model, or the checkpoint has other tensors than its model.
-    """
+    """Choose the family, and plan the tensors and files of an export; refuse a model that no family can express."""
     model, left_out = _exported_model(read_model(checkpoint), source, options)
     sidecar_dir = find_sidecar_dir(checkpoint)
     family = _choose_family(model, options, WeightsOrigin(sidecar_dir, None))
@@ -301,7 +302,7 @@ def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOpt
     _check_tensors(mapping, source, checkpoint, left_out)
     dtypes = _hf_dtypes(mapping, source, options)
     quantization = plan_quantization(options.quantize, mapping, model, family)
-    plain_files = _plan_shards(mapping, dtypes, (model, family), origin.manifest, options)
+    files = _plan_shards(mapping, dtypes, (model, family), origin.manifest, options)
     return _ExportPlan(
         model=model,
         left_out=left_out,
@@ -312,8 +313,7 @@ def _plan_export(checkpoint: Path, source: CheckpointWeights, options: ExportOpt
         duplicates=duplicates,
         dtypes=dtypes,
         quantization=quantization,
-        plain_files=plain_files,
-        files=expand_files(plain_files, quantization),
+        files=expand_files(files, quantization),
     )
 
 
@@ -350,8 +350,8 @@ def _check_files(checkpoint: Path, world: World, *, verify: bool) -> bool:
     return verify and reads_all
 
 
-def _checked(source: CheckpointWeights) -> AbstractContextManager[None]:
-    return checked_while_read(source.adapters if isinstance(source, AdaptedSource) else source)
+def _own_checkpoint(source: CheckpointWeights) -> CheckpointSource:
+    return source.adapters if isinstance(source, AdaptedSource) else source
 
 
 def _find_origin(sidecar_dir: Path | None, family: Family) -> WeightsOrigin:
@@ -487,7 +487,7 @@ class _Target:
     locations: Mapping[str, TensorLocation]
     """Locations of all written tensors."""
     dtypes: Mapping[str, str]
-    """Dtype names of the tensors of the mapping that are not quantised."""
+    """Dtype names of all tensors of the mapping, before quantisation."""
     quantization: Quantization
     memory: ReusedMemory
     """Memory for the rows of two chunks: one is hashed while the next is assembled."""
@@ -559,19 +559,3 @@ def _check_hashes(locations: Mapping[str, TensorLocation], hashes: Mapping[str, 
     names = sorted(locations)[world.rank :: world.size]
     damaged = [name for name in names if hash_tensor(locations[name]) != hashes[name]]
     raise_on_all_ranks(world, f"read again, these tensors differ: {format_list(damaged)}" if damaged else "")
-
-
-def _manifest_entries(
-    layouts: Mapping[str, FileLayout], hashes: Mapping[str, str], duplicates: Mapping[str, str]
-) -> dict[str, ManifestEntry]:
-    return {
-        name: ManifestEntry(
-            stored.file.name,
-            stored.dtype,
-            stored.shape,
-            hashes[name],
-            DUPLICATE_REASONS[duplicates[name]] if name in duplicates else "",
-        )
-        for layout in layouts.values()
-        for name, stored in layout.tensors.items()
-    }

@@ -2,6 +2,7 @@
 
 import pkgutil
 from importlib import import_module
+from operator import attrgetter
 
 from moefold.convert import family_files
 from moefold.convert.config_fields import (
@@ -337,11 +338,15 @@ DECODER_FAMILIES = {
 """Decoder families by name, in the order of trial of an export without --family."""
 
 
+_FILED = (
+    family
+    for module in pkgutil.iter_modules(family_files.__path__)
+    for family in import_module(f"{family_files.__name__}.{module.name}").FAMILIES
+)
 FILED_FAMILIES: dict[str, Family] = {
-    name: import_module(f"{family_files.__name__}.{name}").FAMILY
-    for name in sorted(module.name for module in pkgutil.iter_modules(family_files.__path__))
+    family.folder_type: family for family in sorted(_FILED, key=attrgetter("folder_type"))
 }
-"""Family of each file of `family_files`."""
+"""Families of the files of `family_files`, by the `model_type` of their folders."""
 
 FAMILIES = DECODER_FAMILIES | {family.name: family for family in FILED_FAMILIES.values() if not family.exported_as}
 """Families that an export may write, in the order of trial without --family."""

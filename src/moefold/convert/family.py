@@ -22,7 +22,7 @@ from moefold.convert.config_fields import (
     renamed,
     same,
 )
-from moefold.convert.key_reader import Json, overlay
+from moefold.convert.known_keys import Json, overlay
 from moefold.convert.rope_fields import RopeParameters
 from moefold.convert.tensor_mapping import (
     ByAttention,
@@ -75,11 +75,7 @@ class MultimodalFolder:
         return is_other_expert or re.fullmatch(self.other_tensors, name) is not None
 
     def text_config(self, hf_config: Json) -> Json:
-        """Return the keys of the text model; the object around them determines whether the embeddings are tied.
-
-        Raises:
-            ConfigError: there are no such keys.
-        """
+        """Return the keys of the text model; the object around them determines whether the embeddings are tied."""
         around = keys = hf_config
         for key in self.config_path:
             config = keys.get(key)
@@ -138,9 +134,14 @@ class Family:
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
+    def folder_type(self) -> str:
+        """The `model_type` of the multimodal folder, if there is one, else of the family."""
+        return self.name if self.multimodal is None else self.multimodal.model_type
+
+    @property
     def model_types(self) -> tuple[str, ...]:
         """Every `model_type` that means the family."""
-        return (self.name, *self.aliases, *(() if self.multimodal is None else (self.multimodal.model_type,)))
+        return tuple(dict.fromkeys((self.name, *self.aliases, self.folder_type)))
 
     def is_of_zero_expert(self, name: str, model: ModelConfig) -> bool:
         """Return whether a tensor of a folder belongs to a zero-computation expert of the model."""

@@ -38,7 +38,7 @@ from moefold.convert.family import (
     stacked_experts,
     untransposed_experts,
 )
-from moefold.convert.key_reader import Json, mark_read
+from moefold.convert.known_keys import Json, mark_read
 from moefold.convert.layer_fields import (
     EveryNthFull,
     ExpertLayerRange,

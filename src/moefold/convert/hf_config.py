@@ -16,16 +16,19 @@ from moefold.config.part_registry import is_built_in
 from moefold.config.suggestions import closest_match, download_advice
 from moefold.convert.families import FAMILIES, MODEL_TYPES, UNSUPPORTED_FAMILIES
 from moefold.convert.family import Family, MultimodalFolder
-from moefold.convert.key_reader import KeyReader, declared_keys, overlay, plain
 from moefold.convert.known_keys import (
     QUANTIZATION_KEYS,
+    KeyReader,
     KeyReport,
     config_known_keys,
+    declared_keys,
     file_report,
     generation_known_keys,
     join_reports,
     multimodal_known_keys,
     nested_reports,
+    overlay,
+    plain,
     sort_keys,
     tokenizer_known_keys,
 )
@@ -56,11 +59,7 @@ def read_model_config(folder: Path, ignored_keys: Collection[str] = ()) -> Model
 
 
 def inspect_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[ModelConfig, tuple[KeyReport, ...]]:
-    """Return the section [model] of a Hugging Face folder, and the kinds of the keys of its JSON files.
-
-    Raises:
-        ConfigError: as in `read_model_config`.
-    """
+    """Return the section [model] of a folder, and the kinds of the keys of its files; raise as `read_model_config`."""
     keys = read_hf_config(folder)
     model, report = inspect_config(keys, folder, ignored_keys)
     reports = [report]
@@ -93,11 +92,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def find_family(hf_config: Mapping[str, Any], folder: Path) -> Family:
-    """Return the family of a config.json.
-
-    Raises:
-        ConfigError: the family is unknown, or the weights are quantised in an unknown format.
-    """
+    """Return the family of a config.json; refuse unknown families and formats of quantised weights."""
     name = hf_config.get("model_type")
     if name is None and isinstance(hf_config.get("run"), dict):
         raise ConfigError(
@@ -128,11 +123,7 @@ def multimodal_folder(hf_config: Mapping[str, Any], family: Family) -> Multimoda
 
 
 def text_config(hf_config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return the keys that describe the text model: the whole config.json, or an object in a multimodal config.json.
-
-    Raises:
-        ConfigError: there is no such object.
-    """
+    """Return the keys that describe the text model: the whole config.json, or an object in a multimodal config.json."""
     multimodal = multimodal_folder(hf_config, family)
     return hf_config if multimodal is None else multimodal.text_config(hf_config)
 
@@ -152,7 +143,7 @@ def quantization_unsupported_reason(quantization: Any) -> str:
             "them to bfloat16 first, as docs/conversion.md shows"
         )
     sizes = quantization.get("weight_block_size")
-    if not _is_block_size(sizes):
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
         return f"has FP8 weights of weight_block_size={sizes!r}; moefold reads blocks of two whole numbers"
     if quantization.get("fmt", "e4m3") != "e4m3":
         return f"has FP8 weights of fmt={quantization['fmt']!r}; moefold reads 'e4m3'"
@@ -160,22 +151,14 @@ def quantization_unsupported_reason(quantization: Any) -> str:
 
 
 def parse_model_config(hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
-    """Convert a config.json to the section [model]; `ignored_keys` may have any value.
-
-    Raises:
-        ConfigError: as in `read_model_config`.
-    """
+    """Convert a config.json to the section [model]; `ignored_keys` may have any value."""
     return inspect_config(hf_config, folder, ignored_keys)[0]
 
 
 def inspect_config(
     hf_config: Mapping[str, Any], folder: Path, ignored_keys: Collection[str] = ()
 ) -> tuple[ModelConfig, KeyReport]:
-    """Convert a config.json to the section [model], and sort its keys.
-
-    Raises:
-        ConfigError: as in `read_model_config`.
-    """
+    """Convert a config.json to the section [model], and sort its keys."""
     family = find_family(hf_config, folder)
     model: dict[str, Any] = {}
     try:
@@ -197,11 +180,7 @@ def inspect_config(
 
 
 def _spell_both_ways(hf_config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return config.json with each key under both spellings that transformers reads.
-
-    Raises:
-        ConfigError: two spellings have different values.
-    """
+    """Return config.json with each key under both spellings that transformers reads; refuse two different values."""
     keys = dict(hf_config)
     for alias, name in declared_keys().aliases.get(family.name, {}).items():
         if keys.get(alias) is None:
@@ -275,7 +254,3 @@ def _read_keys(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not JSON: {error}") from None
     return keys if isinstance(keys, dict) else {}
-
-
-def _is_block_size(sizes: Any) -> bool:
-    return isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)

@@ -70,11 +70,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read the manifest of a folder; None if there is none.
-
-    Raises:
-        ConfigError: the manifest is broken.
-    """
+    """Read the manifest of a folder; None if there is none. Raise ConfigError if it is broken."""
     try:
         fields = read_json(path / MANIFEST_FILE, MAX_INDEX_BYTES)
         entries = {name: _parse_entry(entry) for name, entry in fields["tensors"].items()}
@@ -92,11 +88,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def _parse_entry(entry: Mapping[str, Any]) -> ManifestEntry:
-    """Parse one tensor of a manifest; its file must be in the folder itself, because an export writes there.
-
-    Raises:
-        ValueError: the file is outside the folder or not a safetensors file.
-    """
+    """Parse one tensor of a manifest; refuse a file outside of the folder, because an export writes there."""
     file = entry["file"]
     if PurePosixPath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
         raise ValueError(file)

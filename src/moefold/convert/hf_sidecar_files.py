@@ -30,11 +30,7 @@ def find_sidecar_dir(checkpoint: Path) -> Path | None:
 
 
 def recipe_tokenizer(path: Path) -> str:
-    """Return the tokenizer of the recipe next to imported or upcycled weights; "" if there is none.
-
-    Raises:
-        ConfigError: the recipe cannot be read.
-    """
+    """Return the tokenizer of the recipe next to imported or upcycled weights; "" if there is none."""
     try:
         recipe = parse_toml(read_text(path / RECIPE_FILE, MAX_RECIPE_BYTES))
     except FileNotFoundError:
@@ -47,12 +43,7 @@ def recipe_tokenizer(path: Path) -> str:
 
 
 def tokenizer_unsupported_reason(folder: Path, alternative: str) -> str:
-    """Return the reason why a run cannot use the model's own tokenizer, with the ways out; empty if it can.
-
-    Args:
-        folder: the folder of the tokenizer files.
-        alternative: way out without files.
-    """
+    """Return the reason why a run cannot use a folder's tokenizer, with the way out `alternative`; empty if it can."""
     if (file := tokenizer_file(folder)).is_file():
         if file.name == TOKENIZER_FILE:
             return ""

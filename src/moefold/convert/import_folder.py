@@ -173,17 +173,13 @@ def write_checkpoint(
     excluded: Collection[str] = (),
     *,
     on_bytes: OnBytes,
-) -> tuple[str, ...]:
-    """Write the weights of a source as a checkpoint, and copy sidecar files. Collective over `world`.
+) -> Conversion:
+    """Write the weights of a source as a checkpoint, and copy sidecar files, listed on rank 0. Collective.
 
     Args:
         out: the checkpoint; must not exist.
         finish: called on rank 0 with the folder, to add metadata and recipe.
-        sidecar_dir: folder of the sidecar files; None if there are no sidecar files.
         excluded: sidecar files that are not copied.
-
-    Returns:
-        The copied files, on rank 0.
     """
     copied: tuple[str, ...] = ()
     with atomic_directory(out, world) as tmp_dir:
@@ -194,7 +190,7 @@ def write_checkpoint(
             finish(tmp_dir)
         raise_on_all_ranks(world, "")
         write_manifest_in_parallel(tmp_dir, world, digests)
-    return copied
+    return Conversion(len(source.shapes), sum(path.stat().st_size for path in out.glob("*.distcp")), copied)
 
 
 def finish_checkpoint(
@@ -210,8 +206,7 @@ def finish_checkpoint(
     """Add checkpoint metadata and a recipe to a folder of weights.
 
     Args:
-        tmp_dir: the folder that holds the weights.
-        out: the final path of the checkpoint.
+        tmp_dir: the folder that holds the weights; `out` is its final path.
         origin: description of the source of the weights.
         tokenizer: data.tokenizer of the recipe if the folder holds no tokenizer; empty if unknown.
         dtype: run.dtype of the runs that trained the weights; empty if no run did.
@@ -297,11 +292,7 @@ def assign_chunks(chunks: Sequence[TensorChunk], source: WeightSource, world: Wo
 
 
 def _manifest(source: HfSource, digests: Mapping[str, str], world: World) -> Manifest:
-    """Hash the tensors of a folder, each in one process; refuse tensors that differ from the folder's own manifest.
-
-    Args:
-        digests: hashes that this process has computed already.
-    """
+    """Hash the tensors without a digest, each in one process; refuse those that differ from the folder's manifest."""
     folder: HfFolder = source.folder
     hashes = {name: digest for table in world.all_gather_object(dict(digests)) for name, digest in table.items()}
     hashes |= _hash_together({name: folder.tensors[name] for name in folder.tensors.keys() - hashes.keys()}, world)

@@ -10,6 +10,7 @@ dense model. With G = 1 this is plain upcycling (arXiv:2212.05055, arXiv:2412.09
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +57,6 @@ def load_initial_weights(
     meantime. The first rank copies the tokenizer of the weights next to the run's checkpoints. Adapters are kept.
 
     Args:
-        is_first_rank: whether this is rank 0.
         folder: the weights, if they were found already; None: the weights that the recipe names.
 
     Returns:
@@ -215,7 +215,6 @@ def upcycle_folder(
     Args:
         dense: a Hugging Face folder, a checkpoint, or a run (its newest checkpoint).
         out: the checkpoint; must not exist.
-        model: the model with experts.
         seed: seed of the router, the noise and the shared expert.
 
     Raises:
@@ -233,10 +232,9 @@ def upcycle_folder(
     run_tokenizer = find_run_tokenizer(dense)
     excluded = () if is_hf_folder(dense) else choose_tokenizer(read_meta(dense), sidecar_dir, run_tokenizer).excluded
     finish = partial(finish_checkpoint, out=out, model=model, origin=f"upcycle of {dense}", tokenizer=tokenizer)
-    copied = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
-    size = sum(path.stat().st_size for path in out.glob("*.distcp"))
+    conversion = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
     reason = ""
     if sidecar_dir is not None and not tokenizer:
         reason = tokenizer_unsupported_reason(sidecar_dir, "set data.tokenizer, or train on token ids")
     notes = [note for note in (reason and f"recipe.toml names no tokenizer: {reason}", export_message(model)) if note]
-    return Conversion(len(source.shapes), size, copied, messages=tuple(notes))
+    return replace(conversion, messages=tuple(notes))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from moefold.config.layer_words import LayerWords, spell_layers
 from moefold.config.model import ModelConfig
 from moefold.convert.config_fields import Renamed, interval_of, is_int, num_layers_of
-from moefold.convert.key_reader import Json, mark_read, overlay
+from moefold.convert.known_keys import Json, mark_read, overlay
 from moefold.errors import ConfigError
 
 
@@ -309,10 +309,9 @@ class IndexerTypes:
 
 
 def joined_layers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of fields with `layers` in words, given the number of layers and columns `layers.COLUMN`.
+    """Return settings with `layers` in words, given the number of layers and columns `layers.COLUMN`.
 
-    Args:
-        settings: settings of [model]; a column is a word of all layers, or a list with a word for each.
+    A column is a word of all layers, or a list with a word for each.
     """
     merged = {key: value for key, value in settings.items() if not key.startswith("layers")}
     columns = [settings.get(f"layers.{column}", word) for column, word in LayerWords()._asdict().items()]

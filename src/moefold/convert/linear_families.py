@@ -43,7 +43,7 @@ from moefold.convert.family import (
     layouts,
     mla_rules,
 )
-from moefold.convert.key_reader import Json, mark_read, overlay
+from moefold.convert.known_keys import Json, mark_read, overlay
 from moefold.convert.layer_fields import (
     LINEAR_LAYERS,
     FirstKDense,
@@ -121,11 +121,7 @@ _GATED_ATTENTION = {**USUAL, **grouped(("attention.wq", "attention.wg"), "self_a
 
 @dataclass(frozen=True)
 class QwenMTPLayer:
-    """Rule of a parameter of a layer, where MTP layers are named mtp.layers.0 and so on (Qwen3-Next).
-
-    Attributes:
-        rule: rule of the other layers.
-    """
+    """Rule of a parameter of a layer, where MTP layers are named mtp.layers.0 and so on (Qwen3-Next)."""
 
     rule: TensorRule
 
@@ -148,11 +144,7 @@ _QWEN_MTP: dict[str, TensorRule] = {
 
 @dataclass(frozen=True)
 class QwenMTPLayers:
-    """Number of MTP layers of a Qwen folder: 0, or 1 with full attention and experts, like the last layer.
-
-    Attributes:
-        hf_key: optional key of config.json.
-    """
+    """Number of MTP layers of a Qwen folder: 0, or 1 with full attention and experts, like the last layer."""
 
     hf_key: str
 
@@ -168,16 +160,23 @@ class QwenMTPLayers:
         return {self.hf_key: model.mtp_layers} if model.mtp_layers and has_qwen_mtp(model) else {}
 
 
+def deltanet_fields(num_key_heads: int, num_value_heads: int) -> tuple[Renamed, ...]:
+    """Return the fields of the sizes of Gated DeltaNet, given the defaults of its heads."""
+    return renamed(
+        linear_conv_kernel_dim=("linear_attention.conv_kernel", 4),
+        linear_key_head_dim=("linear_attention.key_head_dim", 128),
+        linear_value_head_dim=("linear_attention.value_head_dim", 128),
+        linear_num_key_heads=("linear_attention.num_key_heads", num_key_heads),
+        linear_num_value_heads=("linear_attention.num_value_heads", num_value_heads),
+    )
+
+
 _QWEN_HYBRID: tuple[ConfigField, ...] = (
     *attention_fields(1e-6, RopeParameters(1e4, fraction=0.25), head_size=256),
     *allowed(attention_bias=(False,)),
     LINEAR_LAYERS,
     Constants({"attention.gate": {}, "attention.qk_norm": {}, "norm.zero_centered": True}),
-    *renamed(linear_conv_kernel_dim=("linear_attention.conv_kernel", 4)),
-    Renamed("linear_key_head_dim", "linear_attention.key_head_dim", 128),
-    Renamed("linear_value_head_dim", "linear_attention.value_head_dim", 128),
-    Renamed("linear_num_key_heads", "linear_attention.num_key_heads", 16),
-    Renamed("linear_num_value_heads", "linear_attention.num_value_heads", 32),
+    *deltanet_fields(16, 32),
     *renamed(num_experts_per_tok="ffn.moe.top_k", moe_intermediate_size="ffn.moe.intermediate_size"),
     num_experts("num_experts"),
     GatedSharedExpert(),

@@ -9,7 +9,7 @@ from typing import Any
 
 from moefold.config.layer_words import MAX_LAYERS
 from moefold.config.model import ModelConfig
-from moefold.convert.config_fields import AllowedValues, Constants, Renamed, allowed, is_int, renamed
+from moefold.convert.config_fields import AllowedValues, Constants, Renamed, allowed, renamed
 from moefold.convert.family import (
     Family,
     TensorRules,
@@ -21,9 +21,8 @@ from moefold.convert.family import (
     layouts,
     mla_rules,
 )
-from moefold.convert.key_reader import Json
+from moefold.convert.known_keys import Json
 from moefold.convert.rope_fields import RopeParameters
-from moefold.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,7 @@ class LayerPairs:
 
     def read(self, hf_config: Json) -> dict[str, Any]:
         """Read the number of layers."""
-        count = hf_config.get("num_layers", 28)
-        if not is_int(count) or not 1 <= count <= MAX_LAYERS // 2:
-            raise ConfigError(f"config.json has num_layers={count!r}, which should be 1 to {MAX_LAYERS // 2}")
+        count = Renamed("num_layers", "layers", 28, minimum=1, maximum=MAX_LAYERS // 2).read(hf_config)["layers"]
         return {"layers": 2 * count, "layers.ffn": ["moe", "dense"] * count, "ffn.moe.shortcut": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

@@ -40,17 +40,10 @@ common ancestor it is nearly 1."""
 
 
 class MergedSource:
-    """Weighted mean of the weights of several checkpoints, accumulated in float64.
+    """Weighted mean of the weights of several checkpoints of one model, accumulated in float64.
 
     Each tensor has the widest of its stored dtypes. A read needs memory for its region in float64 and in the stored
-    dtype, whatever the number and sharding of the checkpoints.
-
-    Args:
-        sources: the checkpoints, of one model.
-        weights: positive weight of each; they are divided by their sum.
-
-    Raises:
-        ConfigError: a checkpoint lacks a tensor of another checkpoint, or has it in another shape.
+    dtype, whatever the number and sharding of the checkpoints. The weights are divided by their sum.
     """
 
     def __init__(self, sources: Sequence[CheckpointSource], weights: Sequence[float]) -> None:
@@ -89,11 +82,10 @@ def merge_checkpoints(
 ) -> Conversion:
     """Write the weighted mean of checkpoints as a checkpoint of weights. Collective over `world`.
 
-    The result has no optimizer moments, like imported weights.
+    The result has no optimizer moments, like imported weights. The weights are divided by their sum.
 
     Args:
         checkpoints: checkpoint folders, as returned by `locate_checkpoint`; any mapping may have written each.
-        weights: positive weight of each; they are divided by their sum.
         out: the checkpoint; must not exist.
 
     Raises:
@@ -121,9 +113,7 @@ def merge_checkpoints(
         tokenizer=next(filter(None, tokenizers), ""),
         dtype=min(dtypes) if len(dtypes) == 1 else "",
     )
-    copied = write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
-    size = sum(path.stat().st_size for path in out.glob("*.distcp"))
-    return Conversion(len(source.shapes), size, copied)
+    return write_checkpoint(source, out, world, finish, sidecar_dir, excluded, on_bytes=on_bytes)
 
 
 def unaligned_reasons(sources: Sequence[CheckpointSource]) -> list[str]:
@@ -151,14 +141,7 @@ def unaligned_reasons(sources: Sequence[CheckpointSource]) -> list[str]:
 
 
 def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str]) -> None:
-    """Check that all checkpoints with a known tokenizer have the same tokenizer.
-
-    Args:
-        tokenizers: data.tokenizer of each: "bytes", a path, or "" if it is unknown.
-
-    Raises:
-        ConfigError: two differ.
-    """
+    """Refuse checkpoints with different tokenizers, each "bytes", a path, or "" if it is unknown."""
     pairs = [(path, name) for path, name in zip(checkpoints, tokenizers, strict=True) if name]
     for path, name in pairs[1:]:
         first_path, first = pairs[0]
@@ -173,16 +156,9 @@ def check_same_tokenizer(checkpoints: Sequence[Path], tokenizers: Sequence[str])
 
 
 def matched_rows(first: Tensor, second: Tensor) -> tuple[int, int]:
-    """Count the rows of a matrix whose most similar row of another matrix, by cosine, has the same index.
+    """Count rows whose most similar row of another matrix [N, H], by cosine, has the same index, and all compared rows.
 
     Rows that are zero in either matrix are not counted; a tie counts as a match.
-
-    Args:
-        first: [N, H].
-        second: [N, H].
-
-    Returns:
-        The number of matches, and of rows that were compared.
     """
     is_nonzero = (first.abs().sum(1) > 0) & (second.abs().sum(1) > 0)
     first_rows, second_rows = (rows[is_nonzero] for rows in (first, second))
@@ -240,8 +216,7 @@ def _check_shapes(first: CheckpointSource, other: CheckpointSource) -> None:
 
 
 def _tokenizer_file(name: str) -> Path:
-    path = existing_path("data.tokenizer", name)
-    return tokenizer_file(path)
+    return tokenizer_file(existing_path("data.tokenizer", name))
 
 
 def _tokenizer_of(checkpoint: Path, meta: CheckpointMeta) -> str:

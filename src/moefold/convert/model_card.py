@@ -74,14 +74,7 @@ class TrainingRun:
 
 
 def read_training_run(checkpoint: Path, model: ModelConfig, meta: CheckpointMeta) -> TrainingRun:
-    """Collect the known facts of the run that wrote a checkpoint.
-
-    Args:
-        meta: its metadata.
-
-    Raises:
-        ConfigError: a file of the run is damaged.
-    """
+    """Collect the known facts of the run that wrote a checkpoint; raise ConfigError if a file of the run is damaged."""
     cfg = find_run_config(checkpoint, model)
     loss, eval_loss = None, None
     run_dir = checkpoint.parent.parent
@@ -128,13 +121,6 @@ def write_generation_config(folder: Path, run: TrainingRun) -> None:
     """Write generation_config.json: the token ids of config.json, and the temperature of a run that sampled.
 
     An existing file, from imported weights, is kept: it already has these ids.
-
-    Args:
-        folder: the exported folder, with its config.json.
-
-    Raises:
-        ConfigError: config.json cannot be read.
-        OSError: the file cannot be written.
     """
     if (folder / GENERATION_FILE).is_file():
         return
@@ -149,17 +135,7 @@ def write_generation_config(folder: Path, run: TrainingRun) -> None:
 def write_model_card(
     folder: Path, family: str, model: ModelConfig, run: TrainingRun, *, is_adapter: bool = False
 ) -> None:
-    """Write README.md, the model card: the sizes, the training and the loading of the model.
-
-    Args:
-        folder: the exported folder.
-        family: the `model_type` of its config.json.
-        model: the exported model.
-        is_adapter: whether the folder only has adapters in PEFT's format.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write README.md, the model card: the sizes, the training and the loading of the model."""
     header = [
         f"library_name: {'peft' if is_adapter else 'transformers'}",
         "pipeline_tag: text-generation",
@@ -183,19 +159,10 @@ def write_model_card(
         "",
     ]
     if settings := _settings_text(run.settings):
-        lines += [
-            "## How it was trained",
-            "",
-            f"With moefold {__version__}; settings that differ from its defaults, and the main ones:",
-            "",
-        ]
-        lines += ["```toml", *settings, "```", ""]
-    text = (
-        "\n".join(["---", *header, "---", *lines])
-        + "\n"
-        + _HOW_TO_LOAD.format(_LOAD_ADAPTERS if is_adapter else _LOAD_MODEL)
-    )
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
+        text = f"With moefold {__version__}; settings that differ from its defaults, and the main ones:"
+        lines += ["## How it was trained", "", text, "", "```toml", *settings, "```", ""]
+    lines += [_HOW_TO_LOAD.format(_LOAD_ADAPTERS if is_adapter else _LOAD_MODEL)]
+    (folder / CARD_FILE).write_text("\n".join(["---", *header, "---", *lines]), encoding="utf-8")
 
 
 def _training_lines(run: TrainingRun) -> list[str]:

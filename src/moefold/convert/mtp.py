@@ -36,13 +36,10 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
 
 
 def count_mtp_layers(model: ModelConfig, names: Collection[str] | None) -> ModelConfig:
-    """Return the model with the MTP layers in the folder, which config.json may count wrongly.
+    """Return the model with the MTP layers in the folder, given the names of its tensors (None: unknown).
 
     transformers drops MTP layers when it loads and saves a model, but still counts them in config.json. Folders of
     Qwen3-Next may have a layer that their config.json does not count.
-
-    Args:
-        names: names of the folder's tensors; None if unknown.
     """
     if names is None:
         return model

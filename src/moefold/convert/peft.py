@@ -14,6 +14,7 @@ from torch import Tensor
 from moefold.checkpoint.adapter_settings import folder_digest
 from moefold.checkpoint.checkpoint_dir import check_integrity, locate_checkpoint
 from moefold.checkpoint.checkpoint_meta import META_FILE, CheckpointMeta, read_meta
+from moefold.checkpoint.run_tokenizer import find_run_tokenizer
 from moefold.checkpoint.streaming_io import CheckpointSource
 from moefold.comm.groups import World, raise_on_all_ranks
 from moefold.config.lora import LoraConfig
@@ -26,7 +27,7 @@ from moefold.convert.hf_config import families_for, find_family, is_hf_folder, r
 from moefold.convert.hf_shards import copy_sidecar_files
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.convert.import_folder import Conversion, OnBytes, finish_checkpoint, import_origin, write_checkpoint
-from moefold.convert.key_reader import declared_keys
+from moefold.convert.known_keys import declared_keys
 from moefold.convert.model_card import read_training_run, write_model_card
 from moefold.convert.peft_config import CONFIG_FILE, CONSTANT_KEYS, WEIGHTS_FILE, inspect_peft_folder, resolve_base
 from moefold.convert.peft_names import (
@@ -113,7 +114,7 @@ def export_adapters(checkpoint: Path, out: Path, world: World, *, dtype: str, on
 def _write_tokenizer_files(tmp_dir: Path, checkpoint: Path, meta: CheckpointMeta) -> tuple[str, ...]:
     """Write the run's tokenizer and its template; return notes on it."""
     sidecar_dir = find_sidecar_dir(checkpoint)
-    choice = choose_tokenizer(meta, sidecar_dir)
+    choice = choose_tokenizer(meta, sidecar_dir, find_run_tokenizer(checkpoint))
     if sidecar_dir is not None:
         copied = {*tokenizer_files(sidecar_dir)} - {*choice.excluded}
         copy_sidecar_files(
@@ -140,9 +141,6 @@ def _parameters_to_stack(
 
     Transformers stacks experts. PEFT stacks the adapters of single experts, the form of released adapters, when it
     loads them: only for some families, and only if gate and up projections both have adapters or both have none.
-
-    Raises:
-        ConfigError: the experts of the family have no such parameters.
     """
     matrices = {name.rpartition(".")[2] for name, weight in weights.items() if weight.is_expert}
     has_halves = len(matrices & {"w_gate", "w_up"}) != 1
@@ -293,9 +291,8 @@ def import_adapters(
     }
     sidecar_dir = base if is_hf_folder(base) else find_sidecar_dir(base)
     finish = partial(finish_checkpoint, out=out, model=model, origin=import_origin(folder), lora=settings)
-    copied = write_checkpoint(PeftSource(tensors), out, world, finish, sidecar_dir, on_bytes=on_bytes)
-    size = sum(values.nbytes for values in tensors.values())
-    return Conversion(len(tensors), size, copied)
+    conversion = write_checkpoint(PeftSource(tensors), out, world, finish, sidecar_dir, on_bytes=on_bytes)
+    return replace(conversion, num_bytes=sum(values.nbytes for values in tensors.values()))
 
 
 def _read_adapters(
@@ -375,7 +372,6 @@ def split_targets(
         modules: names of the modules with adapters, except experts.
         experts: names of single experts with adapters.
         others: names of the modules without adapters; targets with the same last name as one of these are in full.
-        family: the model's family.
     """
     stacked = declared_keys().stacked_by_peft.get(family.name, [])
     ambiguous = {leaf(name) for name in others}

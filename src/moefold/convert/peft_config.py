@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.bounded_read import MAX_CONFIG_BYTES, read_json
-from moefold.convert.key_reader import KeyReader, declared_keys
-from moefold.convert.known_keys import VOID, KeyReport, KnownKeys, join_reports, sort_keys
+from moefold.convert.known_keys import VOID, KeyReader, KeyReport, KnownKeys, declared_keys, join_reports, sort_keys
 from moefold.convert.preflight import resolve_weights_folder
 from moefold.errors import ConfigError, format_list
 
@@ -42,11 +41,7 @@ def is_peft_folder(folder: Path) -> bool:
 
 
 def inspect_peft_folder(folder: Path, ignored_keys: Collection[str] = ()) -> tuple[dict[str, Any], KeyReport]:
-    """Read adapter_config.json, and sort its keys.
-
-    Raises:
-        ConfigError: the file cannot be read, describes adapters of another kind, or has no safetensors next to it.
-    """
+    """Read adapter_config.json, and sort its keys; refuse adapters of another kind, and those without safetensors."""
     path = folder / CONFIG_FILE
     try:
         keys = read_json(path, MAX_CONFIG_BYTES)
@@ -123,11 +118,7 @@ def _check_weights_file(folder: Path) -> None:
 
 
 def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Path:
-    """Return the base weights of a folder of PEFT; a path may be relative to that folder.
-
-    Raises:
-        ConfigError: the weights do not exist.
-    """
+    """Return the base weights of a folder of PEFT; a path may be relative to that folder."""
     base_name = keys.get("base_model_name_or_path") if base is None else str(base)
     paths = [] if not isinstance(base_name, str) or not base_name else [Path(base_name)]
     paths += [folder / path for path in paths if base is None and not path.is_absolute()]
@@ -142,14 +133,7 @@ def resolve_base(folder: Path, keys: Mapping[str, Any], base: Path | None) -> Pa
 
 
 def check_adapters(folder: Path, base: Path | None, ignored_keys: Collection[str]) -> tuple[KeyReport, ...]:
-    """Check the settings of a folder of PEFT, before torch is imported, and that its base weights exist.
-
-    Returns:
-        The kinds of the keys of adapter_config.json.
-
-    Raises:
-        ConfigError: as in `inspect_peft_folder` and `resolve_base`.
-    """
+    """Check the settings of a folder of PEFT and its base weights, without torch; return the kinds of the keys."""
     keys, report = inspect_peft_folder(folder, ignored_keys)
     resolve_base(folder, keys, base)
     return (report,)

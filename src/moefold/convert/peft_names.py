@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.config.model import ModelConfig
 from moefold.config.param_spec import ParamSpec
 from moefold.convert.family import Family
-from moefold.convert.tensor_mapping import SliceMapping, StateDictMapping
+from moefold.convert.tensor_mapping import Shape, SliceMapping, StateDictMapping
 from moefold.convert.weight_sources import family_mapping
 from moefold.cost.adapter_spec import adapter_names
 from moefold.errors import ConfigError, format_list
@@ -67,14 +67,7 @@ class PeftModule:
 
 
 def peft_modules(model: ModelConfig, family: Family, weights: Mapping[str, ParamSpec]) -> list[PeftModule]:
-    """Return the modules of a family's model for the matrices with adapters.
-
-    Args:
-        weights: the matrices with adapters, by name.
-
-    Raises:
-        ConfigError: the family has no separate module for a matrix, in any layout of its tensors.
-    """
+    """Return the modules of a family's model for the matrices with adapters; refuse a matrix without its own module."""
     modules = find_modules(model, family, weights)
     if fused := sorted(weights.keys() - {module.name for module in modules}):
         raise ConfigError(
@@ -132,7 +125,6 @@ def _modules_of(mapping: StateDictMapping, name: str, weight: ParamSpec) -> list
     return modules
 
 
-Shape = tuple[int, ...]
 Pair = tuple[Tensor, Tensor]
 _WITH_INPUTS_FIRST = ("gpt_oss",)
 """Families whose parameters are [E, in, out] for PEFT (`is_transposed`); for others, inputs are its last dim."""
@@ -179,11 +171,7 @@ class StackedParameter:
         return a_ERI.reshape(-1, self.inputs), b_ERO.permute(2, 1, 0).reshape(self.outputs, -1)
 
     def unstack(self, a: Tensor, b: Tensor, rank: int) -> dict[str, Pair]:
-        """Return the adapters of our matrices, A [E, in, r] and B [E, r, out], by name.
-
-        Raises:
-            ConfigError: the adapters have another rank.
-        """
+        """Return the adapters of our matrices, A [E, in, r] and B [E, r, out], by name; refuse another rank."""
         experts = self.pieces[0].size[0]
         by_expert = a.reshape(experts, -1, a.shape[1])
         by_rank = b.reshape(b.shape[0], -1, experts).permute(2, 1, 0)
@@ -219,9 +207,7 @@ def stacked_parameters(
 ) -> dict[str, list[StackedParameter]]:
     """Return the parameters with stacked experts, by their module, inner modules first; empty if there are none.
 
-    Args:
-        family: the model's family; its last layout with stacked experts is the layout of transformers' model.
-        weights: the matrices that may have adapters, by name.
+    The family's last layout with stacked experts is the layout of transformers' model.
     """
     stacked: dict[str, list[StackedParameter]] = {}
     for rules in family.layouts:
@@ -250,12 +236,7 @@ def _parameter(family: Family, hf_name: str, shape: Shape, pieces: list[SliceMap
 
 
 def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[StackedParameter]]) -> dict[str, Tensor]:
-    """Return the tensors of PEFT for adapters of experts.
-
-    Args:
-        adapters: adapters of our matrices, A [E, in, r] and B [E, r, out], by name.
-        parameters: result of `stacked_parameters`; parameters without an adapter are ignored.
-    """
+    """Return the tensors of PEFT for adapters of experts, A [E, in, r] and B [E, r, out], by name."""
     tensors: dict[str, Tensor] = {}
     for module, candidates in parameters.items():
         adapted = [parameter for parameter in candidates if any(piece.name in adapters for piece in parameter.pieces)]
@@ -269,15 +250,7 @@ def write_stacked(adapters: Mapping[str, Pair], parameters: Mapping[str, list[St
 def read_stacked(
     tensors: Mapping[str, Tensor], parameters: Mapping[str, list[StackedParameter]], rank: int
 ) -> dict[str, Tensor]:
-    """Return the adapters of stacked experts by our names.
-
-    Args:
-        parameters: result of `stacked_parameters`.
-        rank: r of adapter_config.json.
-
-    Raises:
-        ConfigError: an adapter has another rank, or shapes that fit no parameter.
-    """
+    """Return the adapters of stacked experts by our names; `rank` is r of adapter_config.json."""
     pairs: dict[str, Pair] = {}
     for module, candidates in parameters.items():
         for name_a, name_b in _pair_names(module):

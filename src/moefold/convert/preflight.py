@@ -148,13 +148,10 @@ def _candidate_changes(model: ModelConfig) -> list[dict[str, Any]]:
 
 
 def weights_path(name: str) -> Path:
-    """Return the path of weights that a user named.
+    """Return the path of weights that a user named; raise ConfigError if they cannot be reached.
 
     For `hf://ORG/NAME` it is a snapshot on this machine, for a remote Hugging Face folder a copy. Checkpoints are not
     copied.
-
-    Raises:
-        ConfigError: the weights cannot be reached.
     """
     if is_hub_url(name):
         return snapshot(name, "model")
@@ -165,11 +162,7 @@ def weights_path(name: str) -> Path:
 
 
 def resolve_weights_folder(path: Path) -> Path:
-    """Resolve a user's path to a Hugging Face folder, a checkpoint, or the newest checkpoint of a run.
-
-    Raises:
-        ConfigError: the path has another form.
-    """
+    """Resolve a user's path to a Hugging Face folder, a checkpoint, or the newest checkpoint of a run."""
     if is_hf_folder(path):
         return path
     if not path.exists() and (advice := download_advice(str(path))):
@@ -178,11 +171,7 @@ def resolve_weights_folder(path: Path) -> Path:
 
 
 def read_model(path: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
-    """Return the section [model] of the weights at a user's path; `ignored_keys` as in `read_model_config`.
-
-    Raises:
-        ConfigError: there are no weights, or their kind or version is unknown.
-    """
+    """Return the section [model] of the weights at a user's path; raise ConfigError if moefold knows none there."""
     path = resolve_weights_folder(path)
     if is_hf_folder(path):
         return read_model_config(path, ignored_keys)
@@ -212,11 +201,7 @@ def init_from_unsupported_reason(
 
     Args:
         model: the recipe's model.
-        ignored_keys: as in `read_model_config`.
         is_dense: whether the folder's weights are upcycled to the recipe's model.
-
-    Raises:
-        ConfigError: the folder holds no weights that moefold knows.
     """
     if not path.is_dir():
         advice = download_advice(str(path)) if not path.exists() else ""
@@ -241,11 +226,7 @@ def init_from_unsupported_reason(
 
 
 def check_initial_adapters(lora: LoraConfig, checkpoint: CheckpointConfig) -> None:
-    """Check before the ranks start that lora.init_from has the adapters of the recipe, and that base weights exist.
-
-    Raises:
-        ConfigError: the adapters differ or are missing, or no base weights are given.
-    """
+    """Check before the ranks start that lora.init_from has the adapters of the recipe, and that base weights exist."""
     if not lora.rank:
         return
     if not checkpoint.init_from:
@@ -278,14 +259,7 @@ def check_import(
     needs_tokenizer: bool,
     ignored_keys: Collection[str] = (),
 ) -> tuple[KeyReport, ...]:
-    """Check the config and the tokenizer of a Hugging Face folder, and that the checkpoint can be created.
-
-    Returns:
-        The kinds of the keys of the folder's JSON files.
-
-    Raises:
-        ConfigError: on the first error.
-    """
+    """Check config and tokenizer of a Hugging Face folder, and the output path; return the kinds of its keys."""
     _, reports = inspect_folder(folder, ignored_keys)
     if needs_tokenizer and (reason := tokenizer_unsupported_reason(folder, NO_TOKENIZER_HINT)):
         raise ConfigError(reason)
@@ -294,11 +268,7 @@ def check_import(
 
 
 def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
-    """Check the metadata of a checkpoint and the sizes of its files, and that the folder can be created.
-
-    Raises:
-        ConfigError: on the first error.
-    """
+    """Check the metadata of a checkpoint and the sizes of its files, and that the folder can be created."""
     folder = locate_checkpoint(checkpoint)
     check_file_sizes(folder)
     read_model(folder)
@@ -308,20 +278,7 @@ def check_export(checkpoint: Path, out: Path, rank_env: RankEnv | None) -> None:
 def check_merge(
     checkpoints: Sequence[Path], weights: Sequence[float], out: Path, rank_env: RankEnv | None
 ) -> list[float]:
-    """Check the checkpoints of a merge: their models, the sizes of their files, their weights, and the output path.
-
-    Args:
-        checkpoints: checkpoints, or runs.
-        weights: weight of each checkpoint; empty: equal weights.
-        out: the checkpoint to write.
-        rank_env: rank of this process, if a launcher started it.
-
-    Returns:
-        The weight of each checkpoint.
-
-    Raises:
-        ConfigError: on the first error.
-    """
+    """Check the checkpoints of a merge, their weights (empty: equal) and the output path; return the weight of each."""
     shares = list(weights) or [1.0] * len(checkpoints)
     if len(shares) != len(checkpoints):
         raise ConfigError(f"--weights has {len(shares)} numbers for {len(checkpoints)} checkpoints; give one for each")
@@ -351,11 +308,7 @@ def check_merge(
 
 
 def check_out(out: Path, rank_env: RankEnv | None) -> None:
-    """Check on rank 0 that the output path is free.
-
-    Raises:
-        ConfigError: the path exists already, cannot be created, or is remote for ranks of several machines.
-    """
+    """Check on rank 0 that the output path is free, and that ranks of several machines do not write to a remote one."""
     if is_remote(out) and rank_env is not None and rank_env.world_size > rank_env.local_world_size:
         raise ConfigError(
             f"{str(out)!r} is remote: its files are written on one machine before they are sent; start the ranks on "

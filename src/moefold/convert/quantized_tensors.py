@@ -17,7 +17,7 @@ from torch import Tensor
 from moefold.config.model import ModelConfig
 from moefold.convert.family import Family
 from moefold.convert.safetensors_file import QUANTIZED_DTYPES, OnRows, TensorLocation, bytes_of
-from moefold.convert.tensor_mapping import StateDictMapping
+from moefold.convert.tensor_mapping import Shape, StateDictMapping
 from moefold.cost.layer_spec import model_weights
 from moefold.cost.state_bytes import QUANTIZED_PARTS
 from moefold.errors import ConfigError, format_list
@@ -40,15 +40,7 @@ _ROWS_BYTES = 1 << 24
 def dequantize_tensors(
     tensors: Mapping[str, TensorLocation], quantization: Mapping[str, Any], folder: Path
 ) -> dict[str, TensorLocation]:
-    """Replace the parts of each quantised weight by one bfloat16 tensor.
-
-    Args:
-        tensors: tensors of the folder, by name.
-        quantization: the folder's `quantization_config`, which `quantization_unsupported_reason` accepts.
-
-    Raises:
-        ConfigError: a part is missing, or its shape or dtype contradicts the other parts.
-    """
+    """Replace the parts of each quantised weight by one bfloat16 tensor; refuse missing or unfit parts."""
     is_fp8 = quantization["quant_method"] == "fp8"
     pairs = _pair_fp8(tensors, quantization["weight_block_size"]) if is_fp8 else _pair_mxfp4(tensors)
     undescribed = [
@@ -73,18 +65,11 @@ def _pair_fp8(tensors: Mapping[str, TensorLocation], block: Sequence[int]) -> di
         if original is not None and original.dtype == "F8_E4M3":
             continue
         scales = tensors.get(name + FP8_SCALES)
-        if stored.dtype == "F8_E4M3" and scales is not None:
-            pairs[name] = BlockFp8Tensor(
-                stored.file,
-                DEQUANTIZED_DTYPE,
-                stored.shape,
-                stored.start,
-                values=stored,
-                scales=scales,
-                block=(block[0], block[1]),
-            )
-        else:
+        if stored.dtype != "F8_E4M3" or scales is None:
             pairs[name] = stored
+            continue
+        where = (stored.file, DEQUANTIZED_DTYPE, stored.shape, stored.start)
+        pairs[name] = BlockFp8Tensor(*where, values=stored, scales=scales, block=(block[0], block[1]))
     return pairs
 
 
@@ -198,17 +183,11 @@ _EXPORTED_PARTS = frozenset(QUANTIZED_PARTS) - {"mtp"}
 """Parts whose matrices are quantised. The projection of an MTP layer is not: readers such as vLLM expect it whole."""
 _MAX_EXPONENT = 2
 """Exponent of the largest e2m1 magnitude."""
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantisation of some tensors of an export.
-
-    Attributes:
-        kind: the format.
-        names: the tensors that are quantised.
-    """
+    """Format of an export's quantisation, and the tensors that are quantised."""
 
     kind: QuantizationKind
     names: frozenset[str]

@@ -37,14 +37,8 @@ class RolloutWeightWriter:
     """Writer of a model's weights to `folder`/rollout_weights; rank 0 writes some rows of a tensor at a time.
 
     The tensors have the names, dtypes and files of the original folder, so a program that has loaded it can load them.
-    Constructor and `write` are collective over all ranks; only rank 0 reads and writes files.
-
-    Args:
-        model: the model in training.
-        folder: a Hugging Face folder of the same model, which stays unchanged.
-
-    Raises:
-        ConfigError: the folder belongs to another model, quantised or in float16, or cannot be written to.
+    Constructor and `write` are collective over all ranks; only rank 0 reads and writes files. Both raise ConfigError on
+    all ranks if rank 0 cannot write; the constructor also if the folder is of another model, quantised or in float16.
     """
 
     def __init__(self, model: ParallelModel, folder: Path) -> None:
@@ -70,11 +64,7 @@ class RolloutWeightWriter:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the current weights, between two training steps.
-
-        Raises:
-            ConfigError: on all ranks, rank 0 cannot write.
-        """
+        """Write the current weights, between two training steps."""
         self._source.refresh()
         reason = ""
         with FileWriter() as writer:
@@ -116,11 +106,7 @@ class RolloutWeightWriter:
 
 
 def _read_layout(folder: Path, source: GatheredWeights) -> _Layout:
-    """Return the tensors of a folder with the model of `source`.
-
-    Raises:
-        ConfigError: the folder belongs to another model, quantised or in float16.
-    """
+    """Return the tensors of a folder with the model of `source`; refuse other models, quantised weights and float16."""
     opened = open_hf_folder(folder, ALL_KEYS)
     if opened.hf_config.get(QUANTIZATION_KEY) is not None:
         raise ConfigError(Problem("rollout.folder", str(folder), "is quantised", "name one in bfloat16 or float32"))

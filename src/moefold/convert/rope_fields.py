@@ -9,7 +9,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.part import default_of_field, describe_part, settings_of
 from moefold.config.part_registry import built_in_kinds, find_part
 from moefold.convert.config_fields import REQUIRED, Renamed, is_int, setting_of
-from moefold.convert.key_reader import Json, mark_read
+from moefold.convert.known_keys import Json, mark_read
 from moefold.errors import ConfigError
 
 

@@ -18,11 +18,7 @@ from moefold.validate.config import check_model
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read an object from a JSON file; {} if the file does not exist.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
+    """Read an object from a JSON file; {} if the file does not exist. Raise ConfigError for other content."""
     try:
         content = read_json(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
@@ -55,11 +51,7 @@ def missing_parts(path: Path, error: MissingPartError) -> str:
 
 
 def parse_run_config(tree: Mapping[str, Any], file: Path) -> Config:
-    """Parse the settings of a run that were read from a file.
-
-    Raises:
-        ConfigError: the values are not settings of this version.
-    """
+    """Parse the settings of a run from a file; raise ConfigError if they are not settings of this version."""
     try:
         cfg = config_from_dict(upgraded(tree)[0])
         check_model(cfg.model)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.bounded_read import open_regular, parse_json
+from moefold.convert.mtp import MAX_HEADER_BYTES
 from moefold.errors import ConfigError
 from moefold.remote_path import RemotePath
 
@@ -29,8 +30,6 @@ QUANTIZED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 """Dtypes of the parts of a quantised weight, see `quantized_tensors.py`."""
 _STORED_DTYPES = DTYPES | QUANTIZED_DTYPES
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors library."""
 ALIGNMENT_BYTES = 8
 """Header alignment of the safetensors library."""
 DEFAULT_METADATA = MappingProxyType({"format": "pt"})

@@ -141,12 +141,7 @@ class TensorRule(Protocol):
     """Rule of a family's table: maps one of our parameters to HF tensors."""
 
     def slices(self, param_name: str, shape: Shape, layer: str, model: ModelConfig) -> Iterator[SliceMapping]:
-        """Yield the slice mappings of one parameter.
-
-        Args:
-            param_name: name of the parameter in the whole model.
-            layer: its layer number, "" outside the layers.
-        """
+        """Yield the slice mappings of a parameter, by its name in the whole model; `layer` is "" outside of layers."""
         ...
 
 
@@ -235,12 +230,7 @@ class PerExpertTensors:
 
 @dataclass(frozen=True)
 class ByAttention:
-    """Rule of a parameter that recurrent layers and layers of softmax attention have in different HF tensors.
-
-    Attributes:
-        recurrent: rule of layers 'linear'.
-        softmax: rule of the other layers.
-    """
+    """Rule of a parameter that recurrent layers ('linear') and other layers have in different HF tensors."""
 
     recurrent: TensorRule
     softmax: TensorRule

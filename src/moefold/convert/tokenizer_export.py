@@ -19,7 +19,7 @@ from moefold.checkpoint.run_tokenizer import (
 )
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.data import DataConfig
-from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
+from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE, is_hf_folder
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
@@ -39,7 +39,6 @@ from moefold.errors import ConfigError, Problem, format_list
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import is_remote
 
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_SIDECAR_FILES = (
     *TOKENIZER_CONFIG_FILES,
@@ -137,11 +136,7 @@ def _choose_copy(
 
 
 def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
-    """Write the chosen tokenizer into a folder that already holds the other sidecar files.
-
-    Raises:
-        ConfigError: a file cannot be written, or is broken.
-    """
+    """Write the chosen tokenizer into a folder that already holds the other sidecar files."""
     with translate_io_errors(f"the tokenizer {str(choice.file)!r} cannot be copied to {str(tmp_dir)!r}"):
         for name, file in choice.sidecar_files.items():
             (tmp_dir / name).parent.mkdir(exist_ok=True)
@@ -165,17 +160,10 @@ def write_tokenizer(tmp_dir: Path, choice: TokenizerChoice) -> None:
 
 
 def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
-    """Add the id with which the chat template ends a turn to the ends of generation_config.json.
+    """Add the id with which the chat template ends a turn to the ends of generation_config.json; return notes.
 
     transformers and vLLM stop at these ids. A base model that was trained on conversations ends its answers with the
     end of a turn, not of a text.
-
-    Args:
-        folder: an exported folder with its tokenizer and its generation_config.json.
-        meta: metadata of the checkpoint.
-
-    Returns:
-        Notes for the user.
     """
     if meta.order.get("kind") not in CHAT_KINDS or not (folder / TOKENIZER_FILE).is_file():
         return ()
@@ -199,11 +187,7 @@ def write_turn_end(folder: Path, meta: CheckpointMeta) -> tuple[str, ...]:
 
 
 def tokenizer_mismatch_message(data: DataConfig, weights_folder: Path) -> str:
-    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights; else empty.
-
-    Args:
-        weights_folder: a Hugging Face folder or a checkpoint.
-    """
+    """Return a note if the tokenizer of a run differs from the tokenizer of its initial weights; else empty."""
     run_tokenizer = tokenizer_name({"kind": data.kind, "tokenizer": data.tokenizer})
     trained = _trained_tokenizer(weights_folder)
     if not run_tokenizer or not trained or run_tokenizer == trained:
@@ -244,11 +228,7 @@ def _trained_tokenizer(weights_folder: Path) -> str:
 
 def _tokenizer_path(name: str) -> Path:
     """Return the tokenizer.json of data.tokenizer, which may no longer exist."""
-    if is_remote(name):
-        folder_or_file = existing_path("data.tokenizer", name)
-        return tokenizer_file(folder_or_file)
-    path = _expand_user(name)
-    return tokenizer_file(path)
+    return tokenizer_file(existing_path("data.tokenizer", name) if is_remote(name) else _expand_user(name))
 
 
 def _expand_user(name: str) -> Path:

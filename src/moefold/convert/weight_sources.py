@@ -117,11 +117,7 @@ class HfSource:
 def check_finite(
     values: Tensor, name: str, folder: Path, way_out: str = "download or convert the folder again"
 ) -> None:
-    """Refuse NaN and infinity among values of a tensor of a folder or checkpoint.
-
-    Raises:
-        ConfigError: a value is not finite; the message names the tensor.
-    """
+    """Refuse NaN and infinity among values of a tensor of a folder or checkpoint."""
     # The sum costs less than a thirtieth of a test of each value; it is not finite either where finite values overflow.
     if not torch.isfinite(values.sum()) and (wrong := int((~torch.isfinite(values)).sum())):
         raise ConfigError(
@@ -140,10 +136,6 @@ def load_hf_weights(
     Args:
         folder: config.json and safetensors files, of the same model as the parameters.
         parameters: plain tensors, or DTensors under any mapping, by their names in the whole model.
-        buffers: buffers by name.
-
-    Raises:
-        ConfigError: the folder cannot be read, or holds another model.
     """
     load_shards(
         HfSource(open_hf_folder(folder, ALL_KEYS), leaves_out_mtp=True), {**parameters, **(buffers or {})}, str(folder)
@@ -152,11 +144,7 @@ def load_hf_weights(
 
 @torch.no_grad()
 def load_shards(source: WeightSource, tensors: Mapping[str, Tensor], source_name: str) -> None:
-    """Copy the weights of a source into this rank's shards. No communication.
-
-    Raises:
-        ConfigError: the source lacks a tensor, or has it in another shape.
-    """
+    """Copy the weights of a source into this rank's shards; refuse a source of another model. No communication."""
     reasons = [
         f"{name} of shape {list(tensor.shape)}, it has {list(source.shapes[name]) if name in source.shapes else 'none'}"
         for name, tensor in tensors.items()
@@ -180,11 +168,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def family_mapping(model: ModelConfig, rules: TensorRules, family: Family) -> StateDictMapping:
-    """Return the mapping between a model's parameters and the tensors of a family's folder.
-
-    Raises:
-        ConfigError: the family has no tensor for a parameter.
-    """
+    """Return the mapping between a model's parameters and the tensors of a family's folder; refuse other parameters."""
     shapes = parameter_shapes(model)
     pieces: list[SliceMapping] = []
     unmapped = []
@@ -309,11 +293,9 @@ def assemble_rows(
 def rows_equal(location: TensorLocation, rows: TensorChunk, values: Tensor) -> bool:
     """Return whether some rows of a tensor in a file equal `values`, byte by byte."""
     stored = location.read_rows(rows.start, rows.stop)
-    return stored.dtype == values.dtype and torch.equal(_as_bytes(stored), _as_bytes(values))
-
-
-def _as_bytes(values: Tensor) -> Tensor:
-    return values.flatten().view(torch.uint8)
+    return stored.dtype == values.dtype and torch.equal(
+        stored.flatten().view(torch.uint8), values.flatten().view(torch.uint8)
+    )
 
 
 def group_by_parameters(mapping: StateDictMapping) -> list[tuple[str, ...]]:
@@ -344,14 +326,7 @@ def share_of_rank(items: Sequence[Item], sizes: Sequence[int], world: World) -> 
 
 
 def verify_against_folder(source: WeightSource, folder: HfSource, world: World) -> None:
-    """Compare a checkpoint with a folder, some rows at a time. Collective over `world`.
-
-    Args:
-        folder: the Hugging Face folder.
-
-    Raises:
-        ConfigError: a tensor differs; the message names it.
-    """
+    """Compare a checkpoint with a folder, some rows at a time; refuse differences. Collective over `world`."""
     wrong = []
     for group in assign_groups(folder.mapping, world):
         for hf_name in group:
@@ -392,12 +367,7 @@ class TensorHashes(OrderedHashes):
     """
 
     def add_rows(self, name: str, location: TensorLocation, offset: int, values: Tensor) -> None:
-        """Add rows of a tensor, which must not change later.
-
-        Args:
-            location: location of the whole tensor.
-            offset: bytes before the first row.
-        """
+        """Add rows of a tensor, which must not change later, at a byte offset; `location` is of the whole tensor."""
         self.add(name, location.num_bytes, offset, bytes_of(values))
 
 
@@ -407,9 +377,6 @@ def open_weights(path: Path, base: Path | None = None) -> WeightSource:
     Args:
         path: the folder, result of `resolve_weights_folder`.
         base: the base weights of a checkpoint with adapters; None: the weights that its metadata names.
-
-    Raises:
-        ConfigError: the folder has another form, or is damaged; the base weights do not exist or have changed.
     """
     if is_hf_folder(path):
         return HfSource(open_hf_folder(path, ALL_KEYS))
@@ -430,9 +397,6 @@ def load_merged_weights(path: Path, parameters: Mapping[str, Tensor], buffers: M
     """Fill this rank's shards with the base weights of a checkpoint with adapters, and the adapters merged into them.
 
     Collective over all ranks, which share the check of the checkpoint's files. Each rank then reads its own shards.
-
-    Raises:
-        ConfigError: the checkpoint is damaged, or its base weights are missing or have changed.
     """
     check_integrity(path, current_world())
     source = open_weights(path)
@@ -441,14 +405,7 @@ def load_merged_weights(path: Path, parameters: Mapping[str, Tensor], buffers: M
 
 
 class AdaptedSource:
-    """Weight source of a model with merged adapters; sums are computed at least in float32.
-
-    Args:
-        adapters: the checkpoint with the adapters, kept as an attribute.
-
-    Raises:
-        ConfigError: the adapters belong to another model.
-    """
+    """Weight source of a model with merged adapters; sums are computed at least in float32."""
 
     def __init__(self, base: WeightSource, adapters: CheckpointSource) -> None:
         self._base = base
@@ -473,7 +430,8 @@ class AdaptedSource:
         dtype = self._base.dtype(name)
         if name not in self.adapted:
             return dtype
-        return torch.promote_types(torch.promote_types(dtype, self.adapters.dtype(adapter_names(name)[0])), FLOAT)
+        adapter_dtype = self.adapters.dtype(adapter_names(name)[0])
+        return torch.promote_types(torch.promote_types(dtype, adapter_dtype), torch.float32)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor of the base weights."""
@@ -496,20 +454,14 @@ class AdaptedSource:
         self.adapters.clear_cache()
 
     def _read_adapter(self, name: str, region: Region) -> Tensor:
-        return self.adapters.read(name, _closed(region, self.adapters.shapes[name])).to(self._sum_dtype(name))
-
-    def _sum_dtype(self, name: str) -> torch.dtype:
-        return torch.promote_types(self.adapters.dtype(name), FLOAT)
+        """Read some rows of A or columns of B, at least in float32; the other slices may be open."""
+        shape = self.adapters.shapes[name]
+        closed = tuple(slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True))
+        return self.adapters.read(name, closed).to(torch.promote_types(self.adapters.dtype(name), torch.float32))
 
 
 CheckpointWeights = CheckpointSource | AdaptedSource
 """Weights of a checkpoint: as stored, or with its adapters merged."""
-FLOAT = torch.float32
-
-
-def _closed(region: Region, shape: Shape) -> Region:
-    """Return a region whose slices all have a start and an end."""
-    return tuple(slice(*span.indices(size)[:2]) for span, size in zip(region, shape, strict=True))
 
 
 def _fits(shape: Shape, adapters: WeightSource, names: tuple[str, str]) -> bool:

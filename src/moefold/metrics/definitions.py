@@ -673,15 +673,11 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
 
 
 def measured(metrics: Sequence[Metric], values: Any, callback: str) -> dict[str, float | None]:
-    """Return the result of a callback's `measure` as Python numbers.
+    """Return the result of a callback's `measure` as Python numbers; refuse values without a definition.
 
     Args:
-        metrics: the definitions of the callback.
         values: values of this rank by name; a number may be a tensor or an array of one element.
         callback: name of its class, for messages.
-
-    Raises:
-        RunError: the result is not a dict, or a value has no definition or is not a number.
     """
     if not isinstance(values, Mapping):
         raise RunError(
@@ -708,11 +704,7 @@ def _as_number(name: str, value: Any, callback: str) -> float:
 
 
 def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Reduce the values of all ranks by the rules of their definitions; None is ignored, NaN makes the result NaN.
-
-    Args:
-        ranks: values of each rank by name.
-    """
+    """Reduce the values of all ranks by the rules of their definitions; None is ignored, NaN makes the result NaN."""
     values: dict[str, float | None] = {}
     for metric in metrics:
         rank_values = [value for rank in ranks if (value := rank.get(metric.name)) is not None]
@@ -721,15 +713,7 @@ def reduced(metrics: Sequence[Metric], ranks: Sequence[Mapping[str, float | None
 
 
 def step_values(values: Mapping[str, Any], further: Sequence[Metric] = ()) -> dict[str, Any]:
-    """Return the numbers of a step in the order of the table.
-
-    Args:
-        values: values by name.
-        further: metrics that the callbacks of a program declare.
-
-    Raises:
-        RunError: a number has no definition.
-    """
+    """Return the numbers of a step in the order of the table; refuse a number without a definition."""
     names = [metric.name for metric in (*STEP, *further) if metric.name != NONFINITE]
     if unknown := sorted(values.keys() - set(names)):
         raise RunError(f"the metric {unknown[0]!r} has no definition; add it to STEP in metrics/definitions.py")

@@ -88,11 +88,7 @@ class ExpertCountsWriter:
 
 
 def read_expert_counts(run_dir: Path) -> ExpertCounts | None:
-    """Memory-map the counts of a run without a truncated last record; None if the run wrote no counts.
-
-    Raises:
-        ConfigError: the file is invalid.
-    """
+    """Memory-map the counts of a run without a truncated last record; None if there are none."""
     path = run_dir / COUNTS_FILE
     if not path.is_file():
         return None

@@ -6,11 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from moefold.metrics.definitions import SHOWN, TABLES, title_of
-from moefold.metrics.expert_balance import Array, split_into_bins
+from moefold.metrics.expert_balance import END_WINDOW_DIVISOR, Array, split_into_bins
 from moefold.metrics.reader import read_records, value_of
-
-ENDS = 10
-"""Divisor: the start and the end of a curve are means over a tenth of its values."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class MetricCurve:
 
     def summary(self) -> dict[str, float]:
         """Return mean values at start and end, and the extremes."""
-        count = max(1, len(self.values) // ENDS)
+        count = max(1, len(self.values) // END_WINDOW_DIVISOR)
         return {
             "start": float(self.values[:count].mean()),
             "end": float(self.values[-count:].mean()),
@@ -42,11 +39,7 @@ class MetricCurve:
 
 
 def read_metric_curves(run_dir: Path) -> dict[str, list[MetricCurve]]:
-    """Read the curves of a run by the keys of their tables; values of other types are ignored.
-
-    Raises:
-        ConfigError: metrics.jsonl cannot be read.
-    """
+    """Read the curves of a run by the keys of their tables; values of other types are ignored."""
     series: dict[str, dict[int, float]] = {path: {} for path, places in SHOWN.items() if places.table}
     for record in read_records(run_dir):
         for path, values in series.items():

@@ -68,11 +68,9 @@ def plot_loss(run_dir: Path) -> Path:
     for axes, draw in zip(panels, drawers, strict=True):
         _style(axes)
         draw(axes, curves)
-    loss_axes = panels[0]
-    side_axes = panels[-1]
-    loss_axes.set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_TEXT_COLOR, pad=10)
-    side_axes.set_xlabel("step", color=_TEXT_COLOR)
-    side_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
+    panels[0].set_title(_title(run_dir, curves), loc="left", fontsize=11, color=_TEXT_COLOR, pad=10)
+    panels[-1].set_xlabel("step", color=_TEXT_COLOR)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
     path = run_dir / LOSS_PLOT_FILE
     draft = run_dir / f".{LOSS_PLOT_FILE}.tmp"
     try:
@@ -84,11 +82,7 @@ def plot_loss(run_dir: Path) -> Path:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Read the curves of a run; invalid lines are skipped.
-
-    Raises:
-        ConfigError: the folder has no metrics.
-    """
+    """Read the curves of a run; invalid lines are skipped. Raise ConfigError if the folder has no metrics."""
     lines = read_records(run_dir)
     records = [line for line in lines if line["step"] > 0]
     if not records:
@@ -208,8 +202,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 def escape_plot_text(text: str) -> str:
     """Return text for matplotlib, with `$` and characters that its font lacks (they raise warnings) replaced."""
-    characters = _characters()
-    plain = "".join(character if ord(character) in characters else REPLACEMENT for character in text)
+    plain = "".join(character if ord(character) in _characters() else REPLACEMENT for character in text)
     # matplotlib reads text between two dollar signs as a formula.
     return plain.replace("$", r"\$")
 

@@ -54,11 +54,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of a run, including the evaluation before the first step.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the valid lines of a run, including the evaluation before the first step; raise as `read_lines`."""
     return [record for _, record in read_lines(run_dir / METRICS_FILE) if record is not None]
 
 

@@ -80,8 +80,7 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._discard_lost_output():
-            self._display.close()
+        self.end()
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Show a finished step."""
@@ -269,11 +268,7 @@ class StepLine:
         self._seen = {"eval"} if evaluates else set()
 
     def format(self, values: Mapping[str, Any], time_left_s: float, width: int) -> str:
-        """Return a step as one line of at most `width` columns, without the least important columns if necessary.
-
-        Args:
-            time_left_s: seconds to the end of the run; not shown for the last step.
-        """
+        """Return a step as one line of at most `width` columns, without the least important columns if necessary."""
         columns = self.columns(values, values["eval_loss"], time_left_s)
         kept_names: set[str] = set()
         free_width = width + len(GAP)

@@ -47,11 +47,8 @@ class MoELayerMetrics:
         """Compute the metrics from sums over the global batch.
 
         Args:
-            layer: layer index.
             counts: routed tokens of each expert.
-            dropped: dropped routed tokens.
             entropy: sum over tokens.
-            top_k: experts of a token.
             losses: aux loss and z-loss, including coefficients.
             bias: bias of each expert; empty: no bias.
             zero_counts: routed tokens of each zero-computation expert.
@@ -111,7 +108,7 @@ class ReplicaMetrics:
             dense: dot products of the dense gradients, [dp, dp].
             experts: dot products of the expert gradients, [edp, edp].
             samples: samples of each replica without padding, in any common unit, [dp].
-            expert_samples: samples of each replica of the experts, in the same unit, [edp].
+            expert_samples: the same of each replica of the experts, [edp].
         """
         norm, mean, minimum = _gradient_agreement(_per_sample(dense, samples))
         expert_norm, expert_mean, expert_least = _gradient_agreement(_per_sample(experts, expert_samples))
@@ -189,7 +186,7 @@ _PROCESS_STATUS = Path("/proc/self/status")
 
 
 def peak_memory_gib(device_type: str) -> float:
-    """Return the peak memory of this process in GiB, since it started.
+    """Return the peak memory of this process in GiB, since it started; `device_type` is "cuda" or "cpu".
 
     On `cuda` this is the peak of allocated tensor bytes on the current device (`torch.cuda.max_memory_allocated`),
     which the recipe's sizes determine. The caching allocator's unused blocks, the CUDA context and NCCL's buffers need
@@ -198,9 +195,6 @@ def peak_memory_gib(device_type: str) -> float:
     On `cpu` this is the peak resident set of the process, including code and libraries (about 0.3 GiB for torch),
     because torch has no CPU tensor statistics. Linux reports it as VmHWM in /proc. Elsewhere it comes from `getrusage`,
     where a child process inherits its parent's peak.
-
-    Args:
-        device_type: "cuda" or "cpu".
     """
     if device_type == "cuda":
         import torch
@@ -232,11 +226,6 @@ class Stragglers:
     Times of single steps vary widely on a shared machine, so slow steps are counted: a long pause counts once. For an
     even number of ranks the lower median is used, so that one of two ranks can be detected. A rank is reported once,
     and again only after it has recovered.
-
-    Args:
-        factor: threshold, above 1.
-        stages: ranks of each pipeline stage.
-        hosts: host name of each rank.
     """
 
     def __init__(self, factor: float, stages: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:

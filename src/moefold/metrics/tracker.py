@@ -14,8 +14,8 @@ from moefold.config.metrics import MetricsConfig
 from moefold.config.part_table import toml_value
 from moefold.errors import ConfigError, install_command
 from moefold.metrics.definitions import LAYER_CURVES, SHOWN, STEP, TRACKED, number_of
+from moefold.metrics.step_metrics import GIB
 
-GIB = 2**30
 EVAL_CURVE = SHOWN["eval_loss"].curve
 _MINIMUM_IS_LOGGED = ("router_entropy", "expert_bias_min")
 """Curves whose minimum over the layers is also logged."""
@@ -32,11 +32,7 @@ _WANDB_VARIABLES = (
 
 
 def check_trackers(metrics: MetricsConfig) -> None:
-    """Check that the trackers of a recipe can start. Imports wandb only if the recipe enables it.
-
-    Raises:
-        ConfigError: a package is missing, or wandb is in online mode without an API key.
-    """
+    """Refuse trackers without their package or wandb's API key. Imports wandb only if the recipe enables it."""
     if metrics.tensorboard and not _is_installed("tensorboard"):
         raise ConfigError(_missing("tensorboard", install_command("tensorboard")))
     if metrics.wandb:
@@ -48,12 +44,7 @@ def check_trackers(metrics: MetricsConfig) -> None:
 def tracker_starters(
     run_dir: Path, metrics: MetricsConfig, *, resume_step: int, config: Mapping[str, Any]
 ) -> "dict[str, Callable[[], Tracker]]":
-    """Return functions that start the trackers that the recipe enables, by name.
-
-    Args:
-        resume_step: last step of an earlier process of this run; 0: a new run.
-        config: the resolved recipe, logged with the curves.
-    """
+    """Return functions that start the trackers that the recipe enables, by name; `config` is logged with the curves."""
     starters: dict[str, Callable[[], Tracker]] = {}
     if metrics.tensorboard:
         starters["TensorBoard"] = partial(TensorBoardTracker, run_dir, metrics, resume_step=resume_step, config=config)
@@ -173,11 +164,7 @@ def _as_markdown(config: Mapping[str, Any]) -> str:
     """Return a resolved recipe as TOML in a Markdown code block."""
     lines: list[str] = []
     for section, keys in config.items():
-        lines += [
-            f"[{section}]",
-            *(f"{key} = {toml_value(value)}" for key, value in keys.items()),
-            "",
-        ]
+        lines += [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in keys.items()), ""]
     return "\n".join(f"    {line}" for line in lines)
 
 

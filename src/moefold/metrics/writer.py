@@ -33,9 +33,6 @@ class AuxiliaryOutputs:
 
     A full disk, a deleted folder or an exception of a tracker must not lose the state of a run. The first failure of an
     output is reported in one line, and the output is not used again until the next start.
-
-    Args:
-        report: shows the line.
     """
 
     def __init__(self, report: Callable[[str], None] = logger.warning) -> None:
@@ -206,11 +203,7 @@ def _to_plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
 
 
 def truncate_metrics(path: Path, last_step: int) -> int:
-    """Remove the steps after `last_step` and invalid lines from a metrics file, which is replaced atomically.
-
-    Returns:
-        Number of removed lines.
-    """
+    """Remove steps after `last_step` and invalid lines from a metrics file, atomically; return their number."""
     kept_lines: list[str] = []
     removed = 0
     for line, record in read_lines(path):

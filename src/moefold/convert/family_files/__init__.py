@@ -1,1 +1,1 @@
-"""Families of Hugging Face folders, each in its own file, which `families.py` finds."""
+"""Families of Hugging Face folders, in files that `families.py` finds."""

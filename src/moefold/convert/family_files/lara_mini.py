@@ -13,9 +13,9 @@ from moefold.convert.family import (
     layer_rules,
     layouts,
 )
-from moefold.convert.key_reader import Json
+from moefold.convert.known_keys import Json
 from moefold.convert.layer_fields import SlidingWindowLayers
-from moefold.convert.linear_families import DELTANET
+from moefold.convert.linear_families import DELTANET, deltanet_fields
 
 _KINDS = {"linear_attention": "linear", "sliding_attention": "window", "full_attention": "full"}
 _PARTS = [f"attention.w{x}" for x in "qkvgba"]
@@ -35,39 +35,37 @@ def _rows(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
     return 1, (keys, keys, values, values, heads, heads)
 
 
-FAMILY = Family(
-    "lara_mini",
-    "LaraMiniForCausalLM",
-    (
-        *attention_fields(1e-6, 1e4, head_size=128, tie_embeddings=True),
-        attention_bias(has_output=True),
-        SlidingWindowLayers(512, _layer_types, "nope", _KINDS),
-        *renamed(linear_conv_kernel_dim=("linear_attention.conv_kernel", 4)),
-        Renamed("linear_key_head_dim", "linear_attention.key_head_dim", 128),
-        Renamed("linear_value_head_dim", "linear_attention.value_head_dim", 128),
-        Renamed("linear_num_key_heads", "linear_attention.num_key_heads", 8),
-        Renamed("linear_num_value_heads", "linear_attention.num_value_heads", 16),
-        num_experts("num_experts"),
-        *renamed(num_experts_per_tok="ffn.moe.top_k", moe_intermediate_size="ffn.moe.intermediate_size"),
-        NormTopKProb(default=True),
-        Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size", 512, minimum=1),
-        Constants({"attention.qk_norm": {}}),
-    ),
-    layouts(
-        by_attention(
-            DELTANET
-            | grouped(_PARTS, "linear_attn.in_proj.weight", _rows)
-            | layer_rules({"attention.norm.weight": "linear_attn.out_norm.weight"}),
-            USUAL,
+FAMILIES = (
+    Family(
+        "lara_mini",
+        "LaraMiniForCausalLM",
+        (
+            *attention_fields(1e-6, 1e4, head_size=128, tie_embeddings=True),
+            attention_bias(has_output=True),
+            SlidingWindowLayers(512, _layer_types, "nope", _KINDS),
+            *deltanet_fields(8, 16),
+            num_experts("num_experts"),
+            *renamed(num_experts_per_tok="ffn.moe.top_k", moe_intermediate_size="ffn.moe.intermediate_size"),
+            NormTopKProb(default=True),
+            Renamed("shared_expert_intermediate_size", "ffn.moe.shared.intermediate_size", 512, minimum=1),
+            Constants({"attention.qk_norm": {}}),
         ),
-        ffn_rules("ffn.shared", "mlp.shared_expert"),
-        experts=(EXPERTS[1],),
+        layouts(
+            by_attention(
+                DELTANET
+                | grouped(_PARTS, "linear_attn.in_proj.weight", _rows)
+                | layer_rules({"attention.norm.weight": "linear_attn.out_norm.weight"}),
+                USUAL,
+            ),
+            ffn_rules("ffn.shared", "mlp.shared_expert"),
+            experts=(EXPERTS[1],),
+        ),
+        default_keys={"num_key_value_heads": 4},
+        renamed_modules={"out_norm": "norm"},
+        options={
+            "num_hidden_layers": (4,),
+            "initializer_range": (0.1,),
+            "layer_types": (None, ["full_attention", "linear_attention", "sliding_attention", "linear_attention"]),
+        },
     ),
-    default_keys={"num_key_value_heads": 4},
-    renamed_modules={"out_norm": "norm"},
-    options={
-        "num_hidden_layers": (4,),
-        "initializer_range": (0.1,),
-        "layer_types": (None, ["full_attention", "linear_attention", "sliding_attention", "linear_attention"]),
-    },
 )
