@@ -24,9 +24,10 @@ KINDS = [(group, kind) for group in groups() for kind in built_in_kinds(group.gr
 ids = [f"{group.group}-{kind}" for group, kind in KINDS]
 
 
-def test_each_folder_of_parts_is_a_group():
-    folders = {path.name for path in PARTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == {*(group.group for group in groups()), "attention", "ffn", "indexer", "norm", "span"}
+def test_each_module_and_folder_of_parts_is_a_group():
+    found = {path.parent.name for path in PARTS.glob("*/__init__.py")}
+    found |= {path.stem for path in PARTS.glob("*.py")} - {"__init__"}
+    assert found == {*(group.group for group in groups()), "attention", "ffn", "indexer", "norm", "span"}
 
 
 @pytest.mark.parametrize("group", groups(), ids=lambda group: group.group)

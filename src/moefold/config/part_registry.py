@@ -1,6 +1,6 @@
-"""Find the class of a part by its group and kind, in a file of `parts/GROUP/` or outside of the package.
+"""Find the class of a part by its group and kind, in `parts/GROUP.py`, in a file of `parts/GROUP/`, or outside.
 
-No other module imports a part by its path, so that a new file is a new kind.
+No other module imports a part by its path, so that a new class or a new file is a new kind.
 """
 
 import importlib
@@ -24,17 +24,19 @@ from moefold.errors import ConfigError
 
 PARTS = "moefold.parts"
 GROUPS = "moefold.config.groups"
+FOLDER = Path(__file__).parents[1] / "parts"
 
 
 @cache
 def built_in_kinds(group: str) -> tuple[str, ...]:
     """Return the built-in kinds of a group, sorted.
 
-    The file is named after the kind: `-` becomes `__`, and a name that begins with a digit has `_` before it:
-    `_1f1b.py`.
+    In a folder, the file is named after the kind: `-` becomes `__`, and a name that begins with a digit has `_` before
+    it: `_1f1b.py`.
     """
-    folder = Path(__file__).parents[1] / "parts" / group
-    names = (module.name for module in pkgutil.iter_modules([str(folder)]))
+    if _is_module(group):
+        return tuple(sorted(_classes_of_module(group)))
+    names = (module.name for module in pkgutil.iter_modules([str(FOLDER / group)]))
     return tuple(sorted(name.removeprefix("_").replace("__", "-") for name in names))
 
 
@@ -187,7 +189,7 @@ def kind_of(part: type[Any]) -> str:
     if not is_built_in(part):
         return origin_of(part)[0]
     stem = part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
-    return stem.removeprefix("_").replace("__", "-")
+    return part.own_kind or stem.removeprefix("_").replace("__", "-")
 
 
 def describe_class(part: Any) -> str:
@@ -201,8 +203,23 @@ def is_built_in(part: type[Any]) -> bool:
     return part.__module__.startswith(f"{PARTS}.")
 
 
+def _is_module(group: str) -> bool:
+    """Return whether the kinds of a group stand in one module."""
+    return (FOLDER / f"{group}.py").is_file()
+
+
+@cache
+def _classes_of_module(group: str) -> dict[str, Any]:
+    """Return the classes of the kinds of a group that stand in one module, by kind."""
+    name = f"{PARTS}.{group}"
+    classes = vars(importlib.import_module(name)).values()
+    return {part.own_kind: part for part in classes if _is_part(part, name) and part.own_kind}
+
+
 def _class_in(group: str, kind: str) -> Any:
-    """Return the class of a built-in part: the public subclass of `Part` that its module defines."""
+    """Return the class of a built-in part: in a folder, the public subclass of `Part` that its module defines."""
+    if _is_module(group):
+        return _classes_of_module(group)[kind]
     stem = f"_{kind}" if kind[0].isdigit() else kind.replace("-", "__")
     name = f"{PARTS}.{group}.{stem}"
     module = importlib.import_module(name)
