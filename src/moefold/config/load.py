@@ -233,6 +233,9 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     else:
         if isinstance(value, dict):
             # A table is completed by the kind and the settings of the recipe, like the keys of a preset.
+            kind = value.get("kind")
+            if is_kind and isinstance(before, dict) and isinstance(kind, str) and kind != before.get("kind"):
+                before = {"kind": kind, **settings_of_other_kind(path, before, kind)[0]}
             value = merged(path, before, value)
             put(tree, names, NONE)
         put(tree, names, value)

@@ -29,15 +29,10 @@ FOLDER = Path(__file__).parents[1] / "parts"
 
 @cache
 def built_in_kinds(group: str) -> tuple[str, ...]:
-    """Return the built-in kinds of a group, sorted.
-
-    In a folder, the file is named after the kind: `-` becomes `__`, and a name that begins with a digit has `_` before
-    it: `_1f1b.py`.
-    """
+    """Return the built-in kinds of a group, sorted."""
     if _is_module(group):
         return tuple(sorted(_classes_of_module(group)))
-    names = (module.name for module in pkgutil.iter_modules([str(FOLDER / group)]))
-    return tuple(sorted(name.removeprefix("_").replace("__", "-") for name in names))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules([str(FOLDER / group)])))
 
 
 @cache
@@ -188,8 +183,7 @@ def kind_of(part: type[Any]) -> str:
     """Return the kind of the class of a part; MODULE:CLASS for a class that a program made."""
     if not is_built_in(part):
         return origin_of(part)[0]
-    stem = part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
-    return part.own_kind or stem.removeprefix("_").replace("__", "-")
+    return part.own_kind or part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
 
 
 def describe_class(part: Any) -> str:
@@ -220,8 +214,7 @@ def _class_in(group: str, kind: str) -> Any:
     """Return the class of a built-in part: in a folder, the public subclass of `Part` that its module defines."""
     if _is_module(group):
         return _classes_of_module(group)[kind]
-    stem = f"_{kind}" if kind[0].isdigit() else kind.replace("-", "__")
-    name = f"{PARTS}.{group}.{stem}"
+    name = f"{PARTS}.{group}.{kind}"
     module = importlib.import_module(name)
     if hasattr(module, "__path__"):
         name += ".part"

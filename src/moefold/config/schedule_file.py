@@ -9,20 +9,13 @@ action as soon as its inputs are available. It is the compute-only form of `torc
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
 
 from moefold.bounded_read import MAX_SCHEDULE_BYTES, read_bytes
 from moefold.config.groups.schedule import SchedulePart
 from moefold.config.pipeline_actions import Action, SlotRow, find_fault, one_per_slot
-from moefold.config.pipeline_order import interleaved_bubble_s, interleaved_row
-from moefold.errors import ConfigError, Problem, Setting
-from moefold.remote_path import is_remote
-
-if TYPE_CHECKING:
-    from moefold.config.parallel import ParallelConfig
+from moefold.errors import ConfigError, Setting
 
 CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -31,49 +24,7 @@ EXAMPLE = "such as 0F0, 1B0, 1I0 or 1W0"
 Row = tuple[Action, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CsvSchedule(SchedulePart):
-    """Rows from a file; without a file, as in a mapping of the planner, the rows of interleaved 1F1B."""
-
-    path: str = ""
-    """File with the actions of each pipeline rank, in order."""
-
-    is_for_one_mapping: ClassVar[bool] = True
-    virtual_stage_bounds: ClassVar[tuple[int, int | None]] = (1, None)
-    splits_backward: ClassVar[bool] = True
-
-    def check(self, parallel: "ParallelConfig") -> Iterator[Problem]:
-        """Yield errors for a missing file name, and for missing ranks of the rows."""
-        if not self.path:
-            rule = f"needs {self.key}.path, its file"
-            yield Problem(self.key, self.kind, rule, "or choose 'zero-bubble'")
-        if is_remote(self.path):
-            rule = "must be a path of this machine, not a URL"
-            yield Problem(f"{self.key}.path", self.path, rule, "copy the file here")
-        if parallel.pp == 1:
-            rule = f"needs {Setting('parallel.pp')} of 2 or more, and it is 1"
-            yield Problem(self.key, self.kind, rule, "choose schedule='1f1b', or pp=2")
-
-    def row(self, rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
-        """Return the slots of interleaved 1F1B."""
-        return interleaved_row(rank, pp, num_stages, count)
-
-    def rows(self, pp: int, num_stages: int, count: int, *, overlap: bool = False) -> tuple[SlotRow, ...]:
-        """Read the rows of every pipeline rank; see the base class."""
-        if not self.path:
-            return super().rows(pp, num_stages, count, overlap=overlap)
-        return _read_schedule(self.path, pp, num_stages, count)[0]
-
-    def stage_ranks(self, pp: int, num_stages: int) -> tuple[int, ...]:
-        """Read the pipeline rank of each stage; see the base class."""
-        return _read_schedule(self.path, pp, num_stages)[1] if self.path else super().stage_ranks(pp, num_stages)
-
-    def bubble_s(self, forward_s: Any, backward_s: Any, wgrad_s: Any, pp: int, num_stages: Any, count: int) -> Any:
-        """Return the bubble of interleaved 1F1B."""
-        return interleaved_bubble_s(forward_s, backward_s, pp, num_stages, count)
-
-
-def _read_schedule(
+def read_schedule(
     path: str, pp: int, virtual_stages: int, num_micro_batches: int | None = None
 ) -> tuple[tuple[SlotRow, ...], tuple[int, ...]]:
     """Read the rows and the rank of each stage, and check that they are complete and free of deadlocks.
