@@ -20,7 +20,7 @@ from moefold.config.plugins import (
     origin_of,
     origin_of_entry,
 )
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, ShownText
 
 PARTS = "moefold.parts"
 GROUPS = "moefold.config.groups"
@@ -85,7 +85,7 @@ def missing_experiment(name: str, group: str, kind: str) -> str:
     )
 
 
-def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) -> str:
+def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) -> Problem:
     """Return the refusal of a kind that a group lacks, with all kinds and the nearest one.
 
     Args:
@@ -93,13 +93,13 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
         words: the built-in kinds that count; empty: all.
     """
     if missing := missing_experiment(name, group, kind):
-        return missing
+        return Problem("", None, missing)
     choices = kinds(group, words)
     spelled = [choice for choice in choices if choice.lower() == kind.lower()]
     suggestions = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)
-    hint = "".join(f"; did you mean {guess!r}?" for guess in (spelled or suggestions)[:1])
-    text = repr(kind) if len(repr(kind)) <= 60 else f"{kind!r:.57}..."
-    return f"{name}={text} must be {kinds_in_words(group, words)}{hint}"
+    way_out = "".join(f"did you mean {guess!r}?" for guess in (spelled or suggestions)[:1])
+    shown = kind if len(repr(kind)) <= 60 else ShownText(f"{kind!r:.57}...")
+    return Problem(name, shown, f"must be {kinds_in_words(group, words)}", way_out)
 
 
 @cache
