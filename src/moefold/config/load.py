@@ -298,8 +298,6 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodP
     """Return the known sections and keys of the tree without errors, with missing keys of [sites] filled.
 
     Args:
-        tree: the tree without tables.
-        problems: errors by "section.key".
         method: the part of sites.method, if it is from outside.
     """
     # A key with an error is omitted, because other checks might fail on it.

@@ -121,7 +121,6 @@ class Part:
         Args:
             args: the sections named by the parameters of the overriding method, such as `model` and `train`; `recipe`
                 is the whole recipe (`config/rule.py`).
-            kwargs: none.
         """
         yield from ()
 

@@ -71,12 +71,7 @@ EXPERIMENTS = MappingProxyType(
 
 
 def missing_experiment(name: str, group: str, kind: str) -> str:
-    """Return the refusal of a kind of `moefold-experiments` if that is not installed; else empty.
-
-    Args:
-        group: the group of the part.
-        kind: its value.
-    """
+    """Return the refusal of a kind of `moefold-experiments` if that is not installed; else empty."""
     if kind not in EXPERIMENTS.get(group, ()):
         return ""
     return (
@@ -89,7 +84,6 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
     """Return the refusal of a kind that a group lacks, with all kinds and the nearest one.
 
     Args:
-        kind: its value.
         words: the built-in kinds that count; empty: all.
     """
     if missing := missing_experiment(name, group, kind):
@@ -155,7 +149,6 @@ def check_class(part: Any, base: type[Any], origin: str) -> None:
     """Check that an object from a package or file is a class of parts of a group.
 
     Args:
-        part: the class.
         origin: its name and origin, the start of the message.
 
     Raises:

@@ -30,9 +30,6 @@ def read_schedule(
     """Read the rows and the rank of each stage, and check that they are complete and free of deadlocks.
 
     Args:
-        path: path of the file.
-        pp: pipeline ranks.
-        virtual_stages: stages per rank.
         num_micro_batches: the number that the file must have; None accepts any.
 
     Raises:

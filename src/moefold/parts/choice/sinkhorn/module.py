@@ -17,7 +17,6 @@ def sinkhorn_offsets(logits_TE: Tensor, iterations: int, group: TokenGroup, is_t
 
     Args:
         logits_TE: logits of this rank's tokens.
-        iterations: number of iterations.
         group: the ranks that share the micro-batch.
         is_token_T: rows that are not padding, bool [T]; None: all. Padding has no row in the matrix.
 
