@@ -87,7 +87,7 @@ def _shown(value: Any, spec: str) -> str:
     return str(value) if spec or isinstance(value, Path) else repr(value)
 
 
-class ShownText(str):
+class UnquotedText(str):
     """Text that a message shows without quotes in place of a value, such as a shortened one."""
 
     def __repr__(self) -> str:

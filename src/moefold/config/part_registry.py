@@ -20,7 +20,7 @@ from moefold.config.plugins import (
     origin_of,
     origin_of_entry,
 )
-from moefold.errors import ConfigError, Problem, ShownText
+from moefold.errors import ConfigError, Problem, UnquotedText
 
 PARTS = "moefold.parts"
 GROUPS = "moefold.config.groups"
@@ -92,7 +92,7 @@ def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) 
     spelled = [choice for choice in choices if choice.lower() == kind.lower()]
     suggestions = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)
     way_out = "".join(f"did you mean {guess!r}?" for guess in (spelled or suggestions)[:1])
-    shown = kind if len(repr(kind)) <= 60 else ShownText(f"{kind!r:.57}...")
+    shown = kind if len(repr(kind)) <= 60 else UnquotedText(f"{kind!r:.57}...")
     return Problem(name, shown, f"must be {kinds_in_words(group, words)}", way_out)
 
 

@@ -50,7 +50,7 @@ from moefold.config.suggestions import (
     slot_fault,
     wrong_kind,
 )
-from moefold.errors import ConfigError, Problem, Setting, ShownText, raise_all
+from moefold.errors import ConfigError, Problem, Setting, UnquotedText, raise_all
 from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ def brief_problem(name: str, value: Any, rule: str, way_out: str = "") -> Proble
     """Return the problem of an unchecked value, whose message has its `brief_value`."""
     text = brief_value(value)
     is_plain = not is_oversized(value) and str(Setting(name, value)).endswith(f"={text}")
-    return Problem(name, value if is_plain else ShownText(text), rule, way_out)
+    return Problem(name, value if is_plain else UnquotedText(text), rule, way_out)
 
 
 def _read_origin(name: str, recorded: Any) -> Origin:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tokens(SpanPart):
+class _TokenSpan(SpanPart):
     """Limit in tokens."""
 
     tokens: int = 0
@@ -24,7 +24,7 @@ class _Tokens(SpanPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowSpan(_Tokens, kind="window"):
+class WindowSpan(_TokenSpan, kind="window"):
     """Each token attends to itself and the tokens right before it."""
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
@@ -48,7 +48,7 @@ class WindowSpan(_Tokens, kind="window"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkSpan(_Tokens, kind="chunk"):
+class ChunkSpan(_TokenSpan, kind="chunk"):
     """A document is divided from its start on, and each token attends within its chunk (Llama 4)."""
 
     def check(self, model: "ModelConfig") -> Iterator[Problem]:
