@@ -111,7 +111,8 @@ except Exception as error:
 
 
 def test_parts_of_files_come_to_another_interpreter_if_their_files_are_unchanged(file):
-    cfg = recipe(*words(by_file=True), f"train.lr_schedule={{kind = '{file}:InverseSqrt', floor = 0.2}}")
+    schedule = words("parallel.schedule", by_file=True)
+    cfg = recipe(*schedule, f"train.lr_schedule={{kind = '{file}:InverseSqrt', floor = 0.2}}")
     sent = pickle.dumps(cfg)
     run = [sys.executable, "-c", REBUILT]
     rebuilt = subprocess.run(run, input=sent, capture_output=True, check=True).stdout
@@ -226,11 +227,11 @@ def test_a_changed_file_is_said_when_a_run_goes_on_and_when_it_is_read(tmp_path,
 def test_verify_judges_it_or_refuses_it_by_name(tmp_path, file, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        '[model]\npreset = "tiny"\n[run]\nsteps = 3\n[data]\nkind = "synthetic"\n'
+        '[model]\npreset = "tiny"\n[run]\nsteps = 2\n[data]\nkind = "synthetic"\n'
         "[train]\nseq_len = 16\nmicro_batch_size = 1\nglobal_batch_size = 4\nlr = 1e-2\n"
         'lr_schedule = {kind = "parts.py:InverseSqrt", floor = 0.2, timescale = 2}\n'
     )
-    asked = ["verify", str(recipe), *TWO, "--steps", "3"]
+    asked = ["verify", str(recipe), *TWO, "--steps", "2"]
     done = here(capsys, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nequal: " in done.stdout
