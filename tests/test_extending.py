@@ -15,7 +15,7 @@ from moefold.data.dataset import ProgramData
 from moefold.errors import ConfigError, NoFormulaError
 from moefold.metrics.reader import read_steps
 from moefold.parallel.parallelize import parallelize
-from moefold.parts.schedule.csv import CsvSchedule
+from moefold.parts.schedule import CsvSchedule
 from moefold.train.batch_sharding import BatchSharder
 from moefold.train.train_step import TrainingStep
 from moefold.verify.distributed_run import create_groups, gather_full_tensors

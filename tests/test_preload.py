@@ -15,7 +15,7 @@ def _speed_and_missing_modules() -> tuple[object, set[str]]:
     found = set(sys.modules)
     from tests.preload import MODULES
 
-    return settings().deadline, {*MODULES, "tests.preload", "moefold.parts.wire.dtype"} - found
+    return settings().deadline, {*MODULES, "tests.preload", "moefold.parts.wire"} - found
 
 
 def test_a_rank_has_common_modules_and_no_time_limit_of_an_example(fresh_pool: WorkerPool) -> None:

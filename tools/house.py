@@ -182,10 +182,10 @@ class FileFacts:
     """Attributes that are read and functions that are called, with the line."""
     type_tests: list[tuple[frozenset[str], int, str]] = field(default_factory=list)
     """Names of classes that the type of an object is tested against, line, and text of each test."""
-    flags: list[tuple[str, int]] = field(default_factory=list)
-    """Class variables of type bool that the classes of PART_CLASSES set, with the line."""
+    flags: list[tuple[str, int, str]] = field(default_factory=list)
+    """Class variables of type bool that the classes of PART_CLASSES set, with the line and the class."""
     groups: set[str] = field(default_factory=set)
-    """Groups of parts whose base class is here: folders of parts/."""
+    """Groups of parts whose base class is here: modules and folders of parts/."""
     imported: set[str] = field(default_factory=set)
     """Dotted names that the import of the file imports."""
 
@@ -387,9 +387,9 @@ def _read_flags(node: ast.ClassDef, facts: FileFacts) -> None:
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant()) if (
                 ast.unparse(item.annotation) == "ClassVar[bool]"
             ):
-                facts.flags.append((name, item.lineno))
+                facts.flags.append((name, item.lineno, node.name))
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=bool())):
-                facts.flags.append((name, item.lineno))
+                facts.flags.append((name, item.lineno, node.name))
 
 
 def _names(node: ast.expr) -> frozenset[str]:
@@ -497,9 +497,10 @@ def _flags_of_one_kind(files: Iterable[FileFacts]) -> Iterator[Place]:
     readers: dict[str, set[str]] = defaultdict(set)
     for facts in files:
         is_kind = facts.name.startswith("parts/")
-        for name, line in facts.flags:
+        for name, line, owner in facts.flags:
             if is_kind:
-                kinds[facts.name.split("/")[1], name].add(_home(facts.name))
+                group = facts.name.split("/")[1].removesuffix(".py")
+                kinds[group, name].add(_home(facts.name) if facts.name.count("/") > 1 else f"{facts.name}: {owner}")
             else:
                 bases[name].append((facts, line))
         for name, _ in () if is_kind else facts.reads:

@@ -12,7 +12,7 @@ _MODULES = {
     "LossFunction": "model.loss_function",
     "ModelOutput": "model.head",
     "Metric": "metrics.definitions",
-    "NextTokenLoss": "parts.loss.next_token",
+    "NextTokenLoss": "parts.loss",
     "ProgramData": "data.dataset",
     "Sample": "data.sample",
     "Sampler": "data.sampler",

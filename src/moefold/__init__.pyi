@@ -24,7 +24,7 @@ from moefold.metrics.definitions import Metric as Metric
 from moefold.model.head import ModelOutput as ModelOutput
 from moefold.model.loss_function import LossFunction as LossFunction
 from moefold.model.loss_function import weighted_sum as weighted_sum
-from moefold.parts.loss.next_token import NextTokenLoss as NextTokenLoss
+from moefold.parts.loss import NextTokenLoss as NextTokenLoss
 from moefold.planner.planner import Planner as Planner
 from moefold.planner.query import PlanOptions as PlanOptions
 from moefold.planner.query import result_as_dict as result_as_dict

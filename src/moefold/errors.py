@@ -87,6 +87,14 @@ def _shown(value: Any, spec: str) -> str:
     return str(value) if spec or isinstance(value, Path) else repr(value)
 
 
+class UnquotedText(str):
+    """Text that a message shows without quotes in place of a value, such as a shortened one."""
+
+    def __repr__(self) -> str:
+        """Return the text itself."""
+        return str(self)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Violation of a rule, as the fields of its message."""

@@ -136,6 +136,7 @@ def test_a_flag_of_one_kind_is_counted_if_other_code_reads_it(counted):
     assert counted({"cost/a.py": reader})["flags_of_one_kind"] == 1
     assert counted({"parts/mine/small.py": "class SmallPart(MinePart):\n    size = 3\n"})["flags_of_one_kind"] == 1
     assert counted({"parts/other/big.py": big})["flags_of_one_kind"] == 1
+    assert counted({"parts/mine.py": "class SmallPart(MinePart):\n    size = 3\n"})["flags_of_one_kind"] == 1
     assert counted({"parts/mine/huge.py": big.replace("ClassVar[bool]", "bool")})["flags_of_one_kind"] == 1
     assert counted({"parts/mine/huge.py": big.replace(": ClassVar[bool]", "")})["flags_of_one_kind"] == 0
 

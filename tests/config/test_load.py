@@ -339,3 +339,24 @@ def test_an_automatic_mapping_is_asked_for_in_one_word_on_the_command_line(tmp_p
     path.write_text("[parallel]\ntp = 2\n")
     cfg = load_config(path, ["parallel=auto"])
     assert (cfg.parallel.mapping, cfg.parallel.tp) == ("auto", 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "fields"),
+    [
+        ("run.steps=abc", ("run.steps", "abc", "must be an integer", "")),
+        ("run.steps=99999999999", ("run.steps", 99999999999, "must be at most 1000000000", "")),
+        ("train.recompute=moe", ("train.recompute", "moe", "must be a list of strings", "write {}='[\"moe\"]'")),
+        ("run.device=cpuu", ("run.device", "cpuu", "must be one of 'auto', 'cpu', 'cuda'", "did you mean 'cpu'?")),
+        (
+            f"run.dtype={'x' * 99}",
+            ("run.dtype", f"'{'x' * 56}...", "must be one of 'bfloat16', 'float32', 'float64'", ""),
+        ),
+    ],
+)
+def test_a_refused_value_has_fields(word, fields):
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [word])
+    [found] = refused.value.problems
+    key, value, rule, way_out = fields
+    assert (found.key, found.value, found.rule, found.way_out) == (key, value, rule, way_out.format(key))

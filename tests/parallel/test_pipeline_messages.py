@@ -15,7 +15,7 @@ from moefold.parallel.memory_tracking import PIPELINE
 from moefold.parallel.pipeline_schedule import PipelineMessages, PipelineSchedule
 from moefold.parallel.pipeline_stage import PipelineStage
 from moefold.parallel.wgrad_store import WeightGradStore
-from moefold.parts.schedule.csv import CsvSchedule
+from moefold.parts.schedule import CsvSchedule
 from moefold.topology.message_plan import RankPlan, forward_rows, live_messages, plan_messages
 from moefold.topology.schedules import schedule_named, schedule_rows
 from tests.cost.measured_memory import measured, memory_config

@@ -10,7 +10,7 @@ import moefold.parts
 from moefold.config.chosen import chosen
 from moefold.config.groups.attention import OutputGate, QueryKeyNorm, Temperature
 from moefold.config.part import Part
-from moefold.config.part_registry import built_in_kinds, find_part, groups, kind_of, kinds_in_words
+from moefold.config.part_registry import all_groups, built_in_kinds, find_part, groups, kind_of, kinds_in_words
 from moefold.config.schema import Config
 from moefold.config.suggestions import choices_of, default_of, part_keys
 from moefold.errors import ConfigError
@@ -24,9 +24,10 @@ KINDS = [(group, kind) for group in groups() for kind in built_in_kinds(group.gr
 ids = [f"{group.group}-{kind}" for group, kind in KINDS]
 
 
-def test_each_folder_of_parts_is_a_group():
-    folders = {path.name for path in PARTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == {*(group.group for group in groups()), "attention", "ffn", "indexer", "norm", "span"}
+def test_each_module_and_folder_of_parts_is_a_group():
+    found = {path.parent.name for path in PARTS.glob("*/__init__.py")}
+    found |= {path.stem for path in PARTS.glob("*.py")} - {"__init__"}
+    assert found == {*(group.group for group in groups()), "attention", "ffn", "indexer", "norm", "span"}
 
 
 @pytest.mark.parametrize("group", groups(), ids=lambda group: group.group)
@@ -72,32 +73,24 @@ def test_a_part_is_a_frozen_dataclass_of_recipe_keys(group, kind):
     assert all(field.default is not MISSING or field.default_factory is not MISSING for field in fields(part))
 
 
-@pytest.mark.parametrize(("group", "kind"), KINDS, ids=ids)
-def test_a_formula_stands_by_itself_and_reads_each_field(group, kind):
+EVERY_KIND = [(group, kind) for group in all_groups() for kind in built_in_kinds(group.group)]
+UNREAD = {"layernorm": {"zero_centered"}}
+"""Fields that the `check` of a kind refuses."""
+
+
+@pytest.mark.parametrize(
+    ("group", "kind"), [pytest.param(*each, id=f"{each[0].group}-{each[1]}") for each in EVERY_KIND]
+)
+def test_a_formula_stands_by_itself_and_reads_each_field_that_the_oracle_leaves_it(group, kind):
     part = find_part(group.group, kind)
     if not part.changes_maths:
         assert part.formula is Part.formula
         return
+    if (group.group, kind) == ("indexer", "shared"):
+        assert part.formula is group.formula, "an earlier layer selects the keys"
+        return
     assert part.formula not in (Part.formula, group.formula), "each built-in kind is judged"
-    check_formula(part)
-
-
-@pytest.mark.parametrize("kind", built_in_kinds("attention"))
-def test_the_formula_of_an_attention_stands_by_itself_and_reads_each_field(kind):
-    read = check_formula(find_part("attention", kind))
+    read = check_formula(part, UNREAD.get(kind, ()))
+    assert not part.framed & read
     for name, nested in (("gate", OutputGate), ("qk_norm", QueryKeyNorm), ("temperature", Temperature)):
         assert name not in read or {f"{name}.{field.name}" for field in fields(nested)} <= read
-
-
-LAYER_KINDS = [(name, kind) for name in ("ffn", "span") for kind in built_in_kinds(name)]
-
-
-@pytest.mark.parametrize(("group", "kind"), [*LAYER_KINDS, ("indexer", "lightning")])
-def test_the_formula_of_a_layer_stands_by_itself_and_reads_each_field_that_the_oracle_leaves_it(group, kind):
-    part = find_part(group, kind)
-    assert not part.framed & check_formula(part)
-
-
-@pytest.mark.parametrize(("kind", "unread"), [("rmsnorm", set()), ("layernorm", {"zero_centered"})])
-def test_the_formula_of_a_norm_stands_by_itself_and_reads_each_field_that_it_does_not_refuse(kind, unread):
-    check_formula(find_part("norm", kind), unread)

@@ -1,7 +1,10 @@
 """All parts of the package together: trained in all kinds of ranks, saved, resumed, used, planned and judged."""
 
 import json
+import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path
@@ -13,6 +16,7 @@ from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part
 from moefold.config.part_registry import find_part
+from moefold.config.schema import config_to_dict
 from moefold.data.dataset import ProgramData
 from moefold.recipe import load_config
 from moefold.train.run_folder import SETTINGS_FILE
@@ -96,17 +100,39 @@ def run_rollouts(cfg, steps, objective):
     return run_distributed(cfg, steps, loss=found, data=ProgramData(PackedRollouts(), PackedRollouts()))
 
 
+REBUILT = """
+import json, pickle, sys
+from moefold.config.schema import config_to_dict
+try:
+    print(json.dumps(config_to_dict(pickle.load(sys.stdin.buffer))))
+except Exception as error:
+    print(error)
+"""
+
+
+def test_parts_of_files_come_to_another_interpreter_if_their_files_are_unchanged(file):
+    schedule = words("parallel.schedule", by_file=True)
+    cfg = recipe(*schedule, f"train.lr_schedule={{kind = '{file}:InverseSqrt', floor = 0.2}}")
+    sent = pickle.dumps(cfg)
+    run = [sys.executable, "-c", REBUILT]
+    rebuilt = subprocess.run(run, input=sent, capture_output=True, check=True).stdout
+    assert json.loads(rebuilt) == json.loads(json.dumps(config_to_dict(cfg)))
+    file.write_text(file.read_text() + "\n# changed\n")
+    refused = subprocess.run(run, input=sent, capture_output=True, check=True).stdout
+    assert b"parts.py:InverseSqrt has changed while the run was starting; start it again" in refused
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    ("by_file", "mapping"),
-    [(True, TWO), *slow([(True, FOUR), (False, EIGHT)])],
-    ids=["file-2", "file-4", "entry point-8"],
+    ("forks", "by_file", "mapping"),
+    [(True, True, TWO), *slow([(False, True, FOUR), (False, False, EIGHT)])],
+    ids=["forked-file-2", "spawned-file-4", "spawned-entry point-8"],
 )
-def test_all_six_in_spawned_ranks_equal_one_rank(pool: WorkerPool, by_file, mapping):
+def test_all_six_equal_one_rank(pool: WorkerPool, forks, by_file, mapping):
     of_rollouts = words("rl.objective", by_file=by_file)
     objective = load_config(None, ["data.kind=task", "rl.group_size=4", *of_rollouts]).rl.objective
     cfg = replace(recipe(*words(by_file=by_file), *mapping), data=DataConfig(kind="program"))
-    ranks = WorkerPool(forks=False).run(cfg.parallel.world_size, run_rollouts, cfg, 2, objective)
+    ranks = (pool if forks else WorkerPool(forks=False)).run(cfg.parallel.world_size, run_rollouts, cfg, 2, objective)
     [alone] = pool.run(1, run_rollouts, replace(cfg, parallel=ParallelConfig()), 2, objective)
     assert "outside" in ranks[0].steps[0].loss_metrics
     found = {name: value for rank in ranks for name, value in rank.weights.items()}
@@ -201,11 +227,11 @@ def test_a_changed_file_is_said_when_a_run_goes_on_and_when_it_is_read(tmp_path,
 def test_verify_judges_it_or_refuses_it_by_name(tmp_path, file, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        '[model]\npreset = "tiny"\n[run]\nsteps = 3\n[data]\nkind = "synthetic"\n'
+        '[model]\npreset = "tiny"\n[run]\nsteps = 2\n[data]\nkind = "synthetic"\n'
         "[train]\nseq_len = 16\nmicro_batch_size = 1\nglobal_batch_size = 4\nlr = 1e-2\n"
         'lr_schedule = {kind = "parts.py:InverseSqrt", floor = 0.2, timescale = 2}\n'
     )
-    asked = ["verify", str(recipe), *TWO, "--steps", "3"]
+    asked = ["verify", str(recipe), *TWO, "--steps", "2"]
     done = here(capsys, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nequal: " in done.stdout

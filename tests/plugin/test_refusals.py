@@ -16,6 +16,7 @@ from moefold.config.suggestions import choices_of
 from moefold.errors import ConfigError, RunError
 from moefold.recipe import load_config
 from moefold.validate.config import check_config
+from tests.plugin.recipes import PACKAGE
 
 GOOD = '''
 from dataclasses import dataclass
@@ -200,6 +201,12 @@ def test_a_file_is_read_relative_to_the_recipe(file, tmp_path, monkeypatch):
     assert config_from_dict(json.loads(json.dumps(config_to_dict(cfg)))) == cfg
     assert hash(cfg) == hash(copy.deepcopy(cfg))
     assert pickle.loads(pickle.dumps(cfg)) == copy.deepcopy(cfg) == cfg
+
+
+def test_the_table_of_another_file_replaces_a_part_of_a_file(file):
+    before = f"train.lr_schedule={PACKAGE / 'inverse_sqrt.py'}:InverseSqrt"
+    word = f"train.lr_schedule={{kind = '{file}:Half', share = 0.25}}"
+    assert load_config(None, [before, word]) == load_config(None, [word])
 
 
 def test_only_the_folder_of_the_recipe_is_searched(file, tmp_path, monkeypatch):

@@ -3,8 +3,8 @@ import pytest
 from moefold.config.load import config_from_dict
 from moefold.config.parallel import ParallelConfig
 from moefold.config.pipeline_actions import Action
+from moefold.config.schedule_file import read_schedule
 from moefold.errors import ConfigError
-from moefold.parts.schedule.csv import _read_schedule
 from moefold.planner.cost_model.layer import CostItem
 from moefold.planner.simulator.simulate import StageSegments, simulate
 from moefold.topology.schedules import stage_ranks
@@ -20,7 +20,7 @@ def read(tmp_path):
     def call(text: str, pp: int = 2, virtual_stages: int = 1, num_micro_batches: int | None = None):
         path = tmp_path / "schedule.csv"
         path.write_text(text)
-        return _read_schedule(str(path), pp, virtual_stages, num_micro_batches)
+        return read_schedule(str(path), pp, virtual_stages, num_micro_batches)
 
     return call
 

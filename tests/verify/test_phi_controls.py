@@ -50,7 +50,7 @@ def _run_with_a_reduced_gradient(cfg: Config) -> DistributedRecord:
 
 def _run_with_the_short_factors(cfg: Config) -> DistributedRecord:
     """As if a sequence beyond the original context had the factors of shorter ones."""
-    from moefold.parts.rope_scaling.longrope import LongRope
+    from moefold.parts.rope_scaling import LongRope
 
     LongRope.is_long = lambda part, seq_len: False
     return run_distributed(cfg, 1)

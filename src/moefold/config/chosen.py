@@ -44,11 +44,7 @@ def with_key(owner: Any, name: str, value: Any) -> Any:
 
 
 def chosen_in(section: Any, group: type[AnyPart]) -> AnyPart:
-    """Return the part of a group whose key is in a section.
-
-    Args:
-        section: the section of a recipe, such as `cfg.train`.
-    """
+    """Return the part of a group whose key is in a section."""
     return as_part(getattr(section, group.key.partition(".")[2]), group)
 
 

@@ -73,7 +73,6 @@ def at_least(low: int, meaning: str = "") -> Bound:
     """Return the bound that a number is at least `low`.
 
     Args:
-        low: the smallest legal value.
         meaning: meaning of a special value, such as "0: never".
     """
     return Bound(f"must be at least {low}{f' ({meaning})' if meaning else ''}", lambda value: value >= low)

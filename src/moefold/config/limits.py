@@ -33,7 +33,6 @@ def value_unsupported_reason(hint: Any, maximum: float | None, value: Any) -> st
     """Return the violated size rule of a value, or its illegal character; "" if it is valid.
 
     Args:
-        hint: type of the key.
         maximum: largest magnitude of a number; None: the key does not take numbers.
     """
     if isinstance(value, int | float) and maximum is not None and abs(value) > maximum and abs(value) != inf:

@@ -21,7 +21,15 @@ from moefold.config.limits import is_oversized, value_unsupported_reason
 from moefold.config.method_defaults import default_learning_rate, method_settings
 from moefold.config.part import KindOf, Part, Table, tables_of
 from moefold.config.part_registry import find_part, kinds_in_words
-from moefold.config.part_table import NONE, brief_value, build_table, is_table_value, placed, settings_of_other_kind
+from moefold.config.part_table import (
+    NONE,
+    brief_problem,
+    brief_value,
+    build_table,
+    is_table_value,
+    placed,
+    settings_of_other_kind,
+)
 from moefold.config.plugins import raise_missing
 from moefold.config.presets import load_preset
 from moefold.config.schema import Config
@@ -42,9 +50,9 @@ from moefold.config.suggestions import (
 )
 from moefold.config.tree import Tree, merged, nested, parsed_value, put
 from moefold.config.upgrade import FORMAT_KEY, MOVED, check_format, moved_key_refusal, moved_override_refusal
-from moefold.errors import ConfigError, raise_all
+from moefold.errors import ConfigError, Problem, raise_all
 
-Problems = dict[str, str | ConfigError]
+Problems = dict[str, str | Problem | ConfigError]
 AUTO = "auto"
 """Value of `parallel = "auto"` at the top level, short for parallel.mapping = "auto"."""
 MAX_NAME_CHARACTERS = 200
@@ -233,6 +241,9 @@ def _apply_override(tree: Tree, override: str, folder: Path) -> str:
     else:
         if isinstance(value, dict):
             # A table is completed by the kind and the settings of the recipe, like the keys of a preset.
+            kind = value.get("kind")
+            if is_kind and isinstance(before, dict) and isinstance(kind, str) and kind != before.get("kind"):
+                before = {"kind": kind, **settings_of_other_kind(path, before, kind)[0]}
             value = merged(path, before, value)
             put(tree, names, NONE)
         put(tree, names, value)
@@ -248,20 +259,21 @@ def _override_value(section: str, key: str, text: str) -> Any:
     return value if not takes_text or isinstance(value, str | list | (dict if takes_table else str)) else text
 
 
-def _structure_problems(tree: Mapping[str, Any]) -> dict[str, str]:
+def _structure_problems(tree: Mapping[str, Any]) -> Problems:
     """Return, by name, errors of sections and keys, and of wrong values that pydantic would accept."""
-    problems: dict[str, str] = {}
+    problems: Problems = {}
     for section, keys in tree.items():
         if section not in sections():
             problems[section] = explain_unknown_section(section)
         elif not isinstance(keys, dict):
-            problems[section] = f"{section}={brief_value(keys)} must be a section: write [{section}] and its keys below"
+            rule = f"must be a section: write [{section}] and its keys below"
+            problems[section] = brief_problem(section, keys, rule)
         else:
             for key, value in keys.items():
                 if key not in key_types(section):
                     problems[f"{section}.{key}"] = explain_unknown_key(section, key)
                 elif reason := value_unsupported_reason(key_types(section)[key], max_magnitude(section, key), value):
-                    problems[f"{section}.{key}"] = f"{section}.{key}={brief_value(value)} {reason}"
+                    problems[f"{section}.{key}"] = brief_problem(f"{section}.{key}", value, reason)
                 elif not _has_exact_type(section, key, value):
                     problems[f"{section}.{key}"] = _type_problem(section, key, value)
     return problems
@@ -286,8 +298,6 @@ def _known_keys(tree: Mapping[str, Any], problems: Problems, method: SiteMethodP
     """Return the known sections and keys of the tree without errors, with missing keys of [sites] filled.
 
     Args:
-        tree: the tree without tables.
-        problems: errors by "section.key".
         method: the part of sites.method, if it is from outside.
     """
     # A key with an error is omitted, because other checks might fail on it.
@@ -313,7 +323,7 @@ def _method_values(keys: Mapping[str, Any], method: SiteMethodPart | None) -> Ma
     return method.values(keys.get("every", default_of("sites", "every"))) if method else {}
 
 
-def _type_problem(section: str, key: str, value: Any) -> str:
+def _type_problem(section: str, key: str, value: Any) -> Problem:
     name = f"{section}.{key}"
     group = group_at(name)
     if group and isinstance(value, str):
@@ -322,13 +332,13 @@ def _type_problem(section: str, key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         expected = "a finite number"
     if "a list of strings" in expected and (advice := list_advice(name, value)):
-        return f"{name}={brief_value(value)} must be {expected}; {advice}"
+        return brief_problem(name, value, f"must be {expected}", advice)
     choices = [choice for choice in choices_of(section, key) if isinstance(choice, str)]
     guess = None
     if isinstance(value, str):
         spelled = [choice for choice in choices if choice.lower() == value.lower()]
         guess = spelled[0] if spelled else our_value(name, value) or closest_match(value, choices)
-    return f"{name}={brief_value(value)} must be {expected}" + (f"; did you mean {guess!r}?" if guess else "")
+    return brief_problem(name, value, f"must be {expected}", f"did you mean {guess!r}?" if guess else "")
 
 
 def _encode_unsupported(value: object) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Parts: the choices of a recipe as frozen objects.
 
-A part is a dataclass in its own file: `parts/GROUP/KIND.py`, or `parts/GROUP/KIND/part.py` with its module and its
-formula in the same folder. A recipe names the part by its kind, the name of the file (`config/part_registry.py`). The
-fields of the part are its settings. The other modules use only the methods of the base class of its group, in
-`config/groups/`.
+A part is a dataclass: one of several small ones in `parts/GROUP.py`, or in its own file, `parts/GROUP/KIND.py` or
+`parts/GROUP/KIND/part.py` with its module and its formula in the same folder. A recipe names the part by its kind
+(`config/part_registry.py`). The fields of the part are its settings. The other modules use only the methods of the base
+class of its group, in `config/groups/`.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ class Part:
     """Choice of a recipe. Fields are settings, `name: Annotated[type, bound, ...]`, with their help as docstring."""
 
     group: ClassVar[str]
-    """Folder of `parts/`, and the end of the name of the entry points of other packages, `moefold.GROUP`."""
+    """Module or folder of `parts/`, and the end of the name of the entry points of other packages, `moefold.GROUP`."""
     key: ClassVar[str]
     """Recipe key that chooses the part of this group, as "section.key"."""
     interface: ClassVar[int]
@@ -90,9 +90,17 @@ class Part:
     """Fields that are set by the place of a layer, not by a recipe."""
     framed: ClassVar[frozenset[str]] = frozenset()
     """Fields that the oracle reads outside of the formula."""
+    own_kind: ClassVar[str] = ""
+    """Kind of a class of `parts/GROUP.py`; empty: the file, or the entry point, names the kind."""
 
-    def __init_subclass__(cls) -> None:
-        """Guard the methods of a class from outside, so that errors name it; see `part_faults`."""
+    def __init_subclass__(cls, *, kind: str = "") -> None:
+        """Guard the methods of a class from outside, so that errors name it; see `part_faults`.
+
+        Args:
+            kind: `own_kind`.
+        """
+        if kind:
+            cls.own_kind = kind
         if not cls.__module__.startswith("moefold."):
             from moefold.config.part_faults import guard_methods
 
@@ -113,7 +121,6 @@ class Part:
         Args:
             args: the sections named by the parameters of the overriding method, such as `model` and `train`; `recipe`
                 is the whole recipe (`config/rule.py`).
-            kwargs: none.
         """
         yield from ()
 

@@ -53,7 +53,6 @@ def _guarded(part: Any, name: str, function: Any, method: Any) -> Callable[..., 
 
     Args:
         part: the class that defines it, or inherits it.
-        name: name of the method.
         function: the method in the class.
         method: the method in the base class of the group.
     """

@@ -1,6 +1,6 @@
-"""Find the class of a part by its group and kind, in a file of `parts/GROUP/` or outside of the package.
+"""Find the class of a part by its group and kind, in `parts/GROUP.py`, in a file of `parts/GROUP/`, or outside.
 
-No other module imports a part by its path, so that a new file is a new kind.
+No other module imports a part by its path, so that a new class or a new file is a new kind.
 """
 
 import importlib
@@ -20,22 +20,19 @@ from moefold.config.plugins import (
     origin_of,
     origin_of_entry,
 )
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, Problem, UnquotedText
 
 PARTS = "moefold.parts"
 GROUPS = "moefold.config.groups"
+FOLDER = Path(__file__).parents[1] / "parts"
 
 
 @cache
 def built_in_kinds(group: str) -> tuple[str, ...]:
-    """Return the built-in kinds of a group, sorted.
-
-    The file is named after the kind: `-` becomes `__`, and a name that begins with a digit has `_` before it:
-    `_1f1b.py`.
-    """
-    folder = Path(__file__).parents[1] / "parts" / group
-    names = (module.name for module in pkgutil.iter_modules([str(folder)]))
-    return tuple(sorted(name.removeprefix("_").replace("__", "-") for name in names))
+    """Return the built-in kinds of a group, sorted."""
+    if _is_module(group):
+        return tuple(sorted(_classes_of_module(group)))
+    return tuple(sorted(module.name for module in pkgutil.iter_modules([str(FOLDER / group)])))
 
 
 @cache
@@ -74,12 +71,7 @@ EXPERIMENTS = MappingProxyType(
 
 
 def missing_experiment(name: str, group: str, kind: str) -> str:
-    """Return the refusal of a kind of `moefold-experiments` if that is not installed; else empty.
-
-    Args:
-        group: the group of the part.
-        kind: its value.
-    """
+    """Return the refusal of a kind of `moefold-experiments` if that is not installed; else empty."""
     if kind not in EXPERIMENTS.get(group, ()):
         return ""
     return (
@@ -88,21 +80,20 @@ def missing_experiment(name: str, group: str, kind: str) -> str:
     )
 
 
-def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) -> str:
+def unknown_kind(name: str, group: str, kind: str, words: tuple[str, ...] = ()) -> Problem:
     """Return the refusal of a kind that a group lacks, with all kinds and the nearest one.
 
     Args:
-        kind: its value.
         words: the built-in kinds that count; empty: all.
     """
     if missing := missing_experiment(name, group, kind):
-        return missing
+        return Problem("", None, missing)
     choices = kinds(group, words)
     spelled = [choice for choice in choices if choice.lower() == kind.lower()]
     suggestions = [our_value(name, kind)] if our_value(name, kind) else get_close_matches(kind, choices, n=1)
-    hint = "".join(f"; did you mean {guess!r}?" for guess in (spelled or suggestions)[:1])
-    text = repr(kind) if len(repr(kind)) <= 60 else f"{kind!r:.57}..."
-    return f"{name}={text} must be {kinds_in_words(group, words)}{hint}"
+    way_out = "".join(f"did you mean {guess!r}?" for guess in (spelled or suggestions)[:1])
+    shown = kind if len(repr(kind)) <= 60 else UnquotedText(f"{kind!r:.57}...")
+    return Problem(name, shown, f"must be {kinds_in_words(group, words)}", way_out)
 
 
 @cache
@@ -158,7 +149,6 @@ def check_class(part: Any, base: type[Any], origin: str) -> None:
     """Check that an object from a package or file is a class of parts of a group.
 
     Args:
-        part: the class.
         origin: its name and origin, the start of the message.
 
     Raises:
@@ -186,8 +176,7 @@ def kind_of(part: type[Any]) -> str:
     """Return the kind of the class of a part; MODULE:CLASS for a class that a program made."""
     if not is_built_in(part):
         return origin_of(part)[0]
-    stem = part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
-    return stem.removeprefix("_").replace("__", "-")
+    return part.own_kind or part.__module__.removeprefix(f"{PARTS}.{part.group}.").removesuffix(".part")
 
 
 def describe_class(part: Any) -> str:
@@ -201,10 +190,24 @@ def is_built_in(part: type[Any]) -> bool:
     return part.__module__.startswith(f"{PARTS}.")
 
 
+def _is_module(group: str) -> bool:
+    """Return whether the kinds of a group stand in one module."""
+    return (FOLDER / f"{group}.py").is_file()
+
+
+@cache
+def _classes_of_module(group: str) -> dict[str, Any]:
+    """Return the classes of the kinds of a group that stand in one module, by kind."""
+    name = f"{PARTS}.{group}"
+    classes = vars(importlib.import_module(name)).values()
+    return {part.own_kind: part for part in classes if _is_part(part, name) and part.own_kind}
+
+
 def _class_in(group: str, kind: str) -> Any:
-    """Return the class of a built-in part: the public subclass of `Part` that its module defines."""
-    stem = f"_{kind}" if kind[0].isdigit() else kind.replace("-", "__")
-    name = f"{PARTS}.{group}.{stem}"
+    """Return the class of a built-in part: in a folder, the public subclass of `Part` that its module defines."""
+    if _is_module(group):
+        return _classes_of_module(group)[kind]
+    name = f"{PARTS}.{group}.{kind}"
     module = importlib.import_module(name)
     if hasattr(module, "__path__"):
         name += ".part"

@@ -50,7 +50,7 @@ from moefold.config.suggestions import (
     slot_fault,
     wrong_kind,
 )
-from moefold.errors import ConfigError, Problem, raise_all
+from moefold.errors import ConfigError, Problem, Setting, UnquotedText, raise_all
 from moefold.terminal import printable
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def build_table(name: str, value: Any, default: Any) -> Any:
         keys = dict.fromkeys(setting for owner in owners_of(mark) for setting in settings_of(owner))
         needed = [key for owner in owners_of(mark) for key in required_settings(owner)]
         hint = f"; did you mean {name}.{needed[0]}={value}?" if isinstance(value, str) and len(needed) == 1 else ""
-        raise ConfigError(f"{name}={brief_value(value)} must be {expected}; its keys are {', '.join(keys)}{hint}")
+        raise ConfigError(brief_problem(name, value, f"must be {expected}", f"its keys are {', '.join(keys)}{hint}"))
     if isinstance(mark, KindOf):
         kind = default.kind if isinstance(default, Part) else default
         kind = kind or next(filter(mark.takes, built_in_kinds(mark.group)))
@@ -170,9 +170,8 @@ def build_part(name: str, value: str | Mapping[str, Any]) -> Part:
     group = mark.group
     kind = table.pop("kind")
     if not isinstance(kind, str):
-        raise ConfigError(
-            f"{name}.kind must be a text, and is {kind!r}; write {kinds_in_words(group)}, or FILE.py:CLASS"
-        )
+        way_out = f"write {kinds_in_words(group)}, or FILE.py:CLASS"
+        raise ConfigError(Problem(f"{name}.kind", None, f"must be a text, and is {kind!r}", way_out))
     recorded = _read_origin(name, table.pop(SOURCE, {}))
     part, origin = _class_of(name, mark, kind, recorded)
     _report_difference(name, kind, recorded, origin)
@@ -306,10 +305,18 @@ def brief_value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def brief_problem(name: str, value: Any, rule: str, way_out: str = "") -> Problem:
+    """Return the problem of an unchecked value, whose message has its `brief_value`."""
+    text = brief_value(value)
+    is_plain = not is_oversized(value) and str(Setting(name, value)).endswith(f"={text}")
+    return Problem(name, value if is_plain else UnquotedText(text), rule, way_out)
+
+
 def _read_origin(name: str, recorded: Any) -> Origin:
     is_right = isinstance(recorded, dict) and set(recorded) <= set(Origin._fields)
     if not is_right or not all(isinstance(value, str) for value in recorded.values()):
-        raise ConfigError(f"{name}.{SOURCE}={recorded!r} must be a table of {', '.join(Origin._fields)}; leave it out")
+        rule = f"must be a table of {', '.join(Origin._fields)}"
+        raise ConfigError(Problem(f"{name}.{SOURCE}", recorded, rule, "leave it out"))
     return Origin(**recorded)
 
 

@@ -86,13 +86,7 @@ def find_deadlock(rows: Sequence[SlotRow]) -> tuple[int, Slot] | None:
 
 
 def find_fault(rows: Sequence[SlotRow], stage_ranks: Sequence[int], num_micro_batches: int) -> str:
-    """Return the fault of the rows of a schedule, as text to follow the schedule's name; "" if there is none.
-
-    Args:
-        rows: slots of each pipeline rank.
-        stage_ranks: pipeline rank of each stage.
-        num_micro_batches: micro-batches of a step.
-    """
+    """Return the fault of the rows of a schedule, as text to follow the schedule's name; "" if there is none."""
     done_actions: dict[tuple[int, int], list[str]] = {}
     for rank, row in enumerate(rows):
         for action in (action for slot in row for action in slot):

@@ -1,12 +1,6 @@
-"""Builder of the rows of pipeline schedules, and interleaved 1F1B, which several schedules share.
-
-Overlapped schedules pair a forward pass with the backward pass of another micro-batch in the steady phase. Both passes
-of a pair start when the inputs of both are available, and send their results when both have finished. A rank is
-therefore one more forward pass ahead than in interleaved 1F1B: two for each later rank.
-"""
+"""Builder of the rows of pipeline schedules."""
 
 from collections import Counter, deque
-from typing import Any
 
 from moefold.config.pipeline_actions import Action, Slot, SlotRow
 
@@ -50,52 +44,3 @@ class RowBuilder:
         if kind == "B":
             self._next[stage, "W"] += 1
         return action
-
-
-def interleaved_row(rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
-    """Build a row of interleaved 1F1B (arXiv:2104.04473)."""
-    forward, backward, per_round = interleaved_stages(rank, pp, num_stages, count)
-    ahead = min((num_stages - 1) * per_round + 2 * (pp - 1 - rank), len(forward))
-    builder = RowBuilder()
-    for stage in forward[:ahead]:
-        builder.add(stage, "F")
-    for next_forward, next_backward in zip(forward[ahead:], backward, strict=False):
-        builder.add(next_forward, "F")
-        builder.add(next_backward, "B")
-    for stage in backward[len(forward) - ahead :]:
-        builder.add(stage, "B")
-    return builder.row
-
-
-def overlapped_interleaved_row(rank: int, pp: int, num_stages: int, count: int) -> SlotRow:
-    """Build a row of interleaved 1F1B, or of 1F1B with one stage per rank, whose steady phase consists of pairs."""
-    forward, backward, per_round = interleaved_stages(rank, pp, num_stages, count)
-    ahead = min((num_stages - 1) * per_round + 2 * (pp - 1 - rank) + 1, len(forward))
-    builder = RowBuilder()
-    for stage in forward[:ahead]:
-        builder.add(stage, "F")
-    for next_forward, next_backward in zip(forward[ahead:], backward, strict=False):
-        builder.add_pair(next_forward, next_backward)
-    for stage in backward[len(forward) - ahead :]:
-        builder.add(stage, "B")
-    return builder.row
-
-
-def interleaved_stages(rank: int, pp: int, num_stages: int, count: int) -> tuple[list[int], list[int], int]:
-    """Return the stages of the forward passes and of the backward passes, in order, and the micro-batches of a round.
-
-    A rank runs a round of micro-batches through one stage, then through the next stage. All rounds have equal length.
-    """
-    per_round = count // max(1, count // pp)
-    local = [step // per_round % num_stages for step in range(num_stages * count)]
-    forward = [i * pp + rank for i in local]
-    backward = [(num_stages - 1 - i) * pp + rank for i in local]
-    return forward, backward, per_round
-
-
-def interleaved_bubble_s(forward_s: Any, backward_s: Any, pp: int, num_stages: Any, count: int) -> Any:
-    """Return the bubble (pp-1)(f+b)/vpp, plus (pp-n)(f+b) if a chunk waits for the last rank of the previous chunk."""
-    step_s = forward_s + backward_s
-    if count >= pp:
-        return (pp - 1) * step_s / num_stages
-    return step_s * ((pp - count) + (count - 1) / num_stages)

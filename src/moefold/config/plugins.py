@@ -149,8 +149,6 @@ def rebuild(kind: str, origin: Origin, values: Mapping[str, Any]) -> Any:
 
     Args:
         kind: FILE.py:CLASS, with the file's name without its folder.
-        origin: its file and content.
-        values: its fields.
 
     Raises:
         ConfigError: the file has changed since.

@@ -93,7 +93,6 @@ def resolve_recipe_paths(tree: dict[str, object], folder: Path) -> None:
 
     Args:
         tree: the sections of the recipe, unchecked.
-        folder: folder of the recipe.
     """
     for section, key in PATH_KEYS:
         keys = tree.get(section)

@@ -26,6 +26,7 @@ from moefold.config.part_registry import (
     unknown_kind,
 )
 from moefold.config.schema import Config
+from moefold.errors import Problem
 
 
 def nearest_numbers(value: int, legal: Iterable[int], count: int = 6) -> str:
@@ -160,12 +161,12 @@ def part_marks() -> dict[str, KindOf]:
     return {path: mark for path, mark in tables().items() if isinstance(mark, KindOf)}
 
 
-def wrong_kind(name: str, kind: str) -> str:
+def wrong_kind(name: str, kind: str) -> Problem:
     """Return the refusal of a kind that a key does not take, with the right key for it or the nearest kind."""
     mark = mark_at(name)
     assert isinstance(mark, KindOf)
     if kind in built_in_kinds(mark.group):
-        return f"{name}={kind!r} {slot_fault(name, find_part(mark.group, kind))}"
+        return Problem(name, kind, slot_fault(name, find_part(mark.group, kind)))
     return unknown_kind(name, mark.group, kind, mark.words)
 
 

@@ -130,7 +130,6 @@ def check_format(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the sections of a recipe without its format.
 
     Args:
-        tree: contents of a file.
         name: the file, for messages.
 
     Raises:

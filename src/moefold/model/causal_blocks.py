@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from moefold.ops.block_attention import (
     attention_block_backward,
     fold_in_sinks,
     merge_lse_,
+    scale_queries,
 )
+from moefold.ops.documents import AttentionChunks, PackedDocuments
 
 
 @runtime_checkable
@@ -34,6 +36,35 @@ class TakesBlockKernel(Protocol):
     """Core attention whose blocks a kernel of the device may compute."""
 
     block_kernel: CausalKernel | None
+
+
+class BlockAttention:
+    """Attention of the ranks of cp that attend to each other's keys and values in blocks."""
+
+    function: ClassVar[type[torch.autograd.Function]]
+    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None, cp, mask, kernel) -> [S/cp, B, A, D]."""
+
+    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
+        self._cp = cp
+        self._window = window
+        self._chunks = AttentionChunks(chunk_size)
+        self.block_kernel: CausalKernel | None = None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: PackedDocuments | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attend; see `CoreAttention` for the shapes. Communicates over cp."""
+        documents = self._chunks.divide(documents, len(q) * self._cp.size, q.shape[1], q.device)
+        mask_spec = AttentionMaskSpec(self._window, documents)
+        return self.function.apply(
+            scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
+        )
 
 
 @dataclass(frozen=True)

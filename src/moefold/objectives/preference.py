@@ -1,4 +1,4 @@
-"""Preference losses: the frame of the methods that compare completions (`parts/alignment/`)."""
+"""Preference losses: the frame of the methods that compare completions (`parts/alignment.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Learning rate of a step: the warm-up, then the schedule of the recipe (`parts/lr_schedule/`).
+"""Learning rate of a step: the warm-up, then the schedule of the recipe (`parts/lr_schedule.py`).
 
 A schedule is a function of the step and of run.steps: a run that continues with other settings has another schedule
 from there on, whose rate may jump. `describe_schedule_change` reports this.

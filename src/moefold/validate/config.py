@@ -126,7 +126,7 @@ def _slot_problems(cfg: Config) -> Iterator[Problem]:
             # A table, or a key of a part that is not allowed here.
             continue
         if isinstance(value, str):
-            yield Problem("", None, wrong_kind(name, value))
+            yield wrong_kind(name, value)
         elif fault := slot_fault(name, owner):
             yield Problem("", None, f"{describe_part(value)} {fault}")
 

@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.config.routing import assign_in_turn
 from moefold.model.moe.router import mask_to_top_groups, topk_experts
 from moefold.model.moe.token_group import MicroBatchGroup
-from moefold.parts.choice.quantile.module import quantile_thresholds
-from moefold.parts.choice.sinkhorn.module import sinkhorn_offsets
-from moefold.parts.choice.skewed import Skewed
+from moefold.parts.choice import Skewed, assign_in_turn, quantile_thresholds, sinkhorn_offsets
 
 
 def test_the_lower_expert_of_equal_values_wins():

@@ -6,7 +6,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.part import Part, make_part
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.parts.schedule.csv import CsvSchedule
+from moefold.parts.schedule import CsvSchedule
 from moefold.topology.schedules import runtime_slots, schedule_rows
 from moefold.validate.parallel import validate_micro_batch_count
 

@@ -298,11 +298,7 @@ class AttentionPart(Part):
         return 0
 
     def saved(self, sizes: "LayerSizes") -> Counter[str] | None:
-        """Return the bytes saved for backward by part of the model, without the input; None if it is unknown.
-
-        Args:
-            sizes: sizes of a micro-batch.
-        """
+        """Return the bytes saved for backward by part of the model, without the input; None if it is unknown."""
         return None
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str] | None:

@@ -152,7 +152,6 @@ class DispatcherPart(Part):
 
         Args:
             args: sections of the recipe, as of `check`.
-            kwargs: none.
         """
         yield from ()
 
@@ -260,7 +259,6 @@ class DispatcherPart(Part):
 
         Args:
             groups: process groups of the experts, a `MoEGroups`.
-            sizes: sizes of the exchange.
         """
         raise NotImplementedError
 

@@ -90,11 +90,7 @@ class FeedForwardPart(Part):
         raise NotImplementedError
 
     def saved(self, sizes: "LayerSizes") -> Counter[str]:
-        """Return the bytes saved for backward by part of the model, without the input.
-
-        Args:
-            sizes: sizes of a micro-batch.
-        """
+        """Return the bytes saved for backward by part of the model, without the input."""
         raise NotImplementedError
 
     def delayed_wgrad(self, sizes: "LayerSizes") -> Counter[str]:

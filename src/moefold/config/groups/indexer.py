@@ -80,7 +80,6 @@ class IndexerPart(Part):
         """Return the bytes of the gathered keys under cp, of the indexer's gradients, and of the layer's own selection.
 
         Args:
-            sizes: sizes of a micro-batch.
             key_width: numbers of the keys and values of a token on this rank.
         """
         p = sizes.parallel
@@ -108,8 +107,6 @@ class IndexerPart(Part):
         gradients are saved once for each block of queries.
 
         Args:
-            sizes: sizes of a micro-batch.
-            num_heads: query heads of the attention.
             source: width of the latent that is the input of the indexer's queries; 0: their input is the layer's input.
         """
         saved = self.index_bytes(sizes)
@@ -143,7 +140,6 @@ class IndexerPart(Part):
         """Return the temporary bytes of a block of queries in the backward pass: copied keys and gradients.
 
         Args:
-            sizes: sizes of a micro-batch.
             heads: query heads of this rank.
             widths: copied numbers of a token, and the part of them that are keys.
             copies: ratio of temporary to copied numbers, in float32 and in bfloat16.

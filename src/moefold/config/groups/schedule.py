@@ -74,9 +74,6 @@ class SchedulePart(Part):
     def stage_ranks(self, pp: int, num_stages: int) -> tuple[int, ...]:
         """Return the pipeline rank of each stage, in model order.
 
-        Args:
-            num_stages: stages per rank.
-
         Raises:
             ConfigError: the file of a schedule cannot be read, or is wrong.
         """
@@ -95,7 +92,6 @@ class SchedulePart(Part):
             backward_s: its backward pass, including weight gradients.
             wgrad_s: the weight-gradient part of `backward_s`.
             pp: pipeline ranks, 2 or more.
-            num_stages: stages per rank.
             count: micro-batches of a step.
         """
         return None

@@ -31,7 +31,7 @@ class CapacityPolicy:
 
         This is valid only if each rank drops by itself: one rank could need the whole shared capacity.
         """
-        assert not self.scope.is_shared or group.size == 1, "refused by parts/drop_scope/full_sequence.py"
+        assert not self.scope.is_shared or group.size == 1, "refused by parts/drop_scope.py"
         return min(self.capacity(num_tokens, top_k, num_experts), num_tokens)
 
     def keep_mask(

@@ -9,14 +9,7 @@ from moefold.config.groups.linear_attention import DeltaRulePart
 
 
 def output(part: DeltaRulePart, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
-    """Return the output for the tokens of one document, [S, H].
-
-    Args:
-        part: sizes.
-        weights: weights of the attention by name.
-        x: normalised hidden states, [S, H].
-        eps: epsilon of the norm of heads.
-    """
+    """Return the output for the tokens of one document, [S, H]."""
     logits = (x @ weights["wa"].T + weights["dt_bias"])[..., None]
     decays = torch.exp(-torch.exp(weights["a_log"])[:, None] * torch.log1p(torch.exp(logits)))
     gates = x @ weights["wg"].T
@@ -29,11 +22,7 @@ def delta_rule(
     """Return the output of a delta rule for the tokens of one document, [S, H].
 
     Args:
-        part: sizes.
-        weights: weights of the attention by name.
-        x: normalised hidden states.
         gates: decays [S, A, 1 or D], and factors of the output [S, A * Dv].
-        eps: epsilon of the norm of heads.
     """
     decays, factors = gates
     repeats = part.num_value_heads // part.num_key_heads

@@ -22,10 +22,6 @@ class GatedLinearAttention(LinearAttention):
 
     The decay of a key channel is sigmoid(wa_up wa_down x + ba)^(1/16), and queries are scaled by 1/sqrt(D). There is no
     convolution, no norm of queries and keys and no delta rule.
-
-    Args:
-        part: sizes.
-        frame: settings of the model.
     """
 
     def __init__(self, part: GlaPart, frame: AttentionFrame) -> None:

@@ -10,14 +10,7 @@ from moefold.parts.attention.gated_deltanet.oracle import gated_norm
 
 
 def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
-    """Return the output for the tokens of one document, [S, H].
-
-    Args:
-        part: `GlaPart`.
-        weights: weights of the attention by name.
-        x: normalised hidden states, [S, H].
-        eps: epsilon of the norm of heads.
-    """
+    """Return the output for the tokens of one document, [S, H]."""
     heads = part.num_value_heads
     repeats = heads // part.num_key_heads
     queries, keys = (

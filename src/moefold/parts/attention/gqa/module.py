@@ -29,10 +29,6 @@ class GroupedQueryAttention(SelfAttention):
     """Grouped-query attention: QKV projections, RoPE, core attention, output projection.
 
     With more ranks of tp than key heads, `kv_rows` are the rows of wk and wv for this rank's query heads.
-
-    Args:
-        part: heads, norms, biases and sinks.
-        frame: settings of the model.
     """
 
     fused_refusal: ClassVar[str] = ""

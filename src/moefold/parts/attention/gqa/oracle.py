@@ -10,12 +10,7 @@ from moefold.config.groups.attention import SoftmaxHeads, SoftmaxInput
 
 
 def heads(part: Any, inputs: SoftmaxInput) -> SoftmaxHeads:
-    """Return queries, keys and values of the heads.
-
-    Args:
-        part: `GqaPart`.
-        inputs: hidden states and weights.
-    """
+    """Return queries, keys and values of the heads."""
     weights = inputs.weights
     rotated_dims = round(part.head_dim * part.rope_fraction)
 
@@ -53,12 +48,7 @@ def heads(part: Any, inputs: SoftmaxInput) -> SoftmaxHeads:
 
 
 def gates(part: Any, inputs: SoftmaxInput) -> Tensor | None:
-    """Return the gates of the heads, [B, S, A, 1 or dims of a value head]; None without gates.
-
-    Args:
-        part: softmax attention.
-        inputs: hidden states and weights.
-    """
+    """Return the gates of the heads, [B, S, A, 1 or dims of a value head]; None without gates."""
     if part.gate is None:
         return None
     opened = 1 / (1 + torch.exp(-inputs.x @ inputs.weights["wg"].T))

@@ -20,10 +20,6 @@ class SparseAttention(GroupedQueryAttention):
     """Grouped-query attention over selected keys; the queries of the indexer come from the input of the layer.
 
     A decoder sets `selected_keys`.
-
-    Args:
-        part: part with an indexer.
-        frame: settings of the model.
     """
 
     selects_keys: ClassVar[bool] = True

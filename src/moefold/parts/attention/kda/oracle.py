@@ -10,14 +10,7 @@ from moefold.parts.attention.gated_deltanet.oracle import delta_rule
 
 
 def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> Tensor:
-    """Return the output for the tokens of one document, [S, H].
-
-    Args:
-        part: `KdaPart`.
-        weights: weights of the attention by name.
-        x: normalised hidden states, [S, H].
-        eps: epsilon of the norm of heads.
-    """
+    """Return the output for the tokens of one document, [S, H]."""
     logits, gates = (
         x @ weights[f"w{letter}"].T
         if part.full_rank_gates

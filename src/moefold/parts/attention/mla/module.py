@@ -33,10 +33,6 @@ class LatentAttention(SelfAttention):
     `parallelize` also replaces `mla_up_checkpoint` (recompute heads from the latents instead of saving them). A decoder
     sets `latent_cache`; all attention then reads latents, also of the same pass, and no heads are computed from them
     (weight absorption, arXiv:2405.04434 sec. 2.1.2).
-
-    Args:
-        part: sizes.
-        frame: settings of the model.
     """
 
     fused_refusal: ClassVar[str] = "latent attention"
@@ -226,7 +222,6 @@ class LatentAttention(SelfAttention):
 
         Args:
             source: input of the query heads, [S, B, ...].
-            rope: RoPE of their positions.
 
         Returns:
             [S, B, A, latent + rope].

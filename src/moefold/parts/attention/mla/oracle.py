@@ -11,12 +11,7 @@ from moefold.parts.attention.gqa.oracle import gates
 
 
 def heads(part: Any, inputs: SoftmaxInput) -> SoftmaxHeads:
-    """Return queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of the heads.
-
-    Args:
-        part: `MlaPart`.
-        inputs: hidden states and weights.
-    """
+    """Return queries and keys [B, S, A, nope + rope] and values [B, S, A, v] of the heads."""
     weights = inputs.weights
     nope_dim = part.qk_nope_head_dim
     rope_dim = part.qk_rope_head_dim

@@ -20,10 +20,6 @@ class SparseLatentAttention(LatentAttention):
 
     The queries of the indexer come from the query latent, or from the input of the layer if there is no latent. A
     decoder sets `selected_keys`.
-
-    Args:
-        part: part with an indexer.
-        frame: settings of the model.
     """
 
     selects_keys: ClassVar[bool] = True

@@ -20,10 +20,6 @@ class ShortConvolution(LinearAttention):
 
     With biases, each projection and the convolution has a bias. The convolution is causal, for each channel separately,
     and starts from zeros at each document. There is no activation, no norm and no recurrence.
-
-    Args:
-        part: kernel and biases.
-        frame: settings of the model.
     """
 
     def __init__(self, part: ShortConvolutionPart, frame: AttentionFrame) -> None:

@@ -12,9 +12,6 @@ def output(part: Any, weights: Mapping[str, Tensor], x: Tensor, eps: float) -> T
     """Return the output for the tokens of one document, [S, H].
 
     Args:
-        part: `ShortConvolutionPart`.
-        weights: weights of the attention by name.
-        x: normalised hidden states, [S, H].
         eps: not used; this layer has no norm.
     """
     before, after, values = (x @ weights[f"w{letter}"].T for letter in "bcv")

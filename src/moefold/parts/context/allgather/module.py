@@ -10,43 +10,12 @@ from moefold.comm.collectives import all_gather, reduce_scatter
 from moefold.comm.groups import Group
 from moefold.config.groups.context import zigzag
 from moefold.model.attention import AttentionMaskSpec
-from moefold.model.causal_blocks import BlockGradients, CausalBlocks, OnlineSoftmax, accumulate_kv_grads
-from moefold.ops.block_attention import CausalKernel, scale_queries, sink_gradient
-from moefold.ops.documents import AttentionChunks, PackedDocuments
-
-
-class AllGatherAttention:
-    """All-gather attention: gather all keys and values, attend from the local queries (arXiv:2407.21783 sec. 3.3.2).
-
-    One collective instead of cp-1 messages: less latency, more memory while a layer is computed. Only local tensors are
-    saved for backward, which gathers the keys and values again.
-    """
-
-    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
-        self._cp = cp
-        self._window = window
-        self._chunks = AttentionChunks(chunk_size)
-        self.block_kernel: CausalKernel | None = None
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: PackedDocuments | None = None,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Attend; see the module for the shapes. Communicates over cp."""
-        documents = self._chunks.divide(documents, len(q) * self._cp.size, q.shape[1], q.device)
-        mask_spec = AttentionMaskSpec(self._window, documents)
-        return _AllGatherFunction.apply(
-            scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
-        )
+from moefold.model.causal_blocks import BlockAttention, BlockGradients, CausalBlocks, OnlineSoftmax, accumulate_kv_grads
+from moefold.ops.block_attention import CausalKernel, sink_gradient
 
 
 class _AllGatherFunction(torch.autograd.Function):
-    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None) -> [S/cp, B, A, D]."""
+    """See `BlockAttention.function`."""
 
     @staticmethod
     def forward(
@@ -90,6 +59,16 @@ class _AllGatherFunction(torch.autograd.Function):
         dkv = reduce_scatter(torch.cat([grad.to(gradients.dq.dtype) for grad in by_rank]), cp)
         sinks_grad = sink_gradient(grad_out, out, lse, sinks)
         return gradients.dq.to(q.dtype), dkv.to(kv.dtype), sinks_grad, None, None, None
+
+
+class AllGatherAttention(BlockAttention):
+    """All-gather attention: gather all keys and values, attend from the local queries (arXiv:2407.21783 sec. 3.3.2).
+
+    One collective instead of cp-1 messages: less latency, more memory while a layer is computed. Only local tensors are
+    saved for backward, which gathers the keys and values again.
+    """
+
+    function = _AllGatherFunction
 
 
 def _gather_chunks(kv: Tensor, cp: Group) -> dict[int, Tensor]:

@@ -10,44 +10,12 @@ from moefold.comm.collectives import SUM_TAG, ring_pass, send_recv, wait_all
 from moefold.comm.groups import Group
 from moefold.config.groups.context import zigzag
 from moefold.model.attention import AttentionMaskSpec
-from moefold.model.causal_blocks import BlockGradients, CausalBlocks, OnlineSoftmax, accumulate_kv_grads
-from moefold.ops.block_attention import CausalKernel, scale_queries, sink_gradient
-from moefold.ops.documents import AttentionChunks, PackedDocuments
-
-
-class RingAttention:
-    """Ring attention: pass keys and values round the ring while attending to the current block (arXiv:2310.01889).
-
-    The next block arrives while the current block is computed. Blocks, or halves of blocks, after the rank's queries
-    are not computed: each rank does the same work in every step. In the backward pass, the gradients of the keys and
-    values follow them one step later and reach their owner with the last step.
-    """
-
-    def __init__(self, cp: Group, window: int = 0, chunk_size: int = 0) -> None:
-        self._cp = cp
-        self._window = window
-        self._chunks = AttentionChunks(chunk_size)
-        self.block_kernel: CausalKernel | None = None
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: PackedDocuments | None = None,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Attend; see the module for the shapes. Communicates with the neighbours in cp."""
-        documents = self._chunks.divide(documents, len(q) * self._cp.size, q.shape[1], q.device)
-        mask_spec = AttentionMaskSpec(self._window, documents)
-        return _RingFunction.apply(
-            scale_queries(q, scale), torch.stack((k, v), 1), sinks, self._cp, mask_spec, self.block_kernel
-        )
+from moefold.model.causal_blocks import BlockAttention, BlockGradients, CausalBlocks, OnlineSoftmax, accumulate_kv_grads
+from moefold.ops.block_attention import CausalKernel, sink_gradient
 
 
 class _RingFunction(torch.autograd.Function):
-    """(q [S/cp, B, A, D], kv [S/cp, 2, B, G, D], sinks [A] or None) -> [S/cp, B, A, D]."""
+    """See `BlockAttention.function`."""
 
     @staticmethod
     def forward(
@@ -90,3 +58,14 @@ class _RingFunction(torch.autograd.Function):
         wait_all(works, cp)
         sinks_grad = sink_gradient(grad_out, out, lse, sinks)
         return gradients.dq.to(q.dtype), incoming.to(kv.dtype), sinks_grad, None, None, None
+
+
+class RingAttention(BlockAttention):
+    """Ring attention: pass keys and values round the ring while attending to the current block (arXiv:2310.01889).
+
+    The next block arrives while the current block is computed. Blocks, or halves of blocks, after the rank's queries
+    are not computed: each rank does the same work in every step. In the backward pass, the gradients of the keys and
+    values follow them one step later and reach their owner with the last step.
+    """
+
+    function = _RingFunction

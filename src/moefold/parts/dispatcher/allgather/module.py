@@ -33,7 +33,6 @@ class AllGatherDispatcher(Dispatcher[AllGatherMetadata]):
         experts: the ep x etp ranks that together hold all experts; each has the same number of tokens.
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
-        fp8_dispatch: send tokens in FP8.
     """
 
     combines_locally = True

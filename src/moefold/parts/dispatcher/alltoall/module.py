@@ -69,7 +69,6 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
         experts: all ep x etp ranks.
         expert_coordinates: (ep, etp) coordinate of each member of `experts`.
         num_experts: E, over all ranks.
-        fp8_dispatch: send tokens to the experts in FP8.
     """
 
     takes_any_tokens = True
@@ -239,7 +238,6 @@ class AllToAllDispatcher(Dispatcher[AllToAllMetadata]):
             probs_TK: routing probabilities.
             received: as in `_sizes`, on the device.
             sizes: result of `_sizes`, on the host.
-            migration: migrated experts.
         """
         num_sources = self._etp.size * self._ep.size
         input_splits, by_source, by_expert = sizes.split([self._ep.size, num_sources, received.shape[2]])

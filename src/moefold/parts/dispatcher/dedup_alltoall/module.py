@@ -55,7 +55,6 @@ class DedupAllToAllDispatcher(Dispatcher[DedupMetadata]):
     Args:
         ep: ranks that hold different experts; member i holds the i-th part of them.
         num_experts: E, over all ranks.
-        fp8_dispatch: send tokens to the experts in FP8.
     """
 
     combines_locally = True

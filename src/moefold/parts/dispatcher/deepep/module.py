@@ -98,7 +98,6 @@ class DeepEPDispatcher(Dispatcher[DeepEPMetadata]):
     Args:
         buffer: a `deep_ep.Buffer` over the ranks of ep; member i holds the i-th part of the experts.
         num_experts: E, over all ranks.
-        fp8_dispatch: send tokens to the experts in FP8.
     """
 
     combines_locally = True

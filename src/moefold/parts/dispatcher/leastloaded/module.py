@@ -54,7 +54,6 @@ def plan_rebalance(load_E: Sequence[int] | Counts, num_ranks: int, rule: Rebalan
     Args:
         load_E: tokens of each expert, over all ranks.
         num_ranks: P, which divides E.
-        rule: when and how to move tokens.
 
     Returns:
         Tokens, int64 [P, E]; the columns sum to `load_E`.
@@ -176,8 +175,6 @@ class LeastLoadedDispatcher(AllToAllDispatcher):
     Args:
         groups: groups of the MoE view. Under etp, ranks of the same etp coordinate exchange the same shard of F.
         num_experts: E, over all ranks.
-        rule: when and how to move tokens.
-        fp8_dispatch: send tokens to the experts in FP8.
     """
 
     takes_any_tokens = False

@@ -15,9 +15,7 @@ def output(
     """Return the output of the shared expert for x [B, S, H] (zeros without it), and of the routed experts.
 
     Args:
-        part: `MoePart`.
         weights: weights of the layer by name.
-        x: normalised hidden states.
         route: chooses the experts.
         round_dispatched: rounds the input of the experts to its number format in the dispatch.
     """

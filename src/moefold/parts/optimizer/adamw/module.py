@@ -153,8 +153,6 @@ def build_adamw(part: AdamW, parameters: Mapping[str, nn.Parameter], run: Optimi
     The moments are allocated here, so that a checkpoint can be loaded into them.
 
     Args:
-        part: the settings.
-        parameters: parameters of this rank, by name.
         run: learning rate, and the store of the moments.
 
     Raises:

@@ -129,8 +129,6 @@ def build_muon(part: Muon, parameters: Mapping[str, nn.Parameter], run: Optimize
     """Build Muon, with AdamW for all other parameters; collective over the stage.
 
     Args:
-        part: the settings.
-        parameters: parameters of this rank, by name.
         run: learning rate, ranks and store.
     """
     matrices = {name: p for name, p in parameters.items() if part.gathers(run.weights[name])}

@@ -1,1 +1,0 @@
-"""Advantages of rollouts."""

@@ -1,1 +1,0 @@
-"""Methods of offline alignment."""

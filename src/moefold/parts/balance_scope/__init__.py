@@ -1,1 +1,0 @@
-"""Tokens over which the load-balancing loss counts."""

@@ -1,1 +1,0 @@
-"""Choices of experts."""

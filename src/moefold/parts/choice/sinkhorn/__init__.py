@@ -1,1 +1,0 @@
-"""Choice balanced by Sinkhorn iterations."""

@@ -1,1 +1,0 @@
-"""Corrections for a sampler that differs from training."""

@@ -1,1 +1,0 @@
-"""Orders of the tokens that an expert keeps."""

@@ -1,1 +1,0 @@
-"""Dropping by probability."""

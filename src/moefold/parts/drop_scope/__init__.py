@@ -1,1 +1,0 @@
-"""Tokens that share a capacity."""

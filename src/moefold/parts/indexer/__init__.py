@@ -1,1 +1,0 @@
-"""Selections of keys."""

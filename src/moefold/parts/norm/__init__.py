@@ -1,1 +1,0 @@
-"""Norms of the residual stream."""

@@ -1,1 +1,0 @@
-"""Objectives of reinforcement learning."""

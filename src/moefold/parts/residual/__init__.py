@@ -1,1 +1,0 @@
-"""Placements of the norms of the residual stream."""

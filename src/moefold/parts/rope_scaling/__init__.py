@@ -1,1 +1,0 @@
-"""Scalings of RoPE, one file each."""

@@ -1,1 +1,0 @@
-"""Score functions of the router."""

@@ -1,1 +1,0 @@
-"""Limits of the context of a query: windows and chunks."""

@@ -1,1 +1,0 @@
-"""FP8 in blocks of 128 values."""
