@@ -91,10 +91,8 @@ class BestFitSamples(SampleSource):
     every token of a document except the first is a target exactly once. Attention and positions are within a part.
     Samples share no other token.
 
-    Args:
-        stream: the tokens.
-        packing: file of the packing: `PackingCounts`, then two numbers for each part of a document, sample by sample:
-            2 * first token, plus 1 for the first part of a sample; and the number of tokens.
+    The file of the packing has `PackingCounts`, then two numbers for each part of a document, sample by sample:
+    2 * first token, plus 1 for the first part of a sample; and the number of tokens.
     """
 
     has_annotations = True
@@ -115,7 +113,6 @@ class BestFitSamples(SampleSource):
         self.filled = min(1.0, self.counts.num_tokens / max(1, len(self) * (self.seq_len + 1)))
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self._first_parts) - 1
 
     def annotated_sample(self, number: int) -> Sample:
@@ -157,11 +154,7 @@ def open_best_fit(
     pad_id: int,
     cache_dir: Path | None,
 ) -> BestFitSamples:
-    """Open the samples of a stream packed by best fit, from the cache or packed now.
-
-    Args:
-        sources: the files of the stream; a changed file is packed again.
-        cache_dir: cache folder; None: the default folder.
+    """Open the samples of a stream packed by best fit, from the cache or packed now; a changed source is packed again.
 
     Raises:
         ConfigError: no document has two tokens; no folder for the packing can be written; errors of the stream.
@@ -185,10 +178,7 @@ def open_best_fit(
 
 
 def pack_documents(lengths: Sequence[int], seq_len: int) -> list[list[tuple[int, int, int]]]:
-    """Pack documents into samples by best fit decreasing.
-
-    Args:
-        lengths: tokens of each document.
+    """Pack documents of the given lengths into samples by best fit decreasing.
 
     Returns:
         For each sample its parts: document, first token in the document, tokens. Samples are in the order of their
@@ -207,9 +197,7 @@ def document_windows(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the documents of a stream in windows: the first token of each document, then the end of the last one.
 
-    Args:
-        window_tokens: a window ends with the document that brings it to this number of tokens.
-        window_documents: maximum documents of a window.
+    A window ends with the document that brings it to `window_tokens`, or has `window_documents`.
     """
     pending = np.empty(0, dtype=np.int64)
     for first in range(0, num_tokens, _CHUNK_TOKENS):

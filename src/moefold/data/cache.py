@@ -36,10 +36,9 @@ logger = logging.getLogger(__name__)
 
 
 def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path | None, shows_progress: bool) -> Path:
-    """Return the .npy file with the tokens of a corpus, from the cache or tokenised now.
+    """Return the .npy file with the tokens of a corpus, from the cache or tokenised now, with separators of documents.
 
     Args:
-        corpus: the documents; each is followed by the tokenizer's separator, if any.
         cache_dir: cache folder; None means `default_cache_dir()`. If it is not writable, a folder of this user below
             the system's temporary folder is used, with a warning.
 
@@ -58,13 +57,10 @@ def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path |
 
 
 def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path | None) -> Path:
-    """Return the .npy file of ids named `key`, from the cache or written now by `write`.
+    """Return the .npy file of ids named `key`, from the cache or written now by `write`, which may seek.
 
-    Of concurrent processes, one writes and the others wait for its lock.
-
-    Args:
-        key: name of the entry; it changes with anything that changes the ids.
-        write: writes the whole .npy file; it may seek.
+    Of concurrent processes, one writes and the others wait for its lock. The key changes with anything that changes the
+    ids.
 
     Raises:
         ConfigError: no folder is writable; and exceptions of `write`.
@@ -156,10 +152,9 @@ def write_tokens(
     report: Callable[[int], None],
     index: BinaryIO | None = None,
 ) -> tuple[int, int]:
-    """Write the ids of documents as an .npy file; return the number of ids and of documents.
+    """Write the ids of documents, each with its separator, as an .npy file; return the number of ids and of documents.
 
     Args:
-        chunks: the documents; each is followed by the tokenizer's separator, if any.
         report: called with the bytes of source text, some megabytes at a time.
         index: receives the end of each document, int64; None if there is no index.
     """

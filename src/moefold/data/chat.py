@@ -174,15 +174,11 @@ class ChatTemplate:
         tool_source: str = "",
         limits: TemplateLimits | None = None,
     ) -> None:
-        """Compile a template.
+        """Compile a template; raise ConfigError if a source is not a Jinja template.
 
         Args:
             special_tokens: texts of `bos_token` and similar tokens of the tokenizer.
             tool_source: the program for conversations with tools; empty: the same.
-            limits: resources of its process; None: the defaults of `TemplateLimits`.
-
-        Raises:
-            ConfigError: a source is not a Jinja template.
         """
         self.source = source
         self.location = location
@@ -200,12 +196,7 @@ class ChatTemplate:
         self._process = TemplateProcess(program, limits or TemplateLimits(), location)
 
     def render(self, messages: Sequence[Message], tools: Any, location: str) -> RenderedChat:
-        """Render a conversation.
-
-        Args:
-            messages: the turns, each with a `role` and a `content`.
-            tools: descriptions of tools, for templates that support them; None if there are no tools.
-            location: FILE:LINE of the conversation, for messages.
+        """Render a conversation at FILE:LINE, with descriptions of tools or None.
 
         Raises:
             ConfigError: the template refuses the conversation, or the place of a turn in it cannot be found.
@@ -247,11 +238,8 @@ class ChatTemplate:
         """Return the prompt that a model continues.
 
         Args:
-            messages: the turns, each with a `role` and a `content`.
             location: description of the conversation, for messages.
-            add_generation_prompt: whether a new assistant turn begins after the last one; if not, the last turn stays
-                open.
-            tools: descriptions of tools; None for none.
+            add_generation_prompt: whether a new assistant turn begins after the last one; if not, that stays open.
             variables: other variables of the template, such as `enable_thinking`.
 
         Raises:
@@ -285,7 +273,6 @@ class ChatTemplate:
         )
 
     def _join_parts(self, messages: Sequence[Message], tools: Any) -> list[dict[str, Any]]:
-        """Return messages whose contents the template can write."""
         copies = [dict(message) for message in messages]
         return join_parts(copies, self.source_for(tools), lambda role: self._reads_lists(role, tools is not None))
 
@@ -332,13 +319,7 @@ class ChatTemplate:
 def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> ChatTemplate:
     """Return the template of a recipe: `data.chat_template`, else the tokenizer's, else ChatML for bytes.
 
-    The folder of the tokenizer declares its templates (`read_tokenizer_folder`).
-
-    Args:
-        tokenizer: the tokenizer that data.tokenizer names; None if it is read.
-
-    Raises:
-        ConfigError: there is none, or it cannot be read.
+    The tokenizer is read if it is None. Raises ConfigError if there is no template, or it cannot be read.
     """
     folder = None
     if isinstance(tokenizer, JsonTokenizer):

@@ -69,7 +69,6 @@ class NoSamples(Sampler):
     """Source without samples."""
 
     def __len__(self) -> int:
-        """Return 0."""
         return 0
 
     def annotated_sample(self, index: int) -> Sample:
@@ -90,11 +89,7 @@ class ProgramData:
     validation: Sampler = field(default_factory=NoSamples)
 
     def check(self, seq_len: int) -> None:
-        """Check that samples have the recipe's length, and that their annotations are read.
-
-        Raises:
-            ConfigError: samples have another length, or annotations although `has_annotations` is False.
-        """
+        """Raise ConfigError if samples have another length, or annotations although `has_annotations` is False."""
         for sampler in (self.train, self.validation):
             if not len(sampler):
                 continue
@@ -126,9 +121,7 @@ def open_dataset(
         vocab_size: model.vocab_size; every id is below it.
         seed: run.seed; it determines the order of the training samples, and the whole data of kind "synthetic".
         cache_dir: folder of tokenised text; None: the default folder.
-        token_file_set: the token files recorded when the run began, for data of kind "tokens"; None: list the files
-            now.
-        align: the recipe's [align] section; None: its defaults.
+        token_file_set: the token files recorded when the run began; None: list the files now.
 
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
@@ -147,12 +140,9 @@ def prepare(
     cache_dir: Path | None = None,
     align: AlignConfig | None = None,
 ) -> Path | None:
-    """Tokenise text into the cache and check token ids, once before ranks start.
+    """Tokenise text into the cache and check token ids, once before ranks start, with progress on stderr.
 
-    Shows progress on stderr if the work is long. Arguments and errors are as for `open_dataset`.
-
-    Returns:
-        The file of tokenised text; None for kinds of data that need none, and for mixtures.
+    Returns the file of tokenised text; None for kinds of data that need none, and for mixtures.
     """
     if data.kind == "tokens" and data.corrupt == "fatal":
         files = token_files(data)
@@ -268,10 +258,7 @@ class _DatasetBuilder:
         return Split(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
 
     def _held_out_split(self, tokenizer: Tokenizer) -> Split:
-        """Return the split named by data.validation_split, tokenised into the cache even if training data is streamed.
-
-        The split is read at every evaluation, so it is cached.
-        """
+        """Return the split named by data.validation_split, which is cached, as it is read at every evaluation."""
         if not self.data.validation_split:
             return Split(
                 SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len),
@@ -353,13 +340,6 @@ class SyntheticSamples(SampleSource):
     """
 
     def __init__(self, *, seed: int, vocab_size: int, seq_len: int, document_end: int = -1) -> None:
-        """Choose the strides of a seed.
-
-        Args:
-            vocab_size: V; ids are in [0, V).
-            seq_len: S; a sample has S + 1 tokens.
-            document_end: token that ends a document; -1: samples have no documents.
-        """
         self.seq_len = seq_len
         self.document_end = document_end
         self.has_annotations = document_end >= 0

@@ -37,9 +37,6 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
     """Return size and block hash of every file by its name in the recipe, "skipped" for a skipped file.
 
     Python's own text is one entry, because its files belong together; data without files has no entries.
-
-    Raises:
-        ConfigError: a file cannot be read.
     """
     sources = named_sources(data)
     skipped = _skipped(data, cache_dir)
@@ -59,11 +56,7 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
 
 
 def settings_fingerprints(data: DataConfig) -> dict[str, str]:
-    """Return the identity of tokenizer and chat template: size, block hash and hash of all bytes of each file by name.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    """Return size, block hash and hash of all bytes of each file of tokenizer and chat template by name."""
     return {
         name: f"{_fingerprint_file(name, file, _MIDDLE_BLOCKS)} {_whole_hash(name, file)}"
         for name, file in settings_files(data)
@@ -71,10 +64,7 @@ def settings_fingerprints(data: DataConfig) -> dict[str, str]:
 
 
 def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
-    """Return the size of every file by name, "skipped" for a skipped file, without reading the files.
-
-    Empty for Python's own text.
-    """
+    """Return the size of every file by name, "skipped" for a skipped file; empty for Python's own text."""
     if data.kind == "python-docs":
         return {}
     skipped = _skipped(data, cache_dir)
@@ -162,12 +152,7 @@ class DataFiles:
 
 
 def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
-    """Sort the names of data files by purpose.
-
-    Args:
-        order: data.kind, data.path, data.tokenizer and data.chat_template of the recipe.
-        names: names of the files, as `fingerprint` returns them.
-    """
+    """Sort the names of data files, as `fingerprint` returns them, by purpose; the order has the keys of [data]."""
     path = order.get("path", "")
     paths = tuple(str(name) for name in (path if isinstance(path, list | tuple) else [path]) if name)
     roles = _roles(order)
@@ -185,7 +170,6 @@ def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
 
 
 def _roles(order: Mapping[str, Any]) -> dict[str, str]:
-    """Return the roles of the settings files by their possible names."""
     tokenizer = str(order.get("tokenizer", "bytes"))
     template = str(order.get("chat_template", ""))
     roles = {}
@@ -198,11 +182,7 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
 def names_now(
     old: DataFiles, saved: Mapping[str, str], new: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the current names of the files of a checkpoint, by their names in the checkpoint; a file may be missing.
-
-    Args:
-        saved: their fingerprints.
-    """
+    """Return the current names of the files of a checkpoint, by their names there; a file may be missing."""
     renamed = {name: new.settings.get(role, name) for role, name in old.settings.items()}
     if len(old.paths) == len(new.paths):
         for i, (before, after) in enumerate(zip(old.sources, new.sources, strict=True)):

@@ -28,11 +28,7 @@ _HUB_KIND_BY_KEY: dict[str, HubKind] = {
 
 
 def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
-    """Return the existing files and folders that data.path names, absolute, in the recipe's order.
-
-    Raises:
-        ConfigError: no file is named, a file does not exist, or is named twice.
-    """
+    """Return the existing files and folders that data.path names, each once, absolute, in the recipe's order."""
     names = (path,) if isinstance(path, str) else path
     names = tuple(name for name in names if name)
     if not names:
@@ -81,7 +77,6 @@ def existing_path(key: str, name: str) -> Path:
 
 
 def _fetched(key: str, name: str) -> Path:
-    """Copy remote files, or files on the hub, to this machine."""
     from moefold.remote_copy import local_copy
 
     try:
@@ -110,7 +105,6 @@ def data_file_path(name: str, roots: Iterable[str]) -> Path:
     """Return the absolute path of a data file by its name in the recipe; it need not exist, unless it is remote.
 
     Args:
-        name: name from `name_below`.
         roots: data.path, which names the file or a folder above it.
     """
     if not is_remote(name):
@@ -130,9 +124,6 @@ def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) ->
 
     Hidden files and folders (a leading dot) and `skipped_folders` are skipped, and links to folders are not followed.
     The function is lazy: reading the first files of a big folder is cheap.
-
-    Raises:
-        ConfigError: a folder is not readable.
     """
     if not path.is_dir():
         yield path

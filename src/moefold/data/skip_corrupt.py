@@ -24,10 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: bool = False) -> Set[Path]:
-    """Return the corrupt files of data.path, which are skipped; empty if data.corrupt is "fatal".
-
-    Args:
-        reports: log each file with the reason.
+    """Return the corrupt files of data.path, which are skipped and reported; empty if data.corrupt is "fatal".
 
     Raises:
         ConfigError: all files are corrupt, or a source is on the hub.
@@ -98,11 +95,7 @@ def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path 
 
 
 def _unreadable_reason(data: DataConfig, file: Path) -> str:
-    """Read a whole file, and return the reason why it is unreadable; empty if it is readable.
-
-    Raises:
-        ColumnError: a readable file lacks the column of the recipe.
-    """
+    """Read a whole file, and return the reason why it is unreadable; empty if it is readable."""
     from moefold.data.file_formats import ColumnError, jsonl_records
     from moefold.data.table_rows import check_rows_readable
     from moefold.data.text_source import TextFile, check_decodable

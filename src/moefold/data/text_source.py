@@ -87,11 +87,7 @@ class Corpus:
         return [[str(file.path), file.size_bytes, file.mtime_ns] for file in self.files]
 
     def chunks(self) -> Iterator[TextChunk]:
-        """Yield all documents in chunks.
-
-        Raises:
-            ConfigError: a file is not readable or not UTF-8 text; the message has its path.
-        """
+        """Yield all documents in chunks; raise ConfigError if a file is not readable or not UTF-8 text."""
         for file in self.files:
             try:
                 yield from _file_chunks(self.kind, file)
@@ -100,11 +96,7 @@ class Corpus:
 
 
 def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -> Corpus:
-    """Return the text files that data.path names, folders recursively, except skipped files; each file is a document.
-
-    Raises:
-        ConfigError: a path is missing or named twice, or there is no file with text.
-    """
+    """Return the text files that data.path names, folders recursively, except skipped files; each is a document."""
     paths = data_paths(path, "text")
     files = tuple(_stat_text_file(file, is_named=file in paths) for root in paths for file in files_below(root))
     check_no_duplicates(tuple(file.path.resolve() for file in files))
@@ -130,11 +122,7 @@ def check_not_empty(paths: tuple[Path, ...], *, num_files: int, size_bytes: int)
 
 
 def python_docs_corpus() -> Corpus:
-    """Return the language reference (pydoc_data.topics, one document per topic) and the standard library's sources.
-
-    Raises:
-        ConfigError: this Python installation has no such texts.
-    """
+    """Return the language reference (pydoc_data.topics, one document per topic) and the standard library's sources."""
     files = tuple(_stat_text_file(file, is_named=True) for file in _python_docs_files())
     if not files:
         raise ConfigError(

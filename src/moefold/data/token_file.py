@@ -48,12 +48,7 @@ _LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 class MegatronIndex:
     """Index of a Megatron data set: int32 lengths [N], int64 byte offsets [N] of sequences, int64 documents [M + 1].
 
-    Attributes:
-        path: the file.
-        dtype: dtype of the ids in the .bin.
-        num_sequences: N.
-        num_documents: M; document m begins with sequence documents[m].
-        num_tokens: number of ids in the .bin.
+    Document m begins with sequence documents[m]. The .bin has `num_tokens` ids of the dtype.
     """
 
     path: Path
@@ -63,15 +58,10 @@ class MegatronIndex:
     num_tokens: int
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return self.num_documents
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the positions after the last tokens of the documents start .. stop-1.
-
-        Raises:
-            BrokenShardError: the index cannot be read.
-        """
+        """Return the positions after the last tokens of the documents start .. stop-1."""
         offset = _MEGATRON_HEADER.size + 4 * self.num_sequences
         offsets = self._open(offset, self.num_sequences)
         documents = self._open(offset + 8 * self.num_sequences, self.num_documents + 1)
@@ -91,13 +81,7 @@ class MegatronIndex:
 
 @dataclass(frozen=True)
 class BinLayout:
-    """Layout of a .bin file.
-
-    Attributes:
-        dtype: dtype of the ids.
-        offset_bytes: bytes before the first id.
-        num_tokens: ids.
-    """
+    """Layout of a .bin file: its ids begin after `offset_bytes`."""
 
     dtype: np.dtype[np.generic]
     offset_bytes: int
@@ -109,7 +93,6 @@ def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
 
     Raises:
         ConfigError: the size of the file contradicts the index, header or dtype.
-        OSError: the file cannot be read.
     """
     size_bytes = path.stat().st_size
     if (index := read_megatron_index(path)) is not None:
@@ -244,11 +227,9 @@ class TokenFileStream(TokenStream):
     def __init__(
         self, files: tuple[TokenFile, ...], *, vocab_size: int, dropped: Iterable[str] = (), is_indexed: bool = False
     ) -> None:
-        """Concatenate files in their order.
+        """Concatenate files, each with at least one token, in their order.
 
         Args:
-            files: files with at least one token each.
-            vocab_size: rows of the model's embedding; ids must be below.
             dropped: names of files that are dropped initially.
             is_indexed: whether the run uses the document index next to each file.
         """
@@ -262,7 +243,6 @@ class TokenFileStream(TokenStream):
         self.drop_files(dropped)
 
     def __len__(self) -> int:
-        """Return the number of tokens in all files."""
         return self._ends[-1]
 
     def drop_files(self, names: Iterable[str]) -> None:
@@ -348,12 +328,7 @@ class TokenFileStream(TokenStream):
         return faults
 
     def probe(self) -> None:
-        """Raise the first error that `find_bad_files` finds.
-
-        Raises:
-            OutOfVocabError: an id is negative or not below the vocabulary.
-            BrokenShardError: a file cannot be read.
-        """
+        """Raise the first error that `find_bad_files` finds."""
         for fault in self.find_bad_files().values():
             raise fault
 
@@ -396,9 +371,6 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
     """Return the .bin and .npy files that data.path names, folders recursively, except skipped files.
 
     Only headers and sizes are read. Files without tokens are ignored if others have tokens.
-
-    Raises:
-        ConfigError: a path is missing, named twice, or not of these two formats; or all files are empty.
     """
     names = (data.path,) if isinstance(data.path, str) else data.path
     roots = data_paths(tuple(name for name in names if data_file_path(name, names) not in skipped), "tokens")
@@ -427,12 +399,7 @@ def document_ends_path(path: Path) -> Path:
 
 
 def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentEnds:
-    """Open and validate the document index next to a token file of `num_tokens` tokens.
-
-    Raises:
-        ConfigError: the index is missing, broken, or of a file with another number of tokens.
-        BrokenShardError: it cannot be read completely.
-    """
+    """Open the document index next to a token file; raise ConfigError if it is missing, or belongs to another file."""
     index = document_ends_path(path)
     try:
         megatron = read_megatron_index(path) if index.suffix == MEGATRON_SUFFIX else None
@@ -449,11 +416,7 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
 
 
 def read_npy_header(path: Path) -> TokenFile:
-    """Read the header of an .npy file of ids.
-
-    Raises:
-        ConfigError: the file is not a complete one-dimensional .npy array of integers.
-    """
+    """Read the header of an .npy file of ids; raise ConfigError if it is not one row of integers."""
     try:
         array = map_npy(path)
     except ValueError as error:
@@ -476,11 +439,7 @@ def check_finished(folder: Path) -> None:
 
 
 def read_tokenize_info(folder: Path) -> dict[str, Any]:
-    """Return the record of `moefold tokenize` on the token files of a folder; empty if it did not make them.
-
-    Raises:
-        ConfigError: the record is broken.
-    """
+    """Return the record of `moefold tokenize` on the token files of a folder; empty if it did not make them."""
     try:
         info = read_json(folder / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -497,11 +456,7 @@ def read_tokenize_info(folder: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path, token_dtype: str) -> TokenFile:
-    """Read the header and size of a token file.
-
-    Raises:
-        ConfigError: the file is not a .bin of whole ids, of Megatron or of llm.c, and not a complete .npy.
-    """
+    """Read the header and size of a token file: a .bin of whole ids, of Megatron or of llm.c, or a complete .npy."""
     if not os.access(path, os.R_OK):
         raise ConfigError(Problem("data.path", None, f": {path} is not readable", "give read access or leave it out"))
     try:
@@ -531,11 +486,7 @@ class TokenFileSet:
         return replace(self, dropped={**dropped, **self.dropped})
 
     def files(self, data: DataConfig) -> tuple[TokenFile, ...]:
-        """Return the files that data.path names, including dropped files.
-
-        Raises:
-            ConfigError: there is no file, or a path is named twice.
-        """
+        """Return the files that data.path names, including dropped files; raise ConfigError if there is none."""
         names = (data.path,) if isinstance(data.path, str) else data.path
         roots = [Path(name) for name in names]
         selected = [name for name in self.num_tokens if any(is_below(Path(name), root) for root in roots)]
@@ -587,12 +538,11 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
 def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped: Set[str]) -> None:
     """Check that the token files of a checkpoint equal the recipe's, with the same lengths and order.
 
+    Otherwise the run would read files that the recipe does not name, or renumber its samples: raises ConfigError.
+
     Args:
         token_file_set: the files in the checkpoint; dropped files are not checked.
         skipped: names of files of data.path that the run never had, or that cannot be read now.
-
-    Raises:
-        ConfigError: the files differ: the run would read files that the recipe does not name, or renumber its samples.
     """
     recorded = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}
     current = _count_tokens(data, skipped | token_file_set.dropped.keys())

@@ -80,8 +80,7 @@ class Shard:
 def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tuple[Path, InputFormat], ...]:
     """Return the named files, folders recursively, each with its format, except the output folder.
 
-    Args:
-        input_format: an `InputFormat`, or "auto": by the file's suffix, text if it is unknown.
+    The format "auto" goes by the file's suffix, text if it is unknown.
 
     Raises:
         ConfigError: a name does not exist, is given twice or is part of the output, or all files are empty.
@@ -104,11 +103,7 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
 
 
 def plan_shards(files: Sequence[tuple[Path, InputFormat]], shard_bytes: int) -> tuple[Shard, ...]:
-    """Split files into shards of about `shard_bytes` of input, in order; documents are never split.
-
-    Raises:
-        ConfigError: a parquet file cannot be read.
-    """
+    """Split files into shards of about `shard_bytes` of input, in order; documents are never split."""
     shards: list[Shard] = []
     portions: list[InputSlice] = []
     filled = 0
@@ -144,10 +139,6 @@ class TextColumn:
 
 def read_chunks(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[TextChunk]:
     """Yield the non-empty documents of a slice, long texts in chunks.
-
-    Args:
-        input_slice: the part of a file.
-        skipped: receives the errors of lines and rows without text.
 
     Raises:
         ConfigError: the input cannot be read, is not text, or lacks the column; the message has file and line (row).
@@ -316,11 +307,7 @@ class ShardWriter:
     """If True, skip and count lines and rows without text."""
 
     def load_tokenizer(self) -> OffsetTokenizer:
-        """Load the tokenizer: bytes or a tokenizer.json.
-
-        Raises:
-            ConfigError: there is no such file, or it is not a tokenizer.
-        """
+        """Load the tokenizer: bytes or a tokenizer.json."""
         if self.tokenizer_name == "bytes":
             return ByteTokenizer()
         return JsonTokenizer(existing_path("--tokenizer", self.tokenizer_name))
@@ -335,14 +322,9 @@ class ShardWriter:
         return ShardSize(len(np.load(path, mmap_mode="r")), index.stat().st_size // 8, *skipped)
 
     def write(self, shard: Shard, report: Callable[[int], None]) -> ShardSize:
-        """Tokenise a shard to temporary files, and rename them, the index first.
+        """Tokenise a shard to temporary files, and rename them, the index first; on an error no file of it remains.
 
-        Args:
-            shard: the input.
-            report: called with the bytes of input that were read since the last call.
-
-        Raises:
-            ConfigError: the input is invalid, or the folder cannot be written; no file of the shard remains.
+        The bytes of input that were read since the last call are reported.
         """
         tokenizer = self.load_tokenizer()
         path = shard_path(self.out, shard.number)
@@ -390,7 +372,6 @@ def _skipped_path(path: Path) -> Path:
 
 
 def _read_skipped(path: Path) -> tuple[int, str]:
-    """Return the number of skipped rows of a token file, and the first error."""
     try:
         skipped = read_json(_skipped_path(path), MAX_LINE_BYTES)
     except FileNotFoundError:
@@ -442,10 +423,8 @@ def tokenize_files(
     processes. A call with the same arguments resumes an interrupted one: finished shards stay.
 
     Args:
-        writer: the folder, the tokenizer and the column.
         input_format: format of the files: "text", "jsonl", "parquet", or "auto".
         shard_bytes: input bytes of one shard.
-        num_processes: number of parallel processes.
 
     Raises:
         ConfigError: the input cannot be used (the message has file and line), or the folder has other contents.

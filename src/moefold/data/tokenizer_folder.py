@@ -74,10 +74,7 @@ class ClassTable:
     def choose(self, settings: Mapping[str, Any], config: Mapping[str, Any], *, is_byte_level: bool) -> str:
         """Return the name of the class that `AutoTokenizer` chooses, without "Fast"; `PLAIN`: no family.
 
-        Args:
-            settings: tokenizer_config.json.
-            config: config.json of the model; empty if there is none.
-            is_byte_level: whether tokenizer.json describes a byte-level tokenizer.
+        The settings are tokenizer_config.json, the config is config.json of the model or empty.
         """
         declared = _class_name(settings.get("tokenizer_class")) or _class_name(config.get("tokenizer_class"))
         model_type = str(config.get("model_type", ""))
@@ -245,9 +242,6 @@ def declaring_files(path: Path) -> dict[str, Path]:
 def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> TokenizerFolder:
     """Read a tokenizer.json and the files next to it, or a folder.
 
-    Args:
-        limits: resource limits of the subprocess that runs the tokenizer; None: the defaults.
-
     Raises:
         ConfigError: a file is missing, cannot be read, or does not match its name.
     """
@@ -327,11 +321,7 @@ def _read_files(files: tuple[Path, ...]) -> list[bytes]:
 
 
 def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a folder, and the tokens of the files that transformers reads with them.
-
-    Raises:
-        ConfigError: a file has an unknown form.
-    """
+    """Return the settings of a folder, and the tokens of the files that transformers reads with them."""
     # A template may be long, and declares no token.
     declared = {key: value for key, value in settings.items() if key != "chat_template"}
     if "added_tokens_decoder" not in declared:
@@ -418,15 +408,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path, limits: TokenizerLimits | None = None) -> None:
-        """Load a tokenizer.json, or a folder with one.
-
-        Args:
-            path: the file or the folder.
-            limits: resource limits of the subprocess that runs it; None: the defaults.
-
-        Raises:
-            ConfigError: the file is missing or is not a tokenizer.
-        """
+        """Load a tokenizer.json, or a folder with one; raise ConfigError if it is missing or not a tokenizer."""
         self._limits = limits
         self.folder = read_tokenizer_folder(path, limits)
         """Declarations of the files."""

@@ -208,11 +208,7 @@ def _texts(extra: Any) -> set[str]:
 
 
 def _apply_declarations(backend: tokenizers.Tokenizer, declarations: Mapping[str, Any]) -> dict[str, str]:
-    """Give a tokenizer the parts of its class, the declared tokens and the declared post-processor.
-
-    Returns:
-        The special tokens by name.
-    """
+    """Give a tokenizer the declared parts, tokens and post-processor; return the special tokens by name."""
     tokens = _Tokens(backend, declarations)
     settings, rebuilt = declarations["settings"], declarations["class"]
     if rebuilt:
@@ -293,7 +289,6 @@ def _without_defaults(value: Any) -> Any:
 
 
 def _split(payload: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """Return parts of the given sizes."""
     ends = list(itertools.accumulate(sizes))
     return [payload[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 

@@ -24,9 +24,6 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     Only names, sizes, headers and the tokenizer are checked, not the data itself: `prepare` finds defects in the text
     or the ids (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json). Only the
     modules of the recipe's kind of data are imported.
-
-    Raises:
-        ConfigError: the message has key, value, rule and way out.
     """
     if data.kind == "huggingface":
         from moefold.data.huggingface import check_package
@@ -108,9 +105,6 @@ def _refuse_json_lines(root: Path) -> None:
     """Refuse JSON lines as plain text: a model would learn braces, names of fields and escapes.
 
     A named file is detected by its suffix or its first line, and a folder by the suffixes of all its files.
-
-    Raises:
-        ConfigError: the message names the kinds of data that read the text of JSON lines.
     """
     if root.is_dir():
         is_json = next(files_below(root), None) is not None and all(map(is_jsonl, files_below(root)))

@@ -31,11 +31,8 @@ ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 class MoefoldLM(TemplateLM):
     """lm-eval model of a checkpoint or Hugging Face folder: `--model moefold --model_args path=MODEL`.
 
-    Alone, it loads the model in this process; `moefold lm-eval` passes a model that is sharded over ranks.
-
-    Args:
-        model: a loaded model; None if it is loaded according to the arguments.
-        arguments: fields of `LmSettings`.
+    Alone, it loads the model in this process; `moefold lm-eval` passes a model that is sharded over ranks. The
+    arguments are the fields of `LmSettings`.
     """
 
     def __init__(self, model: ServedModel | None = None, **arguments: Any) -> None:
@@ -64,11 +61,7 @@ class MoefoldLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token id that ends a text.
-
-        Raises:
-            ConfigError: the tokenizer has no such token.
-        """
+        """Token id that ends a text; raises ConfigError if the tokenizer has no such token."""
         separator = self._text_tokenizer.separator_id
         if separator is not None:
             return separator
@@ -91,11 +84,7 @@ class MoefoldLM(TemplateLM):
         return f"{self._text_tokenizer.identity} bos={self._settings.add_bos_token}{template}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of the chat template, which the results record; "" if it is not applied.
-
-        Raises:
-            ConfigError: the model has no template, or a template is requested by name.
-        """
+        """Return the source of the chat template, which the results record; "" if it is not applied."""
         if isinstance(chat_template, str):
             raise ConfigError(f"apply_chat_template={chat_template!r}: a model has one template; set it to True")
         return self._load_template().source if chat_template else ""
@@ -290,11 +279,7 @@ def lm_eval_worker(settings: LmSettings, argv: list[str], rank_env: RankEnv, dev
 
 
 def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) -> int:
-    """Run lm-eval's command line, with the model of `load_here` registered as "moefold".
-
-    Raises:
-        ConfigError: lm-eval refuses its options, or a task's requirements are missing.
-    """
+    """Run lm-eval's command line, with the model of `load_here` registered as "moefold"."""
     if load_here is not None:
         load = load_here
 

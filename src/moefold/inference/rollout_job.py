@@ -135,11 +135,7 @@ def prepare_rollouts(
 def open_rollout_prompts(
     data: DataConfig, reward: RewardConfig, source: ModelSource, request: RolloutRequest, *, reports: bool = False
 ) -> PromptSource:
-    """Open the prompts of a job, in the order of their files; log notes on the tokenizer if `reports`.
-
-    Raises:
-        ConfigError: a file or a line of a file cannot be used.
-    """
+    """Open the prompts of a job, in the order of their files; log notes on the tokenizer if `reports`."""
     tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)
     if request.task:
         problems = Problems(data, request.sampling.seed, is_validation=request.held_out)

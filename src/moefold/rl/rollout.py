@@ -102,11 +102,6 @@ def weigh_rollouts(groups: Sequence[RolloutGroup], rl: RLConfig, max_tokens: int
     """Return the rollouts of one optimizer step with advantages and token weights.
 
     The denominators are counts over the whole step, so a loss does not depend on mapping, packing or micro-batches.
-
-    Args:
-        groups: the groups of the step.
-        rl: advantage, loss_mean, truncated.
-        max_tokens: rollout.max_tokens.
     """
     rewards = np.stack([group.rewards for group in groups])
     advantages = chosen_in(rl, AdvantagePart).advantages(rewards).reshape(-1)
@@ -134,10 +129,7 @@ WEIGHTS = "weights"
 def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: int) -> list[Sample]:
     """Pack rollouts into samples by best fit; each is a document, and only its sampled tokens are targets.
 
-    Args:
-        rollouts: rollouts with at most seq_len + 1 tokens each.
-        seq_len: S.
-        pad_id: id of the padding, which is a separate document.
+    Rollouts have at most seq_len + 1 tokens each; padding is a separate document.
 
     Returns:
         Samples with the columns "weights", "advantages", "old_log_probs" (float64 [S]) and "sequence_ids" (int64 [S]:
@@ -150,12 +142,7 @@ def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: 
 def rollout_positions(
     rollouts: Sequence[Rollout], *, seq_len: int, num_samples: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sources of the inputs of the samples of `pack_rollouts`.
-
-    Args:
-        rollouts: see `pack_rollouts`.
-        seq_len: S.
-        num_samples: N; samples after the packed samples are padding.
+    """Return the sources of the inputs of the samples of `pack_rollouts`, and padding up to N samples.
 
     Returns:
         Index of the rollout of each input, -1 for padding, and its position in the rollout, int64 [N, S] each.

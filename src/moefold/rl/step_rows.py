@@ -29,13 +29,7 @@ def pack_step(
     pad_id: int,
     dp_rank: int,
 ) -> StepRows:
-    """Pack the rollouts of one step and return the rows of one rank; the packing is the same under every mapping.
-
-    Args:
-        groups: the groups of the step.
-        pad_id: id of the padding.
-        dp_rank: data-parallel rank in training.
-    """
+    """Pack the rollouts of one step and return the rows of one rank; the packing is the same under every mapping."""
     seq_len = train.seq_len
     dp = parallel.dp
     rollouts = weigh_rollouts(groups, rl, rollout.max_tokens)

@@ -14,11 +14,7 @@ MIN_PAGE_BYTES = 1024
 
 
 def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
-    """Return the pages that fit into the cache of a rank; None if the cache is as large as the requests need.
-
-    Raises:
-        ConfigError: no page fits.
-    """
+    """Return the pages that fit into the cache of a rank, at least one; None if it is as large as the requests need."""
     if settings.cache_gib == 0:
         return None
     page_bytes = max(sizes.kv_bytes(sizes.page_positions, settings.cache), MIN_PAGE_BYTES)
@@ -50,11 +46,7 @@ def pages_needed(requests: Sequence[Request], settings: EngineSettings, page_pos
 
 
 def check_requests(requests: Sequence[Request], num_pages: int, page_positions: int) -> None:
-    """Check that a cache of this size is large enough for each single request.
-
-    Raises:
-        ConfigError: the cache is too small.
-    """
+    """Raise ConfigError if a cache of this size is too small for one of the requests."""
     check_longest(most_positions(requests), num_pages, page_positions)
 
 
@@ -64,11 +56,7 @@ def most_positions(requests: Sequence[Request]) -> int:
 
 
 def check_longest(num_positions: int, num_pages: int, page_positions: int) -> None:
-    """Check that a cache of this size is large enough for a sample of the given positions.
-
-    Raises:
-        ConfigError: the cache is too small.
-    """
+    """Raise ConfigError if a cache of this size is too small for a sample of the given positions."""
     if pages_for(num_positions, page_positions) > num_pages:
         raise ConfigError(
             f"the cache of {num_pages * page_positions} tokens holds no sample of {num_positions} (prompt and new "

@@ -98,8 +98,6 @@ class RolloutEngine:
 
     Args:
         model: an inference model, or a model in training, whose weights are used in place.
-        settings: checked limits.
-        sampling: checked sampling parameters.
         records_routing: whether completions contain the chosen experts of their tokens.
 
     Raises:
@@ -126,11 +124,7 @@ class RolloutEngine:
     def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["OpenGeneration"]:
         """Open a generation, which accepts new requests while others run; collective over all ranks.
 
-        The weights must not change inside this context.
-
-        Args:
-            num_pages: pages of the cache, at most as many as the settings allow.
-            constrain: starts the grammar of a request; None if no request has a grammar.
+        The weights must not change inside this context. Requests with a grammar need `constrain`.
         """
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))
@@ -219,11 +213,9 @@ class OpenGeneration:
         self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, number: int, request: Request) -> None:
-        """Add a request.
+        """Add a request that fits into the cache; see `check_requests`.
 
-        Args:
-            number: unique among the samples that are not popped; smaller numbers have priority.
-            request: the request, which must fit into the cache; see `check_requests`.
+        The number is unique among the samples that are not popped; smaller numbers have priority.
         """
         assert request.prompt, "a prompt has at least one token"
         sampling = request.sampling or self._sampling
@@ -428,13 +420,9 @@ def _most_likely(logits_NV: Tensor, count: int) -> Tensor:
 
 
 def _alternatives(token: float, log_prob: float, best: Sequence[float], count: int) -> tuple[tuple[int, float], ...]:
-    """Return the first most likely tokens with their log-probabilities.
+    """Return the first most likely tokens with their log-probabilities; `best` has the ids, then the log-probabilities.
 
-    Args:
-        token: the token at this position.
-        log_prob: its log-probability, which the loss computes in another order of sums.
-        best: ids of the most likely tokens, then their log-probabilities.
-        count: number of tokens.
+    The loss computes `log_prob`, of `token`, in another order of sums.
     """
     half = len(best) // 2
     pairs = zip(best[: min(count, half)], best[half:], strict=False)
@@ -484,15 +472,7 @@ def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
 def change_logits(
     logits_V: Tensor, request: Request, rules: LogitRules, tokens: Sequence[int], constraint: Constraint | None
 ) -> None:
-    """Change the logits of a sample's next token in place.
-
-    Args:
-        logits_V: logits over the whole vocabulary.
-        request: the sample.
-        rules: rules of the request.
-        tokens: the sample's new tokens so far.
-        constraint: state of the grammar, if any.
-    """
+    """Change the logits of a sample's next token over the whole vocabulary in place, after its new tokens so far."""
     device = logits_V.device
     if rules.bias:
         ids, values = zip(*rules.bias, strict=True)

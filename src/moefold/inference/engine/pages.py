@@ -16,12 +16,7 @@ def pages_for(num_positions: int, page_positions: int) -> int:
 
 
 class PagePool:
-    """Free list and reference counts of the pages of a cache.
-
-    Args:
-        num_pages: total number of pages, numbered from 0.
-        page_positions: positions of a page.
-    """
+    """Free list and reference counts of the pages of a cache, numbered from 0."""
 
     def __init__(self, num_pages: int, page_positions: int) -> None:
         self.page_positions = page_positions
@@ -64,11 +59,7 @@ class PagePool:
 
 
 class StateSlots:
-    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first.
-
-    Args:
-        num_slots: total number of slots, numbered from 0.
-    """
+    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots))
@@ -83,12 +74,7 @@ class StateSlots:
 
 
 class PageTable:
-    """Pages of one sequence in the order of its positions.
-
-    Args:
-        pool: pool of the pages.
-        max_pages: maximum pages of the sequence.
-    """
+    """Pages of one sequence in the order of its positions."""
 
     def __init__(self, pool: PagePool, max_pages: int) -> None:
         self._pool = pool
@@ -120,11 +106,9 @@ class PageTable:
         self.capacity = num_pages * self._pool.page_positions
 
     def replace(self, position: int, page: int) -> int:
-        """Replace a shared page by an allocated page; return the shared page, whose reference is removed.
+        """Replace the shared page of a position by an allocated one; return it, whose reference is removed.
 
-        Args:
-            position: a position in the shared page.
-            page: the allocated page; the caller must copy the contents of the shared page to it.
+        The caller must copy the contents of the shared page to the other one.
         """
         index = position // self._pool.page_positions
         shared = int(self.pages[index])

@@ -47,11 +47,7 @@ _Command = _Add | _Cancel | _Stop
 
 
 class EngineLoop:
-    """Loop of passes while there are samples. `run` is called on every rank, the other methods on rank 0.
-
-    Args:
-        generation: an open generation of the engine.
-    """
+    """Loop of passes while there are samples. `run` is called on every rank, the other methods on rank 0."""
 
     def __init__(self, generation: OpenGeneration, groups: ParallelGroups) -> None:
         self._generation = generation
@@ -64,11 +60,9 @@ class EngineLoop:
         """Data-parallel rank of each unfinished sample; the same on all ranks."""
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> list[int]:
-        """Add a sample for each request and return the numbers of the samples; thread-safe.
+        """Add a sample for each request, which fits into the cache, and return their numbers; thread-safe.
 
-        Args:
-            requests: requests that fit into the cache.
-            deliver: receives each new token; the last token of a sample has its finish reason.
+        `deliver` receives each new token; the last token of a sample has its finish reason.
         """
         load = Counter(dict.fromkeys(range(self._groups.attn.dp.size), 0))
         # The loop's own record lacks samples that were submitted during the current pass. Creating the list is atomic,

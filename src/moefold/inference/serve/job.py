@@ -73,12 +73,7 @@ def prepare_server(
     rank_env: RankEnv | None,
     report: Callable[[Sequence[str]], None],
 ) -> ServeJob:
-    """Check a server before any rank starts.
-
-    Args:
-        model: a checkpoint, a run folder or a Hugging Face folder.
-        overrides: the mapping.
-        options: other settings.
+    """Check a server before any rank starts; the overrides are its mapping.
 
     Raises:
         ConfigError: the model, an option or the mapping cannot work, or the memory is too small.
