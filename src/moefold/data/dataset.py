@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -10,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import (
@@ -24,12 +27,20 @@ from moefold.data.sampler import (
 )
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
-from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
+from moefold.data.token_file import (
+    TokenFileSet,
+    TokenFileStream,
+    build_token_file_set,
+    compare_tokenizers,
+    read_npy_header,
+    token_files,
+)
 from moefold.data.tokenizer import OffsetTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from moefold.data.text_source import TextSource
+    from moefold.data.huggingface import TextTables
+    from moefold.data.text_source import Corpus
 
 logger = logging.getLogger(__name__)
 # The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
@@ -147,8 +158,6 @@ def prepare(
     if data.kind == "tokens" and data.corrupt == "fatal":
         files = token_files(data)
         TokenFileStream(files, vocab_size=vocab_size).probe()
-        from moefold.data.tokenizer_match import compare_tokenizers
-
         if note := compare_tokenizers(files, load_tokenizer(data, vocab_size=vocab_size), data.tokenizer):
             logger.warning("%s", note)
     opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align or AlignConfig(), is_first=True)
@@ -191,7 +200,7 @@ class _DatasetBuilder:
         if self.token_file_set is None:
             self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
         if data.has_conversations:
-            return self._conversations(tokenizer)
+            return self._conversations(cast(OffsetTokenizer, tokenizer))
         if data.kind == "task":
             from moefold.data.synthetic_problems import open_task
 
@@ -278,19 +287,38 @@ class _DatasetBuilder:
         document_end = self.data.document_end
         return StreamingSampler(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
 
-    def _conversations(self, tokenizer: Tokenizer) -> Dataset:
-        from moefold.data.conversations import open_samples
+    def _conversations(self, tokenizer: OffsetTokenizer) -> Dataset:
+        """Return conversations for fine-tuning, also by rewards, or preference pairs."""
+        from moefold.data.preference import pack_pairs, preference_reader
+        from moefold.data.scored_conversations import conditioned_reader, open_rewards, rewarded_reader
+        from moefold.data.sft import open_conversations, pack_conversations
 
-        offsets = cast(OffsetTokenizer, tokenizer)
-        training, validation, reference = open_samples(
-            self.data,
-            self.align,
-            offsets,
-            self._skipped,
-            seq_len=self.seq_len,
-            cache_dir=self.cache_dir,
-            is_first=self.is_first,
+        data = self.data
+        sizes = {"seq_len": self.seq_len, "pad_id": tokenizer.separator_id or 0}
+        method = chosen_in(self.align, AlignmentPart)
+        reader = preference_reader(self.align) if data.kind == "preference" else None
+        if method.prompt_template:
+            reader = conditioned_reader(method)
+        elif method.reward_column and data.skip_bad_rows:
+            reader = rewarded_reader(method.reward_column)
+        conversations = open_conversations(
+            data, tokenizer, self._skipped, reader=reader, cache_dir=self.cache_dir, shows_progress=self.is_first
         )
+        training: SampleSource
+        validation: SampleSource
+        reference = None
+        if data.kind == "preference":
+            pairs, validation = pack_pairs(data, self.align, conversations, **sizes, reports=self.is_first)
+            training = pairs
+            reference = pairs.reference
+        else:
+            select = None
+            if method.selects_rows:
+                rewards = open_rewards(data, method.reward_column, tokenizer, self._skipped, cache_dir=self.cache_dir)
+                select = partial(method.select, rewards)
+            training, validation = pack_conversations(
+                data, conversations, **sizes, reports=self.is_first, select=select
+            )
         held_out = Split(
             validation, IndexRanges((range(len(validation)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
         )
@@ -313,7 +341,7 @@ def check_enough_tokens(num_tokens: int, *, seq_len: int) -> None:
         )
 
 
-def _texts(data: DataConfig, split: str, skipped: Set[Path]) -> "TextSource":
+def _texts(data: DataConfig, split: str, skipped: Set[Path]) -> "Corpus | TextTables":
     if data.kind == "huggingface":
         from moefold.data.huggingface import text_tables
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 
 from moefold.bounded_read import MAX_LINE_BYTES, LongLineError, bounded_lines, open_regular, parse_json
 from moefold.config.suggestions import closest_match
-from moefold.data.source_listing import COMPRESSION_SUFFIXES
+from moefold.data.input_paths import COMPRESSION_SUFFIXES
 from moefold.errors import ConfigError, install_command
 
 _SPACE = re.compile(r"[ \t\r\n]*")

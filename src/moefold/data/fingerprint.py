@@ -15,18 +15,19 @@ from typing import Any
 from moefold.bounded_read import open_regular
 from moefold.config.data import DataConfig
 from moefold.data.index_shuffle import hash_ints
-from moefold.data.input_paths import SKIPPED, has_same_content, is_below
-from moefold.data.skip_corrupt import skipped_files
-from moefold.data.source_listing import (
+from moefold.data.input_paths import (
     CHAT_TEMPLATE_FILE,
+    SKIPPED,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
-    named_sources,
-    settings_files,
+    has_same_content,
+    is_below,
+    name_below,
     table_suffix,
 )
+from moefold.data.skip_corrupt import skipped_files
+from moefold.data.source_listing import named_sources, settings_files
 from moefold.errors import ConfigError
-from moefold.remote_path import is_remote
 
 BLOCK_BYTES = 4096
 _MIDDLE_BLOCKS = 6
@@ -72,13 +73,8 @@ def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, 
     return {name: SKIPPED if file in skipped else str(file.stat().st_size) for name, file in files}
 
 
-def size_differences(first: Mapping[str, str], local: Mapping[str, str]) -> list[str]:
-    """Return the differences of this rank's files from the files of the first rank, which may have more files."""
-    return list(size_differences_by_file(first, local).values())
-
-
-def size_differences_by_file(first: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
-    """Return the differences of `size_differences` by file name."""
+def size_differences(first: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
+    """Return by name the differences of this rank's files from the first rank's, which may have more files."""
     if not local:
         return {}
     missing = {n: f"{n} is not there" for n, size in first.items() if n not in local and size != SKIPPED}
@@ -219,7 +215,7 @@ def _place_now(name: str, old: DataFiles, index: int, root: str) -> str:
     relative = _relative(name, old.paths[index])
     if not relative and old.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
         return name
-    return _joined(root, relative)
+    return name_below(root, relative) if relative else root
 
 
 def _meaning(files: DataFiles, name: str) -> str:
@@ -232,12 +228,6 @@ def _meaning(files: DataFiles, name: str) -> str:
 def _relative(name: str, root: str) -> str:
     relative = str(Path(name).relative_to(Path(root)))
     return "" if relative == "." else relative
-
-
-def _joined(root: str, relative: str) -> str:
-    if not relative:
-        return root
-    return f"{root.rstrip('/')}/{relative}" if is_remote(root) else str(Path(root) / relative)
 
 
 def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.config.data import DataConfig
 from moefold.data.file_formats import unknown_column_message
-from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
-from moefold.data.source_listing import table_suffix
+from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, table_suffix
 from moefold.data.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
 from moefold.data.text_source import TextChunk
 from moefold.errors import ConfigError, Problem, Setting, install_command

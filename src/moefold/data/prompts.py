@@ -110,7 +110,7 @@ def open_prompts(
         return PromptData(
             TaskPrompts(training, tokenizer), TaskPrompts(held_out, tokenizer) if has_validation else None
         )
-    prompts = read_prompts(data, tokenizer, check=check, report=log_note if reports else None)
+    prompts = read_prompts(data, tokenizer, check=check, reports=reports)
     order_key = hash_ints(seed) if data.shuffle else None
     if not has_validation:
         return PromptData(FilePrompts(prompts, order_key), None)
@@ -135,9 +135,9 @@ def read_prompts(
     reward_prompt: RewardPrompt | None = None,
     *,
     check: CheckPrompt | None = None,
-    report: Callable[[str], None] | None = None,
+    reports: bool = False,
 ) -> list[Prompt]:
-    """Read and tokenise all prompts of the files that data.path names; the report gets a note on skipped rows.
+    """Read and tokenise all prompts of the files that data.path names; with `reports`, log a note on skipped rows.
 
     Raises:
         ConfigError: see `open_prompts`.
@@ -149,14 +149,9 @@ def read_prompts(
             f"{Setting('data.path', data.path)} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
             + (f" ({note})" if (note := skipped.note()) else "")
         )
-    if report is not None and (note := skipped.note()):
-        report(note)
+    if reports and (note := skipped.note()):
+        logger.warning("%s", note)
     return prompts
-
-
-def log_note(note: str) -> None:
-    """Log a message on skipped rows."""
-    logger.warning("%s", note)
 
 
 def _usable_prompts(
@@ -180,8 +175,6 @@ def _usable_prompts(
 
 
 class _PromptReader:
-    """Reader of the prompt of a row."""
-
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None) -> None:
         self._data = data
         self._tokenizer = tokenizer

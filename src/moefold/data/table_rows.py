@@ -38,8 +38,7 @@ from moefold.data.file_formats import (
     translated_read_errors,
     unknown_column_message,
 )
-from moefold.data.input_paths import files_below
-from moefold.data.source_listing import table_suffix
+from moefold.data.input_paths import CONFIG_FILE, files_below, table_suffix
 from moefold.errors import ConfigError, Problem, Setting
 
 logger = logging.getLogger(__name__)
@@ -273,9 +272,7 @@ def split_files(folder: Path, split: str, subset: str) -> list[Path]:
 def _is_listed(file: Path, folder: Path) -> bool:
     """Return whether a file may be data: it does not describe a data set, and is not in a folder such as __MACOSX."""
     inside = file.relative_to(folder).parent.parts
-    return file.name not in (*METADATA_FILES, _CARD, "config.json") and not any(
-        name.startswith("__") for name in inside
-    )
+    return file.name not in (*METADATA_FILES, _CARD, CONFIG_FILE) and not any(name.startswith("__") for name in inside)
 
 
 def _check_split(split: str, splits: Mapping[str, Any], folder: Path) -> None:

@@ -67,8 +67,6 @@ class TurnMovedError(Exception):
 
 
 class _Conversation:
-    """Conversation whose prefixes a template writes."""
-
     def __init__(
         self, messages: Sequence[Message], request: Mapping[str, Any], render: Render, settings: Mapping[str, Any]
     ) -> None:

@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from moefold.bounded_read import open_regular
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
@@ -46,29 +46,6 @@ class TextChunk:
     """Bytes of the source of the chunk, for progress."""
 
 
-class TextSource(Protocol):
-    """Documents in a fixed order, read on demand."""
-
-    @property
-    def kind(self) -> str:
-        """Kind of data, which is part of the cache key."""
-        ...
-
-    @property
-    def size_bytes(self) -> int | None:
-        """Total bytes to read; None if unknown."""
-        ...
-
-    @property
-    def identity(self) -> list[list[str | int]]:
-        """Cache key: values that must stay the same for a tokenised copy to stay valid."""
-        ...
-
-    def chunks(self) -> Iterator[TextChunk]:
-        """Yield all documents in chunks."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """Documents in files, in a fixed order, read on demand."""
@@ -83,7 +60,7 @@ class Corpus:
 
     @property
     def identity(self) -> list[list[str | int]]:
-        """Cache key: paths, sizes and times of the files, in order."""
+        """Cache key: values that must stay the same for a tokenised copy to stay valid."""
         return [[str(file.path), file.size_bytes, file.mtime_ns] for file in self.files]
 
     def chunks(self) -> Iterator[TextChunk]:

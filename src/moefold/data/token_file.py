@@ -7,7 +7,7 @@ only samples with its tokens are skipped, and all others keep their numbers.
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
 from moefold.config.data import DataConfig
-from moefold.data.input_paths import ENDS_SUFFIX, check_no_duplicates, data_file_path, data_paths, files_below, is_below
+from moefold.data.input_paths import (
+    ENDS_SUFFIX,
+    TOKEN_SUFFIXES,
+    check_no_duplicates,
+    data_file_path,
+    data_paths,
+    files_below,
+    is_below,
+)
 from moefold.data.sampler import TokenStream
 from moefold.data.shard_reader import (
     BrokenShardError,
@@ -30,7 +38,8 @@ from moefold.data.shard_reader import (
     map_npy,
     open_ends_file,
 )
-from moefold.data.source_listing import TOKEN_SUFFIXES, named_sources
+from moefold.data.source_listing import named_sources
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError, Problem, Setting, format_list
 
 MEGATRON_SUFFIX = ".idx"
@@ -79,16 +88,7 @@ class MegatronIndex:
         return ShardReader(TokenArraySpec(self.path, str(self.path), offset_bytes, np.dtype("<i8"), count))
 
 
-@dataclass(frozen=True)
-class BinLayout:
-    """Layout of a .bin file: its ids begin after `offset_bytes`."""
-
-    dtype: np.dtype[np.generic]
-    offset_bytes: int
-    num_tokens: int
-
-
-def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
+def read_bin_header(path: Path, token_dtype: str) -> "TokenFile":
     """Return the layout of a .bin file: by Megatron's index, by llm.c's header, or bare ids of `token_dtype`.
 
     Raises:
@@ -96,7 +96,7 @@ def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
     """
     size_bytes = path.stat().st_size
     if (index := read_megatron_index(path)) is not None:
-        return BinLayout(index.dtype, 0, index.num_tokens)
+        return TokenFile(path, index.num_tokens, index.dtype)
     with path.open("rb") as file:
         start = file.read(_LLM_C_HEADER.size)
     if len(start) == _LLM_C_HEADER.size:
@@ -109,14 +109,14 @@ def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
                     f"{path} has the header of llm.c with {count} ids of {dtype.itemsize} bytes, and {size_bytes} "
                     "bytes; copy the file again"
                 )
-            return BinLayout(dtype, _LLM_C_HEADER_BYTES, count)
+            return TokenFile(path, count, dtype, offset_bytes=_LLM_C_HEADER_BYTES)
     dtype = np.dtype(token_dtype).newbyteorder("<")
     if size_bytes % dtype.itemsize:
         raise ConfigError(
             f"{path} has {size_bytes} bytes, which is not a multiple of the {dtype.itemsize} bytes of "
             f"data.token_dtype={token_dtype}; set the type it was written with, or copy the file again"
         )
-    return BinLayout(dtype, 0, size_bytes // dtype.itemsize)
+    return TokenFile(path, size_bytes // dtype.itemsize, dtype)
 
 
 def read_megatron_index(path: Path) -> MegatronIndex | None:
@@ -172,7 +172,6 @@ def _end_of_last_sequence(index: MegatronIndex) -> int:
     return int(start + length * index.dtype.itemsize)
 
 
-SUFFIXES = (".bin", ".npy")
 TOKENIZE_INFO_FILE = "tokenize.json"
 """File with which `moefold tokenize` describes an output folder."""
 # Bounded, because data sets have up to thousands of shards.
@@ -376,7 +375,9 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
     roots = data_paths(tuple(name for name in names if data_file_path(name, names) not in skipped), "tokens")
     for root in roots:
         check_finished(root)
-    paths = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in SUFFIXES)
+    paths = tuple(
+        file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in TOKEN_SUFFIXES
+    )
     if not paths:
         raise ConfigError(
             f"{Setting('data.path', roots[0]):s} holds no .bin or .npy file; name token files or a folder with some"
@@ -468,8 +469,7 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
     if path.suffix != ".bin":
         rule = 'must end in .bin or .npy for data.kind="tokens"'
         raise ConfigError(Problem("data.path", path, rule, 'use data.kind="text" for text'))
-    layout = read_bin_layout(path, token_dtype)
-    return TokenFile(path, layout.num_tokens, layout.dtype, offset_bytes=layout.offset_bytes)
+    return read_bin_header(path, token_dtype)
 
 
 @dataclass(frozen=True)
@@ -508,8 +508,7 @@ def _recorded_file(path: Path, num_tokens: int, token_dtype: str, name: str) -> 
         return TokenFile(path, num_tokens, None, name)
     if not path.is_file():
         return TokenFile(path, num_tokens, np.dtype(token_dtype).newbyteorder("<"), name)
-    layout = read_bin_layout(path, token_dtype)
-    return TokenFile(path, num_tokens, layout.dtype, name, layout.offset_bytes)
+    return replace(read_bin_header(path, token_dtype), num_tokens=num_tokens, name=name)
 
 
 def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str] = frozenset()) -> TokenFileSet:
@@ -570,3 +569,42 @@ def _count_tokens(data: DataConfig, skipped: Set[str]) -> dict[str, int]:
         if name not in skipped and path.suffix in TOKEN_SUFFIXES
     }
     return {name: count for name, count in counts.items() if count}
+
+
+def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: str) -> str:
+    """Compare the tokenizers of token files and of a run, by the facts that determine the ids of a text.
+
+    Bare numbers are not compared; `name` is data.tokenizer, for messages.
+
+    Returns:
+        A note if the tokenizer of some files is not known; else empty.
+
+    Raises:
+        ConfigError: files were made with another tokenizer.
+    """
+    from moefold.data.tokenizer_folder import JsonTokenizer
+
+    if isinstance(tokenizer, NumberTokenizer):
+        return ""
+    unknown = []
+    for folder in sorted({file.path.parent for file in files}):
+        info = read_tokenize_info(folder)
+        made_with = str(info.get("tokenizer", "")).split()
+        identity = tokenizer.identity.split()
+        if not made_with:
+            unknown.append(str(folder))
+        elif made_with[0] == identity[0]:
+            continue
+        elif info.get("format") == 1 and made_with[0] != "bytes" and isinstance(tokenizer, JsonTokenizer):
+            if made_with[0] != tokenizer.folder.process.sha256:
+                unknown.append(str(folder))
+        else:
+            recorded = str(info.get("tokenizer_name", "")) or "another one"
+            rule = f"is not the tokenizer that made the ids of {folder}: `moefold tokenize` had {recorded!r}"
+            raise ConfigError(Problem("data.tokenizer", name, rule, f"set {Setting('data.tokenizer')} to that one"))
+    if not unknown or name == "bytes":
+        return ""
+    return (
+        f"note: {unknown[0]} does not say which tokenizer made its ids, so {Setting('data.tokenizer', name)} is not "
+        "compared with it; `moefold tokenize` records it"
+    )

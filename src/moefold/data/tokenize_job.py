@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -36,8 +36,7 @@ from moefold.data.file_formats import (
     parse_line,
     unknown_column_message,
 )
-from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
-from moefold.data.source_listing import is_jsonl
+from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, is_jsonl
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
 from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, refuse_nul, report_notes
@@ -92,8 +91,11 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
     paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(target)]
     check_no_duplicates(tuple(path.resolve() for path in paths))
     for root in roots:
-        if not root.is_dir():
-            _check_regular_input(root)
+        try:
+            if not root.is_dir():
+                check_regular_file(root)
+        except OSError as error:
+            raise ConfigError(f"INPUT={str(root)!r} cannot be read: {error.strerror}") from None
     paths = [path for path in paths if path.stat().st_size and _is_input(path, input_format, is_named=path in roots)]
     if not paths:
         raise ConfigError(f"INPUT={names[0]!r} holds no file with anything in it; name text, JSON lines or parquet")
@@ -132,9 +134,9 @@ class TextColumn:
         refuse_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
         return text
 
-    def text(self, record: JsonlRecord) -> str:
-        """Return the text of a record; raise ConfigError if it has no text."""
-        return self.check(column_text(record.fields, self.name, record.location), record.location)
+    def text(self, record: JsonlRecord | None) -> str:
+        """Return the text of a record, "" of an empty line; raise ConfigError if it has no text."""
+        return self.check(column_text(record.fields, self.name, record.location), record.location) if record else ""
 
 
 def read_chunks(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[TextChunk]:
@@ -214,12 +216,13 @@ def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: Skipp
     with open_regular(path) as file:
         if input_slice.start:
             file.seek(input_slice.start - 1)
-            _skip_line(file)
+            while (block := file.readline(_BLOCK_BYTES)) and not block.endswith(b"\n"):
+                pass
         while (offset := file.tell()) < input_slice.stop and (line := file.readline(MAX_LINE_BYTES + 1)):
             if len(line) > MAX_LINE_BYTES:
                 raise LongLineError(1 + _count_lines(path, offset), MAX_LINE_BYTES)
             try:
-                text = _line_text(line, path, 2 if offset else 1, column)
+                text = column.text(parse_line(line, path, 2 if offset else 1))
             except ConfigError as error:
                 # Only the message needs the line number, which requires reading the file.
                 skipped.refuse(error if skipped.count else _numbered_error(line, path, offset, column))
@@ -230,20 +233,10 @@ def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: Skipp
 def _numbered_error(line: bytes, path: Path, offset: int, column: TextColumn) -> ConfigError:
     """Return the error of a line that begins at byte `offset`, with the number of the line."""
     try:
-        _line_text(line, path, 1 + _count_lines(path, offset), column)
+        column.text(parse_line(line, path, 1 + _count_lines(path, offset)))
     except ConfigError as error:
         return error
     raise AssertionError("the line has an error")
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (block := file.readline(_BLOCK_BYTES)) and not block.endswith(b"\n"):
-        pass
-
-
-def _line_text(line: bytes, path: Path, number: int, column: TextColumn) -> str:
-    record = parse_line(line, path, number)
-    return column.text(record) if record else ""
 
 
 def _count_lines(path: Path, stop: int) -> int:
@@ -501,13 +494,6 @@ def _remove_tmp_files(out: Path) -> None:
     for skipped in out.glob("tokens-*.skipped.json"):
         if not skipped.with_name(skipped.name.replace(".skipped.json", ".npy")).exists():
             skipped.unlink()
-
-
-def _check_regular_input(path: Path) -> None:
-    try:
-        check_regular_file(path)
-    except OSError as error:
-        raise ConfigError(f"INPUT={str(path)!r} cannot be read: {error.strerror}") from None
 
 
 @contextlib.contextmanager

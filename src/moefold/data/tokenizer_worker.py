@@ -188,7 +188,6 @@ def _special_token(declared: Any) -> tokenizers.AddedToken:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens among settings, by name."""
     names = {}
     for name, value in values.items():
         text = value.get("content") if isinstance(value, dict) else value

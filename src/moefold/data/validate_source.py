@@ -5,12 +5,11 @@ from pathlib import Path
 from moefold.bounded_read import open_regular, parse_json
 from moefold.config.data import DataConfig
 from moefold.data.dataset import check_enough_tokens, check_no_data_path
-from moefold.data.input_paths import data_paths, files_below
+from moefold.data.input_paths import data_paths, files_below, is_jsonl
 from moefold.data.sampler import split_samples
 from moefold.data.skip_corrupt import skipped_files
-from moefold.data.source_listing import is_jsonl
 from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
-from moefold.data.token_file import open_document_ends, token_files
+from moefold.data.token_file import compare_tokenizers, open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError, Setting
 
@@ -53,8 +52,6 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
                 text_tables(data, split)
         return
     if data.kind == "tokens":
-        from moefold.data.tokenizer_match import compare_tokenizers
-
         files = token_files(data, skipped_files(data))
         compare_tokenizers(files, tokenizer, data.tokenizer)
         if data.document_index:

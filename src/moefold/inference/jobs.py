@@ -20,7 +20,7 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError, Problem, Setting, spelled_as
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
+from moefold.inference.engine.pages import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (

@@ -8,7 +8,7 @@ from typing import Literal
 from moefold.config.data import DataConfig
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
-from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, log_note, read_prompts
+from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
 from moefold.data.reward_prompt import override_want
 from moefold.data.synthetic_problems import Problems
 from moefold.errors import ConfigError, spelled_as
@@ -142,9 +142,7 @@ def open_rollout_prompts(
         return TaskPrompts(problems, tokenizer, source.want)
     with spelled_as(ROLLOUT_NAMES):
         check = check_columns(data, reward)
-        prompts: list[Prompt] = read_prompts(
-            data, tokenizer, source.want, check=check, report=log_note if reports else None
-        )
+        prompts: list[Prompt] = read_prompts(data, tokenizer, source.want, check=check, reports=reports)
     return FilePrompts(prompts, None)
 
 

@@ -14,10 +14,9 @@ from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.file_formats import refuse_surrogates
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
-from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
+from moefold.data.token_file import TokenFile, compare_tokenizers, read_npy_header, read_tokenize_info
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
-from moefold.data.tokenizer_match import compare_tokenizers
 from moefold.errors import ConfigError, Problem, Setting, spelled_as
 from moefold.inference.source import ModelSource
 
@@ -267,11 +266,7 @@ class TokenDataset:
     @property
     def num_unused_tokens(self) -> int:
         """Number of tokens in no evaluated sequence."""
-        return (
-            len(self.ids) - self.num_full_sequences * self.seq_len
-            if self.num_sequences == self.num_full_sequences
-            else 0
-        )
+        return self.tail if self.num_sequences == self.num_full_sequences else 0
 
     def batch(self, first: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return `count` sequences from index `first` on, padded with id 0 to [count, width].

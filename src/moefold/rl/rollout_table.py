@@ -18,9 +18,8 @@ from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
 from moefold.rl.reward import FailedReward
-from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting
+from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, StepRows
 from moefold.rl.statistics import RoundStatistics
-from moefold.rl.step_rows import StepRows
 
 Arrays = dict[str, NDArray[Any]]
 FINISH_REASONS = ("eos", "length", "stop")

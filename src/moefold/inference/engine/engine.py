@@ -17,8 +17,8 @@ from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.config.cache_pages import page_positions
 from moefold.cost.kv_cache import CacheSizes
-from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
+from moefold.inference.engine.pages import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
@@ -65,8 +65,6 @@ StopCondition = Callable[[int, Sequence[int]], bool]
 
 @dataclass
 class _OpenSample:
-    """A sample that is not complete."""
-
     request: Request
     sampling: SamplingParams
     uniforms: UniformStream

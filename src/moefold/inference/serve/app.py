@@ -285,12 +285,7 @@ class CompletionServer:
 
 
 class _Run:
-    """Request that the engine is answering.
-
-    Args:
-        request: the checked request.
-        start: time when reading began, from `time.perf_counter`.
-    """
+    """Request that the engine is answering, with the time when reading began, from `time.perf_counter`."""
 
     def __init__(
         self,

@@ -31,10 +31,6 @@ class _Cancel:
     number: int
 
 
-class _Stop:
-    pass
-
-
 @dataclass(frozen=True)
 class _Receiver:
     """Callback of an unfinished sample, and the rank that generates it."""
@@ -43,7 +39,8 @@ class _Receiver:
     deliver: Deliver
 
 
-_Command = _Add | _Cancel | _Stop
+_Command = _Add | _Cancel | None
+"""None ends the loop."""
 
 
 class EngineLoop:
@@ -84,7 +81,7 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End `run` on all ranks; thread-safe."""
-        self._commands.put([_Stop()])
+        self._commands.put([None])
 
     def run(self) -> None:
         """Run passes until `stop`; collective over all ranks."""
@@ -123,7 +120,7 @@ class EngineLoop:
     def _apply(self, commands: Sequence[_Command]) -> bool:
         """Execute commands; return False if a command ends the loop."""
         for command in commands:
-            if isinstance(command, _Stop):
+            if command is None:
                 return False
             if isinstance(command, _Add):
                 self._dp_rank_of[command.number] = command.dp_rank

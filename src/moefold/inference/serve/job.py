@@ -10,7 +10,7 @@ from moefold.data.reward_prompt import override_want
 from moefold.errors import ConfigError, spelled_as
 from moefold.host.listen import check_port
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.capacity import cache_pages
+from moefold.inference.engine.pages import cache_pages
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import choose_inference_device
 from moefold.inference.serve.reasoning import check_reasons

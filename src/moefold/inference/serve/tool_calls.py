@@ -72,7 +72,6 @@ def _decoded(text: str, start: int, *, is_end: bool) -> tuple[Any, int] | None:
 
 
 def _call_of(value: Any) -> Call:
-    """Return the call of a JSON object."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise NoCallError
     arguments = value.get("arguments", value.get("parameters", {}))
