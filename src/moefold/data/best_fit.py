@@ -134,7 +134,7 @@ class BestFitSamples(SampleSource):
 
 
 def recipe_best_fit(
-    data: DataConfig, stream: TokenFileStream, files: Sequence[TokenFile], *, seq_len: int, cache_dir: Path | None
+    data: DataConfig, stream: TokenFileStream, files: Sequence[TokenFile], *, seq_len: int
 ) -> BestFitSamples:
     """Open the samples of a recipe's token files packed by best fit; see `open_best_fit`."""
     paths = [file.path for file in files]
@@ -142,7 +142,7 @@ def recipe_best_fit(
         paths += [document_ends_path(file.path) for file in files]
     boundaries = DocumentBoundaries(stream, None if data.document_index else data.document_end)
     pad_id = max(0, data.document_end)
-    return open_best_fit(stream, boundaries, paths, seq_len=seq_len, pad_id=pad_id, cache_dir=cache_dir)
+    return open_best_fit(stream, boundaries, paths, seq_len=seq_len, pad_id=pad_id)
 
 
 def open_best_fit(
@@ -152,7 +152,6 @@ def open_best_fit(
     *,
     seq_len: int,
     pad_id: int,
-    cache_dir: Path | None,
 ) -> BestFitSamples:
     """Open the samples of a stream packed by best fit, from the cache or packed now; a changed source is packed again.
 
@@ -168,7 +167,7 @@ def open_best_fit(
     def write(file: BinaryIO) -> None:
         _write_packing(file, len(stream), boundaries, seq_len)
 
-    packing = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
+    packing = read_npy_header(cached_ids(key, write)).open()
     samples = BestFitSamples(stream, packing, seq_len, pad_id)
     if not len(samples):
         rule = "found no document of two tokens or more, so there is no target"

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def cached_tokens(
-    corpus: "Corpus | TextTables", tokenizer: Tokenizer, *, cache_dir: Path | None, shows_progress: bool
+    corpus: "Corpus | TextTables", tokenizer: Tokenizer, *, cache_dir: Path | None = None, shows_progress: bool
 ) -> Path:
     """Return the .npy file with the tokens of a corpus, from the cache or tokenised now, with separators of documents.
 
@@ -61,7 +61,7 @@ def cached_tokens(
     return cached_ids(cache_key(corpus, tokenizer), write, cache_dir=cache_dir)
 
 
-def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path | None) -> Path:
+def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path | None = None) -> Path:
     """Return the .npy file of ids named `key`, from the cache or written now by `write`, which may seek.
 
     Of concurrent processes, one writes and the others wait for its lock. The key changes with anything that changes the

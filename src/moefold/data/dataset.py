@@ -119,7 +119,6 @@ def open_dataset(
     seq_len: int,
     vocab_size: int,
     seed: int,
-    cache_dir: Path | None = None,
     token_file_set: TokenFileSet | None = None,
     align: AlignConfig | None = None,
 ) -> Dataset:
@@ -131,14 +130,13 @@ def open_dataset(
         seq_len: train.seq_len, S; a sample has S + 1 tokens.
         vocab_size: model.vocab_size; every id is below it.
         seed: run.seed; it determines the order of the training samples, and the whole data of kind "synthetic".
-        cache_dir: folder of tokenised text; None: the default folder.
         token_file_set: the token files recorded when the run began; None: list the files now.
 
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
     """
     return _DatasetBuilder(
-        data, seq_len, vocab_size, seed, cache_dir, align or AlignConfig(), token_file_set=token_file_set
+        data, seq_len, vocab_size, seed, align or AlignConfig(), token_file_set=token_file_set
     ).open()
 
 
@@ -148,7 +146,6 @@ def prepare(
     seq_len: int,
     vocab_size: int,
     seed: int,
-    cache_dir: Path | None = None,
     align: AlignConfig | None = None,
 ) -> Path | None:
     """Tokenise text into the cache and check token ids, once before ranks start, with progress on stderr.
@@ -160,7 +157,7 @@ def prepare(
         TokenFileStream(files, vocab_size=vocab_size).probe()
         if note := compare_tokenizers(files, load_tokenizer(data, vocab_size=vocab_size), data.tokenizer):
             logger.warning("%s", note)
-    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align or AlignConfig(), is_first=True)
+    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, align or AlignConfig(), is_first=True)
     dataset = opener.open()
     report_notes(dataset.tokenizer)
     train = dataset.train
@@ -176,7 +173,6 @@ class _DatasetBuilder:
     seq_len: int
     vocab_size: int
     seed: int
-    cache_dir: Path | None
     align: AlignConfig
     is_first: bool = False
     """This process opens the data before all others: it shows progress and logs skipped files."""
@@ -198,7 +194,7 @@ class _DatasetBuilder:
         if self.token_file_set is None and data.drops_files:
             self.token_file_set = self._build_token_file_set()
         if self.token_file_set is None:
-            self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
+            self._skipped = skipped_files(data, reports=self.is_first)
         if data.has_conversations:
             return self._conversations(cast(OffsetTokenizer, tokenizer))
         if data.kind == "task":
@@ -247,14 +243,14 @@ class _DatasetBuilder:
             from moefold.data.cache import cached_tokens
 
             texts = _texts(data, split, self._skipped)
-            self.cached_path = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
+            self.cached_path = cached_tokens(texts, tokenizer, shows_progress=self.is_first)
             files = (read_npy_header(self.cached_path),)
         dropped = () if self.token_file_set is None else self.token_file_set.dropped
         stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=dropped, is_indexed=data.document_index)
         if data.packing == "best_fit":
             from moefold.data.best_fit import recipe_best_fit
 
-            packed_documents = recipe_best_fit(data, stream, files, seq_len=self.seq_len, cache_dir=self.cache_dir)
+            packed_documents = recipe_best_fit(data, stream, files, seq_len=self.seq_len)
             if self.is_first:
                 logger.warning("%s", packed_documents.counts.describe(self.seq_len + 1))
             return packed_documents
@@ -301,9 +297,7 @@ class _DatasetBuilder:
             reader = conditioned_reader(method)
         elif method.reward_column and data.skip_bad_rows:
             reader = rewarded_reader(method.reward_column)
-        conversations = open_conversations(
-            data, tokenizer, self._skipped, reader=reader, cache_dir=self.cache_dir, shows_progress=self.is_first
-        )
+        conversations = open_conversations(data, tokenizer, self._skipped, reader=reader, shows_progress=self.is_first)
         training: SampleSource
         validation: SampleSource
         reference = None
@@ -314,7 +308,7 @@ class _DatasetBuilder:
         else:
             select = None
             if method.selects_rows:
-                rewards = open_rewards(data, method.reward_column, tokenizer, self._skipped, cache_dir=self.cache_dir)
+                rewards = open_rewards(data, method.reward_column, tokenizer, self._skipped)
                 select = partial(method.select, rewards)
             training, validation = pack_conversations(
                 data, conversations, **sizes, reports=self.is_first, select=select

@@ -34,13 +34,13 @@ _MIDDLE_BLOCKS = 6
 _MAX_FILES_WITH_MIDDLE_BLOCKS = 4096
 
 
-def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
+def fingerprint(data: DataConfig) -> dict[str, str]:
     """Return size and block hash of every file by its name in the recipe, "skipped" for a skipped file.
 
     Python's own text is one entry, because its files belong together; data without files has no entries.
     """
     sources = named_sources(data)
-    skipped = _skipped(data, cache_dir)
+    skipped = _skipped(data)
     num_middle = _MIDDLE_BLOCKS if len(sources) <= _MAX_FILES_WITH_MIDDLE_BLOCKS else 0
     digests = {}
     for name, file in sources:
@@ -64,11 +64,11 @@ def settings_fingerprints(data: DataConfig) -> dict[str, str]:
     }
 
 
-def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
+def file_sizes(data: DataConfig) -> dict[str, str]:
     """Return the size of every file by name, "skipped" for a skipped file; empty for Python's own text."""
     if data.kind == "python-docs":
         return {}
-    skipped = _skipped(data, cache_dir)
+    skipped = _skipped(data)
     files = [*named_sources(data), *settings_files(data)]
     return {name: SKIPPED if file in skipped else str(file.stat().st_size) for name, file in files}
 
@@ -93,12 +93,12 @@ def matches_fingerprint(file: Path, recorded: str) -> bool:
     return not hashes or hashes == [_whole_hash(file.name, file)]
 
 
-def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
+def _skipped(data: DataConfig) -> Set[Path]:
     """Return the skipped files, determined as for the samples: separately per part of a mixture, except token files."""
     if not data.weights or isinstance(data.path, str) or data.kind == "tokens":
-        return skipped_files(data, cache_dir=cache_dir)
+        return skipped_files(data)
     sources = [replace(data, path=path, weights=()) for path in data.path]
-    return frozenset(file for source in sources for file in skipped_files(source, cache_dir=cache_dir))
+    return frozenset(file for source in sources for file in skipped_files(source))
 
 
 def _whole_hash(name: str, file: Path) -> str:

@@ -102,8 +102,6 @@ def open_rewards(
     column: str,
     tokenizer: OffsetTokenizer,
     skipped: Set[Path] = frozenset(),
-    *,
-    cache_dir: Path | None,
 ) -> Rewards:
     """Read the rewards of the conversations that data.path names, except skipped files; cached after the first call.
 
@@ -128,7 +126,7 @@ def open_rewards(
         file.write(npy_header(words.dtype, len(words)))
         file.write(words.tobytes())
 
-    reader = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
+    reader = read_npy_header(cached_ids(key, write)).open()
     words = np.ascontiguousarray(reader[0 : len(reader)], dtype="<u4").reshape(-1, _WORDS)
     return Rewards(words[:, :2].copy().view("<f8")[:, 0], words[:, 2:].copy().view("<u8")[:, 0], column)
 

@@ -220,7 +220,6 @@ def open_conversations(
     skipped: Set[Path] = frozenset(),
     *,
     reader: ConversationReader | None = None,
-    cache_dir: Path | None,
     shows_progress: bool,
 ) -> TokenizedConversations:
     """Open the conversations that data.path names, except skipped files; the first call tokenises them.
@@ -258,7 +257,7 @@ def open_conversations(
                 f"{Setting('data.path', files[0]):s} is empty: there is no conversation; name files with some"
             )
 
-    cached = cached_ids(key, write, cache_dir=cache_dir)
+    cached = cached_ids(key, write)
     is_new = bool(report.notes())
     for note in stored_notes(cached, report):
         # Logged once per run: one process shows progress, and one makes the file.
