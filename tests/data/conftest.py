@@ -26,6 +26,12 @@ def make_text(num_words: int, start: int = 0) -> str:
     return "".join(word + ("\n" if i % 7 == 6 else " ") for i, word in enumerate(words))
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of tokenised text of each test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+
+
 @pytest.fixture
 def text_folder(tmp_path: Path) -> Path:
     """Three documents, one of them in a sub-folder, about 9 kB in all."""

@@ -47,9 +47,7 @@ def _open(documents: list[np.ndarray], folder: Path) -> BestFitSamples:
     stream = _Stream(np.concatenate(documents))
     file = folder / "ids.npy"
     np.save(file, stream.ids)
-    return open_best_fit(
-        stream, DocumentBoundaries(stream, END), [file], seq_len=S, pad_id=END, cache_dir=folder / "cache"
-    )
+    return open_best_fit(stream, DocumentBoundaries(stream, END), [file], seq_len=S, pad_id=END)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -122,7 +120,7 @@ def test_a_packing_in_windows_is_stored_once(tmp_path: Path, monkeypatch: pytest
 def _open_from_cache(documents: list[np.ndarray], folder: Path) -> BestFitSamples:
     stream = _Stream(np.concatenate(documents))
     boundaries = DocumentBoundaries(stream, END)
-    return open_best_fit(stream, boundaries, [folder / "ids.npy"], seq_len=S, pad_id=END, cache_dir=folder / "cache")
+    return open_best_fit(stream, boundaries, [folder / "ids.npy"], seq_len=S, pad_id=END)
 
 
 def test_a_stream_without_targets_is_refused(tmp_path: Path):
@@ -135,9 +133,7 @@ def test_a_data_set_is_packed(tmp_path: Path):
     data = DataConfig(
         kind="tokens", path=str(tmp_path / "ids.npy"), document_end=END, packing="best_fit", validation_fraction=0.1
     )
-    parts = [
-        open_dataset(data, seq_len=S, vocab_size=2**16, seed=seed, cache_dir=tmp_path / "cache") for seed in (1, 1, 2)
-    ]
+    parts = [open_dataset(data, seq_len=S, vocab_size=2**16, seed=seed) for seed in (1, 1, 2)]
     train = parts[0].train
     assert train.has_annotations
     samples = [[part.train.sample(i).tolist() for i in range(len(train))] for part in parts]

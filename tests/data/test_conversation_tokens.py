@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moefold.cache_dir import default_cache_dir
 from moefold.config.data import DataConfig
 from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.sft import TokenizedConversations, open_conversations
@@ -62,7 +63,7 @@ def open_rows(folder: Path, rows: list[Any] | str, template: str, file: Path | N
     tokenizer = ByteTokenizer() if file is None else JsonTokenizer(file)
     data = DataConfig(kind="sft", path=str(path), tokenizer="bytes" if file is None else str(file), **more)
     data = replace(data, chat_template=str(folder / "chat.jinja")) if template else data
-    found = open_conversations(data, tokenizer, cache_dir=folder / "cache", shows_progress=False)
+    found = open_conversations(data, tokenizer, shows_progress=False)
     return found, tokenizer
 
 
@@ -109,7 +110,7 @@ def test_unmarked_turns_follow_the_common_prefix_with_the_prompt(
     first = 1 if template == THINKS else 2
     assert is_equal or f"in {4 - first} rows, " in warned[0] and f"rows.jsonl:{first})" in warned[0]
     # The cache keeps the notices.
-    assert is_equal or list((tmp_path / "cache").glob("*.notes.json"))
+    assert is_equal or list(default_cache_dir().glob("*.notes.json"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moefold.cache_dir import default_cache_dir
 from moefold.config.data import DataConfig
 from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.errors import ConfigError
@@ -13,9 +14,9 @@ from moefold.errors import ConfigError
 S = 32
 
 
-def open_text(folder: Path, cache: Path, *, seed: int = 0, **changes: object) -> Dataset:
+def open_text(folder: Path, *, seed: int = 0, **changes: object) -> Dataset:
     data = DataConfig(kind="text", path=str(folder), **changes)  # type: ignore[arg-type]
-    return open_dataset(data, seq_len=S, vocab_size=256, seed=seed, cache_dir=cache)
+    return open_dataset(data, seq_len=S, vocab_size=256, seed=seed)
 
 
 def epoch(dataset: Dataset, part: str = "train") -> list[bytes]:
@@ -24,7 +25,7 @@ def epoch(dataset: Dataset, part: str = "train") -> list[bytes]:
 
 
 def test_text_samples_are_the_text(text_folder: Path, tmp_path: Path):
-    dataset = open_text(text_folder, tmp_path, shuffle=False, validation_fraction=0.0)
+    dataset = open_text(text_folder, shuffle=False, validation_fraction=0.0)
     inputs = np.concatenate([dataset.train.sample(i)[:-1] for i in range(len(dataset.train))])
     files = [text_folder / name for name in ("a.txt", "b.txt", "inner/c.txt")]
     text = b"".join(file.read_bytes() + b"\0" for file in files)
@@ -34,7 +35,7 @@ def test_text_samples_are_the_text(text_folder: Path, tmp_path: Path):
 
 
 def test_same_arguments_same_samples_and_the_seed_draws_the_order(text_folder: Path, tmp_path: Path):
-    one, same, other = (open_text(text_folder, tmp_path, seed=seed) for seed in (1, 1, 2))
+    one, same, other = (open_text(text_folder, seed=seed) for seed in (1, 1, 2))
     assert epoch(one) == epoch(same) != epoch(other)
     assert sorted(epoch(one)) == sorted(epoch(other))
     assert epoch(one, "validation") == epoch(other, "validation")
@@ -42,9 +43,9 @@ def test_same_arguments_same_samples_and_the_seed_draws_the_order(text_folder: P
 
 
 def test_shuffle_false_is_the_order_of_the_text(text_folder: Path, tmp_path: Path):
-    in_order = open_text(text_folder, tmp_path, shuffle=False)
-    assert epoch(in_order) != epoch(open_text(text_folder, tmp_path))
-    assert sorted(epoch(in_order)) == sorted(epoch(open_text(text_folder, tmp_path)))
+    in_order = open_text(text_folder, shuffle=False)
+    assert epoch(in_order) != epoch(open_text(text_folder))
+    assert sorted(epoch(in_order)) == sorted(epoch(open_text(text_folder)))
 
 
 def test_parts_share_no_place_in_the_data(tmp_path: Path):
@@ -60,16 +61,16 @@ def test_parts_share_no_place_in_the_data(tmp_path: Path):
 
 def test_prepare_makes_the_file_that_open_maps(text_folder: Path, tmp_path: Path):
     data = DataConfig(kind="text", path=str(text_folder))
-    path = prepare(data, seq_len=S, vocab_size=256, seed=0, cache_dir=tmp_path / "cache")
+    path = prepare(data, seq_len=S, vocab_size=256, seed=0)
     assert path is not None
     stamp = path.stat().st_mtime_ns
-    open_text(text_folder, tmp_path / "cache")
+    open_text(text_folder)
     assert path.stat().st_mtime_ns == stamp
-    assert list((tmp_path / "cache").glob("*.npy")) == [path]
+    assert list(default_cache_dir().glob("*.npy")) == [path]
 
 
 def test_python_docs_with_defaults(tmp_path: Path):
-    dataset = open_dataset(DataConfig(), seq_len=256, vocab_size=256, seed=0, cache_dir=tmp_path)
+    dataset = open_dataset(DataConfig(), seq_len=256, vocab_size=256, seed=0)
     assert len(dataset.train) > 10_000
     share = len(dataset.validation) / (len(dataset.train) + len(dataset.validation))
     assert 0.045 < share < 0.055
@@ -81,7 +82,7 @@ def test_python_docs_with_defaults(tmp_path: Path):
 
 def test_tokenizer_json(text_folder: Path, tmp_path: Path, make_tokenizer_file: Callable[..., Path]):
     data = DataConfig(kind="text", path=str(text_folder), tokenizer=str(make_tokenizer_file("</s>")))
-    dataset = open_dataset(data, seq_len=S, vocab_size=350, seed=0, cache_dir=tmp_path)
+    dataset = open_dataset(data, seq_len=S, vocab_size=350, seed=0)
     assert dataset.tokenizer.separator_id == 0
     assert dataset.train.sample(0).max() >= 256
 
@@ -103,14 +104,14 @@ def test_too_few_tokens_are_refused(tmp_path: Path):
     with pytest.raises(
         ConfigError, match="train.seq_len=32 needs samples of 33 tokens, but the data has 6; .* at most 5"
     ):
-        open_text(tmp_path / "x.txt", tmp_path / "cache")
+        open_text(tmp_path / "x.txt")
 
 
 def test_too_few_samples_to_hold_one_out_are_refused(tmp_path: Path):
     (tmp_path / "x.txt").write_text("x" * (2 * S))
     with pytest.raises(ConfigError, match="data.validation_fraction=0.05 leaves no training sample of the 2"):
-        open_text(tmp_path / "x.txt", tmp_path / "cache")
-    assert len(open_text(tmp_path / "x.txt", tmp_path / "cache", validation_fraction=0.0).train) == 2
+        open_text(tmp_path / "x.txt")
+    assert len(open_text(tmp_path / "x.txt", validation_fraction=0.0).train) == 2
 
 
 def test_prepare_finds_a_strange_id(tmp_path: Path):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from moefold.data.file_formats import column_text, jsonl_records
-from moefold.data.source_listing import is_jsonl
+from moefold.data.input_paths import is_jsonl
 from moefold.errors import ConfigError
 
 

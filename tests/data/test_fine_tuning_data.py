@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moefold.cache_dir import default_cache_dir
 from moefold.config.data import DataConfig
 from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.data.shard_reader import BrokenShardError
@@ -43,7 +44,7 @@ def chats(tmp_path: Path) -> Path:
 def open_chats(path: Path, *, seq_len: int = S, vocab_size: int = 512, prepares: bool = False, **changes) -> Dataset:
     data = DataConfig(kind="sft", path=str(path), **changes)
     opened = prepare if prepares else open_dataset
-    return opened(data, seq_len=seq_len, vocab_size=vocab_size, seed=0, cache_dir=path.parent / "cache")
+    return opened(data, seq_len=seq_len, vocab_size=vocab_size, seed=0)
 
 
 def answers(dataset: Dataset) -> list[str]:
@@ -78,11 +79,11 @@ def test_every_assistant_turn_is_a_target_once_and_nothing_else(
 
 
 def test_documents_are_whole_conversations_and_padding_weighs_nothing(tmp_path: Path):
-    chats = write(tmp_path / "chats.jsonl", [chat(i, i % 3) for i in range(15)])
+    chats = write(tmp_path / "chats.jsonl", [chat(i, i % 3) for i in range(9)])
     dataset = open_chats(chats, validation_fraction=0.0, shuffle=False)
     assert len(dataset.train) > 1
     alone = []
-    for i in range(15):
+    for i in range(9):
         row = open_chats(write(tmp_path / f"{i}.jsonl", [chat(i, max(1, i % 3))]), validation_fraction=0.0).train
         sample = row.annotated_sample(0)
         assert set(sample.document_ids.tolist()) == {0, 1}
@@ -96,7 +97,7 @@ def test_documents_are_whole_conversations_and_padding_weighs_nothing(tmp_path: 
         assert not sample.tokens[padding].any()
         assert not sample.weights[padding[1:]].any()
         found += sum(sample.tokens[sample.document_ids == document].tolist() in alone for document in range(last))
-    assert found == 10
+    assert found == 6
 
 
 def test_long_conversations_are_cut_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -131,13 +132,13 @@ def test_changed_template_is_retokenised(chats: Path):
     template.write_text(TEMPLATE)
     after = open_chats(chats, chat_template=str(template)).train.annotated_sample(0)
     assert before.tokens.tolist() != after.tokens.tolist()
-    assert len(list((chats.parent / "cache").glob("*.npy"))) == 2
+    assert len(list(default_cache_dir().glob("*.npy"))) == 2
 
 
 def test_mixtures_of_conversations(chats: Path):
     other = write(chats.parent / "other.jsonl", [{"prompt": "p", "response": "OTHER"}] * 40)
     data = DataConfig(kind="sft", path=(str(chats), str(other)), weights=(1.0, 3.0), validation_fraction=0.1)
-    dataset = open_dataset(data, seq_len=S, vocab_size=256, seed=0, cache_dir=chats.parent / "cache")
+    dataset = open_dataset(data, seq_len=S, vocab_size=256, seed=0)
     texts = [dataset.tokenizer.decode(dataset.train.sample(i)) for i in range(40)]
     assert sum("OTHER" in text for text in texts) == 30
 
@@ -166,7 +167,7 @@ def test_unusable_files_are_named(tmp_path: Path, content: str, words: str):
     template.write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}")
     with pytest.raises(ConfigError, match=words):
         open_chats(tmp_path / "a.jsonl", chat_template=str(template) if "tool_calls" in content else "")
-    assert not list((tmp_path / "cache").glob("*.tmp"))
+    assert not list(default_cache_dir().glob("*.tmp"))
 
 
 def test_a_tokenizer_without_a_template_is_refused_before_anything_is_read(
@@ -208,7 +209,7 @@ def test_tokens_and_targets_equal_transformers(
 
 def test_a_cache_that_is_cut_under_the_run_is_named(chats: Path):
     dataset = open_chats(chats, shuffle=False)
-    (cached,) = (chats.parent / "cache").glob("*.npy")
+    (cached,) = default_cache_dir().glob("*.npy")
     os.truncate(cached, cached.stat().st_size // 4)
     with pytest.raises(BrokenShardError) as caught:
         answers(dataset)

@@ -71,11 +71,11 @@ def test_differences_are_named(folder):
 
 def test_rank_that_sees_other_files_names_them(folder):
     first = fingerprint(recipe(folder))
-    assert size_differences(first, file_sizes(recipe(folder))) == []
+    assert size_differences(first, file_sizes(recipe(folder))) == {}
     (folder / "1.npy").unlink()
     np.save(folder / "2.npy", np.arange(5, dtype=np.uint16))
     name = f"{folder}/2.npy"
-    assert size_differences(first, file_sizes(recipe(folder))) == [
+    assert list(size_differences(first, file_sizes(recipe(folder))).values()) == [
         f"{folder}/1.npy is not there",
         f"{name} has {os.path.getsize(folder / '2.npy')} bytes, and {first[name].split()[0]} there",
     ]

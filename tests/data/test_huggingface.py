@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moefold.cache_dir import default_cache_dir
 from moefold.config.data import DataConfig
 from moefold.data.dataset import Dataset, open_dataset, prepare
 from moefold.data.huggingface import text_tables
@@ -72,8 +73,8 @@ def recipe(*paths: Path, **changes: object) -> DataConfig:
     return DataConfig(kind="huggingface", path=path, **{"validation_fraction": 0.0, "shuffle": False} | changes)
 
 
-def open_data(data: DataConfig, cache: Path) -> Dataset:
-    return open_dataset(data, seq_len=S, vocab_size=512, seed=0, cache_dir=cache)
+def open_data(data: DataConfig) -> Dataset:
+    return open_dataset(data, seq_len=S, vocab_size=512, seed=0)
 
 
 def text_of(dataset: Dataset, count: int) -> str:
@@ -85,15 +86,15 @@ def test_every_form_gives_its_rows_cached_and_streamed(tmp_path: Path, form: Cal
     path = form(tmp_path)
     check_data(recipe(path), seq_len=S, vocab_size=256)
     joined = "".join(text + "\0" for text in TEXTS)
-    cached = open_data(recipe(path), tmp_path / "cache")
+    cached = open_data(recipe(path))
     count = len(cached.train)
     assert count == (len(joined.encode()) - 1) // S
     cut = joined.encode()[: count * S].decode(errors="replace")
     assert text_of(cached, count) == cut
-    streamed = open_data(recipe(path, streaming=True), tmp_path / "none")
+    assert len(list(default_cache_dir().glob("*.npy"))) == 1
+    streamed = open_data(recipe(path, streaming=True))
     assert text_of(streamed, count) == cut
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == 1
-    assert not (tmp_path / "none").exists()
+    assert len(list(default_cache_dir().glob("*.npy"))) == 1
 
 
 @pytest.mark.parametrize("form", [as_jsonl, as_parquet, as_saved])
@@ -110,7 +111,7 @@ def test_a_split_to_evaluate_on(tmp_path: Path):
     path = as_saved_splits(tmp_path)
     for streaming in (False, True):
         data = recipe(path, validation_split="test", streaming=streaming)
-        dataset = open_data(data, tmp_path / "cache")
+        dataset = open_data(data)
         held_out = [dataset.tokenizer.decode(dataset.validation.sample(i)) for i in range(len(dataset.validation))]
         assert len(held_out) == (9 * 181 - 1) // S
         assert all("held out" in text for text in held_out)
@@ -119,9 +120,9 @@ def test_a_split_to_evaluate_on(tmp_path: Path):
 
 def test_changed_file_column_or_split_is_retokenised(tmp_path: Path):
     path = as_saved_splits(tmp_path)
-    first = prepare(recipe(path), seq_len=S, vocab_size=512, seed=0, cache_dir=tmp_path / "cache")
-    again = prepare(recipe(path), seq_len=S, vocab_size=512, seed=0, cache_dir=tmp_path / "cache")
-    other = prepare(recipe(path, split="test"), seq_len=S, vocab_size=512, seed=0, cache_dir=tmp_path / "cache")
+    first = prepare(recipe(path), seq_len=S, vocab_size=512, seed=0)
+    again = prepare(recipe(path), seq_len=S, vocab_size=512, seed=0)
+    other = prepare(recipe(path, split="test"), seq_len=S, vocab_size=512, seed=0)
     assert first == again != other
 
 
@@ -130,7 +131,7 @@ def test_changed_file_column_or_split_is_retokenised(tmp_path: Path):
 def test_an_unknown_column_is_named_with_the_nearest(tmp_path: Path, form: Callable[[Path], Path], streaming: bool):
     data = recipe(form(tmp_path), column="txt", streaming=streaming)
     with pytest.raises(ConfigError, match="data.column='txt': .* no column 'txt'; did you mean 'text'"):
-        prepare(data, seq_len=S, vocab_size=256, seed=0, cache_dir=tmp_path / "cache")
+        prepare(data, seq_len=S, vocab_size=256, seed=0)
 
 
 def test_unreadable_rows_are_named(tmp_path: Path):
@@ -148,7 +149,7 @@ def test_unreadable_rows_are_named(tmp_path: Path):
         (recipe(splits, split="tset"), r"data.split='tset' is not in .*; did you mean 'test'"),
     ):
         with pytest.raises(ConfigError, match=words):
-            prepare(data, seq_len=S, vocab_size=256, seed=0, cache_dir=tmp_path / "cache")
+            prepare(data, seq_len=S, vocab_size=256, seed=0)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -160,7 +161,7 @@ def test_a_text_that_is_not_utf8_is_named_with_file_and_row(tmp_path: Path, stre
     (tmp_path / "in" / "b.parquet").write_bytes(as_parquet(tmp_path).read_bytes())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "in" / "a.parquet")
     with pytest.raises(ConfigError, match=r"in/a.parquet: column 'text' holds no UTF-8 in row 31 .*; fix the text"):
-        open_data(recipe(tmp_path / "in", streaming=streaming), tmp_path / "cache").train.sample(0)
+        open_data(recipe(tmp_path / "in", streaming=streaming)).train.sample(0)
 
 
 def test_paths_are_checked_before_anything_is_read(tmp_path: Path):
@@ -193,7 +194,7 @@ def test_a_data_set_on_the_hub_is_asked_for_by_its_name(tmp_path: Path, monkeypa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"data.path='owner/none-such' \(split 'train'\) cannot be read"):
-        open_data(DataConfig(kind="huggingface", path="owner/none-such"), tmp_path)
+        open_data(DataConfig(kind="huggingface", path="owner/none-such"))
 
 
 def test_the_missing_package_is_named_with_its_extra(tmp_path: Path):
@@ -219,11 +220,11 @@ def test_mixtures_have_their_shares_in_every_part(tmp_path: Path):
         paths.append(tmp_path / f"{name}.parquet")
     for streaming in (False, True):
         data = recipe(*paths, weights=(1.0, 4.0), streaming=streaming)
-        dataset = open_data(data, tmp_path / "cache")
+        dataset = open_data(data)
         found = [dataset.tokenizer.decode(dataset.train.sample(i)) for i in range(100)]
         assert 78 <= sum("b" in text for text in found) <= 82
     data = recipe(*paths, weights=(1.0, 4.0), validation_fraction=0.2)
-    validation = open_data(data, tmp_path / "cache").validation
+    validation = open_data(data).validation
     found = [dataset.tokenizer.decode(validation.sample(i)) for i in range(len(validation))]
     assert len(found) > 40
     assert sum("b" in text for text in found) / len(found) == pytest.approx(0.8, abs=0.05)

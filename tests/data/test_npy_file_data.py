@@ -135,6 +135,6 @@ def test_a_strange_tokenizer_is_one_message(tmp_path, kind):
     file.write_bytes(pickle.dumps(Runs(trace)) if kind == "pickle" else text.encode())
     data = DataConfig(kind="text", path=str(tmp_path / "text.txt"), tokenizer=str(file), validation_fraction=0.0)
     with pytest.raises(ConfigError, match="tokenizer") as error:
-        prepare(data, seq_len=8, vocab_size=256, seed=0, cache_dir=tmp_path / "cache")
+        prepare(data, seq_len=8, vocab_size=256, seed=0)
     assert "\n" not in str(error.value)
     assert not trace.exists()

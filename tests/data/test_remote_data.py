@@ -53,10 +53,7 @@ def test_samples_equal_local_files(place, kind):
     local = DataConfig(kind=kind, path="files", validation_fraction=0.0)
     remote = replace(local, path=url)
     check_data(remote, seq_len=SEQ_LEN, vocab_size=256)
-    ours, theirs = (
-        open_dataset(data, seq_len=SEQ_LEN, vocab_size=256, seed=1, cache_dir=place / "tokens").train
-        for data in (remote, local)
-    )
+    ours, theirs = (open_dataset(data, seq_len=SEQ_LEN, vocab_size=256, seed=1).train for data in (remote, local))
     assert len(ours) == len(theirs) > 0
     for index in range(len(ours)):
         assert np.array_equal(ours.annotated_sample(index).tokens, theirs.annotated_sample(index).tokens)
@@ -88,7 +85,7 @@ def test_a_remote_tokenizer_comes_with_only_its_settings(place):
     samples = []
     for name in ("files", f"memory://tok-{place.name}", f"memory://tok-{place.name}/tokenizer.json"):
         data = DataConfig(kind="text", path="text.txt", tokenizer=name, validation_fraction=0.0)
-        dataset = open_dataset(data, seq_len=SEQ_LEN, vocab_size=320, seed=1, cache_dir=place / "tokens")
+        dataset = open_dataset(data, seq_len=SEQ_LEN, vocab_size=320, seed=1)
         samples.append(dataset.train.annotated_sample(0).tokens.tolist())
         assert "tokenizer.json" in fingerprint(data)
         assert "tokenizer_config.json" in fingerprint(data)

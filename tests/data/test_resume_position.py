@@ -60,16 +60,16 @@ DATA = {
 }
 
 
-def _open(data: DataConfig, cache: Path) -> Sampler:
-    return open_dataset(data, seq_len=S, vocab_size=256, seed=7, cache_dir=cache).train
+def _open(data: DataConfig) -> Sampler:
+    return open_dataset(data, seq_len=S, vocab_size=256, seed=7).train
 
 
-def _life(data: DataConfig, cache: Path, first: int, state: object, steps: int, dp: int) -> tuple[list[bytes], object]:
+def _life(data: DataConfig, first: int, state: object, steps: int, dp: int) -> tuple[list[bytes], object]:
     """The samples that the ranks of one life take, in the order of the global batches, and the first rank's state.
 
     As `BatchSharder` cuts a batch: rank d has the samples from d * BATCH / dp on.
     """
-    rows = [_open(data, cache) for _ in range(dp)]
+    rows = [_open(data) for _ in range(dp)]
     for row in rows:
         row.restore(state)
     count = BATCH // dp
@@ -88,21 +88,20 @@ SLOW_DATA = ("mixed conversations", "conversations with a corrupt file")
 @pytest.mark.parametrize("kind", [*(kind for kind in DATA if kind not in SLOW_DATA), *slow((k,) for k in SLOW_DATA)])
 def test_interrupted_runs_take_the_samples_of_an_uninterrupted_one(tmp_path, kind):
     data = DATA[kind](tmp_path)
-    cache = tmp_path / "cache"
-    whole, _ = _life(data, cache, 0, None, STEPS, 1)
+    whole, _ = _life(data, 0, None, STEPS, 1)
     chance = random.Random(kind)
     taken: list[bytes] = []
     state: object = None
     while len(taken) < len(whole):
         steps = min(chance.randint(1, 40), STEPS - len(taken) // BATCH)
-        more, state = _life(data, cache, len(taken), state, steps, chance.choice(DEGREES))
+        more, state = _life(data, len(taken), state, steps, chance.choice(DEGREES))
         taken += more
     assert taken == whole
 
 
 def test_the_comparison_would_notice_a_sample_too_many(tmp_path):
     data = DATA["tokens"](tmp_path)
-    whole, _ = _life(data, tmp_path / "cache", 0, None, 4, 1)
-    late, _ = _life(data, tmp_path / "cache", 1, None, 4, 1)
+    whole, _ = _life(data, 0, None, 4, 1)
+    late, _ = _life(data, 1, None, 4, 1)
     assert late != whole
     assert late[:-1] == whole[1:]

@@ -95,12 +95,12 @@ def recipe(kind: str, path: Path | tuple[Path, ...], **changes: object) -> DataC
     return DataConfig(**{"path": names, "validation_fraction": 0.0, **KINDS[kind][2], **changes})
 
 
-def open_data(data: DataConfig, cache: Path) -> Dataset:
-    return open_dataset(data, seq_len=S, vocab_size=256, seed=0, cache_dir=cache)
+def open_data(data: DataConfig) -> Dataset:
+    return open_dataset(data, seq_len=S, vocab_size=256, seed=0)
 
 
-def first_samples(data: DataConfig, cache: Path, count: int = 40) -> list[list[int]]:
-    row = open_data(data, cache).train
+def first_samples(data: DataConfig, count: int = 40) -> list[list[int]]:
+    row = open_data(data).train
     return [row.sample(i).tolist() for i in range(count)]
 
 
@@ -118,16 +118,16 @@ def test_a_corrupt_file_is_fatal_or_left_out_and_named_once(tmp_path, kind, capl
     KINDS[kind][1](broken)
     sizes = {"seq_len": S, "vocab_size": 256}
     with pytest.raises(ConfigError, match=broken.name):
-        prepare(recipe(kind, folder), **sizes, seed=0, cache_dir=tmp_path / "fatal")
+        prepare(recipe(kind, folder), **sizes, seed=0)
     skips = recipe(kind, folder, corrupt="skip")
     check_data(skips, **sizes)
     with caplog.at_level(logging.WARNING):
-        prepare(skips, **sizes, seed=0, cache_dir=tmp_path / "cache")
+        prepare(skips, **sizes, seed=0)
     named = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
     assert [message.count(str(broken)) for message in named] == [1]
     without = make(tmp_path / "without", kind, [i for i in range(FILES) if i != BROKEN])
-    assert first_samples(skips, tmp_path / "cache") == first_samples(recipe(kind, without), tmp_path / "cache")
-    looks = fingerprint(skips, cache_dir=tmp_path / "cache")
+    assert first_samples(skips) == first_samples(recipe(kind, without))
+    looks = fingerprint(skips)
     assert [seen == "skipped" for seen in looks.values()] == [i == BROKEN for i in range(FILES)]
 
 
@@ -135,26 +135,26 @@ def test_a_corrupt_file_is_fatal_or_left_out_and_named_once(tmp_path, kind, capl
 def test_skip_changes_nothing_where_all_is_sound(tmp_path, kind):
     folder = make(tmp_path / "data", kind, list(range(FILES)))
     skips = recipe(kind, folder, corrupt="skip")
-    assert first_samples(skips, tmp_path / "cache") == first_samples(recipe(kind, folder), tmp_path / "cache")
+    assert first_samples(skips) == first_samples(recipe(kind, folder))
 
 
 def test_ranks_use_the_files_found_before_they_started(tmp_path):
     folder = make(tmp_path / "data", "text", [0, 1, 2])
     data = recipe("text", folder, corrupt="skip")
     latin(folder / "1.txt")
-    prepare(data, seq_len=S, vocab_size=256, seed=0, cache_dir=tmp_path / "cache")
-    seen = skipped_files(data, cache_dir=tmp_path / "cache")
+    prepare(data, seq_len=S, vocab_size=256, seed=0)
+    seen = skipped_files(data)
     assert {file.name for file in seen} == {"1.txt"}
     status = (folder / "1.txt").stat()
     (folder / "1.txt").write_bytes(b"a" * status.st_size)
     os.utime(folder / "1.txt", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert skipped_files(data, cache_dir=tmp_path / "cache") == seen
+    assert skipped_files(data) == seen
     (folder / "1.txt").write_bytes(b"b" * status.st_size)
-    assert not skipped_files(data, cache_dir=tmp_path / "cache")
+    assert not skipped_files(data)
 
 
 def test_data_without_any_sound_sample_is_refused_with_the_errors(tmp_path):
     folder = make(tmp_path / "data", "text", [0])
     latin(folder / "0.txt")
     with pytest.raises(ConfigError, match=r"holds no valid file: .*0.txt is not UTF-8"):
-        open_data(recipe("text", folder, corrupt="skip"), tmp_path / "cache")
+        open_data(recipe("text", folder, corrupt="skip"))

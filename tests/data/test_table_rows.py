@@ -149,10 +149,10 @@ def test_a_broken_file_is_named_with_its_row(tmp_path: Path, name: str):
     good = write_csv(tmp_path / "good.csv", ["fine"])
     data = DataConfig(kind="huggingface", path=(str(good), str(tmp_path / name)), corrupt="skip")
     if name in BROKEN:
-        assert skipped_files(data, cache_dir=tmp_path / "cache") == {tmp_path / name}
+        assert skipped_files(data) == {tmp_path / name}
     else:
         with pytest.raises(ConfigError, match=words):
-            skipped_files(data, cache_dir=tmp_path / "cache")
+            skipped_files(data)
 
 
 def test_parquet_parts_may_differ_in_all_but_the_column(tmp_path: Path):

@@ -141,11 +141,11 @@ def test_skipping_rows_of_plain_text_is_refused(tmp_path: Path):
 def test_processes_change_nothing(tmp_path: Path, make_tokenizer_file: Callable[..., Path]):
     write_jsonl(tmp_path / "a.jsonl", 300)
     tokenizer = str(make_tokenizer_file("</s>"))
-    for processes in (1, 3):
+    for processes in (1, 2):
         tokenize([tmp_path / "a.jsonl"], tmp_path / str(processes), tokenizer=tokenizer, num_processes=processes)
-    one, three = content(tmp_path / "1"), content(tmp_path / "3")
+    one, two = content(tmp_path / "1"), content(tmp_path / "2")
     assert len(one) > 10
-    assert one == three
+    assert one == two
     assert np.load(tmp_path / "1" / "tokens-000000.npy").dtype == np.uint16
 
 
@@ -222,18 +222,17 @@ def test_killed_command_resumes_where_it_was(tmp_path: Path):
     first = min(out.glob("*.npy"))
     stamp = first.stat().st_mtime_ns
     subprocess.run([*words, "--out", str(out)], check=True, timeout=120)
-    subprocess.run([*words[:-1], "1", "--out", str(tmp_path / "whole")], check=True, timeout=120)
+    tokenize([tmp_path / "a.jsonl"], tmp_path / "whole", shard_bytes=10**6)
     assert first.stat().st_mtime_ns == stamp
     assert content(out) == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "words", "processes"),
     [
-        ('{"text": 1}', r"a.jsonl:151: column 'text' holds a number"),
-        ('{"txet": "a"}', r"a.jsonl:151: no column 'text'; did you mean 'txet'"),
-        ("{", r"a.jsonl:151 is not JSON"),
+        ('{"text": 1}', r"a.jsonl:151: column 'text' holds a number", 1),
+        ('{"txet": "a"}', r"a.jsonl:151: no column 'text'; did you mean 'txet'", 1),
+        ("{", r"a.jsonl:151 is not JSON", 2),
     ],
 )
 def test_wrong_input_is_named_with_its_line_in_the_whole_file(tmp_path: Path, line: str, words: str, processes: int):
@@ -292,8 +291,7 @@ def test_tokens_may_lie_in_the_folder_that_they_are_made_of(tmp_path: Path):
             tokenize([inside], out)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_an_unreadable_input_is_not_blamed_on_the_output(tmp_path: Path, processes: int):
+def test_an_unreadable_input_is_not_blamed_on_the_output(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow")
     pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
@@ -304,12 +302,11 @@ def test_an_unreadable_input_is_not_blamed_on_the_output(tmp_path: Path, process
     content[start : start + 4] = b"\xff" * 4
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="^[^ ]*a.parquet is damaged after row 20"):
-        tokenize([path], tmp_path / "out", num_processes=processes, shard_bytes=100)
+        tokenize([path], tmp_path / "out", shard_bytes=100)
     assert not list((tmp_path / "out").glob(".tokens-*"))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, processes: int):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     write_jsonl(tmp_path / "a.jsonl", 60)
     tokenize([tmp_path / "a.jsonl"], tmp_path / "out", shard_bytes=1000)
     for number in (1, 2):
@@ -317,7 +314,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, processes: int
     # A folder stands where a shard has to go: so it fails for root, too.
     (tmp_path / "out" / "tokens-000001.npy" / "x").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"--out .*out cannot be written \(.*irectory\); choose another folder"):
-        tokenize([tmp_path / "a.jsonl"], tmp_path / "out", num_processes=processes, shard_bytes=1000)
+        tokenize([tmp_path / "a.jsonl"], tmp_path / "out", shard_bytes=1000)
 
 
 @pytest.mark.parametrize("ends", [[500], [10], [50, 10, 100], [-5, 100]])

@@ -47,7 +47,7 @@ def expected(family: str, ids: np.ndarray) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "mapping",
-    few_else_slow(MAPPINGS, MAPPINGS[:-1]),
+    few_else_slow(MAPPINGS, [MAPPINGS[1], *MAPPINGS[3:6]]),
     ids=lambda mapping: "-".join(f"{k}{v}" for k, v in mapping.items()),
 )
 def test_loss_and_logits_equal_transformers(pool, mixtral, tmp_path, mapping):
@@ -84,14 +84,14 @@ def test_included_tail_is_one_more_shorter_sequence(pool, mixtral, mapping):
     assert found.loss == pytest.approx((whole.loss * whole.tokens + float(loss) * 4) / found.tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("bfloat16", 1e-2)])
-def test_another_type_than_the_weights_have(pool, mixtral, dtype, tolerance):
+def test_another_type_than_the_weights_have(pool, mixtral):
     ids = row_of_ids(7 * S)
     mapping = {"world_size": 2, "tp": 2, "ep": 2}
     single, found = (
-        pool.run(2, run_evaluation, mixtral, mapping | more, ids, False, None)[0] for more in ({}, {"dtype": dtype})
+        pool.run(2, run_evaluation, mixtral, mapping | more, ids, False, None)[0]
+        for more in ({}, {"dtype": "bfloat16"})
     )
-    assert found.loss == pytest.approx(single.loss, rel=tolerance)
+    assert found.loss == pytest.approx(single.loss, rel=1e-2)
     assert found.loss != single.loss
 
 

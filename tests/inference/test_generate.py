@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moefold.inference.sampling import SamplingParams
-from tests.inference.example import KINDS, SLOW_KINDS, recipe, recipe_of_kind, row_of_ids, theirs, write_checkpoint
+from tests.inference.example import KINDS, SLOW_KINDS, recipe, recipe_of_kind, row_of_ids, theirs
 from tests.inference.generation import (
     GREEDY,
     NEW_TOKENS,
@@ -22,14 +22,13 @@ from tests.verify.covering import few_else_slow
 pytest.importorskip("transformers", reason="transformers comes with the extra `dev`")
 pytestmark = pytest.mark.parity
 
-FOUR = {"world_size": 4, "tp": 2, "pp": 2, "ep": 2}
 MAPPINGS = [
     {},
     {"world_size": 2, "tp": 2, "ep": 2},
     {"world_size": 2, "tp": 2, "etp": 2},
     {"world_size": 2, "pp": 2},
     {"world_size": 2, "pp": 2, "pipeline_layout": "E|tttL"},
-    FOUR,
+    {"world_size": 4, "tp": 2, "pp": 2, "ep": 2},
     {"world_size": 4, "tp": 4, "ep": 2, "etp": 2},
 ]
 
@@ -72,13 +71,13 @@ def test_greedy_with_a_cache_equals_greedy_without(pool, qwen3):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *slow((kind,) for kind in SLOW_KINDS)])
-def test_every_kind_of_attention_decodes_with_a_cache(pool, tmp_path, kind):
-    pool.run(1, write_checkpoint, recipe_of_kind(kind, tmp_path))
+def test_every_kind_of_attention_decodes_with_a_cache(pool, of_kind, kind):
+    path = of_kind(kind)
     pieces = [5, 1, 3, 1, 1]
-    whole = pool.run(1, run_whole, tmp_path, sum(pieces))[0]
+    whole = pool.run(1, run_whole, path, sum(pieces))[0]
     ends = torch.tensor(pieces).cumsum(0) - 1
     # On one rank: `engine/test_engine.py`.
-    for found in pool.run(2, run_in_pieces, tmp_path, {"world_size": 2, "tp": 2, "ep": 2}, pieces):
+    for found in pool.run(2, run_in_pieces, path, {"world_size": 2, "tp": 2, "ep": 2}, pieces):
         torch.testing.assert_close(found, whole[ends], rtol=1e-9, atol=1e-9)
 
 
@@ -87,20 +86,19 @@ def test_draws_are_the_same_under_every_mapping_and_others_for_another_seed(pool
         pool.run(
             mapping.get("world_size", 1), run_generation, mixtral, mapping, SamplingParams(temperature=2.0, seed=seed)
         )
-        for mapping, seed in (({}, 1), (FOUR, 1), ({}, 2))
+        for mapping, seed in (({}, 1), (MAPPINGS[3], 1), ({}, 2))
     ]
     tokens = [[[found.tokens for found in rank] for rank in ranks] for ranks in drawn]
-    assert tokens[1] == [tokens[0][0]] * 4
+    assert tokens[1] == [tokens[0][0]] * 2
     assert tokens[2] != tokens[0]
 
 
-def test_draws_from_a_vocabulary_that_tp_does_not_divide(pool, tmp_path):
-    cfg = recipe_of_kind("windows", tmp_path)
-    assert cfg.model.vocab_size % 2 == 1
-    pool.run(1, write_checkpoint, cfg)
+def test_draws_from_a_vocabulary_that_tp_does_not_divide(pool, of_kind):
+    path = of_kind("windows")
+    assert recipe_of_kind("windows", path).model.vocab_size % 2 == 1
     sampling = SamplingParams(temperature=3.0, seed=1)
-    (expected,) = pool.run(1, run_generation, tmp_path, {}, sampling)
-    for rank in pool.run(2, run_generation, tmp_path, MAPPINGS[1], sampling):
+    (expected,) = pool.run(1, run_generation, path, {}, sampling)
+    for rank in pool.run(2, run_generation, path, MAPPINGS[1], sampling):
         assert [found.tokens for found in rank] == [one.tokens for one in expected]
         for found, one in zip(rank, expected, strict=True):
             assert found.log_probs == pytest.approx(one.log_probs, rel=1e-9)

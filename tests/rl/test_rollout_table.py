@@ -13,7 +13,7 @@ from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
-from moefold.rl.rollout import Rollout, RolloutGroup
+from moefold.rl.rollout import Rollout, RolloutGroup, pack_step, split_steps
 from moefold.rl.rollout_table import (
     FINISH_REASONS,
     TABLE_KEY,
@@ -26,7 +26,6 @@ from moefold.rl.rollout_table import (
     table_headers,
 )
 from moefold.rl.statistics import RoundStatistics
-from moefold.rl.step_rows import pack_step, split_steps
 
 GROUP_SIZE = 2
 FUNCTIONS = [(), ("exact", "length"), ("a", "b", "c")]

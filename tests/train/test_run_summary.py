@@ -1,6 +1,5 @@
 """The first and the last lines of a run's log."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,9 +17,14 @@ WORDS = ("model.preset=tiny", "model.vocab_size=256", "train.seq_len=32", "run.s
 UNSAVED = ("checkpoint.every=0", "checkpoint.at_end=false")
 
 
-def lines_of(cfg: Config, cache_dir: Path) -> dict[str, str]:
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+
+
+def lines_of(cfg: Config) -> dict[str, str]:
     sizes = {"seq_len": cfg.train.seq_len, "vocab_size": cfg.model.vocab_size, "seed": 0}
-    data = open_dataset(cfg.data, **sizes, cache_dir=cache_dir)
+    data = open_dataset(cfg.data, **sizes)
     return dict(line.split(maxsplit=1) for line in startup_lines(cfg, "cpu", data.train, data.validation))
 
 
@@ -28,7 +32,7 @@ def test_the_log_begins_with_the_run(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 32_050)
     mapping = [f"parallel.{word}" for word in ("world_size=8", "tp=2", "pp=2", "ep=4")]
     words = [*WORDS, "run.dir=runs/x", "data.kind=text", f"data.path={tmp_path}/a.txt", *mapping, "train.lr=1e-3"]
-    lines = lines_of(load_config(None, [*words, "train.global_batch_size=16"]), tmp_path)
+    lines = lines_of(load_config(None, [*words, "train.global_batch_size=16"]))
     assert lines["run"] == "runs/x, 20 steps"
     assert lines["model"].startswith("tiny, ")
     assert " parameters, " in lines["model"]
@@ -39,7 +43,7 @@ def test_the_log_begins_with_the_run(tmp_path):
     assert lines["saves"] == "every 500 steps and at the end, the newest 10 stay"
     assert "note" not in lines
     warmup = ["model.attention.indexer.top_k=8", "model.attention.indexer.head_dim=16", "train.indexer_stage=warmup"]
-    lines = lines_of(load_config(None, [*words, "train.global_batch_size=16", *warmup]), tmp_path)
+    lines = lines_of(load_config(None, [*words, "train.global_batch_size=16", *warmup]))
     assert lines["note"] == "train.indexer_stage='warmup' trains the indexers alone; other losses are reported only"
 
 
@@ -55,7 +59,7 @@ def test_the_log_begins_with_the_run(tmp_path):
     ],
 )
 def test_the_log_names_the_planned_saves(tmp_path, words, text):
-    lines = lines_of(load_config(None, [*WORDS, "data.kind=synthetic", *words]), tmp_path)
+    lines = lines_of(load_config(None, [*WORDS, "data.kind=synthetic", *words]))
     assert lines["saves"] == text
     assert lines["data"] == "synthetic"
     assert lines["ranks"] == "1 on cpu, float32"
@@ -80,7 +84,7 @@ def test_the_log_names_the_planned_saves(tmp_path, words, text):
     ],
 )
 def test_the_log_says_when_sites_have_rounds(tmp_path, words, text):
-    assert lines_of(load_config(None, [*WORDS, "data.kind=synthetic", *words]), tmp_path)["sites"] == text
+    assert lines_of(load_config(None, [*WORDS, "data.kind=synthetic", *words]))["sites"] == text
 
 
 @pytest.mark.parametrize(
@@ -147,13 +151,13 @@ def test_a_chat_model_is_tried_with_chat(tmp_path):
 
 def test_the_summary_names_chunks_of_large_logits(tmp_path):
     words = [*WORDS, "data.kind=synthetic", "model.vocab_size=131072", "train.seq_len=8192"]
-    line = lines_of(load_config(None, words), tmp_path)["loss"]
+    line = lines_of(load_config(None, words))["loss"]
     assert line == (
         "logits of 256 of 8,192 tokens at a time, recomputed in the backward pass; all would be 4.0 GiB in float32 "
         "(train.loss_chunk=-1)"
     )
-    assert "loss" not in lines_of(load_config(None, [*words, "train.loss_chunk=0"]), tmp_path)
-    assert "loss" not in lines_of(load_config(None, [*words, "train.seq_len=512"]), tmp_path)
+    assert "loss" not in lines_of(load_config(None, [*words, "train.loss_chunk=0"]))
+    assert "loss" not in lines_of(load_config(None, [*words, "train.seq_len=512"]))
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,9 @@ from moefold.config.checkpoint import CheckpointConfig
 from moefold.config.data import DataConfig
 from moefold.config.run import RunConfig
 from moefold.data.fingerprint import matches_fingerprint
-from moefold.data.input_paths import existing_path
+from moefold.data.input_paths import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, existing_path
 from moefold.data.tokenizer_folder import (
     TEMPLATE_DIR,
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
     declaring_files,
     has_same_content_hash,
     read_tokenizer_folder,
@@ -62,7 +60,7 @@ def save_run_tokenizer(run: RunConfig, data: DataConfig, checkpoint: CheckpointC
         files = declaring_files(path)
     if data.chat_template:
         files = {file: path for file, path in files.items() if not file.startswith(TEMPLATE_DIR)}
-        files[TEMPLATE_FILE] = existing_path("data.chat_template", data.chat_template)
+        files[CHAT_TEMPLATE_FILE] = existing_path("data.chat_template", data.chat_template)
     target = checkpoint_folder(run, checkpoint) / RUN_TOKENIZER_DIR
     is_own_copy = any(target in path.parents for path in files.values())
     if is_own_copy or (is_resumed and target.exists()):

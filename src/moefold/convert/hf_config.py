@@ -34,12 +34,10 @@ from moefold.convert.known_keys import (
 )
 from moefold.convert.layer_fields import joined_layers
 from moefold.convert.mtp import count_mtp_layers, tensor_names
+from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE
 from moefold.errors import ConfigError, format_list
 from moefold.validate.config import check_config
 
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 QUANTIZATION_KEY = "quantization_config"
 
 

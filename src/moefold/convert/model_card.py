@@ -18,10 +18,11 @@ from moefold.config.part_registry import built_in_kinds
 from moefold.config.part_table import build_part, shortest, toml_value
 from moefold.config.schema import config_to_dict
 from moefold.config.suggestions import default_of, part_keys
-from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, is_hf_folder
+from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.preflight import read_model
 from moefold.convert.run_config import find_run_config, read_json_object
 from moefold.cost.flops import count_parameters
+from moefold.data.input_paths import CONFIG_FILE, GENERATION_FILE
 from moefold.errors import ConfigError
 from moefold.hub import CARD_FILE, is_hub_url, parse_hub_url, repo_of_snapshot
 from moefold.metrics.reader import read_records

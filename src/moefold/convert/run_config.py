@@ -12,7 +12,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.plugins import MissingPartError
 from moefold.config.schema import Config
 from moefold.config.upgrade import upgraded
-from moefold.convert.hf_config import CONFIG_FILE
+from moefold.data.input_paths import CONFIG_FILE
 from moefold.errors import ConfigError
 from moefold.validate.config import check_model
 

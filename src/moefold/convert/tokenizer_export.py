@@ -19,16 +19,23 @@ from moefold.checkpoint.run_tokenizer import (
 )
 from moefold.checkpoint.save_load import translate_io_errors
 from moefold.config.data import DataConfig
-from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE, is_hf_folder
+from moefold.convert.hf_config import is_hf_folder
 from moefold.convert.hf_sidecar_files import find_sidecar_dir
 from moefold.data.chat import end_of_turn_marker, load_chat_template
 from moefold.data.fingerprint import matches_fingerprint
-from moefold.data.input_paths import existing_path
-from moefold.data.source_listing import TOKENIZER_CONFIG_FILES
+from moefold.data.input_paths import (
+    ADDED_TOKENS_FILE,
+    CHAT_TEMPLATE_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TOKENS_MAP_FILE,
+    existing_path,
+)
 from moefold.data.tokenizer import ByteTokenizer
 from moefold.data.tokenizer_folder import (
     SLOW_FILES,
-    TOKENIZER_FILE,
     UNREAD_FILES,
     JsonTokenizer,
     declaring_files,
@@ -39,11 +46,11 @@ from moefold.errors import ConfigError, Problem, format_list
 from moefold.folder_files import unsendable_reason
 from moefold.remote_path import is_remote
 
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_SIDECAR_FILES = (
-    *TOKENIZER_CONFIG_FILES,
-    "special_tokens_map.json",
-    "added_tokens.json",
+    TOKENIZER_CONFIG_FILE,
+    CHAT_TEMPLATE_FILE,
+    TOKENS_MAP_FILE,
+    ADDED_TOKENS_FILE,
     "chat_template.json",
 )
 """Files next to a tokenizer.json that are copied with it."""

@@ -91,10 +91,8 @@ class BestFitSamples(SampleSource):
     every token of a document except the first is a target exactly once. Attention and positions are within a part.
     Samples share no other token.
 
-    Args:
-        stream: the tokens.
-        packing: file of the packing: `PackingCounts`, then two numbers for each part of a document, sample by sample:
-            2 * first token, plus 1 for the first part of a sample; and the number of tokens.
+    The file of the packing has `PackingCounts`, then two numbers for each part of a document, sample by sample:
+    2 * first token, plus 1 for the first part of a sample; and the number of tokens.
     """
 
     has_annotations = True
@@ -115,7 +113,6 @@ class BestFitSamples(SampleSource):
         self.filled = min(1.0, self.counts.num_tokens / max(1, len(self) * (self.seq_len + 1)))
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self._first_parts) - 1
 
     def annotated_sample(self, number: int) -> Sample:
@@ -137,7 +134,7 @@ class BestFitSamples(SampleSource):
 
 
 def recipe_best_fit(
-    data: DataConfig, stream: TokenFileStream, files: Sequence[TokenFile], *, seq_len: int, cache_dir: Path | None
+    data: DataConfig, stream: TokenFileStream, files: Sequence[TokenFile], *, seq_len: int
 ) -> BestFitSamples:
     """Open the samples of a recipe's token files packed by best fit; see `open_best_fit`."""
     paths = [file.path for file in files]
@@ -145,7 +142,7 @@ def recipe_best_fit(
         paths += [document_ends_path(file.path) for file in files]
     boundaries = DocumentBoundaries(stream, None if data.document_index else data.document_end)
     pad_id = max(0, data.document_end)
-    return open_best_fit(stream, boundaries, paths, seq_len=seq_len, pad_id=pad_id, cache_dir=cache_dir)
+    return open_best_fit(stream, boundaries, paths, seq_len=seq_len, pad_id=pad_id)
 
 
 def open_best_fit(
@@ -155,13 +152,8 @@ def open_best_fit(
     *,
     seq_len: int,
     pad_id: int,
-    cache_dir: Path | None,
 ) -> BestFitSamples:
-    """Open the samples of a stream packed by best fit, from the cache or packed now.
-
-    Args:
-        sources: the files of the stream; a changed file is packed again.
-        cache_dir: cache folder; None: the default folder.
+    """Open the samples of a stream packed by best fit, from the cache or packed now; a changed source is packed again.
 
     Raises:
         ConfigError: no document has two tokens; no folder for the packing can be written; errors of the stream.
@@ -175,7 +167,7 @@ def open_best_fit(
     def write(file: BinaryIO) -> None:
         _write_packing(file, len(stream), boundaries, seq_len)
 
-    packing = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
+    packing = read_npy_header(cached_ids(key, write)).open()
     samples = BestFitSamples(stream, packing, seq_len, pad_id)
     if not len(samples):
         rule = "found no document of two tokens or more, so there is no target"
@@ -185,10 +177,7 @@ def open_best_fit(
 
 
 def pack_documents(lengths: Sequence[int], seq_len: int) -> list[list[tuple[int, int, int]]]:
-    """Pack documents into samples by best fit decreasing.
-
-    Args:
-        lengths: tokens of each document.
+    """Pack documents of the given lengths into samples by best fit decreasing.
 
     Returns:
         For each sample its parts: document, first token in the document, tokens. Samples are in the order of their
@@ -207,9 +196,7 @@ def document_windows(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the documents of a stream in windows: the first token of each document, then the end of the last one.
 
-    Args:
-        window_tokens: a window ends with the document that brings it to this number of tokens.
-        window_documents: maximum documents of a window.
+    A window ends with the document that brings it to `window_tokens`, or has `window_documents`.
     """
     pending = np.empty(0, dtype=np.int64)
     for first in range(0, num_tokens, _CHUNK_TOKENS):

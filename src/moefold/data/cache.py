@@ -13,19 +13,22 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moefold.bounded_read import batch_by_size
 from moefold.cache_dir import _is_untrusted_dir, cache_folders, entry_key
-from moefold.data.text_source import TextChunk, TextSource
+from moefold.data.text_source import Corpus, TextChunk
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import Tokenizer, encode_documents
 from moefold.errors import ConfigError, Problem
 from moefold.file_lock import FileLock, open_lock_file
 from moefold.progress import ReadProgress
+
+if TYPE_CHECKING:
+    from moefold.data.huggingface import TextTables
 
 FORMAT_VERSION = 1
 _BATCH_CHARACTERS = 2**22
@@ -35,11 +38,12 @@ _STALE_TMP_AGE_S = 24 * 3600
 logger = logging.getLogger(__name__)
 
 
-def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path | None, shows_progress: bool) -> Path:
-    """Return the .npy file with the tokens of a corpus, from the cache or tokenised now.
+def cached_tokens(
+    corpus: "Corpus | TextTables", tokenizer: Tokenizer, *, cache_dir: Path | None = None, shows_progress: bool
+) -> Path:
+    """Return the .npy file with the tokens of a corpus, from the cache or tokenised now, with separators of documents.
 
     Args:
-        corpus: the documents; each is followed by the tokenizer's separator, if any.
         cache_dir: cache folder; None means `default_cache_dir()`. If it is not writable, a folder of this user below
             the system's temporary folder is used, with a warning.
 
@@ -57,14 +61,11 @@ def cached_tokens(corpus: TextSource, tokenizer: Tokenizer, *, cache_dir: Path |
     return cached_ids(cache_key(corpus, tokenizer), write, cache_dir=cache_dir)
 
 
-def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path | None) -> Path:
-    """Return the .npy file of ids named `key`, from the cache or written now by `write`.
+def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path | None = None) -> Path:
+    """Return the .npy file of ids named `key`, from the cache or written now by `write`, which may seek.
 
-    Of concurrent processes, one writes and the others wait for its lock.
-
-    Args:
-        key: name of the entry; it changes with anything that changes the ids.
-        write: writes the whole .npy file; it may seek.
+    Of concurrent processes, one writes and the others wait for its lock. The key changes with anything that changes the
+    ids.
 
     Raises:
         ConfigError: no folder is writable; and exceptions of `write`.
@@ -87,7 +88,7 @@ def cached_ids(key: str, write: Callable[[BinaryIO], None], *, cache_dir: Path |
     )
 
 
-def cache_key(corpus: TextSource, tokenizer: Tokenizer) -> str:
+def cache_key(corpus: "Corpus | TextTables", tokenizer: Tokenizer) -> str:
     """Return the name of an entry: 32 hexadecimal digits that change with anything that changes the tokens."""
     identity = [FORMAT_VERSION, corpus.kind, corpus.identity, tokenizer.identity, tokenizer.separator_id]
     return entry_key(identity)
@@ -156,10 +157,9 @@ def write_tokens(
     report: Callable[[int], None],
     index: BinaryIO | None = None,
 ) -> tuple[int, int]:
-    """Write the ids of documents as an .npy file; return the number of ids and of documents.
+    """Write the ids of documents, each with its separator, as an .npy file; return the number of ids and of documents.
 
     Args:
-        chunks: the documents; each is followed by the tokenizer's separator, if any.
         report: called with the bytes of source text, some megabytes at a time.
         index: receives the end of each document, int64; None if there is no index.
     """

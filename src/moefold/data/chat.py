@@ -10,21 +10,19 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from moefold.config.data import DataConfig
 from moefold.data.conversation_format import check_roles, join_parts
-from moefold.data.input_paths import existing_path
+from moefold.data.input_paths import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, existing_path
 from moefold.data.limited_process import LimitedProcess, ProcessEndedError
 from moefold.data.reward_prompt import RewardPrompt
 from moefold.data.tokenizer import Tokenizer
 from moefold.data.tokenizer_folder import (
     DEFAULT_TEMPLATE,
-    SETTINGS_FILE,
-    TEMPLATE_FILE,
     TOOL_TEMPLATE,
     JsonTokenizer,
     read_template,
@@ -48,59 +46,6 @@ class TemplateLimits:
     """Address space of the process, including 30 MB for the interpreter."""
     most_characters: int = 1 << 26
     """Length of a rendered conversation; equals the maximum bytes of an input line."""
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateProgram:
-    """A template and its settings, as sent to the process."""
-
-    sources: tuple[tuple[str, bool], ...]
-    """The only program, or the programs for conversations without and with tools, each with whether it has `{%
-    generation %}` marks."""
-    special_tokens: dict[str, str]
-    marks: tuple[str, str]
-    date: str
-    """Output of `strftime_now`, in ISO form."""
-
-
-class TemplateProcess:
-    """Client of a template subprocess. The process ends with this object."""
-
-    def __init__(self, program: TemplateProgram, limits: TemplateLimits, location: str) -> None:
-        """Start the process and compile the template in it; raise ConfigError if it is not a Jinja template."""
-        self._start_request = {"do": "start", **asdict(program), "most_characters": limits.most_characters}
-        self._limits = limits
-        self._location = location
-        self._process = self._start_process()
-
-    def process_requests(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the answer to each request in order; a failed one has the reason as `refused`.
-
-        Requests after a refused request are sent only if the caller wants their answers: each may cost the full CPU
-        limit.
-        """
-        for request in requests:
-            if not self._process.is_usable:
-                self._process = self._start_process()
-            yield self._ask(self._process, {"do": "render"} | request)
-
-    def _start_process(self) -> LimitedProcess:
-        limit = self._limits.memory_bytes
-        process = LimitedProcess(_WORKER, memory_bytes=limit, hard_bytes=limit)
-        if (reason := self._ask(process, self._start_request).get("refused")) is not None:
-            raise ConfigError(f"the chat template of {self._location} is not a Jinja template ({reason}); fix it")
-        return process
-
-    def _ask(self, process: LimitedProcess, request: dict[str, Any]) -> dict[str, Any]:
-        limits = self._limits
-        # A character takes at most 6 bytes of JSON, such as \\u001f.
-        longest = 6 * limits.most_characters + (1 << 20)
-        try:
-            return process.ask(
-                request, memory_bytes=limits.memory_bytes, cpu_s=limits.cpu_s, limit=longest, does="renders"
-            )[0]
-        except ProcessEndedError as error:
-            return {"refused": str(error)}
 
 
 BYTES_TEMPLATE = """\
@@ -174,15 +119,11 @@ class ChatTemplate:
         tool_source: str = "",
         limits: TemplateLimits | None = None,
     ) -> None:
-        """Compile a template.
+        """Compile a template; raise ConfigError if a source is not a Jinja template.
 
         Args:
             special_tokens: texts of `bos_token` and similar tokens of the tokenizer.
             tool_source: the program for conversations with tools; empty: the same.
-            limits: resources of its process; None: the defaults of `TemplateLimits`.
-
-        Raises:
-            ConfigError: a source is not a Jinja template.
         """
         self.source = source
         self.location = location
@@ -195,17 +136,49 @@ class ChatTemplate:
         self._tool_source = tool_source or source
         self._list_roles: dict[tuple[str, bool], bool] = {}
         marks = (f"\0{uuid.uuid4().hex}\0", f"\0{uuid.uuid4().hex}\0")
-        programs = tuple((source, bool(_GENERATION.search(source))) for source in sources)
-        program = TemplateProgram(programs, dict(special_tokens), marks, CHAT_DATE.isoformat())
-        self._process = TemplateProcess(program, limits or TemplateLimits(), location)
+        self._limits = limits or TemplateLimits()
+        self._start_request = {
+            "do": "start",
+            # The only program, or the programs for conversations without and with tools, and whether each has marks.
+            "sources": [(source, bool(_GENERATION.search(source))) for source in sources],
+            "special_tokens": dict(special_tokens),
+            "marks": marks,
+            "date": CHAT_DATE.isoformat(),
+            "most_characters": self._limits.most_characters,
+        }
+        self._process = self._start_process()
+
+    def _start_process(self) -> LimitedProcess:
+        limit = self._limits.memory_bytes
+        process = LimitedProcess(_WORKER, memory_bytes=limit, hard_bytes=limit)
+        if (reason := self._ask(process, self._start_request).get("refused")) is not None:
+            raise ConfigError(f"the chat template of {self.location} is not a Jinja template ({reason}); fix it")
+        return process
+
+    def _answers(self, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the answer to each request in order; a failed one has the reason as `refused`.
+
+        Requests after a refused request are sent only if the caller wants their answers: each may cost the full CPU
+        limit.
+        """
+        for request in requests:
+            if not self._process.is_usable:
+                self._process = self._start_process()
+            yield self._ask(self._process, {"do": "render"} | request)
+
+    def _ask(self, process: LimitedProcess, request: dict[str, Any]) -> dict[str, Any]:
+        limits = self._limits
+        # A character takes at most 6 bytes of JSON, such as \\u001f.
+        longest = 6 * limits.most_characters + (1 << 20)
+        try:
+            return process.ask(
+                request, memory_bytes=limits.memory_bytes, cpu_s=limits.cpu_s, limit=longest, does="renders"
+            )[0]
+        except ProcessEndedError as error:
+            return {"refused": str(error)}
 
     def render(self, messages: Sequence[Message], tools: Any, location: str) -> RenderedChat:
-        """Render a conversation.
-
-        Args:
-            messages: the turns, each with a `role` and a `content`.
-            tools: descriptions of tools, for templates that support them; None if there are no tools.
-            location: FILE:LINE of the conversation, for messages.
+        """Render a conversation at FILE:LINE, with descriptions of tools or None.
 
         Raises:
             ConfigError: the template refuses the conversation, or the place of a turn in it cannot be found.
@@ -223,7 +196,7 @@ class ChatTemplate:
             assistant = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
             targets = assistant if conversation.targets is None else list(conversation.targets)
             requests.append({"messages": messages, "tools": conversation.tools, "prompts": None, "targets": targets})
-        for answer, conversation in zip(self._process.process_requests(requests), conversations, strict=True):
+        for answer, conversation in zip(self._answers(requests), conversations, strict=True):
             yield self._to_rendered_chat(answer, conversation.location)
 
     def check_roles(self, conversation: ChatRequest) -> None:
@@ -247,11 +220,8 @@ class ChatTemplate:
         """Return the prompt that a model continues.
 
         Args:
-            messages: the turns, each with a `role` and a `content`.
             location: description of the conversation, for messages.
-            add_generation_prompt: whether a new assistant turn begins after the last one; if not, the last turn stays
-                open.
-            tools: descriptions of tools; None for none.
+            add_generation_prompt: whether a new assistant turn begins after the last one; if not, that stays open.
             variables: other variables of the template, such as `enable_thinking`.
 
         Raises:
@@ -267,7 +237,7 @@ class ChatTemplate:
             "targets": [],
             "variables": dict(variables or {}),
         }
-        (answer,) = self._process.process_requests([request])
+        (answer,) = self._answers([request])
         rendered = self._to_rendered_chat(answer, location)
         if isinstance(rendered, ConfigError):
             raise rendered
@@ -285,7 +255,6 @@ class ChatTemplate:
         )
 
     def _join_parts(self, messages: Sequence[Message], tools: Any) -> list[dict[str, Any]]:
-        """Return messages whose contents the template can write."""
         copies = [dict(message) for message in messages]
         return join_parts(copies, self.source_for(tools), lambda role: self._reads_lists(role, tools is not None))
 
@@ -304,7 +273,7 @@ class ChatTemplate:
         turns = {role: content, **turns} if role in ("system", "developer") else {**turns, role: content}
         messages = [{"role": name, "content": text} for name, text in turns.items()]
         request = {"messages": messages, "tools": [] if has_tools else None, "prompts": False, "targets": []}
-        (answer,) = self._process.process_requests([request])
+        (answer,) = self._answers([request])
         return str(answer.get("text", ""))
 
     def _to_rendered_chat(self, answer: Mapping[str, Any], location: str) -> RenderedChat | ConfigError:
@@ -332,13 +301,7 @@ class ChatTemplate:
 def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> ChatTemplate:
     """Return the template of a recipe: `data.chat_template`, else the tokenizer's, else ChatML for bytes.
 
-    The folder of the tokenizer declares its templates (`read_tokenizer_folder`).
-
-    Args:
-        tokenizer: the tokenizer that data.tokenizer names; None if it is read.
-
-    Raises:
-        ConfigError: there is none, or it cannot be read.
+    The tokenizer is read if it is None. Raises ConfigError if there is no template, or it cannot be read.
     """
     folder = None
     if isinstance(tokenizer, JsonTokenizer):
@@ -355,8 +318,8 @@ def load_chat_template(data: DataConfig, tokenizer: Tokenizer | None = None) -> 
     if source is None:
         known_names = ", ".join(map(repr, sorted(folder.templates)))
         raise ConfigError(
-            f"{Setting('data.tokenizer', data.tokenizer)} has no chat template: neither {TEMPLATE_FILE} nor a "
-            f"chat_template in {SETTINGS_FILE} is in {folder.file.parent}"
+            f"{Setting('data.tokenizer', data.tokenizer)} has no chat template: neither {CHAT_TEMPLATE_FILE} nor a "
+            f"chat_template in {TOKENIZER_CONFIG_FILE} is in {folder.file.parent}"
             + (f", only templates named {known_names}" if known_names else "")
             + f"; set {Setting('data.chat_template')} to a file with one"
         )

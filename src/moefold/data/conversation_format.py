@@ -69,11 +69,7 @@ def parse_conversation(record: JsonlRecord) -> Conversation:
 
 
 def _with_system(conversation: Conversation, fields: dict[str, Any], location: str) -> Conversation:
-    """Put the text "system" of a record before its messages.
-
-    Raises:
-        ConfigError: "system" is not a text, or there is another system message.
-    """
+    """Put the text "system" of a record before its messages, unless they begin with the same."""
     text = column_text(fields, "system", location)
     first = conversation.messages[0]
     if first["role"] in ("system", "developer"):
@@ -176,11 +172,7 @@ def _parse_alpaca(fields: dict[str, Any], location: str) -> tuple[dict[str, Any]
 
 
 def parse_messages(messages: object, location: str) -> Conversation:
-    """Check a list of messages and return it in normal form.
-
-    Raises:
-        ConfigError: the value is not a list, or a message has no role or no text; the message has the location.
-    """
+    """Return a list of messages in normal form; raise ConfigError if one has no role or no text."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigError(f'{location}: "messages" must be a list of at least one message; fix it or remove the line')
     parsed = []
@@ -204,14 +196,9 @@ def parse_messages(messages: object, location: str) -> Conversation:
 
 
 def check_roles(messages: Sequence[dict[str, Any]], template: str, location: str) -> None:
-    """Check that chat templates know the roles; for other roles a template writes nothing, or no turn to train on.
+    """Check that the chat template, of this source, names the roles; raise ConfigError if it does not.
 
-    Args:
-        messages: messages in normal form.
-        template: source of the template, which may name other roles.
-
-    Raises:
-        ConfigError: a role is unknown.
+    For other roles a template writes nothing, or no turn to train on. The messages are in normal form.
     """
     for number, message in enumerate(messages, 1):
         role = message["role"]
@@ -283,12 +270,7 @@ def join_parts(
     """Return messages whose contents a template can write: a list of texts is kept if the template reads lists.
 
     Otherwise the texts are joined by line ends, like in vLLM. The content of a message that only calls tools is null if
-    the template tests for null, else empty, so that "None" is not written.
-
-    Args:
-        messages: the messages, in normal form.
-        template: source of the template.
-        reads_lists: returns whether the template writes the texts of a list in a message of a role.
+    the template tests for null, else empty, so that "None" is not written. `reads_lists` is asked by the role.
     """
     absent = None if _TESTS_NULL.search(template) else ""
     joined = []

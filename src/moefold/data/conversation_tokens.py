@@ -37,12 +37,7 @@ class TokenizedConversation:
 
 
 class RowReport:
-    """Notes on the rows of conversations, with the first row of each kind.
-
-    Args:
-        template: origin of the chat template, for messages.
-        skips: skip unusable rows instead of raising their errors.
-    """
+    """Notes on the rows of conversations, with the first row of each kind; unusable rows raise unless it `skips`."""
 
     def __init__(self, template: str, *, skips: bool = False) -> None:
         self._template = template
@@ -83,8 +78,7 @@ class RowReport:
 def stored_notes(cached: Path, report: RowReport) -> list[str]:
     """Return the notes on a cached file of conversations, which are stored next to it when it is made.
 
-    Args:
-        report: notes from making the file in this process; empty if another process made it.
+    The report is empty if another process made the file.
     """
     file = cached.with_suffix(".notes.json")
     if notes := report.notes():
@@ -103,10 +97,7 @@ def stored_notes(cached: Path, report: RowReport) -> list[str]:
 def tokenize_conversations(
     conversations: Sequence[ChatRequest], tokenizer: OffsetTokenizer, template: ChatTemplate, report: RowReport
 ) -> Iterator[TokenizedConversation | None]:
-    """Render and tokenise conversations, and find their targets.
-
-    Args:
-        conversations: conversations; a row's conversations are consecutive.
+    """Render and tokenise conversations, and find their targets; a row's conversations are consecutive.
 
     Yields:
         The tokens of each conversation; None for a conversation of a skipped row.
@@ -171,11 +162,7 @@ def _encode_prompts(
 def _checked(
     chat: RenderedChat | ConfigError, req: ChatRequest, tokenizer: OffsetTokenizer, template: ChatTemplate
 ) -> RenderedChat:
-    """Return a rendered conversation.
-
-    Raises:
-        ConfigError: the conversation could not be rendered, or its text cannot be tokenised.
-    """
+    """Return a rendered conversation; raise ConfigError if it was not rendered, or its text cannot be tokenised."""
     template.check_roles(req)
     if isinstance(chat, ConfigError):
         raise chat
@@ -224,7 +211,6 @@ def _is_written(field: str, text: str) -> bool:
 def _targets(
     chat: RenderedChat, ids: NDArray[np.int64], places: NDArray[np.int64], prompts: Sequence[NDArray[np.int64]]
 ) -> NDArray[np.bool_]:
-    """Return the mask of targets, [tokens]."""
     is_target = np.zeros(len(ids), dtype=np.bool_)
     for number, response in enumerate(chat.responses):
         overlaps = (places[:, 1] > response.start) & (places[:, 0] < response.stop)
@@ -237,18 +223,13 @@ def _targets(
 
 
 def _common_length(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """Return the length of the longest common prefix."""
     size = min(len(first), len(second))
     differs = first[:size] != second[:size]
     return int(np.argmax(differs)) if differs.any() else size
 
 
 class SkippedRows:
-    """Count of skipped rows.
-
-    Args:
-        skips: skip unusable rows instead of raising their errors.
-    """
+    """Count of skipped rows; without `skips`, an unusable row raises its error."""
 
     def __init__(self, *, skips: bool) -> None:
         self.skips = skips
@@ -257,11 +238,7 @@ class SkippedRows:
         """Error of the first skipped row; empty if there is none."""
 
     def refuse(self, error: ConfigError) -> None:
-        """Count an unusable row.
-
-        Raises:
-            ConfigError: `error`, unless such rows are skipped.
-        """
+        """Count an unusable row, or raise its error."""
         if not self.skips:
             raise error
         self.first = self.first or str(error)

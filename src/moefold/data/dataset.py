@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -10,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moefold.config.align import AlignConfig
+from moefold.config.chosen import chosen_in
 from moefold.config.data import DataConfig
+from moefold.config.groups.alignment import AlignmentPart
 from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.data.sample import ReferenceLogProbs, Sample, SampleSource
 from moefold.data.sampler import (
@@ -24,12 +27,20 @@ from moefold.data.sampler import (
 )
 from moefold.data.skip_corrupt import corrupt_files, report_skipped, skipped_files
 from moefold.data.source_listing import named_sources
-from moefold.data.token_file import TokenFileSet, TokenFileStream, build_token_file_set, read_npy_header, token_files
+from moefold.data.token_file import (
+    TokenFileSet,
+    TokenFileStream,
+    build_token_file_set,
+    compare_tokenizers,
+    read_npy_header,
+    token_files,
+)
 from moefold.data.tokenizer import OffsetTokenizer, Tokenizer, load_tokenizer, report_notes
 from moefold.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from moefold.data.text_source import TextSource
+    from moefold.data.huggingface import TextTables
+    from moefold.data.text_source import Corpus
 
 logger = logging.getLogger(__name__)
 # The validation order does not depend on the seed and is shuffled, so its first samples cover the whole data set.
@@ -69,7 +80,6 @@ class NoSamples(Sampler):
     """Source without samples."""
 
     def __len__(self) -> int:
-        """Return 0."""
         return 0
 
     def annotated_sample(self, index: int) -> Sample:
@@ -90,11 +100,7 @@ class ProgramData:
     validation: Sampler = field(default_factory=NoSamples)
 
     def check(self, seq_len: int) -> None:
-        """Check that samples have the recipe's length, and that their annotations are read.
-
-        Raises:
-            ConfigError: samples have another length, or annotations although `has_annotations` is False.
-        """
+        """Raise ConfigError if samples have another length, or annotations although `has_annotations` is False."""
         for sampler in (self.train, self.validation):
             if not len(sampler):
                 continue
@@ -113,7 +119,6 @@ def open_dataset(
     seq_len: int,
     vocab_size: int,
     seed: int,
-    cache_dir: Path | None = None,
     token_file_set: TokenFileSet | None = None,
     align: AlignConfig | None = None,
 ) -> Dataset:
@@ -125,16 +130,13 @@ def open_dataset(
         seq_len: train.seq_len, S; a sample has S + 1 tokens.
         vocab_size: model.vocab_size; every id is below it.
         seed: run.seed; it determines the order of the training samples, and the whole data of kind "synthetic".
-        cache_dir: folder of tokenised text; None: the default folder.
-        token_file_set: the token files recorded when the run began, for data of kind "tokens"; None: list the files
-            now.
-        align: the recipe's [align] section; None: its defaults.
+        token_file_set: the token files recorded when the run began; None: list the files now.
 
     Raises:
         ConfigError: the data is missing, broken, too small, or does not fit the model's vocabulary.
     """
     return _DatasetBuilder(
-        data, seq_len, vocab_size, seed, cache_dir, align or AlignConfig(), token_file_set=token_file_set
+        data, seq_len, vocab_size, seed, align or AlignConfig(), token_file_set=token_file_set
     ).open()
 
 
@@ -144,24 +146,18 @@ def prepare(
     seq_len: int,
     vocab_size: int,
     seed: int,
-    cache_dir: Path | None = None,
     align: AlignConfig | None = None,
 ) -> Path | None:
-    """Tokenise text into the cache and check token ids, once before ranks start.
+    """Tokenise text into the cache and check token ids, once before ranks start, with progress on stderr.
 
-    Shows progress on stderr if the work is long. Arguments and errors are as for `open_dataset`.
-
-    Returns:
-        The file of tokenised text; None for kinds of data that need none, and for mixtures.
+    Returns the file of tokenised text; None for kinds of data that need none, and for mixtures.
     """
     if data.kind == "tokens" and data.corrupt == "fatal":
         files = token_files(data)
         TokenFileStream(files, vocab_size=vocab_size).probe()
-        from moefold.data.tokenizer_match import compare_tokenizers
-
         if note := compare_tokenizers(files, load_tokenizer(data, vocab_size=vocab_size), data.tokenizer):
             logger.warning("%s", note)
-    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, cache_dir, align or AlignConfig(), is_first=True)
+    opener = _DatasetBuilder(data, seq_len, vocab_size, seed, align or AlignConfig(), is_first=True)
     dataset = opener.open()
     report_notes(dataset.tokenizer)
     train = dataset.train
@@ -177,7 +173,6 @@ class _DatasetBuilder:
     seq_len: int
     vocab_size: int
     seed: int
-    cache_dir: Path | None
     align: AlignConfig
     is_first: bool = False
     """This process opens the data before all others: it shows progress and logs skipped files."""
@@ -199,9 +194,9 @@ class _DatasetBuilder:
         if self.token_file_set is None and data.drops_files:
             self.token_file_set = self._build_token_file_set()
         if self.token_file_set is None:
-            self._skipped = skipped_files(data, cache_dir=self.cache_dir, reports=self.is_first)
+            self._skipped = skipped_files(data, reports=self.is_first)
         if data.has_conversations:
-            return self._conversations(tokenizer)
+            return self._conversations(cast(OffsetTokenizer, tokenizer))
         if data.kind == "task":
             from moefold.data.synthetic_problems import open_task
 
@@ -248,14 +243,14 @@ class _DatasetBuilder:
             from moefold.data.cache import cached_tokens
 
             texts = _texts(data, split, self._skipped)
-            self.cached_path = cached_tokens(texts, tokenizer, cache_dir=self.cache_dir, shows_progress=self.is_first)
+            self.cached_path = cached_tokens(texts, tokenizer, shows_progress=self.is_first)
             files = (read_npy_header(self.cached_path),)
         dropped = () if self.token_file_set is None else self.token_file_set.dropped
         stream = TokenFileStream(files, vocab_size=self.vocab_size, dropped=dropped, is_indexed=data.document_index)
         if data.packing == "best_fit":
             from moefold.data.best_fit import recipe_best_fit
 
-            packed_documents = recipe_best_fit(data, stream, files, seq_len=self.seq_len, cache_dir=self.cache_dir)
+            packed_documents = recipe_best_fit(data, stream, files, seq_len=self.seq_len)
             if self.is_first:
                 logger.warning("%s", packed_documents.counts.describe(self.seq_len + 1))
             return packed_documents
@@ -268,10 +263,7 @@ class _DatasetBuilder:
         return Split(source, IndexRanges((range(len(source)),)), order_key=self._order_key)
 
     def _held_out_split(self, tokenizer: Tokenizer) -> Split:
-        """Return the split named by data.validation_split, tokenised into the cache even if training data is streamed.
-
-        The split is read at every evaluation, so it is cached.
-        """
+        """Return the split named by data.validation_split, which is cached, as it is read at every evaluation."""
         if not self.data.validation_split:
             return Split(
                 SyntheticSamples(seed=0, vocab_size=1, seq_len=self.seq_len),
@@ -291,19 +283,36 @@ class _DatasetBuilder:
         document_end = self.data.document_end
         return StreamingSampler(texts, tokenizer, seq_len=self.seq_len, order_key=order_key, document_end=document_end)
 
-    def _conversations(self, tokenizer: Tokenizer) -> Dataset:
-        from moefold.data.conversations import open_samples
+    def _conversations(self, tokenizer: OffsetTokenizer) -> Dataset:
+        """Return conversations for fine-tuning, also by rewards, or preference pairs."""
+        from moefold.data.preference import pack_pairs, preference_reader
+        from moefold.data.scored_conversations import conditioned_reader, open_rewards, rewarded_reader
+        from moefold.data.sft import open_conversations, pack_conversations
 
-        offsets = cast(OffsetTokenizer, tokenizer)
-        training, validation, reference = open_samples(
-            self.data,
-            self.align,
-            offsets,
-            self._skipped,
-            seq_len=self.seq_len,
-            cache_dir=self.cache_dir,
-            is_first=self.is_first,
-        )
+        data = self.data
+        sizes = {"seq_len": self.seq_len, "pad_id": tokenizer.separator_id or 0}
+        method = chosen_in(self.align, AlignmentPart)
+        reader = preference_reader(self.align) if data.kind == "preference" else None
+        if method.prompt_template:
+            reader = conditioned_reader(method)
+        elif method.reward_column and data.skip_bad_rows:
+            reader = rewarded_reader(method.reward_column)
+        conversations = open_conversations(data, tokenizer, self._skipped, reader=reader, shows_progress=self.is_first)
+        training: SampleSource
+        validation: SampleSource
+        reference = None
+        if data.kind == "preference":
+            pairs, validation = pack_pairs(data, self.align, conversations, **sizes, reports=self.is_first)
+            training = pairs
+            reference = pairs.reference
+        else:
+            select = None
+            if method.selects_rows:
+                rewards = open_rewards(data, method.reward_column, tokenizer, self._skipped)
+                select = partial(method.select, rewards)
+            training, validation = pack_conversations(
+                data, conversations, **sizes, reports=self.is_first, select=select
+            )
         held_out = Split(
             validation, IndexRanges((range(len(validation)),)), order_key=_VALIDATION_ORDER, split_name=_VALIDATION
         )
@@ -326,7 +335,7 @@ def check_enough_tokens(num_tokens: int, *, seq_len: int) -> None:
         )
 
 
-def _texts(data: DataConfig, split: str, skipped: Set[Path]) -> "TextSource":
+def _texts(data: DataConfig, split: str, skipped: Set[Path]) -> "Corpus | TextTables":
     if data.kind == "huggingface":
         from moefold.data.huggingface import text_tables
 
@@ -353,13 +362,6 @@ class SyntheticSamples(SampleSource):
     """
 
     def __init__(self, *, seed: int, vocab_size: int, seq_len: int, document_end: int = -1) -> None:
-        """Choose the strides of a seed.
-
-        Args:
-            vocab_size: V; ids are in [0, V).
-            seq_len: S; a sample has S + 1 tokens.
-            document_end: token that ends a document; -1: samples have no documents.
-        """
         self.seq_len = seq_len
         self.document_end = document_end
         self.has_annotations = document_end >= 0

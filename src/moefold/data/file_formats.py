@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 
 from moefold.bounded_read import MAX_LINE_BYTES, LongLineError, bounded_lines, open_regular, parse_json
 from moefold.config.suggestions import closest_match
-from moefold.data.source_listing import COMPRESSION_SUFFIXES
+from moefold.data.input_paths import COMPRESSION_SUFFIXES
 from moefold.errors import ConfigError, install_command
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -42,12 +42,7 @@ def text_blocks(file: BinaryIO, path: Path) -> Iterator[str]:
 
 
 class JsonStream:
-    """Values of a JSON file.
-
-    Args:
-        blocks: the text of the file.
-        path: the file, for messages.
-    """
+    """Values of a JSON file, read from blocks of its text; the path is for messages."""
 
     def __init__(self, blocks: Iterator[str], path: Path) -> None:
         self._path = path
@@ -59,11 +54,7 @@ class JsonStream:
         self._decoder = json.JSONDecoder()
 
     def elements(self) -> Iterator[tuple[int, str]]:
-        """Yield the elements of a file that is one JSON list, each as JSON with the line (1-based) where it begins.
-
-        Raises:
-            ConfigError: the file is not JSON; the message has the line.
-        """
+        """Yield the elements of a file that is one JSON list, each as JSON with the line (1-based) where it begins."""
         is_first = True
         self._skip("[")
         while self.peek() != "]":
@@ -161,11 +152,7 @@ class JsonlRecord:
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Open a file for reading, decompressed if its name ends in one of `COMPRESSION_SUFFIXES`.
-
-    Raises:
-        ConfigError: the file is not readable.
-    """
+    """Open a file for reading, decompressed if its name ends in one of `COMPRESSION_SUFFIXES`."""
     try:
         opened = open_regular(path)
     except OSError as error:
@@ -182,21 +169,13 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def decoded_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, each with its line end, without a byte order mark.
-
-    Raises:
-        ConfigError: the file is not readable, or a line is not UTF-8; the message has file and line.
-    """
+    """Yield the lines of a file, with line ends, without a byte order mark; raise ConfigError if one is not UTF-8."""
     for number, line in numbered_lines(path):
         yield _decode_line(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, f"{path}:{number}")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, each with its number (1-based) and its line end, decompressed.
-
-    Raises:
-        ConfigError: the file is not readable, not complete, or has a line that is too long.
-    """
+    """Yield the lines of a file, each with its number (1-based) and its line end, decompressed."""
     with open_lines(path) as file, translated_read_errors(path):
         yield from enumerate(bounded_lines(file), 1)
 
@@ -225,11 +204,8 @@ def _decode_line(line: bytes, place: str) -> str:
 def jsonl_records(path: Path, skip: Callable[[ConfigError], None] | None = None) -> Iterator[JsonlRecord]:
     """Yield the objects of a file in order: one for each non-empty line, or the elements of a JSON array.
 
-    Args:
-        skip: called with the error of a line that is not an object, which is then skipped; None if the error is raised.
-
     Raises:
-        ConfigError: the file is not readable, or a line is not one JSON object in UTF-8; the message has file and line.
+        ConfigError: the file is not readable; or a line is not one JSON object in UTF-8, unless `skip` takes the error.
     """
     with open_lines(path) as file, translated_read_errors(path):
         is_array = _is_array(file)
@@ -294,13 +270,11 @@ def is_json_array(path: Path) -> bool:
 
 
 def _is_array(file: BinaryIO) -> bool:
-    """Return whether an open file holds one JSON array of objects, and not one value per line."""
     start: bytes = cast(Any, file).peek(_PROBE_BYTES)[:_PROBE_BYTES]
     return _ARRAY_START.match(start.removeprefix(_BYTE_ORDER_MARK)) is not None
 
 
 def _array_elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the elements of a JSON array with the lines where they begin."""
     for line, text in JsonStream(text_blocks(file, path), path).elements():
         yield line, text.encode()
 
@@ -319,11 +293,7 @@ def _repeated_key(text: bytes) -> str:
 
 
 def column_text(fields: Mapping[str, Any], column: str, location: str) -> str:
-    """Return the text of one column of an object.
-
-    Raises:
-        ColumnError: the column is absent (the message has the nearest name) or holds no text.
-    """
+    """Return the text of one column of an object; raise ColumnError if the column is absent or holds no text."""
     if column not in fields:
         raise ColumnError(f"{location}: {unknown_column_message(column, fields)}")
     text = fields[column]
@@ -364,14 +334,7 @@ _BATCH_ROWS = 1024
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a parquet file; only its footer is read.
-
-    Returns:
-        A `pyarrow.parquet.ParquetFile`.
-
-    Raises:
-        ConfigError: the file is not readable, or not a complete parquet file.
-    """
+    """Open a parquet file as `pyarrow.parquet.ParquetFile`; only its footer is read."""
     pyarrow = import_pyarrow(path)
     from pyarrow.parquet import ParquetFile
 
@@ -382,12 +345,7 @@ def open_parquet(path: Path) -> Any:
 
 
 def open_seekable(path: Path) -> BinaryIO:
-    """Open a file for random access; a compressed file is decompressed to a temporary copy.
-
-    Raises:
-        OSError: the file cannot be read.
-        ConfigError: a compressed file is incomplete.
-    """
+    """Open a file for random access; a compressed file is decompressed to a temporary copy."""
     if path.suffix not in COMPRESSION_SUFFIXES:
         return open_regular(path)
     copy = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
@@ -409,12 +367,7 @@ def import_pyarrow(path: Path) -> Any:
 
 
 def column_values(path: Path, column: str, row_groups: Sequence[int] | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield the values of a column, each with its row number (1-based).
-
-    Args:
-        path: the file.
-        column: name of an existing column.
-        row_groups: consecutive row groups; None: all.
+    """Yield the values of an existing column, each with its row number (1-based), of consecutive row groups or of all.
 
     Raises:
         ConfigError: the file is damaged, or a text is not UTF-8; the message has the row.
@@ -442,11 +395,7 @@ def column_values(path: Path, column: str, row_groups: Sequence[int] | None = No
 
 
 def python_values(values: Any, path: Path, column: str, row: int) -> list[Any]:
-    """Return the values of a part of a column that begins after row `row`.
-
-    Raises:
-        ConfigError: a text is not UTF-8; the message has the row.
-    """
+    """Return the values of a part of a column that begins after row `row`; raise ConfigError if a text is not UTF-8."""
     try:
         return list(values.to_pylist())
     except UnicodeDecodeError:

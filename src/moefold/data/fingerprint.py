@@ -15,34 +15,32 @@ from typing import Any
 from moefold.bounded_read import open_regular
 from moefold.config.data import DataConfig
 from moefold.data.index_shuffle import hash_ints
-from moefold.data.input_paths import SKIPPED, has_same_content, is_below
-from moefold.data.skip_corrupt import skipped_files
-from moefold.data.source_listing import (
+from moefold.data.input_paths import (
     CHAT_TEMPLATE_FILE,
+    SKIPPED,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
-    named_sources,
-    settings_files,
+    has_same_content,
+    is_below,
+    name_below,
     table_suffix,
 )
+from moefold.data.skip_corrupt import skipped_files
+from moefold.data.source_listing import named_sources, settings_files
 from moefold.errors import ConfigError
-from moefold.remote_path import is_remote
 
 BLOCK_BYTES = 4096
 _MIDDLE_BLOCKS = 6
 _MAX_FILES_WITH_MIDDLE_BLOCKS = 4096
 
 
-def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
+def fingerprint(data: DataConfig) -> dict[str, str]:
     """Return size and block hash of every file by its name in the recipe, "skipped" for a skipped file.
 
     Python's own text is one entry, because its files belong together; data without files has no entries.
-
-    Raises:
-        ConfigError: a file cannot be read.
     """
     sources = named_sources(data)
-    skipped = _skipped(data, cache_dir)
+    skipped = _skipped(data)
     num_middle = _MIDDLE_BLOCKS if len(sources) <= _MAX_FILES_WITH_MIDDLE_BLOCKS else 0
     digests = {}
     for name, file in sources:
@@ -59,36 +57,24 @@ def fingerprint(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str,
 
 
 def settings_fingerprints(data: DataConfig) -> dict[str, str]:
-    """Return the identity of tokenizer and chat template: size, block hash and hash of all bytes of each file by name.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    """Return size, block hash and hash of all bytes of each file of tokenizer and chat template by name."""
     return {
         name: f"{_fingerprint_file(name, file, _MIDDLE_BLOCKS)} {_whole_hash(name, file)}"
         for name, file in settings_files(data)
     }
 
 
-def file_sizes(data: DataConfig, *, cache_dir: Path | None = None) -> dict[str, str]:
-    """Return the size of every file by name, "skipped" for a skipped file, without reading the files.
-
-    Empty for Python's own text.
-    """
+def file_sizes(data: DataConfig) -> dict[str, str]:
+    """Return the size of every file by name, "skipped" for a skipped file; empty for Python's own text."""
     if data.kind == "python-docs":
         return {}
-    skipped = _skipped(data, cache_dir)
+    skipped = _skipped(data)
     files = [*named_sources(data), *settings_files(data)]
     return {name: SKIPPED if file in skipped else str(file.stat().st_size) for name, file in files}
 
 
-def size_differences(first: Mapping[str, str], local: Mapping[str, str]) -> list[str]:
-    """Return the differences of this rank's files from the files of the first rank, which may have more files."""
-    return list(size_differences_by_file(first, local).values())
-
-
-def size_differences_by_file(first: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
-    """Return the differences of `size_differences` by file name."""
+def size_differences(first: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
+    """Return by name the differences of this rank's files from the first rank's, which may have more files."""
     if not local:
         return {}
     missing = {n: f"{n} is not there" for n, size in first.items() if n not in local and size != SKIPPED}
@@ -107,12 +93,12 @@ def matches_fingerprint(file: Path, recorded: str) -> bool:
     return not hashes or hashes == [_whole_hash(file.name, file)]
 
 
-def _skipped(data: DataConfig, cache_dir: Path | None) -> Set[Path]:
+def _skipped(data: DataConfig) -> Set[Path]:
     """Return the skipped files, determined as for the samples: separately per part of a mixture, except token files."""
     if not data.weights or isinstance(data.path, str) or data.kind == "tokens":
-        return skipped_files(data, cache_dir=cache_dir)
+        return skipped_files(data)
     sources = [replace(data, path=path, weights=()) for path in data.path]
-    return frozenset(file for source in sources for file in skipped_files(source, cache_dir=cache_dir))
+    return frozenset(file for source in sources for file in skipped_files(source))
 
 
 def _whole_hash(name: str, file: Path) -> str:
@@ -162,12 +148,7 @@ class DataFiles:
 
 
 def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
-    """Sort the names of data files by purpose.
-
-    Args:
-        order: data.kind, data.path, data.tokenizer and data.chat_template of the recipe.
-        names: names of the files, as `fingerprint` returns them.
-    """
+    """Sort the names of data files, as `fingerprint` returns them, by purpose; the order has the keys of [data]."""
     path = order.get("path", "")
     paths = tuple(str(name) for name in (path if isinstance(path, list | tuple) else [path]) if name)
     roles = _roles(order)
@@ -185,7 +166,6 @@ def data_files(order: Mapping[str, Any], names: Iterable[str]) -> DataFiles:
 
 
 def _roles(order: Mapping[str, Any]) -> dict[str, str]:
-    """Return the roles of the settings files by their possible names."""
     tokenizer = str(order.get("tokenizer", "bytes"))
     template = str(order.get("chat_template", ""))
     roles = {}
@@ -198,11 +178,7 @@ def _roles(order: Mapping[str, Any]) -> dict[str, str]:
 def names_now(
     old: DataFiles, saved: Mapping[str, str], new: DataFiles, fingerprints: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the current names of the files of a checkpoint, by their names in the checkpoint; a file may be missing.
-
-    Args:
-        saved: their fingerprints.
-    """
+    """Return the current names of the files of a checkpoint, by their names there; a file may be missing."""
     renamed = {name: new.settings.get(role, name) for role, name in old.settings.items()}
     if len(old.paths) == len(new.paths):
         for i, (before, after) in enumerate(zip(old.sources, new.sources, strict=True)):
@@ -239,7 +215,7 @@ def _place_now(name: str, old: DataFiles, index: int, root: str) -> str:
     relative = _relative(name, old.paths[index])
     if not relative and old.by_folder and table_suffix(Path(name)) != table_suffix(Path(root)):
         return name
-    return _joined(root, relative)
+    return name_below(root, relative) if relative else root
 
 
 def _meaning(files: DataFiles, name: str) -> str:
@@ -252,12 +228,6 @@ def _meaning(files: DataFiles, name: str) -> str:
 def _relative(name: str, root: str) -> str:
     relative = str(Path(name).relative_to(Path(root)))
     return "" if relative == "." else relative
-
-
-def _joined(root: str, relative: str) -> str:
-    if not relative:
-        return root
-    return f"{root.rstrip('/')}/{relative}" if is_remote(root) else str(Path(root) / relative)
 
 
 def comparable(old: DataFiles, new: DataFiles, fingerprints: Mapping[str, str]) -> dict[str, str]:

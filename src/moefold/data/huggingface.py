@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moefold.config.data import DataConfig
 from moefold.data.file_formats import unknown_column_message
-from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
-from moefold.data.source_listing import table_suffix
+from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, table_suffix
 from moefold.data.table_rows import TABLE_SUFFIXES, is_saved_dataset, split_files, text_rows
 from moefold.data.text_source import TextChunk
 from moefold.errors import ConfigError, Problem, Setting, install_command
@@ -57,11 +56,7 @@ class TextTable:
         return fields
 
     def files(self) -> list[Path]:
-        """Return the files of the split, in order.
-
-        Raises:
-            ConfigError: the source is a folder without the split, or without tables.
-        """
+        """Return the files of the split, in order; raise ConfigError if the folder lacks the split, or tables."""
         assert self.path is not None
         return split_files(self.path, self.split, self.subset) if self.path.is_dir() else [self.path]
 
@@ -130,7 +125,6 @@ class TextTable:
         return rows.select_columns([self.column])
 
     def _hub_text(self, row: dict[str, Any], number: int) -> str:
-        """Return the text of row `number` (0-based, for the message)."""
         if self.column not in row:
             rule = f": {self.name} has {unknown_column_message(self.column, row)}"
             raise ConfigError(Problem("data.column", self.column, rule))
@@ -241,7 +235,6 @@ def _check_readable(name: str, path: Path | None, split: str) -> None:
 
 
 def _check_unused_keys(data: DataConfig, paths: Sequence[Path | None]) -> None:
-    """Raise ConfigError for data.revision or data.subset if no source has revisions or configurations."""
     if data.revision and None not in paths:
         raise ConfigError(
             f"data.revision={data.revision!r} has no effect: nothing in {Setting('data.path', data.path)} is on the "

@@ -12,9 +12,16 @@ from moefold.remote_path import HUB_SCHEME, RemotePath, is_remote
 
 MIN_SIMILARITY = 0.75
 """Minimum similarity (0 to 1) to a missing name for a suggestion."""
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+TOKENS_MAP_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 TOKENIZER_PATTERNS = (
-    *("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.*"),
-    *("merges.txt", "config.json", "generation_config.json"),
+    *("tokenizer*", "*.jinja", TOKENS_MAP_FILE, ADDED_TOKENS_FILE, "chat_template.json", "vocab.*"),
+    *("merges.txt", CONFIG_FILE, GENERATION_FILE),
 )
 """Files that are fetched if only the tokenizer is read."""
 _HUB_KIND_BY_KEY: dict[str, HubKind] = {
@@ -28,11 +35,7 @@ _HUB_KIND_BY_KEY: dict[str, HubKind] = {
 
 
 def data_paths(path: str | tuple[str, ...], kind: str) -> tuple[Path, ...]:
-    """Return the existing files and folders that data.path names, absolute, in the recipe's order.
-
-    Raises:
-        ConfigError: no file is named, a file does not exist, or is named twice.
-    """
+    """Return the existing files and folders that data.path names, each once, absolute, in the recipe's order."""
     names = (path,) if isinstance(path, str) else path
     names = tuple(name for name in names if name)
     if not names:
@@ -81,7 +84,6 @@ def existing_path(key: str, name: str) -> Path:
 
 
 def _fetched(key: str, name: str) -> Path:
-    """Copy remote files, or files on the hub, to this machine."""
     from moefold.remote_copy import local_copy
 
     try:
@@ -101,7 +103,7 @@ def _fetched(key: str, name: str) -> Path:
         raise error.with_start(f"{Setting(key)}: ") from None
 
 
-def name_below(root: str, relative: Path) -> str:
+def name_below(root: str, relative: Path | str) -> str:
     """Return the name in the recipe of a file below a folder that the recipe names."""
     return f"{root.rstrip('/')}/{relative}" if is_remote(root) else str(Path(root) / relative)
 
@@ -110,7 +112,6 @@ def data_file_path(name: str, roots: Iterable[str]) -> Path:
     """Return the absolute path of a data file by its name in the recipe; it need not exist, unless it is remote.
 
     Args:
-        name: name from `name_below`.
         roots: data.path, which names the file or a folder above it.
     """
     if not is_remote(name):
@@ -130,9 +131,6 @@ def files_below(path: Path, *, skipped_folders: frozenset[str] = frozenset()) ->
 
     Hidden files and folders (a leading dot) and `skipped_folders` are skipped, and links to folders are not followed.
     The function is lazy: reading the first files of a big folder is cheap.
-
-    Raises:
-        ConfigError: a folder is not readable.
     """
     if not path.is_dir():
         yield path
@@ -160,11 +158,24 @@ def _raise_unreadable(error: OSError) -> None:
     raise ConfigError(Problem("data.path", None, rule, "give read access")) from error
 
 
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+TOKEN_SUFFIXES = (".bin", ".npy")
 SKIPPED = "skipped"
 ENDS_SUFFIX = ".ends"
 """Suffix of the document index of a token file; a run that uses the index cannot use the file without it."""
 ENDS_SUFFIXES = (ENDS_SUFFIX, ".idx")
 """`ENDS_SUFFIX` and the suffix of Megatron's index."""
+
+
+def is_jsonl(path: Path) -> bool:
+    """Return whether a file has a suffix of JSON lines."""
+    return path.name.lower().endswith(JSONL_SUFFIXES)
+
+
+def table_suffix(path: Path) -> str:
+    """Return the suffix of a file, ignoring a suffix of compression."""
+    return path.with_suffix("").suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix
 
 
 def file_differences(saved: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:

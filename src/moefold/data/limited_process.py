@@ -24,10 +24,9 @@ class LimitedProcess:
     """A subprocess that answers requests over pipes. A process that was forked from its owner cannot use it."""
 
     def __init__(self, program: Path, *, memory_bytes: int, hard_bytes: int = 0) -> None:
-        """Start a Python program.
+        """Start a Python program next to this file, which imports nothing from the package.
 
         Args:
-            program: file next to this one that imports nothing from the package.
             memory_bytes: limit of its memory, which it may change up to `hard_bytes`.
             hard_bytes: maximum of the limit; 0: none.
         """
@@ -57,9 +56,6 @@ class LimitedProcess:
 
         Args:
             request: the name of the program's method as `do`, and its arguments.
-            payload: bytes for the method.
-            memory_bytes: limit of the memory during the request.
-            cpu_s: limit of the CPU time.
             limit: maximum bytes of the answer, without its data.
             does: work of the process, for the message.
 

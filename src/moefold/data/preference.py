@@ -47,7 +47,6 @@ def preference_reader(align: AlignConfig) -> ConversationReader:
 
 
 def _is_labelled(align: AlignConfig) -> bool:
-    """Return whether rows are completions with a label, not pairs."""
     method = chosen_in(align, AlignmentPart)
     return method.preference is not None and method.preference.labelled
 
@@ -60,10 +59,7 @@ class PackedPairs(PackedMembers):
     / 2], the label (kto); "reference_log_probs" [K] if the loss needs a reference. The weights of the targets of
     sequence 2k add up to 1.
 
-    Args:
-        conversations: all conversations; both sequences of a pair are consecutive.
-        pairs: numbers of the pairs to pack, which have targets after `cut_lengths`.
-        reference: log-probabilities of all pairs.
+    Both sequences of a pair are consecutive conversations, and have targets after `cut_lengths`.
     """
 
     noun = "pairs"
@@ -127,13 +123,6 @@ def pack_pairs(
     """Split pairs into training and validation, and pack both parts.
 
     Pairs whose completions have no target within their part of the sample are skipped; see `cut_lengths`.
-
-    Args:
-        data: the recipe's section: validation_fraction, overlong.
-        conversations: all conversations; both sequences of a pair are consecutive.
-
-    Returns:
-        (training, validation).
 
     Raises:
         ConfigError: a pair is too long and data.overlong is "refuse", or no pair is left.
@@ -249,12 +238,7 @@ def _to_render(
 
 
 def parse_pair(record: JsonlRecord) -> tuple[Messages, Messages, Messages]:
-    """Return prompt, chosen and rejected completion of a row.
-
-    Raises:
-        ConfigError: a column is missing or empty, the completions are equal or share no prompt; the message has the
-            line.
-    """
+    """Return prompt, chosen and rejected completion of a row, which must differ and share the prompt."""
     fields = record.fields
     place = record.location
     for column in ("chosen", "rejected"):
@@ -299,11 +283,7 @@ def _split_common_prompt(record: JsonlRecord) -> tuple[Messages, Messages, Messa
 
 
 def parse_labelled(record: JsonlRecord) -> list[tuple[Messages, Messages, bool]]:
-    """Return prompt, completion and label of a row; a row with a pair has a desirable and an undesirable completion.
-
-    Raises:
-        ConfigError: a column is missing or has another type; the message has the line.
-    """
+    """Return prompt, completion and label of a row; a row with a pair has a desirable and an undesirable completion."""
     fields = record.fields
     if "completion" not in fields and "chosen" in fields:
         prompt, chosen, rejected = parse_pair(record)

@@ -51,7 +51,6 @@ class TaskPrompts:
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
-        """Return the number of prompts, practically unlimited."""
         return 2**40
 
     def prompt(self, index: int) -> Prompt:
@@ -66,18 +65,11 @@ class FilePrompts:
     """Prompts of JSON lines files, reshuffled in each epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], order_key: int | None) -> None:
-        """Order prompts.
-
-        Args:
-            prompts: the prompts, at least one.
-            order_key: key of the shuffled order, which differs in each epoch; None: in the order of the files.
-        """
         self.prompts = prompts
         self._order_key = order_key
         self._epoch_order: tuple[int, IndexShuffle] | None = None
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
         return len(self.prompts)
 
     def prompt(self, index: int) -> Prompt:
@@ -106,14 +98,10 @@ class PromptData:
 def open_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, seed: int, check: CheckPrompt | None = None, reports: bool = False
 ) -> PromptData:
-    """Open the prompts of a recipe.
-
-    Args:
-        check: raises ConfigError for a prompt of a file that the reward cannot score.
+    """Open the prompts of a recipe; `check` raises ConfigError for a prompt of a file that the reward cannot score.
 
     Raises:
-        ConfigError: a file is missing, a line is not a prompt (the message has file and line), or the tokenizer has no
-            end-of-text token.
+        ConfigError: a file is missing, a line is not a prompt, or the tokenizer has no end-of-text token.
     """
     check_task_tokenizer(data, tokenizer)
     has_validation = data.validation_fraction > 0
@@ -122,7 +110,7 @@ def open_prompts(
         return PromptData(
             TaskPrompts(training, tokenizer), TaskPrompts(held_out, tokenizer) if has_validation else None
         )
-    prompts = read_prompts(data, tokenizer, check=check, report=log_note if reports else None)
+    prompts = read_prompts(data, tokenizer, check=check, reports=reports)
     order_key = hash_ints(seed) if data.shuffle else None
     if not has_validation:
         return PromptData(FilePrompts(prompts, order_key), None)
@@ -147,13 +135,9 @@ def read_prompts(
     reward_prompt: RewardPrompt | None = None,
     *,
     check: CheckPrompt | None = None,
-    report: Callable[[str], None] | None = None,
+    reports: bool = False,
 ) -> list[Prompt]:
-    """Read and tokenise all prompts of the files that data.path names.
-
-    Args:
-        reward_prompt: wanted reward for the text of each prompt.
-        report: called with a message on the rows that data.skip_bad_rows skips.
+    """Read and tokenise all prompts of the files that data.path names; with `reports`, log a note on skipped rows.
 
     Raises:
         ConfigError: see `open_prompts`.
@@ -165,14 +149,9 @@ def read_prompts(
             f"{Setting('data.path', data.path)} holds no prompt; name files of lines with a column {PROMPT_COLUMN!r}"
             + (f" ({note})" if (note := skipped.note()) else "")
         )
-    if report is not None and (note := skipped.note()):
-        report(note)
+    if reports and (note := skipped.note()):
+        logger.warning("%s", note)
     return prompts
-
-
-def log_note(note: str) -> None:
-    """Log a message on skipped rows."""
-    logger.warning("%s", note)
 
 
 def _usable_prompts(
@@ -196,8 +175,6 @@ def _usable_prompts(
 
 
 class _PromptReader:
-    """Reader of the prompt of a row."""
-
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, reward_prompt: RewardPrompt | None) -> None:
         self._data = data
         self._tokenizer = tokenizer
@@ -219,7 +196,6 @@ class _PromptReader:
 
 
 def _check_alike(prompt: Prompt, first: Prompt) -> None:
-    """Raise ConfigError if a prompt differs from the first prompt in form or columns."""
     if isinstance(prompt.source, str) != isinstance(first.source, str):
         raise ConfigError(
             f"{prompt.location} and {first.location}: one prompt is a text and one a list of messages; give all "
@@ -241,11 +217,7 @@ def prompt_of_row(record: JsonlRecord) -> str | list[Message]:
 
 
 def has_conversations(data: DataConfig, tokenizer: Tokenizer, check: CheckPrompt | None = None) -> bool:
-    """Return whether the first prompt that `read_prompts` reads is a conversation; then all prompts are.
-
-    Raises:
-        ConfigError: see `open_prompts`.
-    """
+    """Return whether the first prompt that `read_prompts` reads is a conversation; then all prompts are."""
     skipped = SkippedRows(skips=data.skip_bad_rows)
     first = next(_usable_prompts(_PromptReader(data, tokenizer, None), data, check, skipped), None)
     return first is not None and not isinstance(first.source, str)

@@ -33,11 +33,7 @@ class RewardPrompt:
 
 
 def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPrompt | None:
-    """Return the reward prompt from the metadata of a checkpoint; None if its run had another method.
-
-    Args:
-        order: `CheckpointMeta.order`. Checkpoints of older versions have no wanted reward.
-        location: location of the checkpoint, for messages.
+    """Return the reward prompt from `CheckpointMeta.order`; None if its run had another method, or an older version.
 
     Raises:
         ConfigError: the values are damaged.
@@ -59,10 +55,7 @@ def stored_reward_prompt(order: Mapping[str, Any], location: str) -> RewardPromp
 
 
 def override_want(stored: RewardPrompt | None, option: str) -> RewardPrompt | None:
-    """Return the reward prompt after an option of a command.
-
-    Args:
-        option: a number; "none": prompts are unchanged; "": as stored.
+    """Return the reward prompt after an option of a command: a number; "none": prompts are unchanged; "": as stored.
 
     Raises:
         ConfigError: the option is not a number, or the model was not trained with a reward in its prompts.

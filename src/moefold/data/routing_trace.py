@@ -64,14 +64,7 @@ class TraceShape:
         return len(self.layers), self.global_batch_size, self.seq_len, self.top_k
 
     def check_expert_indices(self, indices: ExpertIndices, step: int, key: str = "moe.replay") -> ExpertIndices:
-        """Return a contiguous copy of expert choices after checking their range.
-
-        Args:
-            indices: expert indices of any shape.
-
-        Raises:
-            ConfigError: an index is out of range.
-        """
+        """Return a contiguous copy of expert choices; raise ConfigError if an index is out of range."""
         copy = np.ascontiguousarray(indices)
         if copy.size and not 0 <= copy.min() <= copy.max() < self.num_experts:
             expert = copy.max() if copy.max() >= self.num_experts else copy.min()
@@ -108,10 +101,6 @@ class RoutingTraceWriter:
 
     The constructor deletes the steps after `resume_step`, which a resumed run repeats. It deletes all steps,
     `num_dropped` in number, if they have another shape, for example after a change of the batch size.
-
-    Args:
-        shape: shape of every step.
-        resume_step: step of the checkpoint that the run continues from, 0 for a new run.
     """
 
     def __init__(self, run_dir: Path, shape: TraceShape, *, resume_step: int = 0) -> None:
@@ -127,12 +116,7 @@ class RoutingTraceWriter:
         _write_atomically(self._folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
     def write(self, step: int, layers: Iterable[ExpertIndices]) -> None:
-        """Write one step layer by layer, with one layer at a time in memory.
-
-        Args:
-            step: number of the step, 1-based.
-            layers: the choices of each traced layer in order, [G, S, K] of the trace's dtype.
-        """
+        """Write a step (1-based) with one layer at a time in memory: [G, S, K] of the trace's dtype each, in order."""
         _write_atomically(step_file(self._folder, step), lambda path: self._write_layers(path, layers))
 
     def _write_layers(self, path: Path, layers: Iterable[ExpertIndices]) -> None:
@@ -148,7 +132,6 @@ class TracedStep:
     """The choices of one step of a trace, read from its file on demand."""
 
     def __init__(self, path: Path, array: "np.memmap[Any, np.dtype[Any]]") -> None:
-        """Take path, offset and shape of a mapped array, [L, G, S, K]."""
         self._shape = array.shape
         self._reader = ShardReader(TokenArraySpec(path, str(path), array.offset, array.dtype, array.size))
 
@@ -158,11 +141,7 @@ class TracedStep:
         return (self.samples(layer, 0, num_samples) for layer in range(num_layers))
 
     def samples(self, layer: int, first: int, count: int) -> ExpertIndices:
-        """Return the choices of some samples in a traced layer (counted from 0), [count, S, K].
-
-        Raises:
-            BrokenShardError: the file has changed since the step was opened.
-        """
+        """Return the choices of some samples in a traced layer (counted from 0), [count, S, K]."""
         _, num_samples, seq_len, top_k = self._shape
         size = seq_len * top_k
         start = (layer * num_samples + first) * size
@@ -170,14 +149,11 @@ class TracedStep:
 
 
 class RoutingTrace:
-    """An existing trace, opened for reading.
+    """An existing trace, opened for reading; raises ConfigError if there is none, or its manifest cannot be read.
 
     Args:
         folder: RUN_DIR/routing, or RUN_DIR.
         key: name of the folder in messages.
-
-    Raises:
-        ConfigError: there is no trace, or its manifest cannot be read.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -197,11 +173,7 @@ class RoutingTrace:
         self.steps = traced_steps(self.folder)
 
     def step(self, step: int) -> TracedStep:
-        """Open the choices of a step; the data stays on disk.
-
-        Raises:
-            ConfigError: the step is missing, or its file cannot be read or does not have the shape in the manifest.
-        """
+        """Open the choices of a step on disk; raise ConfigError if its file is missing or differs from the manifest."""
         path = step_file(self.folder, step)
         if not path.is_file():
             raise ConfigError(f"{self._key} has no step {step}; {self._describe_steps()}")
@@ -219,11 +191,7 @@ class RoutingTrace:
         return TracedStep(path, choices)
 
     def check_replay(self, run: TraceShape, steps: int) -> None:
-        """Check that a run can replay this trace.
-
-        Args:
-            run: shape of the trace that the run itself would write.
-            steps: steps 1 to `steps` are replayed.
+        """Check that a run of this shape can replay steps 1 to `steps`.
 
         Raises:
             ConfigError: one line per difference, or the steps that are missing or unreadable.

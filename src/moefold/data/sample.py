@@ -143,11 +143,7 @@ class SampleBatch:
         return np.ascontiguousarray(self.tokens[:, 1:])
 
     def pad_out(self, is_unused: NDArray[np.bool_]) -> "SampleBatch":
-        """Return the batch with whole samples turned into padding.
-
-        Args:
-            is_unused: the samples, [count].
-        """
+        """Return the batch with the samples of a mask, [count], turned into padding."""
         padding = np.zeros(self.tokens.shape, dtype=np.bool_) if self.is_padding is None else self.is_padding
         return replace(self, is_padding=padding | is_unused[:, None])
 
@@ -176,10 +172,7 @@ class SampleBatch:
         return np.where(has_tokens.reshape(starts.shape), starts, pieces)
 
     def target_weights(self) -> NDArray[np.float64] | None:
-        """Return the target weights, [count, S]; None if all weights are 1.
-
-        They are 0 for first tokens of documents, and at padding.
-        """
+        """Return the target weights, [count, S], 0 for first tokens of documents and at padding; None if all are 1."""
         if self.document_ids is None or self.weights is None:
             return None
         weights: NDArray[np.float64] = self.weights * (self.document_ids[:, 1:] == self.document_ids[:, :-1])
@@ -245,13 +238,7 @@ def fill_up(arrays: Sequence[NDArray[Any]], size: int, value: float) -> NDArray[
 
 
 def packed_sample(arrays: Sequence[NDArray[np.int64]], size: int, pad_id: int, **annotations: Any) -> Sample:
-    """Return a sample of whole documents, with padding as its last document.
-
-    Args:
-        arrays: tokens of each document.
-        size: tokens of the sample.
-        annotations: other fields of `Sample`.
-    """
+    """Return a sample of whole documents, with padding as its last one; annotations are other fields of `Sample`."""
     lengths = [len(array) for array in arrays]
     filled = sum(lengths)
     documents = np.repeat(np.arange(len(arrays) + 1, dtype=np.int32), [*lengths, size - filled])

@@ -36,15 +36,12 @@ class IndexRanges:
     _ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Compute the end of each range in the concatenated list."""
         object.__setattr__(self, "_ends", tuple(accumulate(len(r) for r in self.ranges)))
 
     def __len__(self) -> int:
-        """Return the number of samples in all ranges."""
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> int:
-        """Return the sample number at a position of the concatenated list."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside [0, {len(self)})")
         index_of_range = bisect_right(self._ends, index)
@@ -65,9 +62,7 @@ class IndexRanges:
 
 
 def split_samples(num_samples: int, validation_fraction: float) -> tuple[IndexRanges, IndexRanges]:
-    """Divide samples [0, num_samples) into training and validation.
-
-    If the fraction is above 0, at least one sample is held out.
+    """Divide samples [0, num_samples) into training and validation; above 0, a fraction holds out at least one sample.
 
     Returns:
         (training, validation); no training sample is next to a validation sample.
@@ -163,7 +158,6 @@ class PackedSamples(SampleSource):
         self.has_annotations = document_end >= 0
 
     def __len__(self) -> int:
-        """Return the number of samples in the stream."""
         return max(0, (len(self.stream) - 1) // self.seq_len)
 
     def sample(self, number: int) -> NDArray[np.int64]:
@@ -201,7 +195,6 @@ class IndexAnnotatedSamples(PackedSamples):
     """Packed samples with document ids taken from the document index of their stream."""
 
     def __init__(self, stream: TokenStream, seq_len: int) -> None:
-        """Split a stream into samples."""
         super().__init__(stream, seq_len)
         self.has_annotations = True
 
@@ -260,12 +253,7 @@ class Sampler(SampleSource):
     def next_sample_indices(self, first: int, count: int, skipped_ranges: Sequence[range] = ()) -> Sequence[int]:
         """Return the indices of the next `count` usable samples from sample `first` on, ascending.
 
-        Args:
-            first: the first candidate.
-            skipped_ranges: indices to leave out, as well as the dropped samples.
-
-        Raises:
-            RunError: all samples are dropped.
+        Dropped samples and skipped ranges are left out; raises RunError if all samples are dropped.
         """
         if self.is_all_dropped:
             raise RunError(
@@ -300,14 +288,7 @@ class Sampler(SampleSource):
 def next_indices(
     first: int, count: int, skipped_ranges: Sequence[range], is_dropped: Callable[[int], bool] | None = None
 ) -> Sequence[int]:
-    """Return the next `count` numbers from `first` on, ascending, outside the skipped ranges.
-
-    Args:
-        first: the first candidate.
-        count: how many.
-        skipped_ranges: numbers to leave out.
-        is_dropped: whether to leave out a number too; None: no.
-    """
+    """Return the next `count` numbers from `first` on, ascending, outside the skipped ranges and not dropped."""
     blocked = [span for span in skipped_ranges if span.stop > first]
     if is_dropped is None and all(span.start >= first + count for span in blocked):
         return range(first, first + count)
@@ -335,7 +316,6 @@ class Split(Sampler):
         """Select the samples of one part.
 
         Args:
-            source: all samples of the data.
             members: the sample numbers of this part.
             order_key: key of the shuffled order, which differs in each epoch; None: the order of the data.
         """
@@ -352,15 +332,10 @@ class Split(Sampler):
         self.drop_files(())
 
     def __len__(self) -> int:
-        """Return the number of samples in an epoch."""
         return len(self._members)
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index` of the run (0-based, no upper limit); without annotations if the source has none.
-
-        Raises:
-            ConfigError: the split is empty, or the data holds an id outside the model's vocabulary.
-        """
+        """Return sample `index` of the run; raise ConfigError if the split is empty."""
         return self._source.annotated_sample(self._number(index))
 
     def origin(self, index: int) -> str:
@@ -410,12 +385,7 @@ class Mixture(Sampler):
     """Samplers interleaved by their shares; each advances independently, in its own epochs."""
 
     def __init__(self, sources: Sequence[Sampler], shares: Sequence[float]) -> None:
-        """Interleave samplers.
-
-        Args:
-            sources: the samplers, all of the same sequence length.
-            shares: share of each part, above 0, in any unit.
-        """
+        """Interleave samplers of the same sequence length by their shares, above 0, in any unit."""
         self.seq_len = sources[0].seq_len
         self.split_name = sources[0].split_name
         self._parts = tuple(sources)
@@ -488,7 +458,6 @@ class Mixture(Sampler):
             source.restore(part_state)
 
     def _count(self, number: int, num_samples: int) -> int:
-        """Return how many of the first samples come from a part."""
         start = self._ends[number - 1] if number else 0
         return _count_below(self._ends[number], num_samples) - _count_below(start, num_samples)
 
@@ -524,11 +493,7 @@ class StridedSampler(Sampler):
     """Every count-th sample of a sampler, in order."""
 
     def __init__(self, source: Sampler, count: int, number: int) -> None:
-        """Select the samples of a site.
-
-        Args:
-            number: number of this site, from 0.
-        """
+        """Select the samples of site `number`, from 0."""
         self.seq_len = source.seq_len
         self.split_name = source.split_name
         self.has_annotations = source.has_annotations
@@ -573,7 +538,6 @@ class StridedSampler(Sampler):
         self._source.restore(state)
 
     def _index(self, index: int) -> int:
-        """Return the index in the source of sample `index` of this site."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         return index * self._count + self._number

@@ -41,13 +41,7 @@ _WORDS = 4
 
 
 class Rewards:
-    """Rewards of all conversations of the files, in their order.
-
-    Args:
-        reward_N: rewards, float64 [N].
-        prompt_N: hash of the messages before the answer, uint64 [N].
-        column: source of the rewards.
-    """
+    """Rewards of all conversations of the files, in their order; prompt_N hashes the messages before each answer."""
 
     def __init__(self, reward_N: NDArray[np.float64], prompt_N: NDArray[np.uint64], column: str) -> None:
         self.reward_N = reward_N
@@ -55,11 +49,7 @@ class Rewards:
         self._column = column
 
     def filter(self, members: NDArray[np.int64], threshold: float | str) -> ScaledMembers:
-        """Keep the conversations whose reward reaches a threshold, see align.method.threshold.
-
-        Raises:
-            ConfigError: all rewards are equal, or no reward reaches it.
-        """
+        """Keep the conversations whose reward reaches align.method.threshold; raise ConfigError if no one does."""
         reward = self._check_differ(members, "filter")
         kind, number = parse_threshold(threshold)
         if kind == "best":
@@ -83,11 +73,7 @@ class Rewards:
         )
 
     def weight(self, members: NDArray[np.int64], beta: float, cap: float) -> ScaledMembers:
-        """Scale the loss of conversation i by exp(reward_i / beta) divided by its mean, at most `cap`; 0: no limit.
-
-        Raises:
-            ConfigError: all rewards are equal.
-        """
+        """Scale the loss of conversation i by exp(reward_i / beta) divided by its mean, at most `cap`; 0: no limit."""
         reward = self._check_differ(members, "weight")
         # The exponents are shifted so that the largest is 0 and none overflows; the shift cancels.
         factor = np.exp((reward - reward.max()) / beta)
@@ -116,15 +102,11 @@ def open_rewards(
     column: str,
     tokenizer: OffsetTokenizer,
     skipped: Set[Path] = frozenset(),
-    *,
-    cache_dir: Path | None,
 ) -> Rewards:
     """Read the rewards of the conversations that data.path names, except skipped files; cached after the first call.
 
-    With data.skip_bad_rows, `open_conversations` keeps the same rows with `rewarded_reader`.
-
-    Raises:
-        ConfigError: a row has no finite reward; the message has its line.
+    With data.skip_bad_rows, `open_conversations` keeps the same rows with `rewarded_reader`. Raises ConfigError if a
+    row has no finite reward.
     """
     files = tuple(file for file in conversation_files(data) if file not in skipped)
     sizes = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -144,7 +126,7 @@ def open_rewards(
         file.write(npy_header(words.dtype, len(words)))
         file.write(words.tobytes())
 
-    reader = read_npy_header(cached_ids(key, write, cache_dir=cache_dir)).open()
+    reader = read_npy_header(cached_ids(key, write)).open()
     words = np.ascontiguousarray(reader[0 : len(reader)], dtype="<u4").reshape(-1, _WORDS)
     return Rewards(words[:, :2].copy().view("<f8")[:, 0], words[:, 2:].copy().view("<u8")[:, 0], column)
 
@@ -188,7 +170,6 @@ def _prompt_length(messages: list[Any]) -> int:
 
 
 def _reward_row(record: JsonlRecord, column: str) -> tuple[float, int]:
-    """Return reward and hash of the prompt of a row."""
     parsed = parse_conversation(record)
     prompt = list(parsed.messages)[: _prompt_length(list(parsed.messages))]
     return reward_of(record, column), prompt_hash(prompt, parsed.tools)

@@ -29,10 +29,9 @@ from moefold.data.conversation_tokens import (
 )
 from moefold.data.file_formats import JsonlRecord, jsonl_records
 from moefold.data.index_shuffle import hash_ints
-from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
+from moefold.data.input_paths import check_no_duplicates, data_paths, files_below, is_jsonl
 from moefold.data.sample import Sample, SampleSource, fill_up, packed_sample
 from moefold.data.shard_reader import ShardReader
-from moefold.data.source_listing import is_jsonl
 from moefold.data.token_file import read_npy_header
 from moefold.data.tokenizer import OffsetTokenizer
 from moefold.errors import ConfigError, Setting
@@ -97,7 +96,6 @@ class TokenizedConversations:
     """Offset of each conversation's first token, and of the end, [conversations + 1]."""
 
     def __len__(self) -> int:
-        """Return the number of conversations."""
         return len(self.starts) - 1
 
     def read(self, number: int, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -160,12 +158,7 @@ class PackedMembers(SampleSource):
         seq_len: int,
         pad_id: int,
     ) -> None:
-        """Pack members by best fit.
-
-        Args:
-            members: numbers of the members.
-            lengths: tokens of each member, at most seq_len + 1, [members].
-        """
+        """Pack members, by their numbers, of lengths of at most seq_len + 1 tokens."""
         self.seq_len = seq_len
         self._conversations = conversations
         self._pad_id = pad_id
@@ -176,7 +169,6 @@ class PackedMembers(SampleSource):
         self.filled = filled_share([int(lengths[packed].sum()) for packed in packing], seq_len)
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self._bins)
 
     def origin(self, number: int) -> str:
@@ -185,10 +177,10 @@ class PackedMembers(SampleSource):
 
 
 class PackedConversations(PackedMembers):
-    """Samples of whole conversations, which are truncated to S + 1 tokens.
+    """Samples of whole conversations, which are truncated to S + 1 tokens, each with a target among them.
 
     Args:
-        members: numbers of the conversations to pack, each with a target among its first seq_len + 1 tokens.
+        members: numbers of the conversations to pack.
         scales: factor of the loss of each conversation, [conversations]; None: 1.
     """
 
@@ -228,13 +220,11 @@ def open_conversations(
     skipped: Set[Path] = frozenset(),
     *,
     reader: ConversationReader | None = None,
-    cache_dir: Path | None,
     shows_progress: bool,
 ) -> TokenizedConversations:
     """Open the conversations that data.path names, except skipped files; the first call tokenises them.
 
     Args:
-        skipped: files to leave out.
         reader: conversion of rows to conversations; None if each row is a conversation.
 
     Raises:
@@ -267,7 +257,7 @@ def open_conversations(
                 f"{Setting('data.path', files[0]):s} is empty: there is no conversation; name files with some"
             )
 
-    cached = cached_ids(key, write, cache_dir=cache_dir)
+    cached = cached_ids(key, write)
     is_new = bool(report.notes())
     for note in stored_notes(cached, report):
         # Logged once per run: one process shows progress, and one makes the file.
@@ -296,11 +286,7 @@ def pack_conversations(
     first seq_len + 1 tokens are skipped.
 
     Args:
-        data: the recipe's section: validation_fraction, overlong.
         select: chooses from the conversations with a target, and scales their losses; None: all, unscaled.
-
-    Returns:
-        (training, validation).
 
     Raises:
         ConfigError: there is no response, a conversation is too long and data.overlong is "refuse", or no training data
@@ -336,11 +322,7 @@ def pack_conversations(
 
 
 def conversation_files(data: DataConfig) -> tuple[Path, ...]:
-    """Return the JSON lines files that data.path names, folders recursively.
-
-    Raises:
-        ConfigError: a path is missing, named twice, or not a JSON lines file.
-    """
+    """Return the JSON lines files that data.path names, folders recursively."""
     roots = data_paths(data.path, data.kind)
     files = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or is_jsonl(file))
     if not files:
@@ -386,10 +368,8 @@ class Tokenization:
 def usable_records(files: Sequence[Path], reader: ConversationReader, job: Tokenization) -> Iterator[JsonlRecord]:
     """Yield the records of files that can be read, rendered and tokenised without the other rows.
 
-    This requires tokenising the file, so that readers that compare rows know the usable rows in advance.
-
-    Raises:
-        ConfigError: a record cannot be used, unless the report skips such rows.
+    This requires tokenising the file, so that readers that compare rows know the usable rows in advance. Unusable
+    rows raise ConfigError, unless the report skips them.
     """
     skipped = job.report.skipped
     records = (record for path in files for record in jsonl_records(path, skipped.refuse))
@@ -479,8 +459,7 @@ def _report(num_skipped: int, num_cut: int, num_members: int, training: PackedCo
 def filled_share(lengths: Sequence[int], seq_len: int) -> float:
     """Return the share of the inputs of samples that are tokens; 1 without samples.
 
-    Args:
-        lengths: tokens of each sample, at most seq_len + 1; the last token of a full sample is not an input.
+    The last token of a full sample of seq_len + 1 tokens is not an input.
     """
     return sum(min(length, seq_len) for length in lengths) / (len(lengths) * seq_len) if lengths else 1.0
 
@@ -489,9 +468,7 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items into bins by best fit decreasing: longest first, each into the bin with the least sufficient space.
 
     Uses at most 11/9 of the minimum number of bins, plus one (D. S. Johnson, 1973); local, O(n * capacity / 64).
-
-    Args:
-        lengths: length of each item, 1 .. capacity.
+    Lengths are 1 .. capacity.
 
     Returns:
         The item numbers in each bin, ascending; bins in the order of their first number.

@@ -42,7 +42,6 @@ class DataFileError(Exception):
         self.seen_at = seen_at
 
     def __str__(self) -> str:
-        """Return the message that ends a run."""
         place = f"{self.seen_at}: " if self.seen_at else ""
         return f"{place}{self.cause}; {self.remedy}"
 
@@ -96,12 +95,10 @@ class ShardReader:
         self._check_length(size_bytes)
 
     def __del__(self) -> None:
-        """Close the file."""
         if self._handle >= 0:
             os.close(self._handle)
 
     def __len__(self) -> int:
-        """Return the number of ids."""
         return self._ids.count
 
     def __getitem__(self, rows: slice) -> NDArray[np.integer]:
@@ -111,11 +108,7 @@ class ShardReader:
         return self.read(start, max(start, stop))
 
     def read(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Return ids start .. stop-1, which must be in the file, [stop - start]; read-only.
-
-        Raises:
-            BrokenShardError: the read fails, or the file ends earlier.
-        """
+        """Return ids start .. stop-1, which must be in the file, [stop - start]; read-only."""
         ids = self._ids
         size_bytes = (stop - start) * ids.dtype.itemsize
         try:
@@ -147,15 +140,7 @@ class EndsReader(Protocol):
 
 
 def open_ends_file(index: Path, *, shard: str) -> ShardReader:
-    """Open an index file.
-
-    Args:
-        index: the file, of int64.
-
-    Raises:
-        ValueError: an index cannot have this size.
-        BrokenShardError: the file cannot be read.
-    """
+    """Open an index file of int64; raise ValueError if an index cannot have its size."""
     size_bytes = index.stat().st_size
     if size_bytes == 0 or size_bytes % _ENDS_DTYPE.itemsize:
         raise ValueError(f"it has {size_bytes} bytes, which is not a positive multiple of 8")
@@ -170,37 +155,23 @@ class DocumentEnds:
     """
 
     def __init__(self, index: "EndsReader", num_tokens: int) -> None:
-        """Check that an index belongs to a file with `num_tokens` tokens.
-
-        Raises:
-            ValueError: the index is invalid; the text has the reason.
-            BrokenShardError: the index cannot be read.
-        """
+        """Check that an index belongs to a file with `num_tokens` tokens; raise ValueError with the reason if not."""
         self._count = len(index)
         self._reader = index
         self._last_of_block = self._check(num_tokens)
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return self._count
 
     def between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the ends from `start` to `stop` - 1, ascending.
-
-        Raises:
-            BrokenShardError: the index is no longer readable.
-        """
+        """Return the ends from `start` to `stop` - 1, ascending."""
         first = self._find_block(start - 1)
         last = self._find_block(stop - 1)
         ends = self._read(first, last + 1)
         return ends[np.searchsorted(ends, start) : np.searchsorted(ends, stop)]
 
     def document_of(self, token: int) -> int:
-        """Return the number of a token's document: the number of documents that end at or before the token.
-
-        Raises:
-            BrokenShardError: the index is no longer readable.
-        """
+        """Return the number of a token's document: the number of documents that end at or before the token."""
         block = self._find_block(token)
         return block * _BLOCK_ENDS + int(np.searchsorted(self._read(block, block + 1), token, side="right"))
 

@@ -23,16 +23,13 @@ FORMAT_VERSION = 1
 logger = logging.getLogger(__name__)
 
 
-def skipped_files(data: DataConfig, *, cache_dir: Path | None = None, reports: bool = False) -> Set[Path]:
-    """Return the corrupt files of data.path, which are skipped; empty if data.corrupt is "fatal".
-
-    Args:
-        reports: log each file with the reason.
+def skipped_files(data: DataConfig, *, reports: bool = False) -> Set[Path]:
+    """Return the corrupt files of data.path, which are skipped and reported; empty if data.corrupt is "fatal".
 
     Raises:
         ConfigError: all files are corrupt, or a source is on the hub.
     """
-    faults = corrupt_files(data, cache_dir=cache_dir)
+    faults = corrupt_files(data)
     if reports:
         report_skipped(faults)
     return faults.keys()
@@ -45,7 +42,7 @@ def report_skipped(reasons: Mapping[Path, str]) -> None:
         logger.warning("data.corrupt: left out a file: %s", fault if str(file) in fault else f"{file}: {fault}")
 
 
-def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Path, str]:
+def corrupt_files(data: DataConfig) -> dict[Path, str]:
     """Return the files of `skipped_files`, each with the reason."""
     if data.corrupt == "fatal":
         return {}
@@ -55,9 +52,7 @@ def corrupt_files(data: DataConfig, *, cache_dir: Path | None = None) -> dict[Pa
             f'data.corrupt="skip" looks at files, and {Setting("data.path")} names none; leave it out for data sets on '
             "the hub"
         )
-    faults = (
-        _validate_token_files(data, files) if data.kind == "tokens" else _validate_files_cached(data, files, cache_dir)
-    )
+    faults = _validate_token_files(data, files) if data.kind == "tokens" else _validate_files_cached(data, files)
     if len(faults) == len(files):
         rule = f"holds no valid file: {format_list(list(faults.values()))}"
         raise ConfigError(Problem("data.path", None, rule, "copy them again"))
@@ -80,11 +75,11 @@ def _validate_token_files(data: DataConfig, files: list[Path]) -> dict[str, str]
     return faults
 
 
-def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path | None) -> dict[str, str]:
+def _validate_files_cached(data: DataConfig, files: list[Path]) -> dict[str, str]:
     """Return the cached result for these files; without a cached result, read all files and store it."""
     states = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = entry_key([FORMAT_VERSION, data.kind, states])
-    folders = cache_folders(cache_dir)
+    folders = cache_folders(None)
     for folder in folders:
         try:
             cached = read_json(folder / f"{key}.corrupt.json", MAX_DESCRIPTION_BYTES)
@@ -98,11 +93,7 @@ def _validate_files_cached(data: DataConfig, files: list[Path], cache_dir: Path 
 
 
 def _unreadable_reason(data: DataConfig, file: Path) -> str:
-    """Read a whole file, and return the reason why it is unreadable; empty if it is readable.
-
-    Raises:
-        ColumnError: a readable file lacks the column of the recipe.
-    """
+    """Read a whole file, and return the reason why it is unreadable; empty if it is readable."""
     from moefold.data.file_formats import ColumnError, jsonl_records
     from moefold.data.table_rows import check_rows_readable
     from moefold.data.text_source import TextFile, check_decodable

@@ -3,16 +3,18 @@
 from pathlib import Path
 
 from moefold.config.data import DataConfig
-from moefold.data.input_paths import ENDS_SUFFIXES, existing_path, files_below, name_below
+from moefold.data.input_paths import (
+    CHAT_TEMPLATE_FILE,
+    ENDS_SUFFIXES,
+    TOKEN_SUFFIXES,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    existing_path,
+    files_below,
+    is_jsonl,
+    name_below,
+)
 from moefold.remote_path import is_remote
-
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
-TOKEN_SUFFIXES = (".bin", ".npy")
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_CONFIG_FILES = (TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE)
 
 
 def named_sources(data: DataConfig) -> list[tuple[str, Path]]:
@@ -60,7 +62,10 @@ def settings_files(data: DataConfig) -> list[tuple[str, Path]]:
     if data.kind not in ("synthetic", "program") and data.tokenizer != "bytes":
         path = existing_path("data.tokenizer", data.tokenizer)
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        entries = [(file.name, file), *((name, file.with_name(name)) for name in TOKENIZER_CONFIG_FILES)]
+        entries = [
+            (file.name, file),
+            *((name, file.with_name(name)) for name in (TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE)),
+        ]
     if data.chat_template:
         entries.append((data.chat_template, existing_path("data.chat_template", data.chat_template)))
     return [(name, file) for name, file in entries if file.is_file()]
@@ -70,13 +75,3 @@ def _is_source(data: DataConfig, file: Path) -> bool:
     if data.kind == "tokens":
         return file.suffix in TOKEN_SUFFIXES or (data.document_index and file.suffix in ENDS_SUFFIXES)
     return not data.reads_rows or is_jsonl(file)
-
-
-def is_jsonl(path: Path) -> bool:
-    """Return whether a file has a suffix of JSON lines."""
-    return path.name.lower().endswith(JSONL_SUFFIXES)
-
-
-def table_suffix(path: Path) -> str:
-    """Return the suffix of a file, ignoring a suffix of compression."""
-    return path.with_suffix("").suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix

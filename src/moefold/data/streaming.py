@@ -42,7 +42,6 @@ class StreamingSampler(Sampler):
         """Start at the first document.
 
         Args:
-            tokenizer: converts text to ids; its separator follows each document.
             order_key: key of the shuffled order within blocks; None: the order of the data.
             document_end: id that ends a document, for document numbers; -1: no document ids.
         """
@@ -60,11 +59,7 @@ class StreamingSampler(Sampler):
         return NUM_SAMPLES
 
     def annotated_sample(self, index: int) -> Sample:
-        """Return sample `index` of the run; continue reading up to its block.
-
-        Raises:
-            ConfigError: the data cannot be read, or holds no text.
-        """
+        """Return sample `index` of the run; continue reading up to its block."""
         if index < 0:
             raise IndexError(f"sample index {index} must not be negative")
         block, place = divmod(index, self.block_samples)

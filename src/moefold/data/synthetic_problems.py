@@ -112,13 +112,7 @@ class Problems:
     """The problems of a task, by number; endless."""
 
     def __init__(self, data: DataConfig, seed: int, *, is_validation: bool) -> None:
-        """Select a part of the problems.
-
-        Args:
-            data: the recipe's section: task, task_size, validation_fraction.
-            seed: run.seed; the held-out problems are the same for every seed.
-            is_validation: select the held-out problems instead of the training problems.
-        """
+        """Select the training or the held-out problems, which are the same for every run.seed."""
         self._make = TASKS[data.task]
         self._size = data.task_size
         self._limit = round(data.validation_fraction * _HASH_RANGE)
@@ -155,19 +149,12 @@ class TaskSampler(Sampler):
     def __init__(
         self, problems: Problems, tokenizer: Tokenizer, *, seq_len: int, num_samples: int = NUM_SAMPLES
     ) -> None:
-        """Pack problems.
-
-        Args:
-            tokenizer: a tokenizer with an end-of-text token, which ends every answer.
-            num_samples: length of an epoch.
-        """
         self.seq_len = seq_len
         self._problems = problems
         self._tokenizer = tokenizer
         self._num_samples = num_samples
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._num_samples
 
     def annotated_sample(self, index: int) -> Sample:
@@ -199,10 +186,7 @@ class TaskSampler(Sampler):
 def open_task(
     data: DataConfig, tokenizer: Tokenizer, *, seq_len: int, seed: int
 ) -> tuple[TaskSampler, TaskSampler | None]:
-    """Open the samples of a task for supervised fine-tuning.
-
-    Returns:
-        (training, validation); None without held-out problems.
+    """Open the training and validation samples of a task for supervised fine-tuning; None without held-out problems.
 
     Raises:
         ConfigError: the tokenizer has no end-of-text token, or a problem does not fit into a sample.

@@ -38,8 +38,7 @@ from moefold.data.file_formats import (
     translated_read_errors,
     unknown_column_message,
 )
-from moefold.data.input_paths import files_below
-from moefold.data.source_listing import table_suffix
+from moefold.data.input_paths import CONFIG_FILE, files_below, table_suffix
 from moefold.errors import ConfigError, Problem, Setting
 
 logger = logging.getLogger(__name__)
@@ -123,7 +122,6 @@ def _arrow_values(file: Path, column: str, start: int) -> Iterator[tuple[int, An
 
 
 def _arrow_parts(opened: Any, file: Path, column: str) -> Iterator[Any]:
-    """Yield the column of an arrow file in parts."""
     for batch in _arrow_batches(opened, file, column):
         for first in range(0, batch.num_rows, _SLICE_ROWS):
             yield batch.column(column).slice(first, _SLICE_ROWS)
@@ -228,7 +226,6 @@ def _object_texts(file: Path, column: str) -> Iterator[str]:
 
 
 def _text_blocks(file: Path) -> Iterator[str]:
-    """Yield the text of a file in blocks."""
     with open_lines(file) as opened, translated_read_errors(file):
         yield from text_blocks(opened, file)
 
@@ -243,12 +240,7 @@ _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 
 
 def check_rows_readable(file: Path, column: str) -> None:
-    """Read all rows of a file.
-
-    Raises:
-        ColumnError: the file lacks the column, or a row holds no text.
-        ConfigError: the file is broken.
-    """
+    """Read all rows of a file; errors are as for `text_rows`."""
     if table_suffix(file) in FOLDER_SUFFIXES and file.name not in METADATA_FILES:
         for _ in text_rows(file, column):
             pass
@@ -262,12 +254,8 @@ def is_saved_dataset(path: Path) -> bool:
 def split_files(folder: Path, split: str, subset: str) -> list[Path]:
     """Return the files of a split of a folder, in order.
 
-    Args:
-        split: name of the split.
-        subset: name of a configuration of its README.md; empty: the default configuration.
-
-    Raises:
-        ConfigError: there is no such split or configuration, or it has no tables.
+    The subset is a configuration of its README.md; empty: the default one. Raises ConfigError if there is no such split
+    or configuration, or it has no tables.
     """
     if is_saved_dataset(folder):
         return _saved_files(folder, split)
@@ -284,9 +272,7 @@ def split_files(folder: Path, split: str, subset: str) -> list[Path]:
 def _is_listed(file: Path, folder: Path) -> bool:
     """Return whether a file may be data: it does not describe a data set, and is not in a folder such as __MACOSX."""
     inside = file.relative_to(folder).parent.parts
-    return file.name not in (*METADATA_FILES, _CARD, "config.json") and not any(
-        name.startswith("__") for name in inside
-    )
+    return file.name not in (*METADATA_FILES, _CARD, CONFIG_FILE) and not any(name.startswith("__") for name in inside)
 
 
 def _check_split(split: str, splits: Mapping[str, Any], folder: Path) -> None:

@@ -67,8 +67,6 @@ class TurnMovedError(Exception):
 
 
 class _Conversation:
-    """Conversation whose prefixes a template writes."""
-
     def __init__(
         self, messages: Sequence[Message], request: Mapping[str, Any], render: Render, settings: Mapping[str, Any]
     ) -> None:
@@ -83,10 +81,7 @@ class _Conversation:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of the first messages, and the character spans between the marks of the template.
 
-        Args:
-            count: number of messages.
-            prompts: add the generation prompt.
-            messages: messages to write instead of the conversation's.
+        `prompts` adds the generation prompt; `messages` replace the conversation's.
         """
         values = {
             "messages": (self._messages if messages is None else messages)[:count],
@@ -166,7 +161,6 @@ def _as_prefix(prompt: str, text: str) -> int | str:
 
 
 def _common_length(first: str, second: str) -> int:
-    """Return the length of the longest common prefix."""
     return len(os.path.commonprefix([first, second]))
 
 

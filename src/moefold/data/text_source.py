@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from moefold.bounded_read import open_regular
 from moefold.data.input_paths import check_no_duplicates, data_paths, files_below
@@ -46,29 +46,6 @@ class TextChunk:
     """Bytes of the source of the chunk, for progress."""
 
 
-class TextSource(Protocol):
-    """Documents in a fixed order, read on demand."""
-
-    @property
-    def kind(self) -> str:
-        """Kind of data, which is part of the cache key."""
-        ...
-
-    @property
-    def size_bytes(self) -> int | None:
-        """Total bytes to read; None if unknown."""
-        ...
-
-    @property
-    def identity(self) -> list[list[str | int]]:
-        """Cache key: values that must stay the same for a tokenised copy to stay valid."""
-        ...
-
-    def chunks(self) -> Iterator[TextChunk]:
-        """Yield all documents in chunks."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """Documents in files, in a fixed order, read on demand."""
@@ -83,15 +60,11 @@ class Corpus:
 
     @property
     def identity(self) -> list[list[str | int]]:
-        """Cache key: paths, sizes and times of the files, in order."""
+        """Cache key: values that must stay the same for a tokenised copy to stay valid."""
         return [[str(file.path), file.size_bytes, file.mtime_ns] for file in self.files]
 
     def chunks(self) -> Iterator[TextChunk]:
-        """Yield all documents in chunks.
-
-        Raises:
-            ConfigError: a file is not readable or not UTF-8 text; the message has its path.
-        """
+        """Yield all documents in chunks; raise ConfigError if a file is not readable or not UTF-8 text."""
         for file in self.files:
             try:
                 yield from _file_chunks(self.kind, file)
@@ -100,11 +73,7 @@ class Corpus:
 
 
 def text_corpus(path: str | tuple[str, ...], skipped: Set[Path] = frozenset()) -> Corpus:
-    """Return the text files that data.path names, folders recursively, except skipped files; each file is a document.
-
-    Raises:
-        ConfigError: a path is missing or named twice, or there is no file with text.
-    """
+    """Return the text files that data.path names, folders recursively, except skipped files; each is a document."""
     paths = data_paths(path, "text")
     files = tuple(_stat_text_file(file, is_named=file in paths) for root in paths for file in files_below(root))
     check_no_duplicates(tuple(file.path.resolve() for file in files))
@@ -130,11 +99,7 @@ def check_not_empty(paths: tuple[Path, ...], *, num_files: int, size_bytes: int)
 
 
 def python_docs_corpus() -> Corpus:
-    """Return the language reference (pydoc_data.topics, one document per topic) and the standard library's sources.
-
-    Raises:
-        ConfigError: this Python installation has no such texts.
-    """
+    """Return the language reference (pydoc_data.topics, one document per topic) and the standard library's sources."""
     files = tuple(_stat_text_file(file, is_named=True) for file in _python_docs_files())
     if not files:
         raise ConfigError(

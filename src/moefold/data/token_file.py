@@ -7,7 +7,7 @@ only samples with its tokens are skipped, and all others keep their numbers.
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from moefold.bounded_read import MAX_DESCRIPTION_BYTES, check_regular_file, read_json
 from moefold.config.data import DataConfig
-from moefold.data.input_paths import ENDS_SUFFIX, check_no_duplicates, data_file_path, data_paths, files_below, is_below
+from moefold.data.input_paths import (
+    ENDS_SUFFIX,
+    TOKEN_SUFFIXES,
+    check_no_duplicates,
+    data_file_path,
+    data_paths,
+    files_below,
+    is_below,
+)
 from moefold.data.sampler import TokenStream
 from moefold.data.shard_reader import (
     BrokenShardError,
@@ -30,7 +38,8 @@ from moefold.data.shard_reader import (
     map_npy,
     open_ends_file,
 )
-from moefold.data.source_listing import TOKEN_SUFFIXES, named_sources
+from moefold.data.source_listing import named_sources
+from moefold.data.tokenizer import NumberTokenizer, Tokenizer
 from moefold.errors import ConfigError, Problem, Setting, format_list
 
 MEGATRON_SUFFIX = ".idx"
@@ -48,12 +57,7 @@ _LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 class MegatronIndex:
     """Index of a Megatron data set: int32 lengths [N], int64 byte offsets [N] of sequences, int64 documents [M + 1].
 
-    Attributes:
-        path: the file.
-        dtype: dtype of the ids in the .bin.
-        num_sequences: N.
-        num_documents: M; document m begins with sequence documents[m].
-        num_tokens: number of ids in the .bin.
+    Document m begins with sequence documents[m]. The .bin has `num_tokens` ids of the dtype.
     """
 
     path: Path
@@ -63,15 +67,10 @@ class MegatronIndex:
     num_tokens: int
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return self.num_documents
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the positions after the last tokens of the documents start .. stop-1.
-
-        Raises:
-            BrokenShardError: the index cannot be read.
-        """
+        """Return the positions after the last tokens of the documents start .. stop-1."""
         offset = _MEGATRON_HEADER.size + 4 * self.num_sequences
         offsets = self._open(offset, self.num_sequences)
         documents = self._open(offset + 8 * self.num_sequences, self.num_documents + 1)
@@ -89,31 +88,15 @@ class MegatronIndex:
         return ShardReader(TokenArraySpec(self.path, str(self.path), offset_bytes, np.dtype("<i8"), count))
 
 
-@dataclass(frozen=True)
-class BinLayout:
-    """Layout of a .bin file.
-
-    Attributes:
-        dtype: dtype of the ids.
-        offset_bytes: bytes before the first id.
-        num_tokens: ids.
-    """
-
-    dtype: np.dtype[np.generic]
-    offset_bytes: int
-    num_tokens: int
-
-
-def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
+def read_bin_header(path: Path, token_dtype: str) -> "TokenFile":
     """Return the layout of a .bin file: by Megatron's index, by llm.c's header, or bare ids of `token_dtype`.
 
     Raises:
         ConfigError: the size of the file contradicts the index, header or dtype.
-        OSError: the file cannot be read.
     """
     size_bytes = path.stat().st_size
     if (index := read_megatron_index(path)) is not None:
-        return BinLayout(index.dtype, 0, index.num_tokens)
+        return TokenFile(path, index.num_tokens, index.dtype)
     with path.open("rb") as file:
         start = file.read(_LLM_C_HEADER.size)
     if len(start) == _LLM_C_HEADER.size:
@@ -126,14 +109,14 @@ def read_bin_layout(path: Path, token_dtype: str) -> BinLayout:
                     f"{path} has the header of llm.c with {count} ids of {dtype.itemsize} bytes, and {size_bytes} "
                     "bytes; copy the file again"
                 )
-            return BinLayout(dtype, _LLM_C_HEADER_BYTES, count)
+            return TokenFile(path, count, dtype, offset_bytes=_LLM_C_HEADER_BYTES)
     dtype = np.dtype(token_dtype).newbyteorder("<")
     if size_bytes % dtype.itemsize:
         raise ConfigError(
             f"{path} has {size_bytes} bytes, which is not a multiple of the {dtype.itemsize} bytes of "
             f"data.token_dtype={token_dtype}; set the type it was written with, or copy the file again"
         )
-    return BinLayout(dtype, 0, size_bytes // dtype.itemsize)
+    return TokenFile(path, size_bytes // dtype.itemsize, dtype)
 
 
 def read_megatron_index(path: Path) -> MegatronIndex | None:
@@ -189,7 +172,6 @@ def _end_of_last_sequence(index: MegatronIndex) -> int:
     return int(start + length * index.dtype.itemsize)
 
 
-SUFFIXES = (".bin", ".npy")
 TOKENIZE_INFO_FILE = "tokenize.json"
 """File with which `moefold tokenize` describes an output folder."""
 # Bounded, because data sets have up to thousands of shards.
@@ -244,11 +226,9 @@ class TokenFileStream(TokenStream):
     def __init__(
         self, files: tuple[TokenFile, ...], *, vocab_size: int, dropped: Iterable[str] = (), is_indexed: bool = False
     ) -> None:
-        """Concatenate files in their order.
+        """Concatenate files, each with at least one token, in their order.
 
         Args:
-            files: files with at least one token each.
-            vocab_size: rows of the model's embedding; ids must be below.
             dropped: names of files that are dropped initially.
             is_indexed: whether the run uses the document index next to each file.
         """
@@ -262,7 +242,6 @@ class TokenFileStream(TokenStream):
         self.drop_files(dropped)
 
     def __len__(self) -> int:
-        """Return the number of tokens in all files."""
         return self._ends[-1]
 
     def drop_files(self, names: Iterable[str]) -> None:
@@ -348,12 +327,7 @@ class TokenFileStream(TokenStream):
         return faults
 
     def probe(self) -> None:
-        """Raise the first error that `find_bad_files` finds.
-
-        Raises:
-            OutOfVocabError: an id is negative or not below the vocabulary.
-            BrokenShardError: a file cannot be read.
-        """
+        """Raise the first error that `find_bad_files` finds."""
         for fault in self.find_bad_files().values():
             raise fault
 
@@ -396,15 +370,14 @@ def token_files(data: DataConfig, skipped: Set[Path] = frozenset()) -> tuple[Tok
     """Return the .bin and .npy files that data.path names, folders recursively, except skipped files.
 
     Only headers and sizes are read. Files without tokens are ignored if others have tokens.
-
-    Raises:
-        ConfigError: a path is missing, named twice, or not of these two formats; or all files are empty.
     """
     names = (data.path,) if isinstance(data.path, str) else data.path
     roots = data_paths(tuple(name for name in names if data_file_path(name, names) not in skipped), "tokens")
     for root in roots:
         check_finished(root)
-    paths = tuple(file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in SUFFIXES)
+    paths = tuple(
+        file for root in roots for file in files_below(root) if not root.is_dir() or file.suffix in TOKEN_SUFFIXES
+    )
     if not paths:
         raise ConfigError(
             f"{Setting('data.path', roots[0]):s} holds no .bin or .npy file; name token files or a folder with some"
@@ -427,12 +400,7 @@ def document_ends_path(path: Path) -> Path:
 
 
 def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentEnds:
-    """Open and validate the document index next to a token file of `num_tokens` tokens.
-
-    Raises:
-        ConfigError: the index is missing, broken, or of a file with another number of tokens.
-        BrokenShardError: it cannot be read completely.
-    """
+    """Open the document index next to a token file; raise ConfigError if it is missing, or belongs to another file."""
     index = document_ends_path(path)
     try:
         megatron = read_megatron_index(path) if index.suffix == MEGATRON_SUFFIX else None
@@ -449,11 +417,7 @@ def open_document_ends(path: Path, num_tokens: int, name: str = "") -> DocumentE
 
 
 def read_npy_header(path: Path) -> TokenFile:
-    """Read the header of an .npy file of ids.
-
-    Raises:
-        ConfigError: the file is not a complete one-dimensional .npy array of integers.
-    """
+    """Read the header of an .npy file of ids; raise ConfigError if it is not one row of integers."""
     try:
         array = map_npy(path)
     except ValueError as error:
@@ -476,11 +440,7 @@ def check_finished(folder: Path) -> None:
 
 
 def read_tokenize_info(folder: Path) -> dict[str, Any]:
-    """Return the record of `moefold tokenize` on the token files of a folder; empty if it did not make them.
-
-    Raises:
-        ConfigError: the record is broken.
-    """
+    """Return the record of `moefold tokenize` on the token files of a folder; empty if it did not make them."""
     try:
         info = read_json(folder / TOKENIZE_INFO_FILE, MAX_DESCRIPTION_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -497,11 +457,7 @@ def read_tokenize_info(folder: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path, token_dtype: str) -> TokenFile:
-    """Read the header and size of a token file.
-
-    Raises:
-        ConfigError: the file is not a .bin of whole ids, of Megatron or of llm.c, and not a complete .npy.
-    """
+    """Read the header and size of a token file: a .bin of whole ids, of Megatron or of llm.c, or a complete .npy."""
     if not os.access(path, os.R_OK):
         raise ConfigError(Problem("data.path", None, f": {path} is not readable", "give read access or leave it out"))
     try:
@@ -513,8 +469,7 @@ def read_header(path: Path, token_dtype: str) -> TokenFile:
     if path.suffix != ".bin":
         rule = 'must end in .bin or .npy for data.kind="tokens"'
         raise ConfigError(Problem("data.path", path, rule, 'use data.kind="text" for text'))
-    layout = read_bin_layout(path, token_dtype)
-    return TokenFile(path, layout.num_tokens, layout.dtype, offset_bytes=layout.offset_bytes)
+    return read_bin_header(path, token_dtype)
 
 
 @dataclass(frozen=True)
@@ -531,11 +486,7 @@ class TokenFileSet:
         return replace(self, dropped={**dropped, **self.dropped})
 
     def files(self, data: DataConfig) -> tuple[TokenFile, ...]:
-        """Return the files that data.path names, including dropped files.
-
-        Raises:
-            ConfigError: there is no file, or a path is named twice.
-        """
+        """Return the files that data.path names, including dropped files; raise ConfigError if there is none."""
         names = (data.path,) if isinstance(data.path, str) else data.path
         roots = [Path(name) for name in names]
         selected = [name for name in self.num_tokens if any(is_below(Path(name), root) for root in roots)]
@@ -557,8 +508,7 @@ def _recorded_file(path: Path, num_tokens: int, token_dtype: str, name: str) -> 
         return TokenFile(path, num_tokens, None, name)
     if not path.is_file():
         return TokenFile(path, num_tokens, np.dtype(token_dtype).newbyteorder("<"), name)
-    layout = read_bin_layout(path, token_dtype)
-    return TokenFile(path, num_tokens, layout.dtype, name, layout.offset_bytes)
+    return replace(read_bin_header(path, token_dtype), num_tokens=num_tokens, name=name)
 
 
 def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str] = frozenset()) -> TokenFileSet:
@@ -587,12 +537,11 @@ def build_token_file_set(data: DataConfig, *, vocab_size: int, skipped: Set[str]
 def check_same_files(token_file_set: TokenFileSet, data: DataConfig, *, skipped: Set[str]) -> None:
     """Check that the token files of a checkpoint equal the recipe's, with the same lengths and order.
 
+    Otherwise the run would read files that the recipe does not name, or renumber its samples: raises ConfigError.
+
     Args:
         token_file_set: the files in the checkpoint; dropped files are not checked.
         skipped: names of files of data.path that the run never had, or that cannot be read now.
-
-    Raises:
-        ConfigError: the files differ: the run would read files that the recipe does not name, or renumber its samples.
     """
     recorded = {name: count for name, count in token_file_set.num_tokens.items() if name not in token_file_set.dropped}
     current = _count_tokens(data, skipped | token_file_set.dropped.keys())
@@ -620,3 +569,42 @@ def _count_tokens(data: DataConfig, skipped: Set[str]) -> dict[str, int]:
         if name not in skipped and path.suffix in TOKEN_SUFFIXES
     }
     return {name: count for name, count in counts.items() if count}
+
+
+def compare_tokenizers(files: Sequence[TokenFile], tokenizer: Tokenizer, name: str) -> str:
+    """Compare the tokenizers of token files and of a run, by the facts that determine the ids of a text.
+
+    Bare numbers are not compared; `name` is data.tokenizer, for messages.
+
+    Returns:
+        A note if the tokenizer of some files is not known; else empty.
+
+    Raises:
+        ConfigError: files were made with another tokenizer.
+    """
+    from moefold.data.tokenizer_folder import JsonTokenizer
+
+    if isinstance(tokenizer, NumberTokenizer):
+        return ""
+    unknown = []
+    for folder in sorted({file.path.parent for file in files}):
+        info = read_tokenize_info(folder)
+        made_with = str(info.get("tokenizer", "")).split()
+        identity = tokenizer.identity.split()
+        if not made_with:
+            unknown.append(str(folder))
+        elif made_with[0] == identity[0]:
+            continue
+        elif info.get("format") == 1 and made_with[0] != "bytes" and isinstance(tokenizer, JsonTokenizer):
+            if made_with[0] != tokenizer.folder.process.sha256:
+                unknown.append(str(folder))
+        else:
+            recorded = str(info.get("tokenizer_name", "")) or "another one"
+            rule = f"is not the tokenizer that made the ids of {folder}: `moefold tokenize` had {recorded!r}"
+            raise ConfigError(Problem("data.tokenizer", name, rule, f"set {Setting('data.tokenizer')} to that one"))
+    if not unknown or name == "bytes":
+        return ""
+    return (
+        f"note: {unknown[0]} does not say which tokenizer made its ids, so {Setting('data.tokenizer', name)} is not "
+        "compared with it; `moefold tokenize` records it"
+    )

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -36,8 +36,7 @@ from moefold.data.file_formats import (
     parse_line,
     unknown_column_message,
 )
-from moefold.data.input_paths import check_no_duplicates, existing_path, files_below
-from moefold.data.source_listing import is_jsonl
+from moefold.data.input_paths import check_no_duplicates, existing_path, files_below, is_jsonl
 from moefold.data.text_source import Corpus, TextChunk, TextFile, is_text
 from moefold.data.token_file import TOKENIZE_INFO_FILE, document_ends_path
 from moefold.data.tokenizer import ByteTokenizer, OffsetTokenizer, refuse_nul, report_notes
@@ -80,8 +79,7 @@ class Shard:
 def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tuple[Path, InputFormat], ...]:
     """Return the named files, folders recursively, each with its format, except the output folder.
 
-    Args:
-        input_format: an `InputFormat`, or "auto": by the file's suffix, text if it is unknown.
+    The format "auto" goes by the file's suffix, text if it is unknown.
 
     Raises:
         ConfigError: a name does not exist, is given twice or is part of the output, or all files are empty.
@@ -93,8 +91,11 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
     paths = [file for root in roots for file in files_below(root) if not file.resolve().is_relative_to(target)]
     check_no_duplicates(tuple(path.resolve() for path in paths))
     for root in roots:
-        if not root.is_dir():
-            _check_regular_input(root)
+        try:
+            if not root.is_dir():
+                check_regular_file(root)
+        except OSError as error:
+            raise ConfigError(f"INPUT={str(root)!r} cannot be read: {error.strerror}") from None
     paths = [path for path in paths if path.stat().st_size and _is_input(path, input_format, is_named=path in roots)]
     if not paths:
         raise ConfigError(f"INPUT={names[0]!r} holds no file with anything in it; name text, JSON lines or parquet")
@@ -104,11 +105,7 @@ def input_files(names: Sequence[str], input_format: str, out: Path) -> tuple[tup
 
 
 def plan_shards(files: Sequence[tuple[Path, InputFormat]], shard_bytes: int) -> tuple[Shard, ...]:
-    """Split files into shards of about `shard_bytes` of input, in order; documents are never split.
-
-    Raises:
-        ConfigError: a parquet file cannot be read.
-    """
+    """Split files into shards of about `shard_bytes` of input, in order; documents are never split."""
     shards: list[Shard] = []
     portions: list[InputSlice] = []
     filled = 0
@@ -137,17 +134,13 @@ class TextColumn:
         refuse_nul(self.tokenizer, text, f"{location}: column {self.name!r}")
         return text
 
-    def text(self, record: JsonlRecord) -> str:
-        """Return the text of a record; raise ConfigError if it has no text."""
-        return self.check(column_text(record.fields, self.name, record.location), record.location)
+    def text(self, record: JsonlRecord | None) -> str:
+        """Return the text of a record, "" of an empty line; raise ConfigError if it has no text."""
+        return self.check(column_text(record.fields, self.name, record.location), record.location) if record else ""
 
 
 def read_chunks(input_slice: InputSlice, column: TextColumn, skipped: SkippedRows) -> Iterator[TextChunk]:
     """Yield the non-empty documents of a slice, long texts in chunks.
-
-    Args:
-        input_slice: the part of a file.
-        skipped: receives the errors of lines and rows without text.
 
     Raises:
         ConfigError: the input cannot be read, is not text, or lacks the column; the message has file and line (row).
@@ -223,12 +216,13 @@ def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: Skipp
     with open_regular(path) as file:
         if input_slice.start:
             file.seek(input_slice.start - 1)
-            _skip_line(file)
+            while (block := file.readline(_BLOCK_BYTES)) and not block.endswith(b"\n"):
+                pass
         while (offset := file.tell()) < input_slice.stop and (line := file.readline(MAX_LINE_BYTES + 1)):
             if len(line) > MAX_LINE_BYTES:
                 raise LongLineError(1 + _count_lines(path, offset), MAX_LINE_BYTES)
             try:
-                text = _line_text(line, path, 2 if offset else 1, column)
+                text = column.text(parse_line(line, path, 2 if offset else 1))
             except ConfigError as error:
                 # Only the message needs the line number, which requires reading the file.
                 skipped.refuse(error if skipped.count else _numbered_error(line, path, offset, column))
@@ -239,20 +233,10 @@ def _jsonl_documents(input_slice: InputSlice, column: TextColumn, skipped: Skipp
 def _numbered_error(line: bytes, path: Path, offset: int, column: TextColumn) -> ConfigError:
     """Return the error of a line that begins at byte `offset`, with the number of the line."""
     try:
-        _line_text(line, path, 1 + _count_lines(path, offset), column)
+        column.text(parse_line(line, path, 1 + _count_lines(path, offset)))
     except ConfigError as error:
         return error
     raise AssertionError("the line has an error")
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (block := file.readline(_BLOCK_BYTES)) and not block.endswith(b"\n"):
-        pass
-
-
-def _line_text(line: bytes, path: Path, number: int, column: TextColumn) -> str:
-    record = parse_line(line, path, number)
-    return column.text(record) if record else ""
 
 
 def _count_lines(path: Path, stop: int) -> int:
@@ -316,11 +300,7 @@ class ShardWriter:
     """If True, skip and count lines and rows without text."""
 
     def load_tokenizer(self) -> OffsetTokenizer:
-        """Load the tokenizer: bytes or a tokenizer.json.
-
-        Raises:
-            ConfigError: there is no such file, or it is not a tokenizer.
-        """
+        """Load the tokenizer: bytes or a tokenizer.json."""
         if self.tokenizer_name == "bytes":
             return ByteTokenizer()
         return JsonTokenizer(existing_path("--tokenizer", self.tokenizer_name))
@@ -335,14 +315,9 @@ class ShardWriter:
         return ShardSize(len(np.load(path, mmap_mode="r")), index.stat().st_size // 8, *skipped)
 
     def write(self, shard: Shard, report: Callable[[int], None]) -> ShardSize:
-        """Tokenise a shard to temporary files, and rename them, the index first.
+        """Tokenise a shard to temporary files, and rename them, the index first; on an error no file of it remains.
 
-        Args:
-            shard: the input.
-            report: called with the bytes of input that were read since the last call.
-
-        Raises:
-            ConfigError: the input is invalid, or the folder cannot be written; no file of the shard remains.
+        The bytes of input that were read since the last call are reported.
         """
         tokenizer = self.load_tokenizer()
         path = shard_path(self.out, shard.number)
@@ -390,7 +365,6 @@ def _skipped_path(path: Path) -> Path:
 
 
 def _read_skipped(path: Path) -> tuple[int, str]:
-    """Return the number of skipped rows of a token file, and the first error."""
     try:
         skipped = read_json(_skipped_path(path), MAX_LINE_BYTES)
     except FileNotFoundError:
@@ -442,10 +416,8 @@ def tokenize_files(
     processes. A call with the same arguments resumes an interrupted one: finished shards stay.
 
     Args:
-        writer: the folder, the tokenizer and the column.
         input_format: format of the files: "text", "jsonl", "parquet", or "auto".
         shard_bytes: input bytes of one shard.
-        num_processes: number of parallel processes.
 
     Raises:
         ConfigError: the input cannot be used (the message has file and line), or the folder has other contents.
@@ -522,13 +494,6 @@ def _remove_tmp_files(out: Path) -> None:
     for skipped in out.glob("tokens-*.skipped.json"):
         if not skipped.with_name(skipped.name.replace(".skipped.json", ".npy")).exists():
             skipped.unlink()
-
-
-def _check_regular_input(path: Path) -> None:
-    try:
-        check_regular_file(path)
-    except OSError as error:
-        raise ConfigError(f"INPUT={str(path)!r} cannot be read: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -159,15 +159,9 @@ def report_notes(tokenizer: Tokenizer) -> None:
 
 
 def refuse_nul(tokenizer: Tokenizer, value: Any, subject: str) -> None:
-    """Check that texts of data have no NUL character with the tokenizer "bytes", whose byte 0 ends documents.
+    """Raise ConfigError if a text, or JSON values with texts, has a NUL for "bytes", where it ends documents.
 
     A NUL of a chat template is allowed, because it is not part of a text of data.
-
-    Args:
-        value: a text, or JSON values with texts.
-
-    Raises:
-        ConfigError: a text has a NUL character.
     """
     if isinstance(tokenizer, ByteTokenizer) and (before := _before_nul(value)) is not None:
         raise ConfigError(
@@ -189,11 +183,7 @@ def _before_nul(value: Any) -> str | None:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[NDArray[np.int64]]:
-    """Return the ids of texts of documents, without separators.
-
-    Raises:
-        ConfigError: a text cannot be tokenised, or has a character that would end the document (`refuse_nul`).
-    """
+    """Return the ids of texts of documents, without separators; see `refuse_nul`."""
     for text in texts:
         refuse_nul(tokenizer, text, "a text")
     return tokenizer.encode_batch(texts)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,15 @@ from moefold.bounded_read import (
     read_bytes,
     read_json,
     read_text,
+)
+from moefold.data.input_paths import (
+    ADDED_TOKENS_FILE,
+    CHAT_TEMPLATE_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TOKENS_MAP_FILE,
 )
 from moefold.data.tokenizer_process import TokenizerError, TokenizerLimits, TokenizerProcess, TokenTable
 from moefold.errors import ConfigError, Problem, Setting
@@ -74,10 +82,7 @@ class ClassTable:
     def choose(self, settings: Mapping[str, Any], config: Mapping[str, Any], *, is_byte_level: bool) -> str:
         """Return the name of the class that `AutoTokenizer` chooses, without "Fast"; `PLAIN`: no family.
 
-        Args:
-            settings: tokenizer_config.json.
-            config: config.json of the model; empty if there is none.
-            is_byte_level: whether tokenizer.json describes a byte-level tokenizer.
+        The settings are tokenizer_config.json, the config is config.json of the model or empty.
         """
         declared = _class_name(settings.get("tokenizer_class")) or _class_name(config.get("tokenizer_class"))
         model_type = str(config.get("model_type", ""))
@@ -117,18 +122,11 @@ def form_key(switches: Mapping[str, Any]) -> str:
 
 
 _CANNOT_ENCODE = "cannot make tokens of a text"
-TOKENIZER_FILE = "tokenizer.json"
-SETTINGS_FILE = "tokenizer_config.json"
-TOKENS_MAP_FILE = "special_tokens_map.json"
-ADDED_TOKENS_FILE = "added_tokens.json"
-TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_DIR = "additional_chat_templates"
 SLOW_FILES = ("vocab.json", "merges.txt")
 """Files of a byte-pair encoder without a tokenizer.json."""
 UNREAD_FILES = ("*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 """Patterns of vocabularies that are not read, except vocab.json with merges.txt; transformers converts them."""
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
 _VERSIONED_FILE = re.compile(r"tokenizer\..*\.json")
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
@@ -191,7 +189,7 @@ class TokenizerFolder:
             if (number := self.ids.get(name)) is not None:
                 note = (
                     f"{self.file}: no file declares an eos_token: {name} (id {number}) is taken for the end of a text; "
-                    f'declare it: {{"eos_token": ...}} in {SETTINGS_FILE} next to it'
+                    f'declare it: {{"eos_token": ...}} in {TOKENIZER_CONFIG_FILE} next to it'
                 )
                 return number, note
         return None, f"{self.file}: no file declares an eos_token, so no token ends a document"
@@ -224,8 +222,9 @@ def _check_file_choice(file: Path, settings: Mapping[str, Any]) -> None:
     names = [name for name in files if isinstance(name, str)] if isinstance(files, list) else []
     if versioned := [name for name in names if _VERSIONED_FILE.search(name)]:
         raise ConfigError(
-            f"{file.parent / SETTINGS_FILE}: fast_tokenizer_files names {versioned[0]}, which transformers reads in "
-            f"place of {TOKENIZER_FILE} from a version on; copy the file to use to {TOKENIZER_FILE}, and remove the key"
+            f"{file.parent / TOKENIZER_CONFIG_FILE}: fast_tokenizer_files names {versioned[0]}, which transformers "
+            f"reads in place of {TOKENIZER_FILE} from a version on; copy the file to use to {TOKENIZER_FILE}, and "
+            "remove the key"
         )
 
 
@@ -235,7 +234,14 @@ def declaring_files(path: Path) -> dict[str, Path]:
     A tokenizer file with another name becomes tokenizer.json in that folder.
     """
     file = tokenizer_file(path)
-    names = [SETTINGS_FILE, TOKENS_MAP_FILE, ADDED_TOKENS_FILE, TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE]
+    names = [
+        TOKENIZER_CONFIG_FILE,
+        TOKENS_MAP_FILE,
+        ADDED_TOKENS_FILE,
+        CHAT_TEMPLATE_FILE,
+        CONFIG_FILE,
+        GENERATION_FILE,
+    ]
     names += [f"{TEMPLATE_DIR}/{template.name}" for template in sorted((file.parent / TEMPLATE_DIR).glob("*.jinja"))]
     is_slow = file.name == SLOW_FILES[0]
     files = {name: file.with_name(name) for name in SLOW_FILES} if is_slow else {TOKENIZER_FILE: file}
@@ -244,9 +250,6 @@ def declaring_files(path: Path) -> dict[str, Path]:
 
 def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> TokenizerFolder:
     """Read a tokenizer.json and the files next to it, or a folder.
-
-    Args:
-        limits: resource limits of the subprocess that runs the tokenizer; None: the defaults.
 
     Raises:
         ConfigError: a file is missing, cannot be read, or does not match its name.
@@ -260,7 +263,7 @@ def read_tokenizer_folder(path: Path, limits: TokenizerLimits | None = None) -> 
     if any(fnmatchcase(file.name, pattern) for pattern in UNREAD_FILES if pattern != SLOW_FILES[0]):
         way_out = "name its folder" if (folder / TOKENIZER_FILE).exists() else missing_file_reason(folder)
         raise ConfigError(Problem("data.tokenizer", str(path), f"is not a {TOKENIZER_FILE}: {way_out}"))
-    settings = _read_object(folder / SETTINGS_FILE)
+    settings = _read_object(folder / TOKENIZER_CONFIG_FILE)
     config = _read_object(folder / CONFIG_FILE)
     ends = _end_ids(_read_object(folder / GENERATION_FILE)) or _end_ids(config)
     is_slow = file.name == SLOW_FILES[0]
@@ -316,22 +319,14 @@ def _start_process(file: Path, limits: TokenizerLimits) -> TokenizerProcess:
     files = (file, file.with_name(SLOW_FILES[1])) if file.name == SLOW_FILES[0] else (file,)
     with translate_tokenizer_errors(file, "is not a tokenizer.json of the tokenizers package"):
         try:
-            return TokenizerProcess(partial(_read_files, files), limits)
+            return TokenizerProcess(lambda: [read_bytes(file, MAX_TOKENIZER_BYTES) for file in files], limits)
         except OSError as error:
             rule = f"is not readable ({error.strerror})"
             raise ConfigError(Problem("data.tokenizer", str(file), rule, "name a tokenizer.json")) from error
 
 
-def _read_files(files: tuple[Path, ...]) -> list[bytes]:
-    return [read_bytes(file, MAX_TOKENIZER_BYTES) for file in files]
-
-
 def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a folder, and the tokens of the files that transformers reads with them.
-
-    Raises:
-        ConfigError: a file has an unknown form.
-    """
+    """Return the settings of a folder, and the tokens of the files that transformers reads with them."""
     # A template may be long, and declares no token.
     declared = {key: value for key, value in settings.items() if key != "chat_template"}
     if "added_tokens_decoder" not in declared:
@@ -339,7 +334,9 @@ def _declared_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any
         return {"settings": declared, **{key: _read_object(folder / name) for key, name in token_files.items()}}
     entries = declared["added_tokens_decoder"]
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise ConfigError(f"{folder / SETTINGS_FILE}: added_tokens_decoder must be an object of objects; mend it")
+        raise ConfigError(
+            f"{folder / TOKENIZER_CONFIG_FILE}: added_tokens_decoder must be an object of objects; mend it"
+        )
     return {"settings": declared, "tokens_map": {}, "added_tokens": {}}
 
 
@@ -353,7 +350,7 @@ def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: s
     if rebuilt is not None and model != "BPE":
         return [
             f"{file} is read as it is: it is not a byte-pair encoder, which transformers' class {name} would take it "
-            f'for; set "tokenizer_class": "PreTrainedTokenizerFast" in {SETTINGS_FILE}'
+            f'for; set "tokenizer_class": "PreTrainedTokenizerFast" in {TOKENIZER_CONFIG_FILE}'
         ]
     return []
 
@@ -361,7 +358,7 @@ def _class_notes(file: Path, name: str, rebuilt: TokenizerClass | None, model: s
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
     """Return the chat templates of a folder by name, and their origin; files replace all templates in the settings."""
     templates = {}
-    file = folder / TEMPLATE_FILE
+    file = folder / CHAT_TEMPLATE_FILE
     if file.is_file():
         templates[DEFAULT_TEMPLATE] = read_template(file)
     for path in sorted((folder / TEMPLATE_DIR).glob("*.jinja")):
@@ -374,7 +371,7 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str
     if not isinstance(declared, dict):
         declared = {DEFAULT_TEMPLATE: declared}
     by_name = {name: source for name, source in declared.items() if isinstance(source, str)}
-    return by_name, folder / SETTINGS_FILE
+    return by_name, folder / TOKENIZER_CONFIG_FILE
 
 
 def read_template(file: Path) -> str:
@@ -418,15 +415,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path, limits: TokenizerLimits | None = None) -> None:
-        """Load a tokenizer.json, or a folder with one.
-
-        Args:
-            path: the file or the folder.
-            limits: resource limits of the subprocess that runs it; None: the defaults.
-
-        Raises:
-            ConfigError: the file is missing or is not a tokenizer.
-        """
+        """Load a tokenizer.json, or a folder with one; raise ConfigError if it is missing or not a tokenizer."""
         self._limits = limits
         self.folder = read_tokenizer_folder(path, limits)
         """Declarations of the files."""

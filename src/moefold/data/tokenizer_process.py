@@ -44,15 +44,9 @@ class TokenizerProcess:
     """A tokenizer in a subprocess with limited memory and time. Threads may share it."""
 
     def __init__(self, read: Callable[[], Sequence[bytes]], limits: TokenizerLimits) -> None:
-        """Start the process and load the tokenizer in it.
+        """Start the process and load the tokenizer in it; raise TokenizerError if the content is not a tokenizer.
 
-        Args:
-            read: returns the content of a tokenizer.json, or of a vocab.json and a merges.txt; called again for
-                each start of the process.
-
-        Raises:
-            TokenizerError: the content is not a tokenizer.
-            OSError: `read` failed.
+        `read` returns a tokenizer.json, or a vocab.json and a merges.txt; it is called for each start of the process.
         """
         self._read_files = read
         self._limits = limits
@@ -80,9 +74,6 @@ class TokenizerProcess:
         Returns:
             `special_tokens` by name; the `ids` of special and asked tokens in the vocabulary; asked ids in the
             vocabulary, `known_ids`; one more than the largest id, `vocab_size`; `added_ids`.
-
-        Raises:
-            TokenizerError: the tokenizer refuses them.
         """
         self._declarations = json.dumps(declarations).encode()
         self._base_bytes += self._limits.memory_per_file_byte * len(self._declarations)
@@ -91,14 +82,9 @@ class TokenizerProcess:
     def encode(
         self, texts: Sequence[str], *, offsets: bool = False, start: bool = False
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the ids of each text, [tokens], and the character range of each id, [tokens, 2] or [0].
+        """Yield the ids of each text, [tokens], and with `offsets` the range of characters of each id, [tokens, 2].
 
-        Args:
-            offsets: return the ranges.
-            start: add the special tokens of the post-processor, as at the start of a document.
-
-        Raises:
-            TokenizerError: the tokenizer fails.
+        `start` adds the special tokens of the post-processor, as at the start of a document.
         """
         empty = np.empty(0, dtype=np.int64)
         for batch in batch_by_size((text.encode() for text in texts), len, BATCH_BYTES):
@@ -163,11 +149,7 @@ class TokenizerProcess:
     def _exchange(
         self, process: LimitedProcess, request: dict[str, Any], payload: bytes
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request and return the answer and its data.
-
-        Raises:
-            TokenizerError: the tokenizer refuses it, or the process ended.
-        """
+        """Send a request and return the answer and its data."""
         limits = self._limits
         is_text = request["do"] not in ("load", "declare")
         memory = self._base_bytes + (limits.memory_per_text_byte * len(payload) if is_text else 0)

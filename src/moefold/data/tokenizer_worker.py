@@ -188,7 +188,6 @@ def _special_token(declared: Any) -> tokenizers.AddedToken:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens among settings, by name."""
     names = {}
     for name, value in values.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -208,11 +207,7 @@ def _texts(extra: Any) -> set[str]:
 
 
 def _apply_declarations(backend: tokenizers.Tokenizer, declarations: Mapping[str, Any]) -> dict[str, str]:
-    """Give a tokenizer the parts of its class, the declared tokens and the declared post-processor.
-
-    Returns:
-        The special tokens by name.
-    """
+    """Give a tokenizer the declared parts, tokens and post-processor; return the special tokens by name."""
     tokens = _Tokens(backend, declarations)
     settings, rebuilt = declarations["settings"], declarations["class"]
     if rebuilt:
@@ -293,7 +288,6 @@ def _without_defaults(value: Any) -> Any:
 
 
 def _split(payload: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """Return parts of the given sizes."""
     ends = list(itertools.accumulate(sizes))
     return [payload[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 

@@ -5,12 +5,11 @@ from pathlib import Path
 from moefold.bounded_read import open_regular, parse_json
 from moefold.config.data import DataConfig
 from moefold.data.dataset import check_enough_tokens, check_no_data_path
-from moefold.data.input_paths import data_paths, files_below
+from moefold.data.input_paths import data_paths, files_below, is_jsonl
 from moefold.data.sampler import split_samples
 from moefold.data.skip_corrupt import skipped_files
-from moefold.data.source_listing import is_jsonl
 from moefold.data.text_source import check_not_empty, is_text, python_docs_corpus
-from moefold.data.token_file import open_document_ends, token_files
+from moefold.data.token_file import compare_tokenizers, open_document_ends, token_files
 from moefold.data.tokenizer import ByteTokenizer, load_tokenizer
 from moefold.errors import ConfigError, Setting
 
@@ -24,9 +23,6 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
     Only names, sizes, headers and the tokenizer are checked, not the data itself: `prepare` finds defects in the text
     or the ids (a file that is not UTF-8, an id above the vocabulary, too few tokens of a tokenizer.json). Only the
     modules of the recipe's kind of data are imported.
-
-    Raises:
-        ConfigError: the message has key, value, rule and way out.
     """
     if data.kind == "huggingface":
         from moefold.data.huggingface import check_package
@@ -56,8 +52,6 @@ def check_data(data: DataConfig, *, seq_len: int, vocab_size: int) -> None:
                 text_tables(data, split)
         return
     if data.kind == "tokens":
-        from moefold.data.tokenizer_match import compare_tokenizers
-
         files = token_files(data, skipped_files(data))
         compare_tokenizers(files, tokenizer, data.tokenizer)
         if data.document_index:
@@ -108,9 +102,6 @@ def _refuse_json_lines(root: Path) -> None:
     """Refuse JSON lines as plain text: a model would learn braces, names of fields and escapes.
 
     A named file is detected by its suffix or its first line, and a folder by the suffixes of all its files.
-
-    Raises:
-        ConfigError: the message names the kinds of data that read the text of JSON lines.
     """
     if root.is_dir():
         is_json = next(files_below(root), None) is not None and all(map(is_jsonl, files_below(root)))

@@ -23,9 +23,7 @@ def run_tasks(
 
     Args:
         work: called with a task and a function that reports progress; both must be picklable.
-        tasks: arguments of the calls.
         num_processes: maximum number of processes; 1 runs the tasks in this process.
-        report: called with the progress of all tasks.
 
     Yields:
         The number of a finished task, and the result of `work`.

@@ -20,7 +20,7 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.errors import ConfigError, Problem, Setting, spelled_as
 from moefold.host.output_file import check_writable, refuse_existing
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.capacity import cache_pages, check_requests, pages_needed
+from moefold.inference.engine.pages import cache_pages, check_requests, pages_needed
 from moefold.inference.engine.requests import EngineSettings, Request
 from moefold.inference.sampling import SamplingParams
 from moefold.inference.settings import (
@@ -157,10 +157,7 @@ Notify = Callable[[str], None]
 def prepare_evaluation(
     request: EvalRequest, rank_env: RankEnv | None, report: Callable[[Sequence[str]], None], notify: Notify
 ) -> EvalJob:
-    """Check an evaluation before any rank starts.
-
-    Args:
-        notify: receives a default sequence length.
+    """Check an evaluation before any rank starts; a default sequence length is notified.
 
     Raises:
         ConfigError: the model, the data, an option or the mapping cannot work, or the memory is too small.
@@ -272,11 +269,7 @@ def _refuse_unused_chat_options(options: GenerateOptions) -> None:
 def cache_of_requests(
     cfg: Config, device_type: str, requests: Sequence[Sequence[Request]], settings: EngineSettings
 ) -> int:
-    """Return the cache bytes of the data-parallel rank with the largest need, given the requests of each rank.
-
-    Raises:
-        ConfigError: the cache that the settings allow is too small for a request.
-    """
+    """Return the cache bytes of the data-parallel rank with the largest need, given the requests of each rank."""
     sizes = cache_sizes(cfg, device_type)
     num_pages = max(pages_needed(batch, settings, sizes.page_positions) for batch in requests)
     max_pages = cache_pages(sizes, settings)
@@ -297,7 +290,6 @@ def choose_inference_device(
     """Return the device type, after a check of its memory and of the checkpoint's files.
 
     Args:
-        cfg: config of the command.
         extra_bytes: returns the bytes of a rank in addition to its weights, by their name in the message, on a type of
             device; may raise.
         suggestion: the way out if the memory is too small.

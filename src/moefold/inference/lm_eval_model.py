@@ -4,7 +4,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -18,7 +18,7 @@ from moefold.host.rank_env import RankEnv, read_rank_env
 from moefold.inference.lm_eval_settings import LmSettings
 from moefold.inference.load import load_model
 from moefold.inference.sampling import SamplingParams
-from moefold.inference.scoring import GenerateRequest, Score, ServedModel
+from moefold.inference.scoring import GenerateRequest, ServedModel
 from moefold.inference.text import open_tokenizer, stop_token_ids
 from moefold.launch.exit import hard_exit
 from moefold.launch.rank_errors import RankErrorHandler
@@ -31,11 +31,8 @@ ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 class MoefoldLM(TemplateLM):
     """lm-eval model of a checkpoint or Hugging Face folder: `--model moefold --model_args path=MODEL`.
 
-    Alone, it loads the model in this process; `moefold lm-eval` passes a model that is sharded over ranks.
-
-    Args:
-        model: a loaded model; None if it is loaded according to the arguments.
-        arguments: fields of `LmSettings`.
+    Alone, it loads the model in this process; `moefold lm-eval` passes a model that is sharded over ranks. The
+    arguments are the fields of `LmSettings`.
     """
 
     def __init__(self, model: ServedModel | None = None, **arguments: Any) -> None:
@@ -64,11 +61,7 @@ class MoefoldLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token id that ends a text.
-
-        Raises:
-            ConfigError: the tokenizer has no such token.
-        """
+        """Token id that ends a text; raises ConfigError if the tokenizer has no such token."""
         separator = self._text_tokenizer.separator_id
         if separator is not None:
             return separator
@@ -91,11 +84,7 @@ class MoefoldLM(TemplateLM):
         return f"{self._text_tokenizer.identity} bos={self._settings.add_bos_token}{template}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the source of the chat template, which the results record; "" if it is not applied.
-
-        Raises:
-            ConfigError: the model has no template, or a template is requested by name.
-        """
+        """Return the source of the chat template, which the results record; "" if it is not applied."""
         if isinstance(chat_template, str):
             raise ConfigError(f"apply_chat_template={chat_template!r}: a model has one template; set it to True")
         return self._load_template().source if chat_template else ""
@@ -194,17 +183,15 @@ class MoefoldLM(TemplateLM):
             if continuation:
                 # + 1: the last token is a label only.
                 sequences[i] = (context + continuation)[-(self._max_length + 1) :]
-        for batch in _batches(sorted(sequences, key=lambda i: -len(sequences[i])), self._settings.batch_size):
+        longest_first = sorted(sequences, key=lambda i: -len(sequences[i]))
+        size = self._settings.batch_size
+        for batch in (longest_first[i : i + size] for i in range(0, len(longest_first), size)):
             scores = self._model.score([sequences[i] for i in batch], [len(requests[i][2]) for i in batch])
             for i, value in zip(batch, scores, strict=True):
-                answers[i] = self._cache_answer(requests[i][0], value)
+                answers[i] = (value.log_likelihood, value.is_greedy)
+                if (text := requests[i][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", text, answers[i])
         return answers
-
-    def _cache_answer(self, text: tuple[str, str] | None, value: Score) -> tuple[float, bool]:
-        answer = (value.log_likelihood, value.is_greedy)
-        if text is not None:
-            self.cache_hook.add_partial("loglikelihood", text, answer)
-        return answer
 
     def _load_model(self) -> ServedModel:
         rank_env = read_rank_env()
@@ -221,13 +208,10 @@ class MoefoldLM(TemplateLM):
         return ServedModel(load_model(source, cfg, device, open_tokenizer(source, self._settings.tokenizer)))
 
 
-class _GenerationArguments:
-    """Generation arguments of a task."""
-
-    def __init__(self, stops: tuple[str, ...], max_tokens: int, sampling: SamplingParams) -> None:
-        self.stops = stops
-        self.max_tokens = max_tokens
-        self.sampling = sampling
+class _GenerationArguments(NamedTuple):
+    stops: tuple[str, ...]
+    max_tokens: int
+    sampling: SamplingParams
 
 
 def _parse_generation_arguments(arguments: dict[str, Any], default_max_tokens: int) -> _GenerationArguments:
@@ -260,10 +244,6 @@ def _truncate_at_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min((start for stop in stops if (start := text.find(stop)) >= 0), default=len(text))]
 
 
-def _batches(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
-
-
 def lm_eval_worker(settings: LmSettings, argv: list[str], rank_env: RankEnv, device_type: str) -> int:
     """Join the process group; run lm-eval on rank 0 and serve the model on the other ranks. Return the exit status.
 
@@ -290,11 +270,7 @@ def lm_eval_worker(settings: LmSettings, argv: list[str], rank_env: RankEnv, dev
 
 
 def run_harness(argv: list[str], load_here: Callable[[], ServedModel] | None) -> int:
-    """Run lm-eval's command line, with the model of `load_here` registered as "moefold".
-
-    Raises:
-        ConfigError: lm-eval refuses its options, or a task's requirements are missing.
-    """
+    """Run lm-eval's command line, with the model of `load_here` registered as "moefold"."""
     if load_here is not None:
         load = load_here
 

@@ -58,11 +58,7 @@ class LmSettings:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> "LmSettings":
-        """Parse the arguments that lm-eval passes to a model; None values are ignored.
-
-        Raises:
-            ConfigError: an argument is unknown, missing or out of range.
-        """
+        """Parse the arguments that lm-eval passes to a model; None values are ignored."""
         types = {field.name: field.type for field in fields(cls)}
         values = {key: value for key, value in arguments.items() if value is not None}
         if "max_batch_size" in values or str(values.get("batch_size", "")).startswith("auto"):
@@ -93,14 +89,7 @@ class LmSettings:
 
     @spelled_as(ARGUMENT_NAMES)
     def resolve(self, world_size: int | None) -> tuple[ModelSource, Config]:
-        """Find the model and build its inference config.
-
-        Args:
-            world_size: number of ranks started by a launcher, if any.
-
-        Raises:
-            ConfigError: there is no such model, or the mapping does not fit it.
-        """
+        """Find the model and build its inference config for the ranks of a launcher, if any."""
         import_files(filter(None, self.part.split("+")))
         source = find_source(self.path, tuple(filter(None, self.ignore_key.split("+"))))
         source = replace(source, want=override_want(source.want, self.want))
@@ -117,11 +106,7 @@ class LmSettings:
 
     @spelled_as(ARGUMENT_NAMES)
     def load_chat_template(self, source: ModelSource, tokenizer: Tokenizer) -> ChatTemplate:
-        """Load the chat template for --apply_chat_template.
-
-        Raises:
-            ConfigError: the model has no template, or was trained on token ids without a tokenizer.
-        """
+        """Load the chat template for --apply_chat_template."""
         if isinstance(tokenizer, NumberTokenizer):
             raise ConfigError(
                 "--apply_chat_template: the model was trained on bare ids and has no tokenizer; name one with "
@@ -145,11 +130,7 @@ def model_arguments(argv: Sequence[str]) -> dict[str, str]:
 
 
 def applies_chat_template(argv: Sequence[str]) -> bool:
-    """Return whether an lm-eval command line has --apply_chat_template.
-
-    Raises:
-        ConfigError: the option names a template.
-    """
+    """Return whether an lm-eval command line has --apply_chat_template; raise ConfigError if it names a template."""
     if values := [value for option, value in _parse_options(argv) if option == "--apply_chat_template"]:
         raise ConfigError(
             f"--apply_chat_template {values[0]} names one of several templates, but a model has only one here; leave "

@@ -61,7 +61,6 @@ def load_model(
     """Build the model under the config's mapping and load its weights. Collective over all ranks.
 
     Args:
-        source: result of `find_source`.
         cfg: result of `inference_config`.
         tokenizer: result of `open_tokenizer`, if text is read or written.
 

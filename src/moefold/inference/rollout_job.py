@@ -8,7 +8,7 @@ from typing import Literal
 from moefold.config.data import DataConfig
 from moefold.config.rl import RewardConfig
 from moefold.config.schema import Config
-from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, log_note, read_prompts
+from moefold.data.prompts import FilePrompts, Prompt, PromptSource, TaskPrompts, read_prompts
 from moefold.data.reward_prompt import override_want
 from moefold.data.synthetic_problems import Problems
 from moefold.errors import ConfigError, spelled_as
@@ -135,20 +135,14 @@ def prepare_rollouts(
 def open_rollout_prompts(
     data: DataConfig, reward: RewardConfig, source: ModelSource, request: RolloutRequest, *, reports: bool = False
 ) -> PromptSource:
-    """Open the prompts of a job, in the order of their files; log notes on the tokenizer if `reports`.
-
-    Raises:
-        ConfigError: a file or a line of a file cannot be used.
-    """
+    """Open the prompts of a job, in the order of their files; log notes on the tokenizer if `reports`."""
     tokenizer = open_tokenizer(source, request.tokenizer, reports=reports)
     if request.task:
         problems = Problems(data, request.sampling.seed, is_validation=request.held_out)
         return TaskPrompts(problems, tokenizer, source.want)
     with spelled_as(ROLLOUT_NAMES):
         check = check_columns(data, reward)
-        prompts: list[Prompt] = read_prompts(
-            data, tokenizer, source.want, check=check, report=log_note if reports else None
-        )
+        prompts: list[Prompt] = read_prompts(data, tokenizer, source.want, check=check, reports=reports)
     return FilePrompts(prompts, None)
 
 

@@ -108,10 +108,7 @@ class RolloutSummary:
 def pass_at_k(right_P: np.ndarray, samples: int, k: int) -> float:
     """Return the mean probability that k of a prompt's samples include a right one (arXiv:2107.03374 sec. 2.1).
 
-    Args:
-        right_P: number of right samples of each prompt, [P].
-        samples: samples of each prompt, at least k.
-        k: samples drawn without replacement.
+    right_P counts the right samples of each prompt, [P]; the k samples are drawn without replacement.
     """
     wrong_P = samples - right_P
     missed_P = np.ones(len(right_P))

@@ -67,12 +67,7 @@ class CompletionEngine(Protocol):
 class RolloutCollector:
     """Collector that samples and scores groups of rollouts on all ranks of a mapping.
 
-    Args:
-        engine: samples the completions.
-        reward: scores them, on the first rank of tp and pp.
-        tokenizer: converts them to text.
-        stop: conditions that end a rollout.
-        max_tokens: maximum number of new tokens.
+    The first rank of tp and pp scores them.
     """
 
     def __init__(
@@ -106,8 +101,6 @@ class RolloutCollector:
 
         Args:
             indices: numbers of the prompts, the keys of the random numbers.
-            open_prompt: returns a prompt by its number.
-            group_size: number of completions of each prompt.
             adjust: computes rewards from scores.
 
         Raises:
@@ -188,11 +181,7 @@ class RolloutCollector:
 
 
 def stop_rule(data: DataConfig, reward: RewardConfig, tokenizer: Tokenizer) -> StopRule:
-    """Return the conditions that end a rollout: the end of text, and in conversations of the assistant's turn.
-
-    Args:
-        data: the kind of prompts, their files, the tokenizer and the chat template.
-    """
+    """Return the conditions that end a rollout: the end of text, and in conversations of the assistant's turn."""
     eos_ids = frozenset() if tokenizer.separator_id is None else frozenset({tokenizer.separator_id})
     if data.kind != "prompts" or not has_conversations(data, tokenizer, check_columns(data, reward)):
         return StopRule(eos_ids)

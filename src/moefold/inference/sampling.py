@@ -29,11 +29,7 @@ class SamplingParams:
         return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
     def check(self) -> None:
-        """Check the ranges of the parameters.
-
-        Raises:
-            ConfigError: a parameter is out of its range, or has no effect.
-        """
+        """Raise ConfigError if a parameter is out of its range, or has no effect."""
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
                 f"{Setting('--temperature', self.temperature):g} must be at least 0 (0: the likeliest token)"

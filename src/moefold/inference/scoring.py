@@ -60,8 +60,7 @@ class GenerateRequest:
 def score(loaded: LoadedModel, request: ScoreRequest) -> list[Score]:
     """Score sequences in one batch on each data-parallel rank, without cp. Collective; returned on all ranks.
 
-    Args:
-        request: sequences of at least two tokens; all tokens except the first can be scored.
+    Sequences have at least two tokens; all tokens except the first can be scored.
     """
     model = loaded.model
     device = loaded.groups.device
@@ -175,12 +174,9 @@ class Evaluation:
 
 
 def evaluate(loaded: LoadedModel, dataset: TokenDataset, logits: "LogitsFile | None" = None) -> Evaluation:
-    """Evaluate every sequence of a dataset once. Collective over all ranks.
+    """Evaluate every sequence of a dataset, equal on every rank, once. Collective over all ranks.
 
-    Args:
-        loaded: the model; each data-parallel rank runs micro_batch_size sequences at once.
-        dataset: the sequences, equal on every rank.
-        logits: file for the logits of all sequences, written by the first rank of the last stage.
+    Each data-parallel rank runs micro_batch_size sequences at once. The first rank of the last stage writes the logits.
     """
     model = loaded.model
     groups = loaded.groups
@@ -251,10 +247,9 @@ class LogitsFile:
             self._tmp_path.unlink(missing_ok=True)
 
     def write(self, first: int, shards: Tensor | None) -> None:
-        """Write the logits of the sequences from index `first` on.
+        """Write the logits of the sequences from index `first` on, which is the first data-parallel rank's.
 
         Args:
-            first: first sequence of the first data-parallel rank.
             shards: logits of every rank of the stage, [dp*cp*tp, B, S/cp, V/tp]; None on ranks that do not write.
         """
         if shards is None or self._file is None:

@@ -164,11 +164,7 @@ def inference_config(source: ModelSource, request: InferenceRequest, purpose: Pu
 def launched_config(
     source: ModelSource, request: InferenceRequest, purpose: Purpose, rank_env: RankEnv | None
 ) -> Config:
-    """Build the config of an inference command for the ranks of a launcher, if any.
-
-    Raises:
-        ConfigError: see `inference_config`; or the mapping has another number of ranks.
-    """
+    """Build the config of an inference command for the ranks of a launcher, if any; refuse another number of ranks."""
     if rank_env is None:
         return inference_config(source, request, purpose)
     cfg = inference_config(source, replace(request, world_size=rank_env.world_size), purpose)
@@ -269,11 +265,7 @@ def batch_bytes(run: RunConfig, model: ModelConfig, parallel: ParallelConfig, tr
 
 @contextmanager
 def explain_oom(hint: str) -> Iterator[None]:
-    """Convert out-of-memory errors inside the block to one message.
-
-    Raises:
-        ConfigError: memory ran out.
-    """
+    """Convert out-of-memory errors inside the block to one ConfigError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

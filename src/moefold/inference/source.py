@@ -11,13 +11,13 @@ from moefold.checkpoint.run_tokenizer import find_run_tokenizer, have_same_ids, 
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.convert.hf_config import CONFIG_FILE, GENERATION_FILE, inspect_folder, is_hf_folder, read_hf_config
+from moefold.convert.hf_config import inspect_folder, is_hf_folder, read_hf_config
 from moefold.convert.hf_sidecar_files import find_sidecar_dir, recipe_tokenizer
 from moefold.convert.preflight import weights_path
 from moefold.convert.run_config import find_run_config, parse_run_config, read_json_object
-from moefold.data.input_paths import existing_path
+from moefold.data.input_paths import CHAT_TEMPLATE_FILE, CONFIG_FILE, GENERATION_FILE, existing_path
 from moefold.data.reward_prompt import RewardPrompt, stored_reward_prompt
-from moefold.data.tokenizer_folder import TEMPLATE_FILE, tokenizer_file
+from moefold.data.tokenizer_folder import tokenizer_file
 from moefold.errors import ConfigError
 from moefold.remote_path import is_remote
 
@@ -92,11 +92,7 @@ def _path_of_model(name: str) -> Path:
 
 
 def checkpoint_source(path: Path) -> ModelSource:
-    """Return the model of a checkpoint folder.
-
-    Raises:
-        ConfigError: the metadata cannot be read, or has another version.
-    """
+    """Return the model of a checkpoint folder; raise ConfigError if its metadata cannot be read."""
     meta = read_meta(path)
     keys = ("seed", "seq_len")
     data = {key: value for key, value in meta.order.items() if key not in keys and "." not in key}
@@ -126,7 +122,7 @@ def _with_run_tokenizer(source: ModelSource, meta: CheckpointMeta) -> ModelSourc
     if tokenizer_file(saved).is_file():
         data = replace(data, tokenizer=str(tokenizer_file(saved)), chat_template="")
     elif data.chat_template:
-        data = replace(data, chat_template=str(saved / TEMPLATE_FILE))
+        data = replace(data, chat_template=str(saved / CHAT_TEMPLATE_FILE))
     return replace(source, data=data)
 
 

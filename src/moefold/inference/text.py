@@ -14,10 +14,9 @@ from moefold.data.chat import ChatTemplate, load_chat_template
 from moefold.data.file_formats import refuse_surrogates
 from moefold.data.input_paths import existing_path
 from moefold.data.shard_reader import ShardReader
-from moefold.data.token_file import TokenFile, read_npy_header, read_tokenize_info
+from moefold.data.token_file import TokenFile, compare_tokenizers, read_npy_header, read_tokenize_info
 from moefold.data.tokenizer import NumberTokenizer, Tokenizer, load_tokenizer, refuse_nul, report_notes
 from moefold.data.tokenizer_folder import JsonTokenizer, tokenizer_file
-from moefold.data.tokenizer_match import compare_tokenizers
 from moefold.errors import ConfigError, Problem, Setting, spelled_as
 from moefold.inference.source import ModelSource
 
@@ -26,11 +25,7 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = False) -> Tokenizer:
-    """Open the tokenizer of a model.
-
-    Args:
-        override: "bytes" or the path of a tokenizer.json to use instead; "": the source's tokenizer.
-        reports: log the notes on the tokenizer.
+    """Open the tokenizer of a model, or "bytes" or a tokenizer.json to use instead; report the notes on it.
 
     Raises:
         ConfigError: the tokenizer is missing or invalid, or has more ids than the model's vocabulary.
@@ -53,11 +48,7 @@ def open_tokenizer(source: ModelSource, override: str = "", *, reports: bool = F
 
 
 def check_made_by(file: Path, source: ModelSource, override: str = "") -> None:
-    """Compare the tokenizer of a file of ids of `moefold tokenize` with a model's tokenizer, if both are known.
-
-    Raises:
-        ConfigError: the ids were made with another tokenizer, or the model's tokenizer cannot be read.
-    """
+    """Refuse a file of ids that `moefold tokenize` made with another tokenizer than the model's, if both are known."""
     name = override or source.data.tokenizer
     if read_tokenize_info(file.parent) and (name == "bytes" or Path(name).exists()):
         tokenizer = open_tokenizer(source, override)
@@ -92,11 +83,7 @@ def encode_text(source: ModelSource, tokenizer: Tokenizer, text: str, source_lab
 
 
 def encode_prompts(source: ModelSource, tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Tokenise each prompt; an empty prompt becomes the document separator.
-
-    Raises:
-        ConfigError: a prompt is empty and the tokenizer has no separator, or a prompt cannot be tokenised.
-    """
+    """Tokenise each prompt; an empty prompt becomes the document separator, or is refused if there is none."""
     start = () if tokenizer.separator_id is None else (tokenizer.separator_id,)
     encoded = tuple(tuple(encode_text(source, tokenizer, text, "the prompt").tolist()) or start for text in prompts)
     if not all(encoded):
@@ -171,14 +158,7 @@ TEXT_NAMES = {"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-tem
 def open_chat_template(source: ModelSource, tokenizer_override: str, template_override: str) -> ChatTemplate:
     """Load the chat template of a model, from its fine-tuning or its tokenizer's folder, or ChatML for bytes.
 
-    Its prompts contain the reward of `source.want`.
-
-    Args:
-        tokenizer_override: "bytes" or a path to use instead of the model's tokenizer; "": the model's.
-        template_override: a template file to use instead of the model's; "" uses the model's.
-
-    Raises:
-        ConfigError: there is no template, or it cannot be read.
+    Its prompts contain the reward of `source.want`. Overrides other than "" replace the model's tokenizer and template.
     """
     tokenizer = tokenizer_override or source.data.tokenizer
     template = template_override or source.data.chat_template
@@ -190,13 +170,9 @@ def open_chat_template(source: ModelSource, tokenizer_override: str, template_ov
 def encode_messages(
     template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[str], system: str = ""
 ) -> tuple[tuple[int, ...], ...]:
-    """Tokenise each message as a user turn followed by the start of the assistant turn.
+    """Tokenise each message as a user turn, after a system message if any, followed by the start of the assistant turn.
 
     No special tokens are added beyond the template's.
-
-    Args:
-        messages: the user's text in each conversation.
-        system: system message before each text; "": no message.
 
     Raises:
         ConfigError: the template refuses a message, or the model was trained on token ids without a tokenizer.
@@ -220,8 +196,7 @@ def encode_messages(
 class StopStringFilter:
     """Streaming filter that emits text up to the first stop string, and holds back possible prefixes of stop strings.
 
-    Args:
-        stop_strings: the stop strings; without any, or only with "", all text is emitted.
+    Without any stop string, or only with "", all text is emitted.
     """
 
     def __init__(self, *stop_strings: str) -> None:
@@ -291,11 +266,7 @@ class TokenDataset:
     @property
     def num_unused_tokens(self) -> int:
         """Number of tokens in no evaluated sequence."""
-        return (
-            len(self.ids) - self.num_full_sequences * self.seq_len
-            if self.num_sequences == self.num_full_sequences
-            else 0
-        )
+        return self.tail if self.num_sequences == self.num_full_sequences else 0
 
     def batch(self, first: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return `count` sequences from index `first` on, padded with id 0 to [count, width].
@@ -318,11 +289,7 @@ class TokenDataset:
 
 
 def open_ids(path: Path) -> ShardReader:
-    """Open an .npy file of token ids without reading it into memory.
-
-    Raises:
-        ConfigError: the file is missing, or is not a complete one-dimensional .npy array of integers.
-    """
+    """Open an .npy file of token ids without reading it into memory."""
     name = Setting("--tokens", str(path))
     if not path.exists():
         raise ConfigError(name.problem("does not exist", "name an .npy file of token ids"))
@@ -332,11 +299,7 @@ def open_ids(path: Path) -> ShardReader:
 
 
 def check_dataset(dataset: TokenDataset, vocab_size: int, name: str) -> None:
-    """Check that a dataset can be evaluated, by reading all of its ids.
-
-    Raises:
-        ConfigError: there is no full sequence, or an id is outside the vocabulary.
-    """
+    """Read all ids of a dataset; raise ConfigError if an id is outside the vocabulary, or there is no full sequence."""
     if dataset.seq_len < 2:
         rule = "must be at least 2: the first token of a sequence is not predicted"
         raise ConfigError(Problem("--seq-len", dataset.seq_len, rule))

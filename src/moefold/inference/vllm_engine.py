@@ -28,13 +28,8 @@ from moefold.parallel.parallel_model import ParallelModel
 class VllmEngine:
     """Engine that generates completions by a vLLM server; `update` sends it the weights of training.
 
-    All methods are collective over all ranks.
-
-    Args:
-        records_routing: whether completions contain the chosen experts of their tokens.
-
-    Raises:
-        ConfigError: rollout.folder has another model, or cannot be written to.
+    All methods are collective over all ranks. Raises ConfigError if rollout.folder has another model, or cannot be
+    written to.
     """
 
     def __init__(
@@ -61,8 +56,7 @@ class VllmEngine:
         """Write the current weights to the folder and let the server load them; return the seconds.
 
         Raises:
-            ConfigError: the folder cannot be written.
-            RunError: the server did not load them.
+            RunError: the server did not load them; raised on all ranks.
         """
         started_s = time.perf_counter()
         self._groups.recorder.set_phase("sending the weights to vLLM")

@@ -27,6 +27,7 @@ from moefold.config.rl import RolloutConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.convert.run_config import read_json_object
+from moefold.data.input_paths import CONFIG_FILE
 from moefold.errors import ConfigError, RunError
 from moefold.inference.engine.requests import Completion
 from moefold.inference.engine.requests import Request as SampleRequest
@@ -47,13 +48,11 @@ class VllmError(RunError):
 
 
 def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: bool) -> str:
-    """Return the command that starts the server.
+    """Return the command that starts the server for a Hugging Face folder.
 
     Args:
-        folder: the Hugging Face folder to serve.
         dtype: the dtype of training in vLLM's spelling; vLLM's own choice for float32 weights is bfloat16.
         max_tokens: length of the longest prompt with its completion.
-        returns_experts: whether completions contain the experts of their tokens.
     """
     variables = "VLLM_SERVER_DEV_MODE=1"
     options = f"--dtype {dtype} --tokens-only --generation-config vllm --logprobs-mode {LOGPROBS_MODE}"
@@ -70,7 +69,7 @@ def serve_command(folder: str, *, dtype: str, max_tokens: int, returns_experts: 
 def _positions(folder: str) -> int | None:
     """Return max_position_embeddings of a Hugging Face folder; None if it is absent."""
     try:
-        keys = read_json_object(Path(folder) / "config.json")
+        keys = read_json_object(Path(folder) / CONFIG_FILE)
     except (ConfigError, OSError):
         return None
     count = keys.get("max_position_embeddings")
@@ -82,7 +81,6 @@ class VllmClient:
     """Client of one vLLM server.
 
     Args:
-        url: address of the server.
         folder: the Hugging Face folder of its start.
         dtype: the dtype of training, run.dtype.
         max_tokens: maximum tokens of a prompt and its completion, train.seq_len + 1.
@@ -100,11 +98,7 @@ class VllmClient:
     def check(self, *, max_tokens: int) -> None:
         """Check that the server runs, with the model of `folder` and the options of `serve_command`.
 
-        Args:
-            max_tokens: length of the longest prompt with its completion.
-
-        Raises:
-            VllmError: the server does not run, or differs.
+        `max_tokens` is the length of the longest prompt with its completion.
         """
         if self.dtype not in VLLM_DTYPES:
             raise VllmError(
@@ -149,7 +143,6 @@ class VllmClient:
         self.complete(probe, SamplingParams(), None, time.monotonic() + self.timeout_s)
 
     def _check_dtype(self, dtype: object) -> None:
-        """Check that the server uses the dtype of training; raise VllmError if it does not."""
         served = str(dtype).removeprefix("torch.")
         if served == self.dtype:
             return
@@ -170,11 +163,7 @@ class VllmClient:
         return f"start it by: {self._command()}"
 
     def load_weights(self, folder: Path, version: str) -> None:
-        """Load the weights of a folder, clear the cached keys and values of the old weights, and set the new version.
-
-        Raises:
-            VllmError: the server failed.
-        """
+        """Load the weights of a folder, clear the cached keys and values of the old ones, and set the new version."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": self.timeout_s}
         self._call("/collective_rpc", body)
         answer = self._call("/reset_prefix_cache", {})
@@ -190,10 +179,9 @@ class VllmClient:
     def complete(
         self, request: SampleRequest, sampling: SamplingParams, version: str | None, deadline_s: float
     ) -> tuple[Completion, NDArray[np.integer] | None]:
-        """Sample the continuation of a prompt.
+        """Sample the continuation of a prompt, without top-k and top-p.
 
         Args:
-            sampling: sampling parameters, without top-k and top-p.
             version: required version of the weights; None: any.
             deadline_s: latest end, on the clock of time.monotonic.
 
@@ -341,11 +329,7 @@ def _parse_completion(choice: Mapping[str, Any], request: SampleRequest) -> Comp
 
 
 def _parse_experts(text: str) -> NDArray[np.integer]:
-    """Return an array in NumPy's file format, in base64.
-
-    Raises:
-        ValueError: the text is not such an array, or the array does not have three dimensions of integers.
-    """
+    """Return an array in NumPy's file format, in base64; raise ValueError unless it has 3 dimensions of integers."""
     array: NDArray[np.integer] = np.load(BytesIO(b64decode(text, validate=True)), allow_pickle=False)
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError("no experts")

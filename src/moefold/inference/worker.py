@@ -91,14 +91,7 @@ def generate_on_rank(job: GenerateJob, rank_env: RankEnv, device_type: str) -> l
 
 
 def generate_worker(job: GenerateJob, rank_env: RankEnv, device_type: str, *, as_json: bool, echoes: bool) -> int:
-    """Join the job, generate, print on the first rank; return the exit status.
-
-    Args:
-        job: the prompts.
-        rank_env: place of this rank.
-        as_json: print one JSON object per prompt.
-        echoes: print each prompt before its continuation.
-    """
+    """Join the job, generate, print on the first rank; return the exit status."""
     with joined_job(rank_env, device_type, generate_oom_hint()) as device:
         tokenizer = open_tokenizer(job.source, job.tokenizer)
         streams = rank_env.rank == 0 and len(job.requests) == 1 and not as_json
@@ -145,10 +138,8 @@ def _generate(
 class _StreamedOutput:
     """Output of a single continuation while it is generated, after its prompt if that is echoed.
 
-    Args:
-        echoes: print the prompt before its continuation.
-        exits_on_broken_pipe: whether the program ends when the reader ends (`| head`); if not, the remaining text is
-            discarded, because the other ranks wait for this rank.
+    If the reader ends (`| head`), the program ends with one rank; with more, the remaining text is discarded, because
+    the other ranks wait for this rank.
     """
 
     def __init__(self, job: GenerateJob, tokenizer: Tokenizer, *, echoes: bool, exits_on_broken_pipe: bool) -> None:

@@ -49,11 +49,6 @@ class PolicyGradientLoss:
     """Divides the logits, as the sampler does."""
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: a setting is out of its range.
-        """
         for name, is_legal, rule in (
             ("kl", self.kl >= 0, "must be at least 0"),
             ("temperature", self.temperature > 0, "must be greater than 0"),
@@ -101,11 +96,7 @@ class PolicyGradientLoss:
         return self.correction.corrects and self.objective.reads_sampler
 
     def __call__(self, output: ModelOutput, columns: Mapping[str, Tensor]) -> Tensor:
-        """Compute the terms, [len(terms)].
-
-        Raises:
-            ValueError: the batch lacks a column that the loss reads.
-        """
+        """Compute the terms, [len(terms)]."""
         if missing := [name for name in self.columns if name not in columns]:
             raise ValueError(f"the batch lacks the columns {missing} of objective={self.objective.kind!r}")
         losses = output.token_losses(columns["labels"], SoftmaxOptions(self.temperature, has_entropy=True))

@@ -26,12 +26,7 @@ def recipe_loss(align: AlignConfig, train: TrainConfig) -> LossFunction:
 
 
 def policy_loss(rl: RLConfig, temperature: float = 1.0) -> "PolicyGradientLoss":
-    """Return the loss of reinforcement learning.
-
-    Args:
-        rl: the [rl] section.
-        temperature: rollout.temperature.
-    """
+    """Return the loss of reinforcement learning at rollout.temperature."""
     from moefold.config.groups.policy import CorrectionPart, KlPart, ObjectivePart
     from moefold.objectives.policy import PolicyGradientLoss
 

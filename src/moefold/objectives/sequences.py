@@ -11,7 +11,6 @@ class Sequences:
 
     Args:
         ids: index of the sequence of each token within its row, -1 for none, int64 [B, S/cp].
-        context_parallel: the ranks that share the rows.
     """
 
     def __init__(self, ids: Tensor, context_parallel: ContextParallel) -> None:

@@ -29,11 +29,7 @@ class Plateau:
 
     @classmethod
     def from_json(cls, state: object) -> Self:
-        """Return the state in a checkpoint; for None, the state of a new run.
-
-        Raises:
-            TypeError: the value is not such a state.
-        """
+        """Return the state in a checkpoint; for None, the state of a new run; raise TypeError for another value."""
         if state is None:
             return cls()
         if not isinstance(state, dict):

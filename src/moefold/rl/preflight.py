@@ -16,11 +16,7 @@ MAX_CHECKED_PROBLEMS = 1000
 def check_rollout_data(cfg: Config) -> int:
     """Check that prompts exist and fit into a sample with their completions, and that the reward function works.
 
-    Returns:
-        The tokens of the longest prompt with rollout.max_tokens.
-
-    Raises:
-        ConfigError: a check failed; the message has the line of the prompt.
+    Returns the tokens of the longest prompt with rollout.max_tokens.
     """
     tokenizer = load_tokenizer(cfg.data, vocab_size=cfg.model.vocab_size)
     report_notes(tokenizer)

@@ -73,11 +73,7 @@ def weighted_sum(scores: Sequence[NDArray[np.float64]], weights: Sequence[float]
 
 
 def is_mixed(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return whether each group has two different rewards, [P]; only such groups have a gradient.
-
-    Args:
-        rewards_PG: rewards of P prompts with G rollouts each; NaN: the rollout has no reward.
-    """
+    """Return whether each group has two different rewards, [P]; only such groups have a gradient. NaN: no reward."""
     low = np.min(np.where(np.isnan(rewards_PG), np.inf, rewards_PG), axis=1)
     high = np.max(np.where(np.isnan(rewards_PG), -np.inf, rewards_PG), axis=1)
     mixed: NDArray[np.bool_] = high > low
@@ -87,10 +83,7 @@ def is_mixed(rewards_PG: NDArray[np.float64]) -> NDArray[np.bool_]:
 def length_penalty(lengths: NDArray[np.int64], start: int, max_tokens: int) -> NDArray[np.float64]:
     """Return DAPO's soft overlong punishment: 0 up to `start` tokens, -1 at max_tokens (arXiv:2503.14476 sec. 3.4).
 
-    Args:
-        lengths: tokens of each rollout.
-        start: rl.length_penalty_from; 0: no punishment.
-        max_tokens: rollout.max_tokens, above `start`.
+    The start is rl.length_penalty_from, below max_tokens; 0: no punishment.
     """
     if start == 0:
         return np.zeros(lengths.shape)
@@ -104,12 +97,7 @@ def split_reference(reference: str) -> tuple[Path, str] | None:
 
 
 class Reward:
-    """Context manager that computes the rewards of completions.
-
-    Args:
-        data, faults, reward: sections of a recipe that `check_reward` passed.
-        num_ranks: ranks of the job.
-    """
+    """Context manager that computes the rewards of completions, for sections of a recipe that `check_reward` passed."""
 
     def __init__(self, data: DataConfig, faults: FaultsConfig, reward: RewardConfig, *, num_ranks: int) -> None:
         self._names = reward_names(data, reward)
@@ -135,13 +123,7 @@ class Reward:
         ids: Sequence[Sequence[Sequence[int]]],
         on_scored: Callable[[], None] | None = None,
     ) -> list[Scores]:
-        """Return the scores of the completions of each prompt.
-
-        Args:
-            prompts: the prompts.
-            completions: texts of the completions of each prompt.
-            ids: tokens of the completions.
-            on_scored: called after each prompt.
+        """Return the scores of the completions of each prompt, given their texts and tokens.
 
         Raises:
             RunError: the function failed and reward.on_error is "stop"; or the other ranks would give up before all
@@ -183,7 +165,6 @@ class Reward:
         self.close()
 
     def _slowness(self, num_scored: int, num_prompts: int, num_timeouts: int) -> str:
-        """Return the error message on prompts that are not scored in time."""
         reward = self._reward
         return (
             f"the reward function has scored {num_scored} of the {num_prompts} prompts of a rank after "
@@ -258,8 +239,7 @@ def _is_finite(score: Any) -> bool:
 def check_reward(data: DataConfig, reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
     """Check the reward functions of a recipe; a Python function is called once with two completions.
 
-    Args:
-        prompts: at least one prompt of the run; a verifier needs its columns in each.
+    A verifier needs its columns in each of the prompts, at least one.
 
     Raises:
         ConfigError: the function does not exist, a column that it reads is missing or useless, or the call fails.
@@ -284,7 +264,6 @@ def check_columns(data: DataConfig, reward: RewardConfig) -> Callable[[Prompt], 
 
 
 def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> None:
-    """Check one function of reward.use."""
     if name in VERIFIERS:
         for prompt in prompts:
             _check_columns(name, prompt)
@@ -306,7 +285,6 @@ def _check_function(name: str, prompts: Sequence[Prompt], timeout_s: float) -> N
 
 
 def _check_columns(name: str, prompt: Prompt) -> None:
-    """Check that a prompt has the columns of a verifier."""
     for column in REQUIRED_COLUMNS[name]:
         if column not in prompt.columns:
             raise ConfigError(

@@ -35,11 +35,7 @@ class RewardTimeoutError(RewardError):
 
 
 class _Worker:
-    """One worker process.
-
-    Raises:
-        RewardError: the function cannot be imported, or not in time.
-    """
+    """One worker process; raises RewardError if the function cannot be imported in time."""
 
     def __init__(self, path: Path, function: str) -> None:
         self._process = subprocess.Popen(
@@ -65,11 +61,7 @@ class _Worker:
         return self._process.poll() is None
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float) -> list[Any]:
-        """Return the rewards.
-
-        Raises:
-            RewardError: the function failed; a function that hangs is killed.
-        """
+        """Return the rewards; raise RewardError if the function failed, and kill one that hangs."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(arguments) + "\n")
@@ -113,14 +105,7 @@ class RewardPool:
     """Context manager that runs a function on several workers; a worker that hangs or dies is replaced."""
 
     def __init__(self, path: Path, function: str, *, workers: int, timeout_s: float) -> None:
-        """Describe the pool; processes start with the first call.
-
-        Args:
-            path: a Python file.
-            function: name of a function in it.
-            workers: number of processes.
-            timeout_s: time limit of one call.
-        """
+        """Describe the pool; processes start with the first call, and `timeout_s` limits one call."""
         self._path = path
         self._function = function
         self._timeout_s = timeout_s
@@ -138,12 +123,8 @@ class RewardPool:
 
         All calls are queued at once; pending calls are dropped when the pool is closed.
 
-        Args:
-            calls: the keyword arguments.
-            limit_s: time limit of all calls together; None if there is no limit.
-
         Raises:
-            TimeoutError: a result is late; pending calls are dropped.
+            TimeoutError: a result is later than `limit_s` for all calls together; pending calls are dropped.
         """
         return self._threads.map(self._call, calls, timeout=limit_s)
 

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from moefold.config.chosen import chosen_in
 from moefold.config.groups.policy import AdvantagePart
-from moefold.config.rl import RLConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.rl import RLConfig, RolloutConfig
+from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
-from moefold.data.sample import Sample
+from moefold.data.sample import Sample, SampleBatch, stack_samples
 from moefold.data.sft import pack_best_fit
 from moefold.rl.reward import is_mixed, length_penalty
 
@@ -102,11 +104,6 @@ def weigh_rollouts(groups: Sequence[RolloutGroup], rl: RLConfig, max_tokens: int
     """Return the rollouts of one optimizer step with advantages and token weights.
 
     The denominators are counts over the whole step, so a loss does not depend on mapping, packing or micro-batches.
-
-    Args:
-        groups: the groups of the step.
-        rl: advantage, loss_mean, truncated.
-        max_tokens: rollout.max_tokens.
     """
     rewards = np.stack([group.rewards for group in groups])
     advantages = chosen_in(rl, AdvantagePart).advantages(rewards).reshape(-1)
@@ -134,10 +131,7 @@ WEIGHTS = "weights"
 def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: int) -> list[Sample]:
     """Pack rollouts into samples by best fit; each is a document, and only its sampled tokens are targets.
 
-    Args:
-        rollouts: rollouts with at most seq_len + 1 tokens each.
-        seq_len: S.
-        pad_id: id of the padding, which is a separate document.
+    Rollouts have at most seq_len + 1 tokens each; padding is a separate document.
 
     Returns:
         Samples with the columns "weights", "advantages", "old_log_probs" (float64 [S]) and "sequence_ids" (int64 [S]:
@@ -150,12 +144,7 @@ def pack_rollouts(rollouts: Sequence[TrainingRollout], *, seq_len: int, pad_id: 
 def rollout_positions(
     rollouts: Sequence[Rollout], *, seq_len: int, num_samples: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sources of the inputs of the samples of `pack_rollouts`.
-
-    Args:
-        rollouts: see `pack_rollouts`.
-        seq_len: S.
-        num_samples: N; samples after the packed samples are padding.
+    """Return the sources of the inputs of the samples of `pack_rollouts`, and padding up to N samples.
 
     Returns:
         Index of the rollout of each input, -1 for padding, and its position in the rollout, int64 [N, S] each.
@@ -204,3 +193,42 @@ def _pack_sample(rollouts: Sequence[TrainingRollout], seq_len: int, pad_id: int)
     token_columns = {**columns, "sequence_ids": sequence_ids}
     is_padding = np.arange(seq_len + 1) >= start
     return Sample(tokens, documents, weights, is_padding=is_padding, token_columns=token_columns)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Rows of one data-parallel rank."""
+
+    samples: SampleBatch
+    first: int
+    """Index of the first row in the global batch."""
+    num_micro_batches: int
+
+
+def pack_step(
+    groups: Sequence[RolloutGroup],
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    rl: RLConfig,
+    rollout: RolloutConfig,
+    pad_id: int,
+    dp_rank: int,
+) -> StepRows:
+    """Pack the rollouts of one step and return the rows of one rank; the packing is the same under every mapping."""
+    seq_len = train.seq_len
+    dp = parallel.dp
+    rollouts = weigh_rollouts(groups, rl, rollout.max_tokens)
+    samples = pack_rollouts(rollouts, seq_len=seq_len, pad_id=pad_id)
+    micro_batch_size = train.micro_batch_size
+    # A pipeline schedule has a fixed number of micro-batches.
+    count = train.num_micro_batches(parallel.dp) if parallel.pp > 1 else -(-len(samples) // (micro_batch_size * dp))
+    per_rank = count * micro_batch_size
+    samples += [empty_sample(seq_len, pad_id)] * (per_rank * dp - len(samples))
+    first = dp_rank * per_rank
+    return StepRows(stack_samples(samples[first : first + per_rank], seq_len), first, count)
+
+
+def split_steps(groups: Sequence[RolloutGroup], updates: int) -> list[Sequence[RolloutGroup]]:
+    """Return the groups of each optimizer step of a round."""
+    per_step = len(groups) // updates
+    return [groups[i : i + per_step] for i in range(0, len(groups), per_step)]

@@ -18,9 +18,8 @@ from moefold.config.train import TrainConfig
 from moefold.data.prompts import Prompt
 from moefold.errors import ConfigError
 from moefold.rl.reward import FailedReward
-from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting
+from moefold.rl.rollout import Rollout, RolloutGroup, SampledRouting, StepRows
 from moefold.rl.statistics import RoundStatistics
-from moefold.rl.step_rows import StepRows
 
 Arrays = dict[str, NDArray[Any]]
 FINISH_REASONS = ("eos", "length", "stop")
@@ -111,7 +110,6 @@ class RolloutTable:
         self._rounds = deque(rounds)
 
     def __len__(self) -> int:
-        """Return the number of rounds."""
         return len(self._rounds)
 
     @property
@@ -137,10 +135,7 @@ class RolloutTable:
     def drop_older(self, step: int, staleness: int, updates: int) -> int:
         """Remove the first round that exceeds a staleness, and all later rounds; return their number.
 
-        Args:
-            step: optimizer steps of the run before training on the oldest round.
-            staleness: rl.staleness.
-            updates: rl.updates.
+        `step` counts the optimizer steps of the run before training on the oldest round.
         """
         num_kept = 0
         for round_ in self._rounds:
@@ -213,14 +208,7 @@ def empty_arrays(headers: Sequence[Mapping[str, Any]]) -> Arrays:
 def restore_table(
     headers: Sequence[Mapping[str, Any]], arrays: Arrays, open_prompt: Callable[[int], Prompt], group_size: int
 ) -> RolloutTable:
-    """Return the table of a checkpoint.
-
-    Args:
-        headers: headers of the rounds.
-        arrays: arrays of the rows.
-        open_prompt: returns a prompt by its number.
-        group_size: rollouts of a prompt.
-    """
+    """Return the table of a checkpoint, from the headers of the rounds and the arrays of the rows."""
     table = RolloutTable()
     row = token = 0
     for number, header in enumerate(headers):
@@ -257,11 +245,7 @@ def restore_table(
 
 
 def table_headers(state: object) -> list[dict[str, Any]]:
-    """Return the headers in the state of reinforcement learning of a checkpoint; empty for None.
-
-    Raises:
-        TypeError: the values are not headers.
-    """
+    """Return the headers in the state of reinforcement learning of a checkpoint; empty for None."""
     headers = state.get(TABLE_KEY, []) if isinstance(state, dict) else []
     names = {"version", "prompts", "rollouts", "groups", "tokens", *(f"sampled_{name}" for name in COUNTS)}
     for header in headers if isinstance(headers, list) else [headers]:
@@ -280,11 +264,7 @@ def table_headers(state: object) -> list[dict[str, Any]]:
 
 
 def check_headers(headers: Sequence[Mapping[str, Any]], train: TrainConfig, rl: RLConfig) -> None:
-    """Check that the rounds of a checkpoint fit a recipe.
-
-    Raises:
-        ConfigError: the number of rollouts or of groups differs.
-    """
+    """Raise ConfigError if the rounds of a checkpoint have another number of rollouts or of groups than a recipe."""
     needed = rl.updates * train.global_batch_size
     for header in headers:
         size = header["rollouts"] // header["groups"]

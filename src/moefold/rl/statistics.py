@@ -70,13 +70,9 @@ class RoundStatistics:
 
 
 def mean_rewards(scores: Sequence[Mapping[str, NDArray[np.float64]]]) -> dict[str, float | None] | None:
-    """Return the mean result of each of several reward functions; None for a function without a number.
+    """Return the mean results of each of several reward functions by name; None for one without a number.
 
-    Args:
-        scores: `RolloutGroup.parts` of some groups.
-
-    Returns:
-        Means by name; None for a single function.
+    The result is None for a single function; the scores are `RolloutGroup.parts` of some groups.
     """
     # Rounds of a resumed run may be older than a function of the recipe.
     names = {name: None for parts in scores for name in parts}

@@ -112,10 +112,9 @@ TASK_VERIFIERS: Mapping[str, str] = {"sort": "exact", "add": "number", "countdow
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number of a text, exactly; commas between digits are dropped.
+    """Return the last number of a text, exactly, without commas between digits.
 
-    Returns:
-        The number; None if there is no number, or it is longer than MAX_NUMBER_CHARACTERS.
+    None if there is no number, or it is longer than MAX_NUMBER_CHARACTERS.
     """
     matches = _NUMBER.findall(text)
     if not matches or len(matches[-1]) > MAX_NUMBER_CHARACTERS:
@@ -124,10 +123,9 @@ def last_number(text: str) -> Fraction | None:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """Evaluate an expression of whole numbers, + - * / and parentheses.
+    """Evaluate an expression of whole numbers, + - * / and parentheses; return the value, and its numbers in order.
 
-    Returns:
-        The value, and the numbers in their order; None if the text is not such an expression, or divides by zero.
+    None if the text is not such an expression, or divides by zero.
     """
     if len(text) > MAX_EXPRESSION_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return None

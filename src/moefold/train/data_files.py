@@ -6,7 +6,7 @@ from moefold.checkpoint.checkpoint_meta import CheckpointMeta
 from moefold.checkpoint.resume import SampleOrder, data_order_change, moved_data_message, relocated
 from moefold.comm.groups import World, current_world
 from moefold.config.data import DataConfig
-from moefold.data.fingerprint import file_sizes, fingerprint, size_differences_by_file
+from moefold.data.fingerprint import file_sizes, fingerprint, size_differences
 from moefold.data.input_paths import SKIPPED
 from moefold.data.skip_corrupt import corrupt_files
 from moefold.data.source_listing import named_sources
@@ -32,10 +32,10 @@ def resolve_data_files(data: DataConfig, world: World) -> DataFingerprints:
             raised on every rank.
     """
     on_rank0: DataFingerprints = world.all_gather_object(_read_fingerprints(data) if world.is_rank0 else None)[0]
-    size_differences = {} if world.is_rank0 else size_differences_by_file(on_rank0.by_name, file_sizes(data))
+    own = {} if world.is_rank0 else size_differences(on_rank0.by_name, file_sizes(data))
     fingerprints = dict(on_rank0.by_name)
     reasons = dict(on_rank0.skip_reasons)
-    for rank, differences in enumerate(world.all_gather_object(size_differences)):
+    for rank, differences in enumerate(world.all_gather_object(own)):
         reason = f"rank {rank} sees other data than rank 0: {format_list(list(differences.values()))}"
         if differences and not data.drops_files:
             raise ConfigError(f"{reason}; give all machines the same files")

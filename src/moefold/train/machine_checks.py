@@ -253,7 +253,7 @@ def check_rollout_cache(cfg: Config, device_type: str) -> None:
     Raises:
         ConfigError: a sample does not fit into the cache.
     """
-    from moefold.inference.engine.capacity import cache_pages, check_requests
+    from moefold.inference.engine.pages import cache_pages, check_requests
     from moefold.inference.engine.requests import EngineSettings, Request
 
     rollout = cfg.rollout

@@ -26,9 +26,8 @@ from moefold.objectives.recipe_loss import loss_columns
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.rl.reward import FailedReward, Reward, check_columns
-from moefold.rl.rollout import Rollout, RolloutGroup
+from moefold.rl.rollout import Rollout, RolloutGroup, pack_step
 from moefold.rl.rollout_table import TABLE_KEY
-from moefold.rl.step_rows import pack_step
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.data_files import RunDataFiles

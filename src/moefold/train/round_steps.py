@@ -11,9 +11,8 @@ from moefold.config.train import TrainConfig
 from moefold.parallel.batch import Batch
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.rollout_replay import BatchRouting, PackedTokens, RolloutReplay
-from moefold.rl.rollout import RolloutGroup, SampledRouting, rollout_positions
+from moefold.rl.rollout import RolloutGroup, SampledRouting, StepRows, rollout_positions, split_steps
 from moefold.rl.rollout_table import Round
-from moefold.rl.step_rows import StepRows, split_steps
 from moefold.train.batch_sharding import BatchBuilder
 from moefold.train.log_probs import LogProbCapture, label_log_probs
 

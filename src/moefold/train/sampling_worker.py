@@ -12,16 +12,16 @@ from moefold.comm.groups import ParallelGroups, current_world
 from moefold.comm.trainer_sampler_link import JobLink, PendingObject
 from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
-from moefold.data.fingerprint import file_sizes, size_differences_by_file
+from moefold.data.fingerprint import file_sizes, size_differences
 from moefold.data.prompts import open_prompts
 from moefold.data.tokenizer import load_tokenizer
 from moefold.errors import ConfigError, format_list
 from moefold.parallel.inference_model import InferenceModel
 from moefold.parallel.remote_reshard import WeightReceiver
 from moefold.rl.reward import Reward, check_columns
+from moefold.rl.rollout import pack_step, split_steps
 from moefold.rl.rollout_table import Round
 from moefold.rl.statistics import RoundStatistics
-from moefold.rl.step_rows import pack_step, split_steps
 from moefold.topology.layout import Layout
 from moefold.topology.rollout_mapping import rollout_config
 from moefold.train.remote_rollouts import ORDERS_TAG, ROUNDS_TAG, RoundOrder, SamplingStart, sampling_rank_of
@@ -88,7 +88,7 @@ class SamplingWorker:
         """
         start = self._link.receive_object(0, ORDERS_TAG)
         assert isinstance(start, SamplingStart)
-        differences = size_differences_by_file(start.fingerprints, file_sizes(self._cfg.data))
+        differences = size_differences(start.fingerprints, file_sizes(self._cfg.data))
         for rank, difference in enumerate(current_world().all_gather_object(differences)):
             if difference:
                 raise ConfigError(

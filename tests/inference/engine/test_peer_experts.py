@@ -19,7 +19,7 @@ from moefold.inference.settings import InferenceRequest, inference_config
 from moefold.inference.source import find_source
 from moefold.model.local_param import local_tensor
 from moefold.parallel.inference_model import InferenceModel
-from tests.inference.example import CPU, recipe, recipe_of_kind, write_checkpoint
+from tests.inference.example import CPU
 from tests.ops.c_kernels import needs_compiler
 from tests.slow import slow
 
@@ -67,15 +67,12 @@ def generate(path: Path, experts: str, mapping: dict[str, Any], dtype: str) -> d
         ),
     ],
 )
-def test_fetched_experts_give_the_bits_of_one_rank_and_of_whole_experts(pool, tmp_path, kind, mapping, dtype):
-    pool.run(1, write_checkpoint, recipe(kind, tmp_path) if kind == "mixtral" else recipe_of_kind(kind, tmp_path))
-    (expected,) = pool.run(1, generate, tmp_path, "exchange", {}, dtype)
-    whole = {axis: degree for axis, degree in mapping.items() if axis != "ep"}
-    for experts, degrees in (("fetch", mapping), ("exchange", whole)):
-        found: dict[int, Completion] = {}
-        for of_rank in pool.run(mapping["world_size"], generate, tmp_path, experts, degrees, dtype):
-            found |= of_rank
-        assert found == expected
+def test_fetched_experts_give_the_bits_of_one_rank(pool, of_kind, kind, mapping, dtype):
+    (expected,) = pool.run(1, generate, of_kind(kind), "exchange", {}, dtype)
+    found: dict[int, Completion] = {}
+    for of_rank in pool.run(mapping["world_size"], generate, of_kind(kind), "fetch", mapping, dtype):
+        found |= of_rank
+    assert found == expected
 
 
 def _expert_memory(path: Path) -> tuple[int, int, set[int], int]:
@@ -89,9 +86,8 @@ def _expert_memory(path: Path) -> tuple[int, int, set[int], int]:
     return sum(t.nbytes for t in own), sum(t.nbytes for t in read), storages, len(own)
 
 
-def test_all_ranks_together_hold_the_experts_once(pool, tmp_path):
-    pool.run(1, write_checkpoint, recipe_of_kind("gpt-oss", tmp_path))
-    for own_bytes, read_bytes, storages, count in pool.run(2, _expert_memory, tmp_path):
+def test_all_ranks_together_hold_the_experts_once(pool, of_kind):
+    for own_bytes, read_bytes, storages, count in pool.run(2, _expert_memory, of_kind("gpt-oss")):
         assert count > 0
         assert 2 * own_bytes == read_bytes
         # The parameters are views of the tensors that the layers read, in one piece of memory that both ranks map.
@@ -124,23 +120,22 @@ def _most_ahead(path: Path, experts: str, waits: bool) -> int:
     return ahead
 
 
-def test_a_rank_that_waits_delays_no_other_rank(pool, tmp_path):
-    pool.run(1, write_checkpoint, recipe_of_kind("gpt-oss", tmp_path))
-    assert pool.run(2, _most_ahead, tmp_path, "fetch", True)[0] == 19
+def test_a_rank_that_waits_delays_no_other_rank(pool, of_kind):
+    assert pool.run(2, _most_ahead, of_kind("gpt-oss"), "fetch", True)[0] == 19
     # Ranks that exchange tokens are in the same pass, or one has left it and the other has not.
-    assert pool.run(2, _most_ahead, tmp_path, "exchange", False)[0] <= 1
+    assert pool.run(2, _most_ahead, of_kind("gpt-oss"), "exchange", False)[0] <= 1
 
 
 def _changed(path: Path) -> list[bool]:
     """Whether each rank reads the weights that its peers write, after each of some changes."""
-    model = opened(path, "fetch", {"world_size": 4, "ep": 4}, "float32")
+    model = opened(path, "fetch", {"world_size": 2, "ep": 2}, "float32")
     layer = next(iter(model.stage.moe_layers().values()))
     seen = []
-    for step in range(20):
+    for step in range(10):
         with model.writing_weights():
             for weight in layer.experts.weights:
                 local_tensor(weight).fill_(100 * step + model.groups.rank)
-        expected = torch.tensor([100.0 * step + rank for rank in range(4)]).repeat_interleave(
+        expected = torch.tensor([100.0 * step + rank for rank in range(2)]).repeat_interleave(
             len(local_tensor(layer.experts.w_up))
         )
         assert layer.experts.peer_weights is not None
@@ -151,15 +146,13 @@ def _changed(path: Path) -> list[bool]:
     return seen
 
 
-def test_a_change_is_seen_whole_by_all_ranks(pool, tmp_path):
-    pool.run(1, write_checkpoint, recipe_of_kind("gpt-oss", tmp_path))
-    assert pool.run(4, _changed, tmp_path) == [[True] * 20] * 4
+def test_a_change_is_seen_whole_by_all_ranks(pool, of_kind):
+    assert pool.run(2, _changed, of_kind("gpt-oss")) == [[True] * 10] * 2
 
 
 @pytest.mark.slow
-def test_groups_of_ep_have_memory_of_their_own(pool, tmp_path):
-    pool.run(1, write_checkpoint, recipe_of_kind("gpt-oss", tmp_path))
-    found = pool.run(4, _inodes, tmp_path)
+def test_groups_of_ep_have_memory_of_their_own(pool, of_kind):
+    found = pool.run(4, _inodes, of_kind("gpt-oss"))
     assert len(found) == 4
     assert found[0] == found[1] != found[2] == found[3]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from moefold.inference.engine.engine import RolloutEngine
 from moefold.inference.engine.requests import Completion, EngineSettings
 from tests.inference.engine.sampled_requests import PROMPTS, REQUESTS, SAMPLED, name, own_requests
-from tests.inference.example import KINDS, SLOW_KINDS, opened, recipe_of_kind, write_checkpoint
+from tests.inference.example import KINDS, SLOW_KINDS, opened
 
 WIDE = {"dtype": "float64"}
 NUM_PAGES = 3
@@ -65,11 +65,8 @@ def in_few_pages(path: Path) -> tuple[list[Completion], int]:
 @pytest.mark.parametrize(
     "kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS | SLOW_KINDS)]
 )
-def test_shared_and_preempted_prompts_have_the_choices_of_the_whole_text(pool, mixtral, tmp_path, kind):
-    path = mixtral
-    if kind != "mixtral":
-        path = tmp_path
-        pool.run(1, write_checkpoint, recipe_of_kind(kind, tmp_path))
+def test_shared_and_preempted_prompts_have_the_choices_of_the_whole_text(pool, of_kind, kind):
+    path = of_kind(kind)
     ((found, num_preemptions),) = pool.run(1, in_few_pages, path)
     (expected,) = pool.run(1, whole_text, path, [completion.tokens for completion in found])
     assert num_preemptions > 0

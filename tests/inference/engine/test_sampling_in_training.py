@@ -36,10 +36,8 @@ def interrupted(engine: RolloutEngine) -> None:
         engine.generate(REQUESTS, on_token=raise_later)
 
 
-def train(
-    cfg: Config, samples: bool, fails: bool = False
-) -> tuple[list[float], list[torch.Tensor], list[list[Completion]]]:
-    """Losses and weights of three steps, and completions between them if `samples`, after a failed one if `fails`."""
+def train(cfg: Config, samples: bool) -> tuple[list[float], list[torch.Tensor], list[list[Completion]]]:
+    """Losses and weights of two steps; if `samples`, completions before each, twice, around a failed generation."""
     groups = ParallelGroups.create(check_config(cfg), torch.device("cpu"))
     model = parallelize(cfg, groups)
     training = TrainingStep(model, cfg)
@@ -48,12 +46,13 @@ def train(
     engine = RolloutEngine(model, EngineSettings(slots=2, pass_tokens=8), SamplingParams(temperature=0.7, seed=1))
     losses: list[float] = []
     completions: list[list[Completion]] = []
-    for step in range(1, 4):
-        if fails:
-            interrupted(engine)
+    for step in (1, 2):
         if samples:
             # The ranks of a stage run different numbers of passes.
-            completions.append(engine.generate(REQUESTS[groups.attn.dp_cp.rank :]))
+            requests = REQUESTS[groups.attn.dp_cp.rank :]
+            completions.append(engine.generate(requests))
+            interrupted(engine)
+            completions.append(engine.generate(requests))
         losses.append(training.run(sharder.batch(step), step).loss)
     return losses, [local_tensor(p.data).clone() for p in training.parameters.values()], completions
 
@@ -62,7 +61,7 @@ def train(
 @pytest.mark.parametrize(
     "mapping",
     [
-        pytest.param({"world_size": 1}, marks=pytest.mark.slow),
+        {"world_size": 1, "zero": 0},
         pytest.param({"zero": 0, "ep": 2}, marks=pytest.mark.slow),
         {"zero": 3},
         pytest.param({"zero": 2, "cp": 2, "ep": 2, "overlap_experts": True}, marks=pytest.mark.slow),
@@ -80,8 +79,9 @@ def test_sampling_between_steps_changes_no_bit_of_training(pool, mapping):
     for (losses, weights, completions), (expected_losses, expected_weights, _) in zip(found, expected, strict=True):
         assert losses == expected_losses
         torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
-        # The weights have changed between the generations.
-        assert all(not c or c[-1].log_probs != completions[0][-1].log_probs for c in completions[1:])
+        # A generation that an error ended leaves the model as it was; a step changes the weights.
+        assert completions[0::2] == completions[1::2]
+        assert not completions[0] or completions[2][-1].log_probs != completions[0][-1].log_probs
 
 
 def sample_and_count_casts(cfg: Config, keeps: bool) -> tuple[list[int], list[list[Completion]], bool]:
@@ -116,15 +116,3 @@ def test_a_generation_on_one_rank_casts_each_weight_once(pool):
     assert counts[0] == counts[1] == counts[2] > 0
     assert plain_counts[1] > plain_counts[0] > counts[0]
     assert not are_left
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("mapping", [{"zero": 3}, {"world_size": 1, "zero": 0}], ids=str)
-def test_an_error_in_sampling_leaves_the_model_as_it_was(pool, mapping):
-    cfg = tiny({}, {"capacity_factor": 1.0}, **{"world_size": 2} | mapping)
-    found = pool.run(cfg.parallel.world_size, train, cfg, True, True)
-    expected = pool.run(cfg.parallel.world_size, train, cfg, True)
-    for (losses, weights, completions), (expected_losses, expected_weights, same) in zip(found, expected, strict=True):
-        assert losses == expected_losses
-        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
-        assert completions == same

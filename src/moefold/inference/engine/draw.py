@@ -19,11 +19,7 @@ MANTISSA_BITS = 53
 
 
 class UniformStream:
-    """Uniform draws in [0, 1) of one sample, a pure function of (seed, prompt number, sample number, position).
-
-    Args:
-        seed: seed of the sampling parameters.
-    """
+    """Uniform draws in [0, 1) of one sample, a pure function of (seed, prompt number, sample number, position)."""
 
     def __init__(self, seed: int, request: Request) -> None:
         self._key = hash_ints(seed, request.prompt_number, request.sample_number)
@@ -49,7 +45,7 @@ class Draw(NamedTuple):
 
 
 def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel | None = None) -> Tensor:
-    """Sample a token for each row of logits: int64 [N] on the device of the logits, without a wait.
+    """Sample a token for each row of logits over the whole vocabulary: int64 [N] on their device, without a wait.
 
     A row's token does not depend on the other rows. Weights are computed in float64 and rounded to integers. Their sums
     are exact, so that the order of summation does not change a draw. Devices may differ in the last bit of `exp`, and
@@ -57,7 +53,6 @@ def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel |
     10^12 falls between an old and a new bound.
 
     Args:
-        logits_NV: logits over the whole vocabulary.
         kernel: draws if it supports the logits and the whole distribution is sampled; None: torch operations.
 
     Returns:

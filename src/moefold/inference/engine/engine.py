@@ -17,8 +17,8 @@ from moefold.comm.collectives import all_reduce_max, broadcast
 from moefold.comm.host_copy import copy_to_device, copy_together_to_device
 from moefold.config.cache_pages import page_positions
 from moefold.cost.kv_cache import CacheSizes
-from moefold.inference.engine.capacity import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.draw import Draw, UniformStream, check_drawn, choose_tokens
+from moefold.inference.engine.pages import cache_pages, check_longest, most_positions, pages_needed
 from moefold.inference.engine.requests import (
     Completion,
     EngineSettings,
@@ -64,8 +64,6 @@ StopCondition = Callable[[int, Sequence[int]], bool]
 
 @dataclass
 class _OpenSample:
-    """A sample that is not complete."""
-
     request: Request
     sampling: SamplingParams
     uniforms: UniformStream
@@ -97,8 +95,6 @@ class RolloutEngine:
 
     Args:
         model: an inference model, or a model in training, whose weights are used in place.
-        settings: checked limits.
-        sampling: checked sampling parameters.
         records_routing: whether completions contain the chosen experts of their tokens.
 
     Raises:
@@ -125,11 +121,7 @@ class RolloutEngine:
     def open(self, num_pages: int, constrain: Constrain | None = None) -> Iterator["OpenGeneration"]:
         """Open a generation, which accepts new requests while others run; collective over all ranks.
 
-        The weights must not change inside this context.
-
-        Args:
-            num_pages: pages of the cache, at most as many as the settings allow.
-            constrain: starts the grammar of a request; None if no request has a grammar.
+        The weights must not change inside this context. Requests with a grammar need `constrain`.
         """
         with ExitStack() as stack:
             chain = stack.enter_context(forward_chain(self._model))
@@ -218,11 +210,9 @@ class OpenGeneration:
         self._steps_together = shares_experts_over_samples(chain)
 
     def add(self, number: int, request: Request) -> None:
-        """Add a request.
+        """Add a request that fits into the cache; see `check_requests`.
 
-        Args:
-            number: unique among the samples that are not popped; smaller numbers have priority.
-            request: the request, which must fit into the cache; see `check_requests`.
+        The number is unique among the samples that are not popped; smaller numbers have priority.
         """
         assert request.prompt, "a prompt has at least one token"
         sampling = request.sampling or self._sampling
@@ -427,13 +417,9 @@ def _most_likely(logits_NV: Tensor, count: int) -> Tensor:
 
 
 def _alternatives(token: float, log_prob: float, best: Sequence[float], count: int) -> tuple[tuple[int, float], ...]:
-    """Return the first most likely tokens with their log-probabilities.
+    """Return the first most likely tokens with their log-probabilities; `best` has the ids, then the log-probabilities.
 
-    Args:
-        token: the token at this position.
-        log_prob: its log-probability, which the loss computes in another order of sums.
-        best: ids of the most likely tokens, then their log-probabilities.
-        count: number of tokens.
+    The loss computes `log_prob`, of `token`, in another order of sums.
     """
     half = len(best) // 2
     pairs = zip(best[: min(count, half)], best[half:], strict=False)
@@ -483,15 +469,7 @@ def _divide_by_temperature(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
 def change_logits(
     logits_V: Tensor, request: Request, rules: LogitRules, tokens: Sequence[int], constraint: Constraint | None
 ) -> None:
-    """Change the logits of a sample's next token in place.
-
-    Args:
-        logits_V: logits over the whole vocabulary.
-        request: the sample.
-        rules: rules of the request.
-        tokens: the sample's new tokens so far.
-        constraint: state of the grammar, if any.
-    """
+    """Change the logits of a sample's next token over the whole vocabulary in place, after its new tokens so far."""
     device = logits_V.device
     if rules.bias:
         ids, values = zip(*rules.bias, strict=True)

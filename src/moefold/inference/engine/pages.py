@@ -1,13 +1,19 @@
-"""Pages of a paged KV cache (arXiv:2309.06180): allocation, reference counts, and page tables with copy-on-write.
+"""Pages of a paged KV cache (arXiv:2309.06180): allocation, page tables with copy-on-write, and how many are needed.
 
 The size of a page is in `config/cache_pages.py`. The module also has the slots of recurrent states, one for each
 sequence.
 """
 
-from heapq import heappop, heappush
+from collections import Counter
+from collections.abc import Sequence
+from heapq import heappop, heappush, nlargest
 
 import numpy as np
 from numpy.typing import NDArray
+
+from moefold.cost.kv_cache import CacheSizes, num_state_slots
+from moefold.errors import ConfigError, Setting
+from moefold.inference.engine.requests import EngineSettings, Request
 
 
 def pages_for(num_positions: int, page_positions: int) -> int:
@@ -16,12 +22,7 @@ def pages_for(num_positions: int, page_positions: int) -> int:
 
 
 class PagePool:
-    """Free list and reference counts of the pages of a cache.
-
-    Args:
-        num_pages: total number of pages, numbered from 0.
-        page_positions: positions of a page.
-    """
+    """Free list and reference counts of the pages of a cache, numbered from 0."""
 
     def __init__(self, num_pages: int, page_positions: int) -> None:
         self.page_positions = page_positions
@@ -64,11 +65,7 @@ class PagePool:
 
 
 class StateSlots:
-    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first.
-
-    Args:
-        num_slots: total number of slots, numbered from 0.
-    """
+    """Free list of the slots of recurrent states (linear attention); the lowest free slot is taken first."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots))
@@ -83,12 +80,7 @@ class StateSlots:
 
 
 class PageTable:
-    """Pages of one sequence in the order of its positions.
-
-    Args:
-        pool: pool of the pages.
-        max_pages: maximum pages of the sequence.
-    """
+    """Pages of one sequence in the order of its positions."""
 
     def __init__(self, pool: PagePool, max_pages: int) -> None:
         self._pool = pool
@@ -120,11 +112,9 @@ class PageTable:
         self.capacity = num_pages * self._pool.page_positions
 
     def replace(self, position: int, page: int) -> int:
-        """Replace a shared page by an allocated page; return the shared page, whose reference is removed.
+        """Replace the shared page of a position by an allocated one; return it, whose reference is removed.
 
-        Args:
-            position: a position in the shared page.
-            page: the allocated page; the caller must copy the contents of the shared page to it.
+        The caller must copy the contents of the shared page to the other one.
         """
         index = position // self._pool.page_positions
         shared = int(self.pages[index])
@@ -148,3 +138,58 @@ class PageTable:
         self.pages[: self.num_pages] = 0
         self.num_shared_positions = 0
         self._set_num_pages(0)
+
+
+MIN_PAGE_BYTES = 1024
+"""Minimum bytes counted for a page: with only linear attention, a page consists of entries in the page tables."""
+
+
+def cache_pages(sizes: CacheSizes, settings: EngineSettings) -> int | None:
+    """Return the pages that fit into the cache of a rank, at least one; None if it is as large as the requests need."""
+    if settings.cache_gib == 0:
+        return None
+    page_bytes = max(sizes.kv_bytes(sizes.page_positions, settings.cache), MIN_PAGE_BYTES)
+    state_bytes = num_state_slots(settings.slots) * sizes.state_bytes
+    num_pages = int((settings.cache_gib * 2**30 - state_bytes) // page_bytes)
+    if num_pages < 1 and state_bytes:
+        raise ConfigError(
+            f"{Setting('rollout.cache_gib', settings.cache_gib):g} is smaller than one page of {sizes.page_positions} "
+            f"tokens and the states of linear attention, {(state_bytes + page_bytes) / 2**30:.3g} GiB; set at least "
+            f"that, or fewer {Setting('rollout.slots')}"
+        )
+    if num_pages < 1:
+        raise ConfigError(
+            f"{Setting('rollout.cache_gib', settings.cache_gib):g} is smaller than one page of {sizes.page_positions} "
+            f"tokens, {page_bytes / 2**30:.3g} GiB; set at least that"
+        )
+    return num_pages
+
+
+def pages_needed(requests: Sequence[Request], settings: EngineSettings, page_positions: int) -> int:
+    """Return the maximum pages, of `page_positions` each, that the requests can use at once, at least 1.
+
+    Each of the samples with a shared prompt has a copy of its last page.
+    """
+    num_samples = Counter(request.prompt for request in requests)
+    shared = settings.share_prompts
+    sizes = (pages_for(r.max_positions, page_positions) + (shared and num_samples[r.prompt] > 1) for r in requests)
+    return max(1, sum(nlargest(settings.slots, sizes)))
+
+
+def check_requests(requests: Sequence[Request], num_pages: int, page_positions: int) -> None:
+    """Raise ConfigError if a cache of this size is too small for one of the requests."""
+    check_longest(most_positions(requests), num_pages, page_positions)
+
+
+def most_positions(requests: Sequence[Request]) -> int:
+    """Return the positions of the longest sample, prompt and new tokens; 0 without requests."""
+    return max((request.max_positions for request in requests), default=0)
+
+
+def check_longest(num_positions: int, num_pages: int, page_positions: int) -> None:
+    """Raise ConfigError if a cache of this size is too small for a sample of the given positions."""
+    if pages_for(num_positions, page_positions) > num_pages:
+        raise ConfigError(
+            f"the cache of {num_pages * page_positions} tokens holds no sample of {num_positions} (prompt and new "
+            f"tokens); set a larger {Setting('rollout.cache_gib')}, or fewer new tokens"
+        )

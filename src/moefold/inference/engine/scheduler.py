@@ -116,9 +116,6 @@ class PassScheduler:
 
     After each `next_pass`, `append` or `finish` must be called for every segment with a number. All decisions are a
     function of the calls, so ranks with the same calls agree.
-
-    Args:
-        limits: limits of the passes.
     """
 
     def __init__(self, limits: PassLimits) -> None:
@@ -150,12 +147,7 @@ class PassScheduler:
         return bool(self._samples)
 
     def add(self, number: int, request: Request) -> None:
-        """Add a sample; smaller numbers have priority.
-
-        Args:
-            number: unique among the unfinished samples, at least 0.
-            request: the sample, whose positions must fit into the cache.
-        """
+        """Add a sample that fits into the cache; its number is unique, at least 0, and smaller ones have priority."""
         max_pages = self._pages_for(request.max_positions)
         assert max_pages <= self._limits.num_pages, (max_pages, self._limits.num_pages)
         assert number not in self._samples, number
@@ -284,10 +276,7 @@ class PassScheduler:
     def _reserve(self, sequence: _Sequence, count: int, number: int) -> int:
         """Provide pages for the next tokens of a sequence; return the number of tokens with pages.
 
-        Args:
-            sequence: a sample, or the shared part of its prompt.
-            count: number of tokens.
-            number: number of the sample; younger samples may lose their pages.
+        Samples younger than `number` may lose their pages.
         """
         first = sequence.num_cached
         table = sequence.table

@@ -155,10 +155,7 @@ class Observer:
 
 
 class AccessLog:
-    """Log with a line for each request.
-
-    Args:
-        name: a file that lines are appended to, or "-" for standard error.
+    """Log with a line for each request, in a file that lines are appended to, or on standard error for "-".
 
     Raises:
         ConfigError: the file cannot be written.

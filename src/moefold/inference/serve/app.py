@@ -44,14 +44,7 @@ DISCONNECT_POLL_S = 0.5
 
 
 class CompletionServer:
-    """Server that answers requests with the samples of an engine loop.
-
-    Args:
-        job: the server.
-        loop: the engine loop, on another thread.
-        grammars: grammars of JSON formats.
-        log: receives a line for each request; None if there is no access log.
-    """
+    """Server that answers requests with the samples of an engine loop, which runs on another thread."""
 
     def __init__(
         self,
@@ -128,11 +121,7 @@ class CompletionServer:
 
     @contextmanager
     def _counted(self, request: ApiRequest) -> Iterator[None]:
-        """Count the samples of a request as open inside this context, before they are created.
-
-        Raises:
-            ApiError: they exceed the limit of this server.
-        """
+        """Count the samples of a request as open inside this context, before they are created; refuse too many."""
         num_samples = request.num_prompts * request.num_samples
         max_samples = self._job.options.max_concurrent
         if num_samples > max_samples:
@@ -154,11 +143,9 @@ class CompletionServer:
             self._metrics.num_open -= num_samples
 
     async def _read_body(self, http: HttpRequest) -> bytes:
-        """Read the body up to the limit.
+        """Read the body up to the limit; it must be declared as JSON.
 
-        Raises:
-            ApiError: the body is larger, the client has disconnected, or the header does not declare JSON. A web page
-                of another origin cannot send that header without a preflight request, which is never allowed.
+        A web page of another origin cannot send that header without a preflight request, which is never allowed.
         """
         if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError("the body must be JSON, with the header Content-Type: application/json", 415)
@@ -174,11 +161,7 @@ class CompletionServer:
         return bytes(body)
 
     async def _start(self, http: HttpRequest, request: ApiRequest) -> "_Run":
-        """Return a request with its samples for the engine.
-
-        Raises:
-            ApiError: a prompt cannot be tokenised, or does not fit, or the model cannot answer in this form.
-        """
+        """Return a request with its samples for the engine."""
         start = time.perf_counter()
         try:
             encoded = await self._encoder.encode(request)
@@ -302,12 +285,7 @@ class CompletionServer:
 
 
 class _Run:
-    """Request that the engine is answering.
-
-    Args:
-        request: the checked request.
-        start: time when reading began, from `time.perf_counter`.
-    """
+    """Request that the engine is answering, with the time when reading began, from `time.perf_counter`."""
 
     def __init__(
         self,
@@ -358,9 +336,8 @@ class _Run:
 class _EventStream:
     """Response of server-sent events.
 
-    Args:
-        events: ended with the response, even if the client disconnects.
-        stack: closed with the response, even if no event was read.
+    The events end with the response, and the stack is closed with it, even if the client disconnects or no event was
+    read.
     """
 
     def __init__(self, events: AsyncGenerator[str, None], stack: ExitStack) -> None:
@@ -368,7 +345,6 @@ class _EventStream:
         self._held = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         with self._held:
             try:
                 await StreamingResponse(self._events, media_type="text/event-stream")(scope, receive, send)

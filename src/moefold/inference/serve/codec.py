@@ -53,12 +53,7 @@ class EncodedRequest:
 
 
 class PromptEncoder:
-    """Encoder of the prompts of requests, with the conditions that end a completion.
-
-    Args:
-        job: the server.
-        grammars: grammars of JSON formats.
-    """
+    """Encoder of the prompts of requests, with the conditions that end a completion."""
 
     def __init__(self, job: ServeJob, tokenizer: Tokenizer, grammars: JsonGrammars) -> None:
         self._job = job
@@ -184,11 +179,7 @@ class PromptEncoder:
 
 
 def _known_variables(variables: Mapping[str, Any], source: str, location: str) -> Mapping[str, Any]:
-    """Return the variables of a request for its template; false and null are equal to absent variables.
-
-    Raises:
-        ApiError: the template does not read a variable.
-    """
+    """Return the variables of a request if its template reads them; false and null are equal to absent variables."""
     for name, value in variables.items():
         param = "reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
         if name in _RESERVED_VARIABLES:
@@ -201,12 +192,7 @@ def _known_variables(variables: Mapping[str, Any], source: str, location: str) -
 
 
 class SampleText:
-    """Text and calls of one sample as its tokens arrive.
-
-    Args:
-        table: text of each id.
-        encoded: the request.
-    """
+    """Text and calls of one sample as its tokens arrive."""
 
     def __init__(self, tokenizer: Tokenizer, table: TokenTable, encoded: EncodedRequest) -> None:
         self._encoded = encoded

@@ -31,10 +31,6 @@ class _Cancel:
     number: int
 
 
-class _Stop:
-    pass
-
-
 @dataclass(frozen=True)
 class _Receiver:
     """Callback of an unfinished sample, and the rank that generates it."""
@@ -43,15 +39,12 @@ class _Receiver:
     deliver: Deliver
 
 
-_Command = _Add | _Cancel | _Stop
+_Command = _Add | _Cancel | None
+"""None ends the loop."""
 
 
 class EngineLoop:
-    """Loop of passes while there are samples. `run` is called on every rank, the other methods on rank 0.
-
-    Args:
-        generation: an open generation of the engine.
-    """
+    """Loop of passes while there are samples. `run` is called on every rank, the other methods on rank 0."""
 
     def __init__(self, generation: OpenGeneration, groups: ParallelGroups) -> None:
         self._generation = generation
@@ -64,11 +57,9 @@ class EngineLoop:
         """Data-parallel rank of each unfinished sample; the same on all ranks."""
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> list[int]:
-        """Add a sample for each request and return the numbers of the samples; thread-safe.
+        """Add a sample for each request, which fits into the cache, and return their numbers; thread-safe.
 
-        Args:
-            requests: requests that fit into the cache.
-            deliver: receives each new token; the last token of a sample has its finish reason.
+        `deliver` receives each new token; the last token of a sample has its finish reason.
         """
         load = Counter(dict.fromkeys(range(self._groups.attn.dp.size), 0))
         # The loop's own record lacks samples that were submitted during the current pass. Creating the list is atomic,
@@ -90,7 +81,7 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End `run` on all ranks; thread-safe."""
-        self._commands.put([_Stop()])
+        self._commands.put([None])
 
     def run(self) -> None:
         """Run passes until `stop`; collective over all ranks."""
@@ -129,7 +120,7 @@ class EngineLoop:
     def _apply(self, commands: Sequence[_Command]) -> bool:
         """Execute commands; return False if a command ends the loop."""
         for command in commands:
-            if isinstance(command, _Stop):
+            if command is None:
                 return False
             if isinstance(command, _Add):
                 self._dp_rank_of[command.number] = command.dp_rank

@@ -17,13 +17,7 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """Error that answers a request.
-
-    Args:
-        message: the fault and the way out.
-        status: HTTP status.
-        param: field of the request.
-    """
+    """Error that answers a request, with the HTTP status and the field of the request."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
@@ -251,11 +245,7 @@ class ChatFields(SharedFields):
 
 
 def read_fields(body: bytes, kind: ApiKind) -> CompletionFields | ChatFields:
-    """Read the fields of a request.
-
-    Raises:
-        ApiError: the body is not valid, or requests an unsupported feature.
-    """
+    """Read the fields of a request; raise ApiError if the body is not valid, or requests an unsupported feature."""
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -278,11 +268,7 @@ def read_fields(body: bytes, kind: ApiKind) -> CompletionFields | ChatFields:
 
 
 def _check_neutral(name: str, value: Any, schema: type[SharedFields]) -> None:
-    """Check a field without an implementation.
-
-    Raises:
-        ApiError: the field is unknown, or its value is not neutral.
-    """
+    """Refuse a field without an implementation, unless its value is neutral."""
     if name not in NEUTRAL:
         guess = closest_match(name, [*schema.model_fields, *NEUTRAL, *LABELS])
         hint = f"; did you mean {guess!r}?" if guess else "; leave it out"

@@ -26,8 +26,7 @@ class GrammarError(ConfigError):
 class JsonGrammars:
     """Grammars over the tokens of a model. The package's tokenizer reads the bytes of ids, not an untrusted file.
 
-    Args:
-        vocab_size: rows of the model; its additional ids are never allowed.
+    Ids of the model that the tokenizer lacks are never allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -36,11 +35,7 @@ class JsonGrammars:
         self._for_ends = lru_cache(CACHED_TOKENIZERS)(self._tokenizer_for)
 
     def check(self, grammar: str, eos_ids: frozenset[int]) -> None:
-        """Check a grammar before its request is accepted.
-
-        Args:
-            grammar: a JSON schema, as JSON.
-            eos_ids: tokens that end the answer.
+        """Check a JSON schema, as JSON, before its request is accepted.
 
         Raises:
             GrammarError: the package is not installed, the schema is invalid, or no token ends an answer.

@@ -10,7 +10,7 @@ from moefold.data.reward_prompt import override_want
 from moefold.errors import ConfigError, spelled_as
 from moefold.host.listen import check_port
 from moefold.host.rank_env import RankEnv
-from moefold.inference.engine.capacity import cache_pages
+from moefold.inference.engine.pages import cache_pages
 from moefold.inference.engine.requests import EngineSettings
 from moefold.inference.jobs import choose_inference_device
 from moefold.inference.serve.reasoning import check_reasons
@@ -73,12 +73,7 @@ def prepare_server(
     rank_env: RankEnv | None,
     report: Callable[[Sequence[str]], None],
 ) -> ServeJob:
-    """Check a server before any rank starts.
-
-    Args:
-        model: a checkpoint, a run folder or a Hugging Face folder.
-        overrides: the mapping.
-        options: other settings.
+    """Check a server before any rank starts; the overrides are its mapping.
 
     Raises:
         ConfigError: the model, an option or the mapping cannot work, or the memory is too small.

@@ -96,15 +96,7 @@ class ApiRequest:
 
 
 def parse_request(body: bytes, kind: ApiKind, model_name: str) -> ApiRequest:
-    """Parse and check the body of a request.
-
-    Args:
-        body: JSON.
-        kind: kind of the endpoint.
-
-    Raises:
-        ApiError: the body is not valid, or requests an unsupported feature.
-    """
+    """Parse and check the JSON body of a request; raise ApiError if it is not valid, or not supported."""
     fields = read_fields(body, kind)
     if fields.model not in (None, model_name):
         raise ApiError(f"model {fields.model!r} does not exist; this server has {model_name!r}", 404, "model")
@@ -252,10 +244,7 @@ def _schema(fields: SharedFields) -> str:
 
 
 def _tool_use(fields: ChatFields) -> ToolUse | None:
-    """Return the tools that the model may call.
-
-    With tool_choice="none" the prompt contains no tools.
-    """
+    """Return the tools that the model may call; with tool_choice="none" the prompt contains no tools."""
     choice = fields.tool_choice
     if not fields.tools:
         if choice not in (None, "none", "auto"):

@@ -8,14 +8,7 @@ MARKS = frozenset({BEGIN, END})
 
 
 def check_reasons(source: str, location: str) -> None:
-    """Check that a chat template has the marks of reasoning.
-
-    Args:
-        location: location of the template, for the message.
-
-    Raises:
-        ConfigError: the template has no marks.
-    """
+    """Raise ConfigError if a chat template has no marks of reasoning."""
     if END not in source:
         raise ConfigError(
             f"--reasoning has no effect: the chat template of {location} has no {BEGIN} and {END}; leave it out, or "
@@ -36,12 +29,7 @@ class ReasoningReader:
         self._pending = ""
 
     def push(self, text: str, *, is_end: bool) -> tuple[str, str]:
-        """Add text; return the final reasoning and the final other text.
-
-        Args:
-            text: the next part of the answer.
-            is_end: whether it is the last part.
-        """
+        """Add the next part of the answer; return the final reasoning and the final other text."""
         if self._is_done:
             return "", text
         self._pending += text

@@ -72,7 +72,6 @@ def _decoded(text: str, start: int, *, is_end: bool) -> tuple[Any, int] | None:
 
 
 def _call_of(value: Any) -> Call:
-    """Return the call of a JSON object."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise NoCallError
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -256,9 +255,6 @@ FORMATS = (
 def find_format(template: str, location: str) -> ToolFormat:
     """Return the format of calls in a chat template.
 
-    Args:
-        template: source of the template.
-
     Raises:
         ApiError: the template does not support tools, or has a format of calls without a reader.
     """
@@ -310,11 +306,7 @@ class CallReader:
     """
 
     def __init__(self, tool_use: ToolUse, tool_format: ToolFormat | None) -> None:
-        """Start an answer.
-
-        Args:
-            tool_format: format of calls in the text; None if a call is forced, and the text is JSON by `forced_schema`.
-        """
+        """Start an answer; without a format a call is forced, and the text is JSON by `forced_schema`."""
         self._tool_use = tool_use
         self._format = tool_format
         self._pending = ""
