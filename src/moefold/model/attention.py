@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from moefold.ops.block_attention import (
     CausalKernel,
     CudaFlash,
     FlashMask,
-    LimitedCausalKernel,
     additive_mask,
     attention_block,
     attention_block_backward,
@@ -37,6 +36,9 @@ from moefold.ops.documents import AttentionChunks, PackedDocuments
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import is_faster_in_fp32
 from moefold.ops.rope import NoRope, Rope
+
+if TYPE_CHECKING:
+    from moefold.ops.cpu.attention import CAttention
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ class CausalAttention:
     def __init__(self, window: int = 0, chunk_size: int = 0) -> None:
         self._window = window
         self._chunks = AttentionChunks(chunk_size)
-        self.kernel: LimitedCausalKernel | None = None
+        self.kernel: CAttention | None = None
         self.block_kernel: CausalKernel | None = None
         self.tuner: Autotuner | None = None
 
@@ -324,7 +326,7 @@ class CausalAttention:
         """Attend by `kernel` if that supports the tensors, else by a kernel for blocks or SDPA, on [S, B, heads, D]."""
         takes_limits = self._has_kernel_for(q, k, v)
         block_mask = mask_spec.local_mask(0, q, takes_limits=takes_limits)
-        kernel: LimitedCausalKernel | CausalKernel | None = self.kernel if takes_limits else None
+        kernel: CAttention | CausalKernel | None = self.kernel if takes_limits else None
         if kernel is None and sinks is not None:
             kernel = _supported_kernel(self.block_kernel, block_mask, q, k, v)
         # In bfloat16 on a CPU, blocks upcast inside both passes, so that the saved tensors stay in bfloat16.

@@ -17,9 +17,9 @@ from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.model.layer_cache import CurrentPass, LayerCache, PassRows
 from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.documents import PackedDocuments
-from moefold.ops.paged_attention import PagedAttentionKernel
 
 if TYPE_CHECKING:
+    from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.paged_flash import FlashPages
 
 MAX_GATHERED_ELEMENTS = 1 << 24
@@ -47,7 +47,7 @@ class Pages:
         return self.tensor
 
     def write_transposed(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
-        """Write rows of keys; return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions]."""
+        """Write rows of keys; return the pages as `CPagedAttention` reads them, [P, G, D, positions]."""
         pages = self.allocate_transposed(new_RGD, *new_RGD.shape[1:])
         positions = self._shape[1]
         pages[slots_R // positions, :, :, slots_R % positions] = new_RGD
@@ -60,7 +60,7 @@ class Pages:
         return self.tensor
 
     def write_heads_first(self, new_RGD: Tensor, slots_R: Tensor) -> Tensor:
-        """Write rows of values; return the pages as a `PagedAttentionKernel` reads them, [P, G, positions, D]."""
+        """Write rows of values; return the pages as `CPagedAttention` reads them, [P, G, positions, D]."""
         pages = self.allocate_heads_first(new_RGD, *new_RGD.shape[1:])
         positions = self._shape[1]
         pages[slots_R // positions, :, slots_R % positions] = new_RGD
@@ -133,7 +133,7 @@ class PagedAttention(PagedCache):
         self._page_positions = page_positions
 
     def kernel_pages(self, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions] and [P, G, positions, D].
+        """Return the pages as `CPagedAttention` reads them, [P, G, D, positions] and [P, G, positions, D].
 
         The first call allocates them.
 
@@ -255,7 +255,7 @@ class PagedLatents(PagedCache):
 class PageKernels:
     """Kernels that read the pages where they lie, without a gather; None if there is no such kernel."""
 
-    rows: PagedAttentionKernel | None = None
+    rows: "CPagedAttention | None" = None
     """Kernel with a page table for each row, for pages of `PAGE_POSITIONS` positions."""
     segments: "FlashPages | None" = None
     """Kernel with a page table for each segment."""
