@@ -34,8 +34,7 @@ MORE_SHAPES = {
 def kernel(request, built_with):
     from moefold.ops.cpu.linear_attention import CLinearAttention
 
-    flags = VECTORS[request.param]
-    return built_with(CLinearAttention, flags) if flags else CLinearAttention()
+    return built_with(CLinearAttention, VECTORS[request.param])
 
 
 def _inputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor | None]:

@@ -7,7 +7,6 @@ from moefold.model.transformer import build_model
 from moefold.ops.rope import Rope, rotate_halves
 from moefold.parallel.kernels.select import apply_kernels, select_kernels
 from tests.ops.c_kernels import CPU, HALF_STEPS, assert_same_losses, in_each_type, needs_compiler, recipe
-from tests.verify.recipes import LATENT
 
 pytestmark = needs_compiler
 
@@ -141,10 +140,7 @@ def test_the_choice_is_automatic_and_reaches_the_model():
         assert model.rope.kernel is chosen.rope
 
 
-CASES = [pytest.param({"world_size": 2, "cp": 2}, id="cp"), pytest.param({"model": LATENT}, id="latent")]
-
-
 @pytest.mark.parity
-@pytest.mark.parametrize("case", CASES)
-def test_on_and_off_give_the_same_losses(pool, case):
-    assert_same_losses(pool, case)
+def test_on_and_off_give_the_same_losses(pool):
+    """With context parallelism; the heads of latent attention: test_attention.py."""
+    assert_same_losses(pool, {"world_size": 2, "cp": 2})
