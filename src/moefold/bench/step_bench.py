@@ -21,8 +21,7 @@ from moefold.bench.timing import (
 )
 from moefold.model.transformer import TORCH_DTYPES
 from moefold.progress import ProgressCallback, ignore_progress
-
-GIB = 2**30
+from moefold.terminal import GIB
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,9 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
     if AUTO not in cfg.train.recompute:
         return cfg, ""
     # The memory formula; the other values of train.recompute need none.
-    from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
+    from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
     from moefold.cost.saved_tensors import KERNEL_PROFILES
+    from moefold.terminal import GIB
 
     budget_bytes = round(cfg.train.memory_budget_gib * GIB)
     if not budget_bytes:

@@ -36,7 +36,8 @@ def check_memory_device(cfg: Config, device_type: str) -> None:
         return
     if cfg.train.memory_budget_gib:
         # numpy takes a tenth of a second to import, and other recipes do not need it.
-        from moefold.cost.auto_recompute import GIB, choose_recompute
+        from moefold.cost.auto_recompute import choose_recompute
+        from moefold.terminal import GIB
 
         choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), KERNEL_PROFILES[device_type])
     elif device_type == "cpu":
