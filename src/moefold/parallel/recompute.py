@@ -16,6 +16,7 @@ from moefold.model.mlp import SwiGLU
 from moefold.model.module_wrapper import Wrapper, set_on_modules, wrap_method
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Block, Transformer
+from moefold.terminal import GIB
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
@@ -37,7 +38,6 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
     # The memory formula; the other values of train.recompute need none.
     from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
     from moefold.cost.saved_tensors import KERNEL_PROFILES
-    from moefold.terminal import GIB
 
     budget_bytes = round(cfg.train.memory_budget_gib * GIB)
     if not budget_bytes:
