@@ -33,6 +33,7 @@ from moefold.comm.private_torch import (
     cuda_flash_attention_backward,
 )
 from moefold.ops.documents import Segments
+from moefold.ops.elementwise import widened
 from moefold.ops.expert_ops import unit_stride
 from moefold.ops.gemm import is_faster_in_fp32
 
@@ -402,8 +403,8 @@ class MathBlockAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         q_SBGRD = _group_heads(q, k)
-        k_SBGD = _upcast(k)
-        v_SBGD = _upcast(v)
+        k_SBGD = widened(k)
+        v_SBGD = widened(v)
         scores = _masked_scores(q_SBGRD, k_SBGD, block_mask)
         lse = scores.logsumexp(-1)
         # For fully masked queries, -inf - (-inf) would be NaN.
@@ -417,8 +418,8 @@ class MathBlockAttention:
         """Return (dq, dk, dv)."""
         q_SBGRD = _group_heads(q, k)
         grad_SBGRD = _group_heads(grad_out, k)
-        k_SBGD = _upcast(k)
-        v_SBGD = _upcast(v)
+        k_SBGD = widened(k)
+        v_SBGD = widened(v)
         lse_BGRS = lse.permute(1, 2, 0).unflatten(1, (k.shape[2], -1))
         probs = torch.exp(_masked_scores(q_SBGRD, k_SBGD, block_mask) - lse_BGRS.unsqueeze(-1))
         delta_BGRS = (grad_SBGRD * _group_heads(out, k)).sum(-1).permute(1, 2, 3, 0)
@@ -496,11 +497,7 @@ def _masked_scores(q_SBGRD: Tensor, k_SBGD: Tensor, block_mask: Mask) -> Tensor:
 
 def _group_heads(x_SBAD: Tensor, k_SBGD: Tensor) -> Tensor:
     """Group query heads, [S, B, A, D] -> [S, B, G, A/G, D], in the accumulation dtype."""
-    return _upcast(x_SBAD).unflatten(2, (k_SBGD.shape[2], -1))
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x.dtype))
+    return widened(x_SBAD).unflatten(2, (k_SBGD.shape[2], -1))
 
 
 def heads_first(x_SBAD: Tensor) -> Tensor:
