@@ -73,7 +73,7 @@ def layer_s(size: int, gemm_s: float, collective_s: float, steps: int, overlaps:
     send_recv = collectives.send_recv
     message_s = collective_s / (size - 1)
     collectives.send_recv = lambda *args: [DelayedWork(work, message_s) for work in send_recv(*args)]
-    for name in ("_sync_all_gather", "_sync_reduce_scatter"):
+    for name in ("_all_gather_now", "_reduce_scatter_now"):
         setattr(collectives, name, _delay(collective_s, getattr(collectives, name)))
     tokens = (AsyncTensorParallel if overlaps else SequenceParallelTokens)(tp)
     backend = UnquantizedLinear(SleepingGemm(gemm_s / (size * TOKENS)))
@@ -90,9 +90,9 @@ def layer_s(size: int, gemm_s: float, collective_s: float, steps: int, overlaps:
 
 
 def _delay(seconds: float, collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def delayed(*args: object) -> Tensor:
+    def delayed(*args: object, **options: object) -> Tensor:
         time.sleep(seconds)
-        return collective(*args)
+        return collective(*args, **options)
 
     return delayed
 

@@ -105,7 +105,10 @@ def escape_char(char: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
 
 
 def format_bytes(size: int) -> str:

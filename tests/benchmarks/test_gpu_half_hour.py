@@ -332,7 +332,7 @@ open(written, "w").write(name)
 
 
 def _quick_stages(suite, device, work, *, is_tiny):
-    """Return the stages of a GPU with their order and rules and a hundred times their seconds; only `env` is real."""
+    """Return the stages of a GPU with their order and rules, and a hundred times their seconds."""
     found = []
     for stage in suite_stages(suite, "cuda", work, is_tiny=False):
         rows = work / f"{stage.name}.jsonl"
@@ -340,7 +340,6 @@ def _quick_stages(suite, device, work, *, is_tiny):
         command = [sys.executable, "-S", "-c", QUICK, *words, str(work / f"{stage.name}.txt")]
         seconds = {"limit_s": 100 * stage.limit_s, "expected_s": 100 * stage.expected_s}
         found.append(replace(stage, command=command, json_file=rows, **seconds))
-    found[0] = suite_stages(suite, device, work, is_tiny=is_tiny)[0]
     return found
 
 

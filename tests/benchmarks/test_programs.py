@@ -8,7 +8,6 @@ import pytest
 from benchmarks import dispatch_phases, least_loaded, plot_report, rank_times, scaling
 from tests.e2e.command import environment
 from tests.e2e.forked import run_program
-from tests.slow import slow
 
 BELOW_A_FILE = f"{__file__}/x"
 """Path that not even root can create."""
@@ -38,8 +37,10 @@ def test_invalid_options_are_refused(capsys, name, words, message):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("as_json", [True, *slow([(False,)])])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_json", [True, False])
 def test_the_least_loaded_program_reports_both_dispatchers(capfd, as_json):
+    """Its measurements: test_least_loaded.py."""
     words = ["--ranks", "2", "--tokens", "128", "--skew", "0.9", "--steps", "1"]
     assert least_loaded.main([*words, *(["--json"] if as_json else [])]) == 0
     out = capfd.readouterr().out
@@ -96,11 +97,11 @@ def test_ranks_of_a_small_recipe(tmp_path):
 @pytest.mark.e2e
 def test_the_scaling_program_reports_tokens_and_experts(capfd, tmp_path):
     report, picture = tmp_path / "report.json", tmp_path / "bars.png"
-    words = ["--tokens", "256", "512", "--experts", "8", "16", "--steps", "1", "--threads", "1", "--clock", "cpu"]
+    words = ["--tokens", "64", "128", "--experts", "8", "16", "--steps", "1", "--threads", "1", "--clock", "cpu"]
     assert scaling.main([*words, "--json", str(report), "--picture", str(picture)]) == 0
     assert "of the best" in capfd.readouterr().out
     found = json.loads(report.read_text())
-    assert [point["tokens"] for point in found["by_tokens"]] == [256, 512]
+    assert [point["tokens"] for point in found["by_tokens"]] == [64, 128]
     assert [point["experts"] for point in found["by_experts"]] == [8, 16]
     assert found["by_experts"][0]["ratio"] == 1
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -96,26 +96,12 @@ def test_a_report_of_another_machine_is_not_continued(tmp_path, capsys, monkeypa
     assert "has machine 'another', and not 'an abacus'" in capsys.readouterr().err
 
 
-def test_a_contestant_that_fails_is_left_out_with_its_reason(tmp_path):
-    """Real processes: one takes its turns, the other ends."""
-    _write_large(tmp_path)
-    good, bad = _contestants(good="safetensors", bad="no")
-    rows = race.Row("against itself", "good", ("good",)), race.Row("against what failed", "good", ("bad",), 1.0)
-    seat = turns.Seat(tmp_path, tmp_path / "scratch", turns.TINY, 3)
-    args = race.argparse.Namespace(rounds=2, vllm=None)
-    *_, found = race.run_part(race.Part("two", (good, bad), rows), seat, args, _Turns())
-    assert found["absent"] == {"bad": "failed: KeyError: 'no'"}
-    assert [len(rounds) for rounds in found["seconds"]["good"].values()] == [2]
-    whole, absent = found["rows"]
-    assert (whole["other"], whole["ratio"], absent["absent"]) == ("good", 1.0, "failed: KeyError: 'no'")
-    lines = race.table({"machine": "an abacus", "rounds": 2, "parts": {"two": found}}).splitlines()
-    assert lines[-2:] == ["against what failed        absent: failed: KeyError: 'no'", "bad: failed: KeyError: 'no'"]
-
-
-def test_a_part_that_was_stopped_goes_on_with_its_contestants_in_changing_order(tmp_path):
+def test_a_part_that_was_stopped_goes_on_and_a_contestant_that_fails_is_left_out(tmp_path):
+    """Real processes: two take their turns, in changing order, and the third ends."""
     _write_large(tmp_path)
     contestants = _contestants(plain="safetensors", hashed="safetensors with hashes", bad="no")
-    part = race.Part("three", contestants, (race.Row("x", "plain", ("hashed",)),))
+    rows = race.Row("x", "plain", ("plain",)), race.Row("against what failed", "plain", ("bad",), 1.0)
+    part = race.Part("three", contestants, rows)
     args = race.argparse.Namespace(rounds=3, vllm=None)
     rounds = race.run_part(part, turns.Seat(tmp_path, tmp_path / "first", turns.TINY, 3), args, _Turns())
     stopped = json.loads(json.dumps(next(rounds)))
@@ -125,11 +111,15 @@ def test_a_part_that_was_stopped_goes_on_with_its_contestants_in_changing_order(
     seat = turns.Seat(tmp_path, tmp_path / "second", turns.TINY, 3)
     *_, found = race.run_part(part, seat, args, order, stopped)
     assert order.names == [*("plain", "hashed"), *("hashed", "plain"), *("plain", "hashed")]
-    assert found["absent"] == stopped["absent"]
+    assert found["absent"] == stopped["absent"] == {"bad": "failed: KeyError: 'no'"}
     for name in ("plain", "hashed"):
         first, *others = found["seconds"][name][""]
         assert [first] == stopped["seconds"][name][""]
         assert len(others) == 2
+    whole, absent = found["rows"]
+    assert (whole["other"], whole["ratio"], absent["absent"]) == ("plain", 1.0, "failed: KeyError: 'no'")
+    lines = race.table({"machine": "an abacus", "rounds": 3, "parts": {"three": found}}).splitlines()
+    assert lines[-2:] == ["against what failed        absent: failed: KeyError: 'no'", "bad: failed: KeyError: 'no'"]
 
 
 def _write_large(folder):

@@ -10,7 +10,10 @@ from moefold.recipe import load_config
 from tests.bench.small_sizes import SIZES
 
 CPU = torch.device("cpu")
-SHORT = ["train.seq_len=4", "train.micro_batch_size=1", "train.global_batch_size=1", "model.ffn.moe.num_experts=4"]
+SHORT = [
+    *("train.seq_len=4", "train.micro_batch_size=1", "train.global_batch_size=1", "model.ffn.moe.num_experts=4"),
+    *("model.hidden_size=16", "model.ffn.moe.intermediate_size=16"),
+]
 UNFUSED = ["router", "permutation", EXPERTS, "combine"]
 FUSED = ["router", "plan of the permutation", FUSED_EXPERTS]
 

@@ -75,7 +75,7 @@ def test_the_boxes_of_all_ranks_are_a_partition_with_replicas(mapping):
         assert all(one.intersect(other) is None for one in found for other in found if one != other), name
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.sampled_from(TRAINED),
     st.sampled_from(TRAINED),
@@ -157,7 +157,7 @@ def _check_near_senders(plan: ReshardPlan, source: WeightSharding, ranks_per_nod
 
 
 def test_a_mapping_to_itself_moves_nothing():
-    for mapping in TRAINED:
+    for mapping in TRAINED[::8]:
         sharding = _sharding(mapping)
         plan = plan_reshard(sharding, sharding, dict.fromkeys(sharding.shapes, 4), 1000)
         assert plan.buckets == ()

@@ -16,7 +16,7 @@ from moefold.config.part import make_part
 from moefold.config.schema import Config
 from moefold.cost.activation_memory import LOSS_COPIED_LOGITS, LOSS_TILE_TOKENS, activation_memory
 from moefold.cost.auto_layout_memory import max_in_flight
-from moefold.cost.auto_recompute import GIB, choose_recompute
+from moefold.cost.auto_recompute import choose_recompute
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.metrics.memory_tracker import MemoryTracker
@@ -33,6 +33,7 @@ from moefold.ops.grouped_experts import GroupedExpertOps
 from moefold.ops.linear_attention import CHUNK_SIZE
 from moefold.ops.torch_experts import GroupedMMExpertOps
 from moefold.parts.dispatcher.alltoall.module import AllToAllDispatcher
+from moefold.terminal import GIB
 from moefold.topology.layout import fold
 from moefold.train.memory_profile import MeasuredMemory, measure_rank
 from moefold.validate.config import check_config

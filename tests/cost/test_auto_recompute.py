@@ -9,11 +9,12 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.schema import Config
 from moefold.config.train import TrainConfig
-from moefold.cost.auto_recompute import GIB, choose_recompute, recompute_overhead
+from moefold.cost.auto_recompute import choose_recompute, recompute_overhead
 from moefold.cost.peak_memory import compute_rank_memory
 from moefold.cost.recompute_parts import recompute_parts
 from moefold.cost.saved_tensors import CPU_KERNELS, CUDA_KERNELS
 from moefold.errors import ConfigError
+from moefold.terminal import GIB
 from moefold.validate.config import check_config
 from tests.models import model_of
 

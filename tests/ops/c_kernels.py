@@ -1,12 +1,13 @@
 """Common code of the tests of kernels in C: their builds, their rounding, and runs with and without them."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moefold.config.schema import Config
 from moefold.ops.cpu.build import COMPILERS
@@ -33,6 +34,22 @@ def recipe(dtype: str, kernels: str, **words: Any) -> Config:
     train = {"global_batch_size": 2} if words.get("world_size", 1) == 1 else {}
     cfg = tiny(**words | {"train": train | words.get("train", {})})
     return replace(cfg, run=replace(cfg.run, dtype=dtype, kernels=kernels))
+
+
+def same_bits_on_threads(compute: Callable[[], Iterable[Tensor]], counts: Sequence[int] = (1, 2, 3)) -> list[Tensor]:
+    """Compute with each number of threads, check that all results have the same bits, and return them."""
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in counts:
+            torch.set_num_threads(threads)
+            results.append(list(compute()))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+    return results[0]
 
 
 def steps_of(pool: WorkerPool, cfg: Config, run: Callable[..., Any] = run_distributed) -> Any:

@@ -117,11 +117,17 @@ def _short_compilation() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_short_compilation")
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
-def test_inductor_computes_the_same(dtype):
+def test_inductor_computes_the_same():
+    """One function shows that it runs; it compiles the others in the same way."""
+    g, u = torch.randn(2, 3, 6, dtype=torch.float64)
+    torch.testing.assert_close(CompiledSwiGLU().swiglu(g, u), F.silu(g) * u)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_short_compilation")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_inductor_computes_the_same_gradients(dtype):
     inputs = tuple(_leaf(3, 6, dtype=dtype) for _ in range(2))
     grad = torch.randn(3, 6, dtype=dtype)
-    kernel = CompiledSwiGLU()
     y = F.silu(inputs[0]) * inputs[1]
-    torch.testing.assert_close(kernel.swiglu(*inputs), y)
-    torch.testing.assert_close(kernel.swiglu_backward(grad, *inputs), torch.autograd.grad(y, inputs, grad))
+    torch.testing.assert_close(CompiledSwiGLU().swiglu_backward(grad, *inputs), torch.autograd.grad(y, inputs, grad))

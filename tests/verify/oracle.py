@@ -36,6 +36,19 @@ def errors_of_broken_run(
     return [found for found in compare_records(oracle_of(cfg, num_steps), ranks) if found.error > TOLERANCE]
 
 
+def forget_the_adjoint_of_sums() -> None:
+    """Break the sums over ranks in this process: each member has only its own gradient of a sum."""
+    from moefold.comm import collectives
+
+    differentiable = collectives._differentiable
+
+    def without_adjoint(x, group, collective, adjoint):
+        is_sum = collective is adjoint
+        return differentiable(x, group, collective, (lambda grad: grad) if is_sum else adjoint)
+
+    collectives._differentiable = without_adjoint
+
+
 def oracle_of(cfg: Config, num_steps: int = STEPS, data: ProgramData | None = None) -> OracleRecord:
     """Return the oracle's record; recipes share it if they differ only in settings that it does not depend on."""
     if cfg.moe.drop_scope.kind == "sub_sequence":

@@ -22,7 +22,7 @@ from moefold.verify.distributed_run import DistributedRecord, run_distributed
 from moefold.verify.oracle_objectives import policy_objective, preference_objective
 from tests.objectives.losses import policy, preference
 from tests.slow import slow
-from tests.verify.oracle import TOLERANCE
+from tests.verify.oracle import TOLERANCE, forget_the_adjoint_of_sums
 from tests.verify.packed_rollouts import VOCAB, PackedRollouts, S
 from tests.verify.recipes import tiny, without_mapping
 from tests.verify.shared_ranks import Call, SharedRanks, run_each, selected_params
@@ -229,9 +229,7 @@ def _run_without_context_sum(cfg, steps: int, loss: Loss) -> DistributedRecord:
 
 def _run_without_adjoint(cfg, steps: int, loss: Loss) -> DistributedRecord:
     """As if the gradient of a sequence's ratio came from the tokens of one rank."""
-    from moefold.comm import collectives
-
-    collectives._AllReduce.backward = staticmethod(lambda ctx, grad: (grad, None))
+    forget_the_adjoint_of_sums()
     return _run(cfg, steps, loss)
 
 

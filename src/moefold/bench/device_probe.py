@@ -21,7 +21,6 @@ from moefold.comm.collectives import all_gather, all_to_all
 from moefold.comm.groups import Group, ParallelGroups
 from moefold.config.schema import Config
 from moefold.host.memory import physical_bytes
-from moefold.metrics.step_metrics import GIB
 from moefold.model.attention import CausalAttention
 from moefold.model.moe.dispatch.base import ExpertInput
 from moefold.model.moe.experts import Experts
@@ -30,6 +29,7 @@ from moefold.parallel.kernels.select import select_kernels
 from moefold.parallel.kernels.selected import SelectedKernels
 from moefold.parallel.kernels.timed import settle_choices
 from moefold.progress import ProgressCallback, ignore_progress
+from moefold.terminal import GIB
 from moefold.topology.layout import fold
 
 MIN_TIMED_S = 0.02

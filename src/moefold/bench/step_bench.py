@@ -19,9 +19,9 @@ from moefold.bench.timing import (
     synchronized,
     time_interleaved,
 )
-from moefold.metrics.step_metrics import GIB
 from moefold.model.transformer import TORCH_DTYPES
 from moefold.progress import ProgressCallback, ignore_progress
+from moefold.terminal import GIB
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from moefold.bounded_read import KIB, MAX_LINE_BYTES, MIB, open_regular, parse_json
+from moefold.bounded_read import MAX_LINE_BYTES, open_regular, parse_json
 from moefold.metrics.reader import nonfinite_of, parse_step, value_of
+from moefold.terminal import KIB, MIB
 
 MAX_READ_BYTES = 16 * MIB
 """Maximum bytes per call, unless a single line is longer: about half a second of parsing."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from moefold.board.json_tail import JsonTail
-from moefold.bounded_read import MIB
 from moefold.metrics.reader import finite_number, is_step
 from moefold.metrics.writer import ROLLOUTS_FILE
+from moefold.terminal import MIB
 
 MAX_SEARCH_BYTES = 32 * MIB
 """Maximum bytes of rollouts per search; the answer has the start of the next search."""

@@ -17,7 +17,7 @@ from moefold import __version__
 from moefold.cli.command_parser import CommandParser
 from moefold.errors import EXIT_FAILED
 from moefold.host.memory import available_host_memory, physical_bytes
-from moefold.terminal import print_escaped, printable
+from moefold.terminal import GIB, print_escaped, printable
 
 
 def network_links(system: Path = Path("/sys/class")) -> list[str]:
@@ -48,7 +48,6 @@ def _read(file: Path) -> str:
         return ""
 
 
-GIB = 2**30
 C_LIBRARIES = ("gemm", "swiglu", "norm", "rope", "attention", "exact_topk")
 OPTIONAL_PACKAGES = (
     ("datasets", "datasets", 'data.kind="huggingface"'),

@@ -16,7 +16,7 @@ from moefold.config.groups.layer_sizes import KernelProfile
 from moefold.config.parallel import ParallelConfig
 from moefold.config.schema import Config
 from moefold.config.train import AUTO
-from moefold.cost.auto_recompute import GIB, choose_recompute, with_recompute
+from moefold.cost.auto_recompute import choose_recompute, with_recompute
 from moefold.cost.peak_memory import RankMemory, compute_rank_memory
 from moefold.cost.peer_snapshot_memory import snapshot_bytes
 from moefold.cost.saved_tensors import KERNEL_PROFILES
@@ -27,7 +27,7 @@ from moefold.launch.memory_check import check_training
 from moefold.planner.query import check_imbalance
 from moefold.progress import SHOW_AFTER_S, WorkProgress
 from moefold.recipe import load_config
-from moefold.terminal import format_bytes, print_escaped
+from moefold.terminal import GIB, format_bytes, print_escaped
 from moefold.topology.layout import Layout
 from moefold.train.machine_checks import check_offload_folder
 from moefold.validate.config import check_config

@@ -15,14 +15,13 @@ from moefold.cli.plan_outputs import (
 )
 from moefold.cli.plan_table import parse_axes, print_breakdown, print_ranking, print_request
 from moefold.cli.screen import open_console, print_prose
-from moefold.cost.hardware import GIB
 from moefold.errors import ConfigError
 from moefold.planner.planner import Planner, PlanRequest, format_mapping
 from moefold.planner.query import plan_as_dict
 from moefold.planner.search.constraints import Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.search.space import explain_illegal
-from moefold.terminal import print_escaped
+from moefold.terminal import GIB, print_escaped
 
 EXIT_NOT_FEASIBLE = 1
 TIE_TOLERANCE = 1e-9

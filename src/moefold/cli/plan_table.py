@@ -9,7 +9,7 @@ from moefold.cli.screen import Column, numbers, print_columns, print_prose
 from moefold.config.limits import parse_count
 from moefold.config.part_registry import built_in_kinds, find_part, kinds
 from moefold.config.suggestions import choices_of, closest_match, join_with_or
-from moefold.cost.hardware import DECIDING_CONSTANTS, GIB, Device
+from moefold.cost.hardware import DECIDING_CONSTANTS, Device
 from moefold.cost.recompute_parts import COMMON_PARTS, recompute_parts
 from moefold.errors import ConfigError
 from moefold.planner.cost_model.step import TIME_PARTS
@@ -25,6 +25,7 @@ from moefold.planner.memory.budget import MEMORY_PARTS
 from moefold.planner.planner import PlanRequest
 from moefold.planner.search.constraints import FOLDED
 from moefold.planner.search.search import PlannedMapping
+from moefold.terminal import GIB
 from moefold.topology.schedules import schedule_named
 
 DEGREES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp", "mbs", "zero")

@@ -20,7 +20,7 @@ from moefold.config.rl import RLConfig
 from moefold.config.schema import Config
 from moefold.config.train import AUTO, TrainConfig
 from moefold.convert.run_config import parse_run_config, read_json_object
-from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
+from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
 from moefold.cost.hardware import Device, device_names, load_device
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.cost.stages import plan_stages
@@ -39,7 +39,7 @@ from moefold.planner.simulator.simulate import Noise, chunks_of_stages, simulate
 from moefold.planner.simulator.timeline import Timeline
 from moefold.planner.sites import SitePlan, plan_sites, resolve_sites
 from moefold.recipe import load_config
-from moefold.terminal import print_escaped
+from moefold.terminal import GIB, print_escaped
 from moefold.validate.config import check_config
 from moefold.validate.memory import check_memory_device
 

@@ -5,6 +5,7 @@ its ranks: the adjoint of all-gather is reduce-scatter (sum), and the other way 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from moefold.comm.gloo_collectives import begin_gather, begin_sum_scatter, uses_
 from moefold.comm.groups import Group
 
 T = TypeVar("T")
+LinearMap = Callable[[Tensor], Tensor]
 
 # torch 2.13 renamed the *_tensor collectives and warns about the old names; torch 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,12 +28,12 @@ BACKEND_NAMES = ("gloo", "NCCL")
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Concatenate the equal-shaped tensors of the members along dim 0, in group order. Adjoint: reduce_scatter."""
-    return x if group.size == 1 else _AllGather.apply(x, group)
+    return _differentiable(x, group, partial(_all_gather_now, group=group), partial(_reduce_scatter_now, group=group))
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum over the members; return this rank's part along dim 0, which group.size must divide. Adjoint: all_gather."""
-    return x if group.size == 1 else _ReduceScatter.apply(x, group)
+    return _differentiable(x, group, partial(_reduce_scatter_now, group=group), partial(_all_gather_now, group=group))
 
 
 def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_splits: Sequence[int]) -> Tensor:
@@ -48,19 +50,26 @@ def all_to_all(x: Tensor, group: Group, input_splits: Sequence[int], output_spli
     Returns:
         The received rows in the order of their sources, [sum(output_splits), ...].
     """
-    if group.size == 1:
-        return x
-    return _AllToAll.apply(x, group, list(input_splits), list(output_splits))
+    sent = list(input_splits)
+    received = list(output_splits)
+    return _differentiable(
+        x,
+        group,
+        partial(_all_to_all_now, group=group, input_splits=sent, output_splits=received),
+        partial(_all_to_all_now, group=group, input_splits=received, output_splits=sent),
+    )
 
 
 def all_gather_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
     """Concatenate tensors of different lengths: member i has split_sizes[i] rows. Adjoint: reduce_scatter_uneven."""
-    return x if group.size == 1 else _AllGatherUneven.apply(x, group, list(split_sizes))
+    gather = partial(_all_gather_uneven_now, group=group, split_sizes=list(split_sizes))
+    return _differentiable(x, group, gather, partial(_reduce_scatter_uneven_now, **gather.keywords))
 
 
 def reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: Sequence[int]) -> Tensor:
     """Sum [sum(split_sizes), ...] over the members; member i gets split_sizes[i] rows. Adjoint: all_gather_uneven."""
-    return x if group.size == 1 else _ReduceScatterUneven.apply(x, group, list(split_sizes))
+    scatter = partial(_reduce_scatter_uneven_now, group=group, split_sizes=list(split_sizes))
+    return _differentiable(x, group, scatter, partial(_all_gather_uneven_now, **scatter.keywords))
 
 
 def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
@@ -72,14 +81,20 @@ def shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: in
         split_dim: the dim that becomes local.
         concat_dim: the dim that becomes full, in group order.
     """
-    if group.size == 1:
-        return x
-    return _ShardDimAllToAll.apply(x, group, split_dim % x.dim(), concat_dim % x.dim())
+    split_dim %= x.dim()
+    concat_dim %= x.dim()
+    return _differentiable(
+        x,
+        group,
+        partial(_shard_dim_all_to_all_now, group=group, split_dim=split_dim, concat_dim=concat_dim),
+        partial(_shard_dim_all_to_all_now, group=group, split_dim=concat_dim, concat_dim=split_dim),
+    )
 
 
 def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum over the members; each member gets the sum. Adjoint: the same, as each member's use of the sum counts."""
-    return x if group.size == 1 else _AllReduce.apply(x, group)
+    reduce = partial(all_reduce_sum, group=group)
+    return _differentiable(x, group, reduce, reduce)
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
@@ -212,34 +227,34 @@ def begin_all_to_all(
     return out, dist.all_to_all_single(out, x.contiguous(), *splits, group=group.handle, async_op=async_op)
 
 
-def _sync_all_gather(x: Tensor, group: Group) -> Tensor:
+def _all_gather_now(x: Tensor, group: Group) -> Tensor:
     with group.comm_timer.waiting():
         return begin_all_gather(x, group, async_op=False)[0]
 
 
-def _sync_reduce_scatter(x: Tensor, group: Group) -> Tensor:
+def _reduce_scatter_now(x: Tensor, group: Group) -> Tensor:
     with group.comm_timer.waiting():
         return begin_reduce_scatter(x, group, async_op=False)[0]
 
 
-def _sync_all_to_all(x: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
+def _all_to_all_now(x: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
     with group.comm_timer.waiting():
         return begin_all_to_all(x, group, input_splits, output_splits, async_op=False)[0]
 
 
-def _sync_all_gather_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+def _all_gather_uneven_now(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
     # An all-to-all where every member sends all its rows: exact lengths, no padding to the longest.
     repeated = x.repeat(group.size, *[1] * (x.dim() - 1))
-    return _sync_all_to_all(repeated, group, [x.shape[0]] * group.size, split_sizes)
+    return _all_to_all_now(repeated, group, [x.shape[0]] * group.size, split_sizes)
 
 
-def _sync_reduce_scatter_uneven(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
+def _reduce_scatter_uneven_now(x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
     num_rows = split_sizes[group.rank]
-    shards = _sync_all_to_all(x, group, split_sizes, [num_rows] * group.size)
+    shards = _all_to_all_now(x, group, split_sizes, [num_rows] * group.size)
     return shards.view(group.size, num_rows, *x.shape[1:]).sum(0)
 
 
-def _sync_shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
+def _shard_dim_all_to_all_now(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
     send_chunks = torch.stack(x.chunk(group.size, split_dim))
     received = torch.empty_like(send_chunks)
     group.record_collective("all_to_all", send_chunks)
@@ -248,82 +263,21 @@ def _sync_shard_dim_all_to_all(x: Tensor, group: Group, split_dim: int, concat_d
     return torch.cat(received.unbind(0), concat_dim)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _sync_all_gather(x, group)
+class _Collective(torch.autograd.Function):
+    """Function of a tensor that computes a linear collective, and in the backward pass its adjoint."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sync_reduce_scatter(grad, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _sync_reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sync_all_gather(grad, ctx.group), None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_reduce_sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_sum(grad, ctx.group), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, input_splits: list[int], output_splits: list[int]) -> Tensor:
-        ctx.args = group, input_splits, output_splits
-        return _sync_all_to_all(x, group, input_splits, output_splits)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        group, input_splits, output_splits = ctx.args
-        return _sync_all_to_all(grad, group, output_splits, input_splits), None, None, None
-
-
-class _AllGatherUneven(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
-        ctx.args = group, split_sizes
-        return _sync_all_gather_uneven(x, group, split_sizes)
+    def forward(ctx: Any, x: Tensor, collective: LinearMap, adjoint: LinearMap) -> Tensor:
+        ctx.adjoint = adjoint
+        return collective(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sync_reduce_scatter_uneven(grad.contiguous(), *ctx.args), None, None
+        return ctx.adjoint(grad), None, None
 
 
-class _ReduceScatterUneven(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, split_sizes: list[int]) -> Tensor:
-        ctx.args = group, split_sizes
-        return _sync_reduce_scatter_uneven(x, group, split_sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sync_all_gather_uneven(grad.contiguous(), *ctx.args), None, None
-
-
-class _ShardDimAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-        ctx.args = group, concat_dim, split_dim
-        return _sync_shard_dim_all_to_all(x, group, split_dim, concat_dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sync_shard_dim_all_to_all(grad, *ctx.args), None, None, None
+def _differentiable(x: Tensor, group: Group, collective: LinearMap, adjoint: LinearMap) -> Tensor:
+    return x if group.size == 1 else _Collective.apply(x, collective, adjoint)
 
 
 BLOCK_TAG = 0

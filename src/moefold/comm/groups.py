@@ -158,10 +158,7 @@ class ParallelGroups:
             device=device,
             attn=AttentionGroups(**{axes.name: groups[axes.name] for axes in fields(AttentionGroups)}),
             moe=MoEGroups(
-                etp=groups["etp"],
-                ep=groups["ep"],
-                edp=groups["edp"],
-                experts=groups["experts"],
+                **{name: groups[name] for name in ("etp", "ep", "edp", "experts")},
                 expert_coordinates=tuple(coordinates),
             ),
             pp=groups["pp"],

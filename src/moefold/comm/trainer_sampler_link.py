@@ -82,21 +82,22 @@ class JobLink:
 
     def send(self, x: Tensor, target: int, tag: int) -> "PendingSend":
         """Start to send a contiguous, non-empty tensor in host memory, which must not change until the send is done."""
-        return PendingSend(self._handle.send([x], target, tag), x)
+        return PendingSend([(self._handle.send([x], target, tag), x)])
 
     def receive(self, x: Tensor, source: int, tag: int) -> None:
         """Wait for a tensor of the shape and dtype of `x`, in host memory, and write it there."""
         self.receive_later(x, source, tag).wait()
 
-    def receive_later(self, x: Tensor, source: int, tag: int) -> "PendingReceive":
+    def receive_later(self, x: Tensor, source: int, tag: int) -> dist.Work:
         """Start to receive into `x`, see `receive`."""
-        return PendingReceive(self._handle.recv([x], source, tag))
+        work: dist.Work = self._handle.recv([x], source, tag)
+        return work
 
-    def send_object(self, value: Any, target: int, tag: int) -> "PendingObject":
+    def send_object(self, value: Any, target: int, tag: int) -> "PendingSend":
         """Start to send an object, which is pickled immediately."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([len(content)])
-        return PendingObject((self.send(size, target, tag), self.send(content, target, tag)))
+        messages = (torch.tensor([len(content)]), content)
+        return PendingSend([(self._handle.send([x], target, tag), x) for x in messages])
 
     def receive_object(self, source: int, tag: int) -> Any:
         """Wait for an object."""
@@ -113,37 +114,13 @@ class JobLink:
 
 
 class PendingSend:
-    """A send that may be in flight; it keeps the sent tensor."""
+    """Sends of a tensor or object that may be in flight; it keeps the sent tensors."""
 
-    def __init__(self, work: dist.Work, x: Tensor) -> None:
-        self._work = work
-        self._x: Tensor | None = x
-
-    def wait(self) -> None:
-        """Wait until the tensor is received, and release it."""
-        if self._x is not None:
-            self._work.wait()
-            self._x = None
-
-
-class PendingReceive:
-    """A receive that may be in flight."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Wait for the tensor."""
-        self._work.wait()
-
-
-class PendingObject:
-    """The messages of an object that may be in flight."""
-
-    def __init__(self, sends: tuple[PendingSend, PendingSend]) -> None:
+    def __init__(self, sends: list[tuple[dist.Work, Tensor]]) -> None:
         self._sends = sends
 
     def wait(self) -> None:
-        """Wait until the object is received."""
-        for send in self._sends:
-            send.wait()
+        """Wait until everything is received, and release the tensors."""
+        while self._sends:
+            self._sends[0][0].wait()
+            del self._sends[0]

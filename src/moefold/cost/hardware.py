@@ -17,8 +17,8 @@ from moefold.config.field import Bound
 from moefold.config.suggestions import closest_match
 from moefold.config.typed_file import STRICT, from_table, parse_table, within
 from moefold.errors import ConfigError, Setting
+from moefold.terminal import GIB
 
-GIB = 2**30
 HIGH_PRECISION_DTYPES = ("float32", "float64")
 
 

@@ -16,9 +16,9 @@ from moefold.cost.hardware import DetectedMachine, device_names, load_device
 from moefold.errors import ConfigError
 from moefold.host.memory import physical_bytes
 from moefold.host.rank_env import RankEnv
+from moefold.terminal import GIB
 
 MAX_CPU_RANKS = 8
-GIB = 2**30
 
 
 def slowest_machine(machines: Sequence[DetectedMachine]) -> DetectedMachine:

@@ -14,6 +14,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from moefold.terminal import GIB
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoELayerMetrics:
@@ -143,9 +145,6 @@ def _gradient_agreement(dot_products: NDArray[np.float64]) -> tuple[float | None
 
 def _relative_deviation(values: NDArray[np.float64]) -> float | None:
     return float(values.std() / abs(values.mean())) if len(values) > 1 and values.mean() else None
-
-
-GIB = 2**30
 
 
 def offload_metrics(sums: Sequence[float], num_ranks: int) -> dict[str, float]:

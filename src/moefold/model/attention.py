@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from moefold.ops.block_attention import (
     CausalKernel,
     CudaFlash,
     FlashMask,
-    LimitedCausalKernel,
     additive_mask,
     attention_block,
     attention_block_backward,
@@ -38,6 +37,9 @@ from moefold.ops.documents import AttentionChunks, PackedDocuments
 from moefold.ops.elementwise import sigmoid
 from moefold.ops.gemm import is_faster_in_fp32
 from moefold.ops.rope import NoRope, Rope
+
+if TYPE_CHECKING:
+    from moefold.ops.cpu.attention import CAttention
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class CausalAttention:
     def __init__(self, window: int = 0, chunk_size: int = 0) -> None:
         self._window = window
         self._chunks = AttentionChunks(chunk_size)
-        self.kernel: LimitedCausalKernel | None = None
+        self.kernel: CAttention | None = None
         self.block_kernel: CausalKernel | None = None
         self.tuner: Autotuner | None = None
 
@@ -295,7 +297,7 @@ class CausalAttention:
         """Attend by `kernel` if that supports the tensors, else by a kernel for blocks or SDPA, on [S, B, heads, D]."""
         takes_limits = self._has_kernel_for(q, k, v)
         block_mask = mask_spec.local_mask(0, q, takes_limits=takes_limits)
-        kernel: LimitedCausalKernel | CausalKernel | None = self.kernel if takes_limits else None
+        kernel: CAttention | CausalKernel | None = self.kernel if takes_limits else None
         block_kernel = self.block_kernel
         is_causal = isinstance(block_mask, str) and block_mask == "causal"
         if sinks is not None and kernel is None and block_kernel is not None and is_causal:

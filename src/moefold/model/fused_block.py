@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,11 @@ from moefold.model.moe.router_replay import RouterOverride
 from moefold.model.moe.token_group import TokenPositions
 from moefold.model.norm import RMSNorm
 from moefold.model.paged_cache import PagedAttention
-from moefold.ops.decode import DecodeKernel, DecodeLayer, DecodePass, LayerWeights, LinearWeights
+from moefold.ops.decode import LayerWeights, LinearWeights
 from moefold.ops.rope import Rope
+
+if TYPE_CHECKING:
+    from moefold.ops.cpu.decode import CDecode, CDecodeLayer, CDecodePass
 
 MOE_PARAMETERS = frozenset(
     ("router.weight", "router.bias", "experts.w_gate", "experts.w_up", "experts.w_down", "shared_gate")
@@ -68,7 +72,7 @@ def _unsupported(block: nn.Module) -> Iterator[tuple[str, bool]]:
     yield "forward hooks", any(has_forward_hooks(m) for m in block.modules() if m is not block)
 
 
-def _unsupported_ffn(ffn: nn.Module, kernel: DecodeKernel) -> Iterator[tuple[str, bool]]:
+def _unsupported_ffn(ffn: nn.Module, kernel: "CDecode") -> Iterator[tuple[str, bool]]:
     if type(ffn) is SwiGLU:
         return
     yield "a feed-forward layer of another class", type(ffn) is not MoELayer
@@ -99,14 +103,16 @@ class FusedBlock:
         block: a layer that `supports_fused`; its weights must not change as long as this object is used.
     """
 
-    def __init__(self, block: Block, decode_pass: DecodePass, current_pass: CurrentPass, cache: PagedAttention) -> None:
+    def __init__(
+        self, block: Block, decode_pass: "CDecodePass", current_pass: CurrentPass, cache: PagedAttention
+    ) -> None:
         self._ffn = block.ffn
         self._block = block
         self._choice = block.attention.kernels.decode_choice
         self._decode_pass = decode_pass
         self._current_pass = current_pass
         self._cache = cache
-        self._layer: DecodeLayer | None = None
+        self._layer: CDecodeLayer | None = None
         self._chooses = False
 
     @torch.no_grad()
@@ -164,7 +170,7 @@ class FusedBlock:
         if self._ffn.router.override is not None:
             self._ffn.router.override.apply(ids_RK, self._current_pass.single_sample)
 
-    def single_call(self, num_rows: int) -> DecodeLayer | None:
+    def single_call(self, num_rows: int) -> "CDecodeLayer | None":
         """Return the layer if the kernel computes it in one call for a number of rows; None before the first pass."""
         if self._layer is None or not self._chooses:
             return None
@@ -172,7 +178,7 @@ class FusedBlock:
         is_chosen = self._choice is None or self._choice.has_picked_whole(type(self._ffn).__name__, num_rows)
         return self._layer if is_chosen and _has_no_choices(self._ffn.router.override) else None
 
-    def _build(self, like: Tensor) -> DecodeLayer:
+    def _build(self, like: Tensor) -> "CDecodeLayer":
         """Return the layer with its pages, which this call allocates."""
         weights = layer_weights(self._block, like)
         self._chooses = weights.routing is not None
@@ -187,7 +193,7 @@ class FusedLayers:
         blocks: in their order; they share the pass of the decoder.
     """
 
-    def __init__(self, blocks: Sequence[FusedBlock], decode_pass: DecodePass, current_pass: CurrentPass) -> None:
+    def __init__(self, blocks: Sequence[FusedBlock], decode_pass: "CDecodePass", current_pass: CurrentPass) -> None:
         self._blocks = blocks
         self._decode_pass = decode_pass
         self._current_pass = current_pass

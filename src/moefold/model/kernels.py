@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moefold.model.linear import LinearBackend
-from moefold.ops.block_attention import CausalKernel, LimitedCausalKernel
+from moefold.ops.block_attention import CausalKernel
 from moefold.ops.cross_entropy import TORCH_CROSS_ENTROPY_OPS, CrossEntropyOps
-from moefold.ops.decode import DecodeChoice, DecodeKernel
-from moefold.ops.draw import DrawKernel
+from moefold.ops.decode import DecodeChoice
 from moefold.ops.expert_ops import ExpertOps
 from moefold.ops.gemm import TORCH_GEMM, Gemm
 from moefold.ops.norm import NormKernel
-from moefold.ops.paged_attention import PagedAttentionKernel
 from moefold.ops.permute import TORCH_PERMUTE_OPS, PermuteOps
 from moefold.ops.rope import RopeKernel
 from moefold.ops.swiglu import ExpertActivation, SwiGLUKernel
@@ -22,6 +20,10 @@ from moefold.ops.torch_experts import TORCH_EXPERT_OPS
 
 if TYPE_CHECKING:
     from moefold.ops.compiled import CompiledQKNormRope
+    from moefold.ops.cpu.attention import CAttention
+    from moefold.ops.cpu.decode import CDecode
+    from moefold.ops.cpu.draw import CDraw
+    from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.linear_attention import ChunkKernel, ConvolutionKernel
     from moefold.ops.paged_flash import FlashPages
 
@@ -53,17 +55,17 @@ class Kernels:
     """QK norm of each head together with RoPE; None: one after the other."""
     expert_activation: ExpertActivation | None = None
     """Activation of routed experts; None: the activation that the experts were built with."""
-    attention: LimitedCausalKernel | None = None
+    attention: "CAttention | None" = None
     """Causal attention of layers without context parallelism."""
     linear_attention: "ChunkKernel | None" = None
     """Gated linear attention in chunks."""
     convolution: "ConvolutionKernel | None" = None
     """Short causal convolutions of linear attention."""
-    paged_attention: PagedAttentionKernel | None = None
+    paged_attention: "CPagedAttention | None" = None
     """Attention of decoding, to the pages of a cache."""
     page_reader: "FlashPages | None" = None
     """Attention of decoding on CUDA, to the pages of a cache; None if these are gathered."""
-    decode: DecodeKernel | None = None
+    decode: "CDecode | None" = None
     """Whole layers of decoding; None: the modules, one after another."""
     decode_choice: DecodeChoice | None = None
     """Numbers of rows that `decode` computes; None: all, with the bits of the other kernels."""
@@ -75,7 +77,7 @@ class Kernels:
     """Ops of the loss on logits."""
     norm: NormKernel | None = None
     """RMSNorm on a CPU."""
-    draw: DrawKernel | None = None
+    draw: "CDraw | None" = None
     """Draws of tokens on a CPU."""
 
 

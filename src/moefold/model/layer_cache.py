@@ -104,7 +104,7 @@ class CurrentPass:
         return self.rows
 
     def decode_rows(self, rope: Rope) -> DecodeRows:
-        """Return the rows for a `DecodeKernel`; the layers of a pass share one RoPE, and get one object."""
+        """Return the rows for `CDecode`; the layers of a pass share one RoPE, and get one object."""
         rows = self.current
         if self._decode_rows is None or self._decode_rows[0] is not rows:
             self._decode_rows = rows, DecodeRows(rows.slots_R, rows.row_tables, rows.lengths, rope.cos, rope.sin)

@@ -17,9 +17,9 @@ from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.model.layer_cache import CurrentPass, LayerCache, PassRows
 from moefold.ops.block_attention import attention_block, fold_in_sinks, scale_queries
 from moefold.ops.documents import PackedDocuments
-from moefold.ops.paged_attention import PagedAttentionKernel
 
 if TYPE_CHECKING:
+    from moefold.ops.cpu.paged_attention import CPagedAttention
     from moefold.ops.paged_flash import FlashPages
 
 MAX_GATHERED_ELEMENTS = 1 << 24
@@ -47,7 +47,7 @@ class Pages:
         return self.tensor
 
     def allocate(self, like: Tensor, num_groups: int, head_dim: int, *, is_transposed: bool) -> Tensor:
-        """Return the pages as a `PagedAttentionKernel` reads them; the first call allocates them.
+        """Return the pages as `CPagedAttention` reads them; the first call allocates them.
 
         [P, G, D, positions] of keys, which are transposed, and [P, G, positions, D] of values.
         """
@@ -95,7 +95,7 @@ class PagedAttention(PagedCache):
         num_pages: int,
         page_positions: int,
         limits: "KeyLimits | None" = None,
-        row_kernel: PagedAttentionKernel | None = None,
+        row_kernel: "CPagedAttention | None" = None,
         segment_kernel: "FlashPages | None" = None,
     ) -> None:
         super().__init__(current_pass, num_pages, page_positions, 2)
@@ -108,7 +108,7 @@ class PagedAttention(PagedCache):
         self._page_positions = page_positions
 
     def kernel_pages(self, num_groups: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pages as a `PagedAttentionKernel` reads them, [P, G, D, positions] and [P, G, positions, D].
+        """Return the pages as `CPagedAttention` reads them, [P, G, D, positions] and [P, G, positions, D].
 
         The first call allocates them.
 

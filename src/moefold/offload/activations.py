@@ -27,12 +27,12 @@ from moefold.model.local_param import is_weight
 from moefold.model.module_wrapper import CallContext, Function, wrap_calls
 from moefold.offload.backend import BandwidthMeter, CopyEngine, OffloadBackend
 from moefold.offload.offloaded_storage import MicroBatch, OffloadedStorage, PartRun, SavedTensorRef
+from moefold.terminal import GIB
 
 logger = getLogger(__name__)
 
 IO_THREADS = 2
 """Threads per direction: one copies while the other waits for the disk or the device."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)

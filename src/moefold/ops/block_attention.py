@@ -18,8 +18,9 @@ the window reaches back: the T queries of a block attend to the keys of this blo
 sequence becomes a batch of attention over T queries and 2T keys, and the work grows with S * T instead of S * S.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from moefold.comm.private_torch import (
     cuda_flash_attention_backward,
 )
 from moefold.ops.documents import Segments
+from moefold.ops.elementwise import widened
 from moefold.ops.expert_ops import unit_stride
 from moefold.ops.gemm import is_faster_in_fp32
 
@@ -208,45 +210,6 @@ class CausalKernel(BlockKernel, Protocol):
         ...
 
 
-class LimitedCausalKernel(Protocol):
-    """Kernel of causal attention that takes the limits of a `FlashMask`, and sinks, directly."""
-
-    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether the kernel supports these tensors, [S, B, heads, D]."""
-        ...
-
-    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
-        """Return whether the kernel supports `FlashMask.query_segments` for these tensors, [rows, 1, heads, D].
-
-        Args:
-            q: queries.
-            k: keys.
-            v: values.
-            longest: maximum number of keys of a document.
-        """
-        ...
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, sinks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse), both with the sinks.
-
-        Args:
-            q: queries, [S, B, A, D].
-            k: keys, [S, B, G, D].
-            v: values, [S, B, G, D].
-            block_mask: "causal", or a causal `FlashMask`.
-            sinks: see `fold_in_sinks`, [A].
-        """
-        ...
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: BlockMask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv), given output and log-sum-exp with the sinks."""
-        ...
-
-
 def attention_block(
     q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, kernel: BlockKernel | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -263,7 +226,7 @@ def attention_block(
         (out [Sq, B, A, D] normalised over this block, lse [Sq, B, A] of the scaled scores), with any strides. A fully
         masked query has out = 0 and lse = -inf.
     """
-    assert not _is_causal(block_mask) or q.shape[0] == k.shape[0], (q.shape, k.shape)
+    assert not is_causal(block_mask) or q.shape[0] == k.shape[0], (q.shape, k.shape)
     if isinstance(block_mask, BlockedWindow):
         q_blocks, k_blocks, v_blocks, mask = block_mask.to_blocks(q, k, v)
         out, lse = attention_block(q_blocks, k_blocks, v_blocks, block_mask=mask)
@@ -356,8 +319,8 @@ class CpuFlash:
             out, lse = self.forward(q.float(), k.float(), v.float(), block_mask)
             return out.to(q.dtype), lse
         flash = cpu_flash_attention()
-        heads_first = (_heads_first(q), _heads_first(k), _heads_first(v))
-        out, lse = flash(*heads_first, 0.0, _is_causal(block_mask), attn_mask=_addend(block_mask, q.dtype))
+        tensors = (heads_first(x) for x in (q, k, v))
+        out, lse = flash(*tensors, 0.0, is_causal(block_mask), attn_mask=_addend(block_mask, q.dtype))
         if isinstance(block_mask, Tensor):
             # The kernel returns 0 for fully masked queries.
             lse = lse.masked_fill(~block_mask.any(-1).unsqueeze(1), float("-inf"))
@@ -372,9 +335,9 @@ class CpuFlash:
             dq, dk, dv = (x.to(q.dtype) for x in grads)
             return dq, dk, dv
         flash = cpu_flash_attention_backward()
-        tensors = (_heads_first(x) for x in (grad_out, q, k, v, out))
+        tensors = (heads_first(x) for x in (grad_out, q, k, v, out))
         mask = _addend(block_mask, q.dtype)
-        dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, _is_causal(block_mask), attn_mask=mask)
+        dq, dk, dv = flash(*tensors, lse.permute(1, 2, 0), 0.0, is_causal(block_mask), attn_mask=mask)
         return _sequence_first(dq), _sequence_first(dk), _sequence_first(dv)
 
 
@@ -440,8 +403,8 @@ class MathBlockAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Mask) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         q_SBGRD = _group_heads(q, k)
-        k_SBGD = _upcast(k)
-        v_SBGD = _upcast(v)
+        k_SBGD = widened(k)
+        v_SBGD = widened(v)
         scores = _masked_scores(q_SBGRD, k_SBGD, block_mask)
         lse = scores.logsumexp(-1)
         # For fully masked queries, -inf - (-inf) would be NaN.
@@ -455,8 +418,8 @@ class MathBlockAttention:
         """Return (dq, dk, dv)."""
         q_SBGRD = _group_heads(q, k)
         grad_SBGRD = _group_heads(grad_out, k)
-        k_SBGD = _upcast(k)
-        v_SBGD = _upcast(v)
+        k_SBGD = widened(k)
+        v_SBGD = widened(v)
         lse_BGRS = lse.permute(1, 2, 0).unflatten(1, (k.shape[2], -1))
         probs = torch.exp(_masked_scores(q_SBGRD, k_SBGD, block_mask) - lse_BGRS.unsqueeze(-1))
         delta_BGRS = (grad_SBGRD * _group_heads(out, k)).sum(-1).permute(1, 2, 3, 0)
@@ -468,12 +431,46 @@ class MathBlockAttention:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+def disagreement(kernel: BlockKernel, inputs: Sequence[Tensor], mask: Any, exact_mask: Mask) -> str:
+    """Compare both passes of a kernel with the definition; return "raises ..." or "differs ...", "" if they agree.
+
+    Args:
+        kernel: attention with log-sum-exp.
+        inputs: gradient of the output, queries, keys and values.
+        mask: mask in the form of the kernel.
+        exact_mask: the same mask.
+    """
+    exact = _both_passes(MathBlockAttention(), [x.double() for x in inputs], exact_mask)
+    try:
+        results = _both_passes(kernel, inputs, mask)
+    except RuntimeError as error:
+        return f"raises {str(error).splitlines()[0]!r}"
+    errors = [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(results, exact, strict=True)]
+    limits = (PROBE_TOLERANCE, PROBE_LSE_TOLERANCE, *[PROBE_TOLERANCE] * 3)
+    if all(error <= limit for error, limit in zip(errors, limits, strict=True)):
+        return ""
+    return f"differs from the definition by {max(errors):.2g}"
+
+
+def _both_passes(kernel: BlockKernel, inputs: Sequence[Tensor], mask: Any) -> list[Tensor]:
+    grad_out, q, k, v = inputs
+    out, lse = kernel.forward(q, k, v, mask)
+    return [out, lse, *kernel.backward(grad_out, q, k, v, out, lse, mask)]
+
+
+def random_tensors(shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Return the same normal random numbers on every device."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums over blocks: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _is_causal(block_mask: BlockMask) -> bool:
+def is_causal(block_mask: BlockMask) -> bool:
+    """Return whether a mask is "causal"."""
     return isinstance(block_mask, str) and block_mask == "causal"
 
 
@@ -500,14 +497,11 @@ def _masked_scores(q_SBGRD: Tensor, k_SBGD: Tensor, block_mask: Mask) -> Tensor:
 
 def _group_heads(x_SBAD: Tensor, k_SBGD: Tensor) -> Tensor:
     """Group query heads, [S, B, A, D] -> [S, B, G, A/G, D], in the accumulation dtype."""
-    return _upcast(x_SBAD).unflatten(2, (k_SBGD.shape[2], -1))
+    return widened(x_SBAD).unflatten(2, (k_SBGD.shape[2], -1))
 
 
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x.dtype))
-
-
-def _heads_first(x_SBAD: Tensor) -> Tensor:
+def heads_first(x_SBAD: Tensor) -> Tensor:
+    """Return a view [B, A, S, D]."""
     return x_SBAD.permute(1, 2, 0, 3)
 
 
@@ -517,7 +511,7 @@ def _sequence_first(x_BASD: Tensor) -> Tensor:
 
 def _flash_mask(block_mask: Mask | FlashMask) -> FlashMask:
     assert not isinstance(block_mask, Tensor), "the flash kernel reads no mask"
-    return block_mask if isinstance(block_mask, FlashMask) else FlashMask(_is_causal(block_mask))
+    return block_mask if isinstance(block_mask, FlashMask) else FlashMask(is_causal(block_mask))
 
 
 def _to_flash(x_SBAD: Tensor, mask: FlashMask) -> Tensor:

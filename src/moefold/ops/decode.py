@@ -1,16 +1,9 @@
-"""Interface of kernels that compute a whole transformer layer over rows of a paged KV cache, without gradients.
-
-One call computes all layers. A layer with a shared expert, or with a router that the kernel does not support, needs two
-calls: attention up to the logits of the router, and the routed experts; the caller chooses the experts between them.
-`ops/cpu/decode.py` implements it. Its reference are the modules of the layer (`model.transformer.Block`); the bits are
-the same where the modules use the same kernels.
-"""
+"""Arguments of a kernel that computes whole layers of decoding (`ops/cpu/decode.py`), and the choice to use it."""
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -84,80 +77,6 @@ class DecodeRows:
     cos: Tensor
     """Cosines of RoPE, [R, 1, 1, rotated dims], with equal halves."""
     sin: Tensor
-
-
-class DecodeLayer(Protocol):
-    """Decoding of one layer, whose weights and pages it holds."""
-
-    @property
-    def top_k(self) -> int:
-        """Experts of each row; 0 without experts."""
-        ...
-
-    def attend(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Cache the keys and values of the rows, and compute attention with its residual connection.
-
-        Args:
-            x_RH: rows of the residual stream, [R, H], R at least 1.
-            rows: rows of the pass.
-
-        Returns:
-            The residual stream [R, H]; the same rows after the norm of the feed-forward layer, [R, H]; and the logits
-            of the router, float32 [R, E], None in a dense layer.
-        """
-        ...
-
-    def add_experts(
-        self, y_RH: Tensor, normed_RH: Tensor, ids_RK: Tensor, probs_RK: Tensor, shared_RH: Tensor | None
-    ) -> None:
-        """Add the output of the chosen experts to the residual stream, in place; after `attend` of the same rows.
-
-        Args:
-            y_RH: residual stream, contiguous.
-            normed_RH: input of the experts, as `attend` returned it.
-            ids_RK: experts of each row, int64 [R, K]; the experts of a row differ.
-            probs_RK: weight of each, float32 [R, K].
-            shared_RH: output of shared experts, which is added to the output of the routed experts; None if not added.
-        """
-        ...
-
-
-class DecodePass(Protocol):
-    """The shared part of the layers of a decoder: memory, and the rows of the pass that runs."""
-
-    def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> DecodeLayer:
-        """Return the decoding of a layer; the weights and the pages must keep their addresses."""
-        ...
-
-    def compute(self, layers: Sequence[DecodeLayer], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
-        """Compute layers of this decoder in sequence; the kernel must choose their experts; no shared experts.
-
-        Args:
-            layers: at least one layer; all have the same number of experts for each row.
-            x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
-            rows: rows of the pass.
-
-        Returns:
-            The residual stream [R, H], and the experts of each row in each layer, int64 [layers, R, K].
-        """
-        ...
-
-
-class DecodeKernel(Protocol):
-    """Kernel of whole layers."""
-
-    @property
-    def max_head_dim(self) -> int:
-        """Largest supported head dim."""
-        ...
-
-    def replaces(self, kernel: object) -> bool:
-        """Return whether this kernel may compute the part of a layer that `kernel` computes; None: torch."""
-        ...
-
-    def new_pass(self) -> DecodePass:
-        """Return the shared part of a new decoder."""
-        ...
 
 
 logger = logging.getLogger(__name__)

@@ -70,7 +70,6 @@ class PackedDocuments:
     token_weights: Tensor | None = None
     """Share of each token of this rank in losses of attention, 0 for padding, [B, S/cp]; None without padding."""
     _cache: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _in_chunks: dict[int, "PackedDocuments"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of_starts(starts_SB: Tensor) -> "PackedDocuments":
@@ -85,15 +84,16 @@ class PackedDocuments:
 
     def in_chunks(self, chunk_size: int) -> "PackedDocuments":
         """Divide every document into chunks of `chunk_size` tokens, the last chunk shorter; built once."""
-        if chunk_size not in self._in_chunks:
+
+        def build() -> PackedDocuments:
             bounds = tuple(
                 (*(i for start, stop in pairwise(sample) for i in range(start, stop, chunk_size)), sample[-1])
                 for sample in self.bounds.of_samples
             )
             positions_S1 = torch.arange(len(self.starts_SB), device=self.starts_SB.device).unsqueeze(1)
-            starts_SB = positions_S1 - (positions_S1 - self.starts_SB) % chunk_size
-            self._in_chunks[chunk_size] = PackedDocuments(DocumentBounds(bounds), starts_SB)
-        return self._in_chunks[chunk_size]
+            return PackedDocuments(DocumentBounds(bounds), positions_S1 - (positions_S1 - self.starts_SB) % chunk_size)
+
+        return self.cached(("chunks", chunk_size), build)
 
     def divide(self, first: int, length: int) -> bool:
         """Return whether a document of any sample begins inside these tokens, after the first of them."""

@@ -34,7 +34,7 @@ def softplus(x: Tensor) -> Tensor:
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = _wide_sigmoid(_widened(x)).to(x.dtype)
+        y = _wide_sigmoid(widened(x)).to(x.dtype)
         ctx.save_for_backward(y)
         return y
 
@@ -49,7 +49,7 @@ class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        wide = _widened(x)
+        wide = widened(x)
         return _wide_sigmoid(wide).mul_(wide).to(x.dtype)
 
     @staticmethod
@@ -63,7 +63,7 @@ class _Softplus(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        wide = _widened(x)
+        wide = widened(x)
         return torch.exp(-wide.abs()).log1p_().add_(wide.clamp(min=0)).to(x.dtype)
 
     @staticmethod
@@ -73,7 +73,7 @@ class _Softplus(torch.autograd.Function):
         return grad * torch.sigmoid(x)
 
 
-def _widened(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """Return x in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -30,20 +30,10 @@ class GroupedExpertOps:
     dtype; they synchronise to read row counts.
     """
 
-    @property
-    def fuses_permutation(self) -> bool:
-        """True: permuted tokens are not stored."""
-        return True
-
-    @property
-    def probs_commute(self) -> bool:
-        """True: hidden values are not quantised."""
-        return True
-
-    @property
-    def wgrad_reads_gathered_rows(self) -> bool:
-        """True: `weight_gradient` reads `GatheredRows.materialized`."""
-        return True
+    fuses_permutation = True
+    probs_commute = True
+    wgrad_reads_gathered_rows = True
+    """True if `weight_gradient` reads `GatheredRows.materialized`."""
 
     def weight_dtype(self, x: Tensor) -> torch.dtype:
         """See `ExpertOps`."""

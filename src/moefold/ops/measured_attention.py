@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moefold.ops.autotune import Autotuner, TuningKey
-from moefold.ops.block_attention import BlockKernel, CausalKernel, CudaFlash, Mask, causal_sdpa
+from moefold.ops.block_attention import BlockKernel, CausalKernel, CudaFlash, Mask, causal_sdpa, is_causal
 from moefold.ops.cudnn_attention import MAX_HEAD_SIZE
 
 ResultT = TypeVar("ResultT")
@@ -95,6 +95,6 @@ class MeasuredBlockAttention:
     def _fastest(
         self, op: str, passes: Mapping[str, Callable[[], ResultT]], q: Tensor, k: Tensor, block_mask: Mask
     ) -> ResultT:
-        is_causal = isinstance(block_mask, str) and block_mask == "causal"
-        shape = q.dtype, is_causal, len(k).bit_length(), q.shape[1].bit_length(), q.shape[2], k.shape[2], q.shape[3]
+        sizes = len(k).bit_length(), q.shape[1].bit_length(), q.shape[2], k.shape[2], q.shape[3]
+        shape = q.dtype, is_causal(block_mask), *sizes
         return passes[self._tuner.choose(TuningKey(op, len(q), shape), passes)]()

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.ops.elementwise import widened
+
 
 class NormKernel(Protocol):
     """Implementation of RMSNorm's forward and backward; no autograd."""
@@ -25,19 +27,19 @@ class TorchRMSNorm:
     def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
         size = x.shape[-1]
-        x_NH = _upcast(x).reshape(-1, size)
+        x_NH = widened(x).reshape(-1, size)
         scale_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
         # Not a view: FSDP warns of views that a module returns.
         y = x_NH.new_empty(x.shape)
-        torch.mul(x_NH, scale_N1, out=y.view(-1, size)).mul_(_upcast(weight))
+        torch.mul(x_NH, scale_N1, out=y.view(-1, size)).mul_(widened(weight))
         return y.to(x.dtype), scale_N1
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale_N1: Tensor) -> tuple[Tensor, Tensor]:
         """See `NormKernel`."""
         size = x.shape[-1]
-        x_NH = _upcast(x).reshape(-1, size)
-        grad_NH = _upcast(grad).reshape(-1, size)
-        weight_H = _upcast(weight)
+        x_NH = widened(x).reshape(-1, size)
+        grad_NH = widened(grad).reshape(-1, size)
+        weight_H = widened(weight)
         product_NH = x_NH * grad_NH
         grad_weight_H = scale_N1.squeeze(1) @ product_NH
         # The component of the gradient along x, which normalisation removes.
@@ -77,7 +79,3 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         return *ctx.kernel.backward(grad, *ctx.saved_tensors), None, None
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

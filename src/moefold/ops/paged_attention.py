@@ -9,45 +9,10 @@ them is its own. Consecutive tokens of a sample, or samples with one prompt, may
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from moefold.config.cache_pages import PAGE_POSITIONS
-
-
-class PagedAttentionKernel(Protocol):
-    """Attention of rows to their pages, without autograd; local."""
-
-    def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:
-        """Return whether the kernel supports a cache of such keys and values; depends on shapes and dtypes only."""
-        ...
-
-    def __call__(
-        self,
-        q_RAD: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        page_table: Tensor,
-        lengths: Tensor,
-        window: int = 0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Compute softmax attention, with scores divided by sqrt(D).
-
-        Args:
-            q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).
-            key_pages: [P, G, D, N], contiguous.
-            value_pages: [P, G, N, D], contiguous.
-            page_table: pages of each row, int32 [R, pages], contiguous, on the CPU for a kernel of the CPU.
-            lengths: keys that a row attends to, its own included, int32 [R], each at least 1; the cache has them.
-            window: sliding window: maximum keys of a row, its own included; 0: no limit. Pages before it are not read.
-            sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
-
-        Returns:
-            [R, A, D], in the dtype of the queries.
-        """
-        ...
 
 
 @dataclass(frozen=True)

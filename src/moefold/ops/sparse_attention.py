@@ -7,9 +7,9 @@ Letters: S queries of this rank, N keys of the whole sample, K selected keys of 
 and selections are rows of the key tensors; -1 marks an empty place of a selection.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -247,63 +247,17 @@ def selected_index_loss(index: IndexTensors, selected_SBK: Tensor, target_SBK: T
     Returns:
         0-dim, in nats, float32 at least; its gradient goes to the projections.
     """
-    loss: Tensor = _SelectedIndexLoss.apply(
-        index.query, index.weight, index.key, selected_SBK, target_SBK, weights_SB, torch.is_grad_enabled()
-    )
-    return loss
+    size = selected_SBK.shape[2] * max(index.query.shape[2:])
 
-
-class _IndexLoss(torch.autograd.Function):
-    """Base class that computes the gradients in the forward pass, as the loss is a scalar, and saves only them.
-
-    Inputs of a subclass: queries, weights and keys, which have gradients, and four more.
-    """
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None, None, None
-
-
-class _SelectedIndexLoss(_IndexLoss):
-    """Divergence over the selected keys."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        weight: Tensor,
-        key: Tensor,
-        selected_SBK: Tensor,
-        target_SBK: Tensor,
-        weights_SB: Tensor,
-        is_needed: bool,
-    ) -> Tensor:
-        dtype = accumulation_dtype(query.dtype)
-        total = torch.zeros((), dtype=dtype, device=query.device)
-        grads = [torch.zeros_like(x, dtype=dtype) for x in (query, weight, key)] if is_needed else []
-        heads, head_dim = query.shape[2:]
-        width = selected_SBK.shape[2]
-        for rows, sample in _blocks(query, width * max(heads, head_dim)):
+    def blocks() -> Iterator[_LossBlock]:
+        for rows, sample in _blocks(index.query, size):
             selected_RK = selected_SBK[rows, sample]
             row = selected_RK.clamp(min=0).flatten()
-            key_RKD = key[:, sample].index_select(0, row).to(dtype).unflatten(0, selected_RK.shape)
-            query_RJD, weight_RJ = (x[rows, sample].to(dtype) for x in (query, weight))
-            dots_RJK = query_RJD @ key_RKD.mT
-            loss, dscores_RK = _divergence(
-                (weight_RJ.unsqueeze(1) @ dots_RJK.relu()).squeeze(1),
-                selected_RK >= 0,
-                target_SBK[rows, sample],
-                weights_SB[rows, sample],
-            )
-            total += loss
-            if is_needed:
-                ddots_RJK = dscores_RK.unsqueeze(1) * weight_RJ.unsqueeze(2) * (dots_RJK > 0)
-                grads[0][rows, sample] = ddots_RJK @ key_RKD
-                grads[1][rows, sample] = (dots_RJK.relu() @ dscores_RK.unsqueeze(2)).squeeze(2)
-                grads[2][:, sample].index_add_(0, row, (ddots_RJK.mT @ query_RJD).flatten(0, 1))
-        ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(grads, (query, weight, key), strict=False)))
-        return total
+            key_RKD = index.key[:, sample].index_select(0, row).unflatten(0, selected_RK.shape)
+            limits = (selected_RK >= 0, target_SBK[rows, sample], weights_SB[rows, sample])
+            yield _LossBlock(rows, sample, key_RKD, *limits, row)
+
+    return _index_loss(index, blocks())
 
 
 def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: Tensor, weights_SB: Tensor) -> Tensor:
@@ -318,46 +272,73 @@ def visible_index_loss(index: IndexTensors, is_visible_BSN: Tensor, target_SBN: 
     Returns:
         See `selected_index_loss`.
     """
-    loss: Tensor = _VisibleIndexLoss.apply(
-        index.query, index.weight, index.key, is_visible_BSN, target_SBN, weights_SB, torch.is_grad_enabled()
-    )
-    return loss
-
-
-class _VisibleIndexLoss(_IndexLoss):
-    """Divergence over all visible keys."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        weight: Tensor,
-        key: Tensor,
-        is_visible_BSN: Tensor,
-        target_SBN: Tensor,
-        weights_SB: Tensor,
-        is_needed: bool,
-    ) -> Tensor:
-        dtype = accumulation_dtype(query.dtype)
-        total = torch.zeros((), dtype=dtype, device=query.device)
-        grads = [torch.zeros_like(x, dtype=dtype) for x in (query, weight, key)] if is_needed else []
-        for sample in range(query.shape[1]):
-            query_SJD, weight_SJ, key_ND = (x[:, sample].to(dtype) for x in (query, weight, key))
-            dots_SJN = query_SJD @ key_ND.t()
-            loss, dscores_SN = _divergence(
-                (weight_SJ.unsqueeze(1) @ dots_SJN.relu()).squeeze(1),
+    return _index_loss(
+        index,
+        (
+            _LossBlock(
+                slice(None),
+                sample,
+                index.key[:, sample],
                 is_visible_BSN[sample],
                 target_SBN[:, sample],
                 weights_SB[:, sample],
             )
+            for sample in range(index.query.shape[1])
+        ),
+    )
+
+
+class _LossBlock(NamedTuple):
+    """Queries of one sample, and the keys of each query or of all."""
+
+    rows: slice
+    sample: int
+    keys: Tensor
+    """[R, K, D] or [K, D]."""
+    is_present_RK: Tensor
+    target_RK: Tensor
+    weights_R: Tensor
+    key_rows: Tensor | None = None
+    """Rows of the sample's keys, of all queries one after the other; None: `keys` are the keys of the sample."""
+
+
+def _index_loss(index: IndexTensors, blocks: Iterable[_LossBlock]) -> Tensor:
+    loss: Tensor = _IndexLoss.apply(index.query, index.weight, index.key, blocks, torch.is_grad_enabled())
+    return loss
+
+
+class _IndexLoss(torch.autograd.Function):
+    """Sum of the divergences of blocks; saves only the gradients, which its forward pass computes for a scalar loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, weight: Tensor, key: Tensor, blocks: Iterable[_LossBlock], is_needed: bool
+    ) -> Tensor:
+        dtype = accumulation_dtype(query.dtype)
+        total = torch.zeros((), dtype=dtype, device=query.device)
+        grads = [torch.zeros_like(x, dtype=dtype) for x in (query, weight, key)] if is_needed else []
+        for rows, sample, keys, is_present_RK, target_RK, weights_R, key_rows in blocks:
+            keys = keys.to(dtype)
+            query_RJD, weight_RJ = (x[rows, sample].to(dtype) for x in (query, weight))
+            dots_RJK = query_RJD @ keys.mT
+            scores_RK = (weight_RJ.unsqueeze(1) @ dots_RJK.relu()).squeeze(1)
+            loss, dscores_RK = _divergence(scores_RK, is_present_RK, target_RK, weights_R)
             total += loss
             if is_needed:
-                ddots_SJN = dscores_SN.unsqueeze(1) * weight_SJ.unsqueeze(2) * (dots_SJN > 0)
-                grads[0][:, sample] = ddots_SJN @ key_ND
-                grads[1][:, sample] = (dots_SJN.relu() @ dscores_SN.unsqueeze(2)).squeeze(2)
-                grads[2][:, sample] = ddots_SJN.flatten(0, 1).t() @ query_SJD.flatten(0, 1)
+                ddots_RJK = dscores_RK.unsqueeze(1) * weight_RJ.unsqueeze(2) * (dots_RJK > 0)
+                grads[0][rows, sample] = ddots_RJK @ keys
+                grads[1][rows, sample] = (dots_RJK.relu() @ dscores_RK.unsqueeze(2)).squeeze(2)
+                if key_rows is None:
+                    grads[2][:, sample] = ddots_RJK.flatten(0, 1).t() @ query_RJD.flatten(0, 1)
+                else:
+                    grads[2][:, sample].index_add_(0, key_rows, (ddots_RJK.mT @ query_RJD).flatten(0, 1))
         ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(grads, (query, weight, key), strict=False)))
         return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *(grad.to(x.dtype) * x for x in ctx.saved_tensors), None, None
 
 
 def _divergence(scores: Tensor, is_present: Tensor, target: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

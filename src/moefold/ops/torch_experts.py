@@ -33,13 +33,9 @@ class GroupedMMExpertOps(GroupedExpertOps):
         needs_zeroing: whether weight gradients of experts without rows must be zeroed on a device.
     """
 
+    fuses_permutation = False
     grouped_mm: Callable[..., Tensor] = F.grouped_mm
     needs_zeroing: Callable[[torch.device], bool] = leaves_empty_experts_unwritten
-
-    @property
-    def fuses_permutation(self) -> bool:
-        """False: grouped_mm reads sorted rows."""
-        return False
 
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None

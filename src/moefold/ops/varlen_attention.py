@@ -10,7 +10,7 @@ Shapes: q [R, A, D], k and v [W, G, D], out [R, A, D], lse [R, A]. Local, withou
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from moefold.ops.block_attention import (
 )
 from moefold.ops.documents import Segments
 
+if TYPE_CHECKING:
+    from moefold.ops.cpu.attention import CAttention
+
 Integers = NDArray[np.int64]
 
 QueryTensors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -43,24 +46,6 @@ class _Block:
     rows: slice
     keys: slice
     mask: BlockMask
-
-
-class TaskKernel(Protocol):
-    """Kernel that computes all tasks in one call."""
-
-    def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
-        """Return whether the kernel supports tasks of at most `longest` keys on tensors [rows, 1, heads, D]."""
-        ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: FlashMask) -> tuple[Tensor, Tensor]:
-        """Return (out, lse)."""
-        ...
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: FlashMask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
-        ...
 
 
 class TaskAttention:
@@ -79,7 +64,7 @@ class TaskAttention:
         self._window = window
         self._device = device
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kernel: TaskKernel | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kernel: "CAttention | None" = None) -> tuple[Tensor, Tensor]:
         """Return (out in the type of the queries, lse).
 
         Args:
@@ -88,9 +73,9 @@ class TaskAttention:
             v: values, [W, G, D].
             kernel: used where it supports the tensors, like the flash kernel of CUDA.
         """
-        if kernel := self._kernel_for(q, k, v, kernel):
+        if chosen := self._kernel_for(q, k, v, kernel):
             query, key, value = (x.unsqueeze(1) for x in (q, self._copy_keys(k), self._copy_keys(v)))
-            out, lse = kernel.forward(query, key, value, self._flash_mask)
+            out, lse = chosen.forward(query, key, value, self._flash_mask)
             return out.squeeze(1), lse.squeeze(1)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
@@ -105,7 +90,7 @@ class TaskAttention:
         return out, lse
 
     def backward(
-        self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel | None = None
+        self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: "CAttention | None" = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq in the type of the queries, dk, dv in the type of sums).
 
@@ -117,8 +102,8 @@ class TaskAttention:
         """
         q = query_tensors[1]
         dtype = accumulation_dtype(q.dtype)
-        if kernel := self._kernel_for(q, k, v, kernel):
-            return self._backward_of_kernel(query_tensors, k, v, kernel)
+        if chosen := self._kernel_for(q, k, v, kernel):
+            return self._backward_of_kernel(query_tensors, k, v, chosen)
         dk = torch.zeros_like(k, dtype=dtype, memory_format=torch.contiguous_format)
         dv = torch.zeros_like(v, dtype=dtype, memory_format=torch.contiguous_format)
         dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
@@ -133,7 +118,9 @@ class TaskAttention:
                 dv[block.keys] += block_dv
         return dq.to(q.dtype), dk, dv
 
-    def _kernel_for(self, q: Tensor, k: Tensor, v: Tensor, kernel: TaskKernel | None) -> TaskKernel | None:
+    def _kernel_for(
+        self, q: Tensor, k: Tensor, v: Tensor, kernel: "CAttention | None"
+    ) -> "CAttention | CudaFlash | None":
         """Return the kernel that computes all tasks in one call; None if no kernel supports them."""
         if not len(q):
             return None
@@ -143,7 +130,7 @@ class TaskAttention:
         return next((kernel for kernel in candidates if kernel.supports_tasks(query, key, value, longest)), None)
 
     def _backward_of_kernel(
-        self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: TaskKernel
+        self, query_tensors: QueryTensors, k: Tensor, v: Tensor, kernel: "CAttention | CudaFlash"
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv); gradients of copies of a key are always added in the same order."""
         grad_out, q, out, lse = (x.unsqueeze(1) for x in query_tensors)

@@ -11,12 +11,13 @@ from torch import Tensor
 from moefold.config.train import TrainConfig
 from moefold.model.module_wrapper import wrap_method
 from moefold.model.transformer import Transformer
-from moefold.offload.activations import GIB, ActivationOffload
+from moefold.offload.activations import ActivationOffload
 from moefold.offload.backend import CopyEngine, HostMemory
 from moefold.offload.ssd import SsdFile
 from moefold.optim.state_offload import MmapStore, PinnedStore
 from moefold.optim.states import StateStore
 from moefold.parallel.recompute import forward_method, wrap_part
+from moefold.terminal import GIB
 
 
 def open_offload(train: TrainConfig, device: torch.device, rank: int) -> ActivationOffload | None:

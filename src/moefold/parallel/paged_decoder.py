@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from moefold.model.paged_cache import PagedAttention
 from moefold.model.rope import RopeTable
 from moefold.model.tp_interface import SequenceParallel
 from moefold.model.transformer import Transformer
-from moefold.ops.decode import DecodeKernel, DecodePass
 from moefold.parallel.expert_parallel import build_dispatcher
 from moefold.parallel.fsdp import gathered_parameters
 from moefold.parallel.inference_model import ForwardChain, InferenceModel
@@ -39,6 +38,9 @@ from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.routing_cache import RoutingCache
 from moefold.parallel.tensor_parallel import UnevenSequenceParallel
 from moefold.parallel.tied_embedding import sync_tied_embedding
+
+if TYPE_CHECKING:
+    from moefold.ops.cpu.decode import CDecode, CDecodePass
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +224,7 @@ class PagedDecoder:
         """Set `fused` on the layers that the C kernel supports; after the other attributes are replaced."""
         if self._size.page_positions != PAGE_POSITIONS:
             return
-        decode_passes: dict[DecodeKernel, DecodePass] = {}
+        decode_passes: dict[CDecode, CDecodePass] = {}
         for stage in self._chain.stages:
             fused: list[FusedBlock] = []
             blocks = [block for block in stage.layers.values() if type(block) is not MTPBlock]

@@ -10,7 +10,7 @@ which are added in the order of the ranks.
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -23,9 +23,12 @@ from moefold.comm.groups import Group, ParallelGroups
 from moefold.comm.host_copy import copy_to_device
 from moefold.ops.block_attention import fold_in_sinks, scale_queries, sink_gradient
 from moefold.ops.documents import DocumentBounds, PackedDocuments
-from moefold.ops.varlen_attention import TaskAttention, TaskKernel
+from moefold.ops.varlen_attention import TaskAttention
 from moefold.topology.attention_plan import AttentionPlan, TokenRanges, Transfers, plan_attention
 from moefold.topology.token_placement import Integers, RoundShape, document_bounds, place
+
+if TYPE_CHECKING:
+    from moefold.ops.cpu.attention import CAttention
 
 PlanAttention = Callable[..., AttentionPlan]
 """`plan_attention` with its options, of a `Placement` and the `window` of a layer."""
@@ -269,7 +272,7 @@ class PlannedAttention:
     def __init__(self, planner: AttentionPlanner, window: int = 0) -> None:
         self.planner = planner
         self._window = window
-        self.kernel: TaskKernel | None = None
+        self.kernel: CAttention | None = None
 
     def __call__(
         self,
@@ -292,7 +295,7 @@ class _PlannedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tasks: RankTasks, kernel: TaskKernel | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tasks: RankTasks, kernel: "CAttention | None"
     ) -> Tensor:
         q_RAD = tasks.queries.gather(_rows(q)).unflatten(1, q.shape[2:])
         k_WGD, v_WGD = _gather_keys(k, v, tasks)

@@ -17,6 +17,7 @@ from moefold.model.mlp import SwiGLU
 from moefold.model.module_wrapper import Wrapper, set_on_modules, wrap_method
 from moefold.model.moe.layer import MoELayer
 from moefold.model.transformer import Transformer
+from moefold.terminal import GIB
 
 
 def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) -> tuple[Config, str]:
@@ -35,7 +36,7 @@ def resolve_recompute(cfg: Config, groups: ParallelGroups, device_bytes: int) ->
     if AUTO not in cfg.train.recompute:
         return cfg, ""
     # The memory formula; the other values of train.recompute need none.
-    from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, GIB, choose_recompute, with_recompute
+    from moefold.cost.auto_recompute import DEFAULT_MEMORY_FRACTION, choose_recompute, with_recompute
     from moefold.cost.saved_tensors import KERNEL_PROFILES
 
     budget_bytes = round(cfg.train.memory_budget_gib * GIB)

@@ -16,7 +16,7 @@ from torch import Tensor
 from moefold.comm.box_exchange import MAX_SCRATCH_BYTES
 from moefold.comm.groups import World, current_world
 from moefold.comm.reshard_plan import BoxTransfer, ReshardPlan, plan_reshard
-from moefold.comm.trainer_sampler_link import JobLink, PendingReceive, PendingSend
+from moefold.comm.trainer_sampler_link import JobLink, PendingSend
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.model.local_param import local_tensor
 from moefold.parallel.fsdp import reshard_parameters
@@ -177,7 +177,7 @@ class WeightReceiver:
         received_bytes = scratch_bytes = 0
         for messages in self._buckets:
             buffers = [torch.empty(message.num_bytes, dtype=torch.uint8) for message in messages]
-            pending: list[PendingReceive] = [
+            pending = [
                 self._link.receive_later(buffer, message.source, WEIGHTS_TAG)
                 for message, buffer in zip(messages, buffers, strict=True)
             ]

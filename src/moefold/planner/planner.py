@@ -19,7 +19,7 @@ from moefold.config.part_registry import kinds_with
 from moefold.config.presets import preset_names
 from moefold.config.schema import Config
 from moefold.config.tree import parsed_value
-from moefold.cost.hardware import GIB, Device, SiteLink, device_names, load_device
+from moefold.cost.hardware import Device, SiteLink, device_names, load_device
 from moefold.errors import ConfigError, Setting
 from moefold.planner.cost_model.step import CostModel
 from moefold.planner.cost_model.workload import TrainingWorkload
@@ -33,6 +33,7 @@ from moefold.planner.search.space import MappingSpace, explain_illegal
 from moefold.planner.sites import SitePlan, plan_sites
 from moefold.planner.stages import RecipeStageSplitter
 from moefold.recipe import load_config
+from moefold.terminal import GIB
 
 MAX_GPUS = 65536
 """Upper limit of the search for a number of GPUs on which the model fits."""

@@ -18,7 +18,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.rl import RLConfig
 from moefold.config.train import TrainConfig
-from moefold.cost.hardware import GIB, load_device
+from moefold.cost.hardware import load_device
 from moefold.errors import ConfigError, Setting
 from moefold.planner.accuracy import STATED_ERROR
 from moefold.planner.cost_model.gemm import resolve_precision
@@ -31,6 +31,7 @@ from moefold.planner.planner import MAX_GPUS, Planner, PlanRequest, legal_contex
 from moefold.planner.search.constraints import FOLDED, Restriction
 from moefold.planner.search.search import PlannedMapping
 from moefold.planner.sites import resolve_sites
+from moefold.terminal import GIB
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens per sample of a model without a recipe."""

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from moefold.comm.groups import ParallelGroups
-from moefold.comm.trainer_sampler_link import JobLink, JobSplit, PendingObject, PendingSend
+from moefold.comm.trainer_sampler_link import JobLink, JobSplit, PendingSend
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.parallel.parallel_model import ParallelModel
 from moefold.parallel.remote_reshard import WeightSender
@@ -62,7 +62,7 @@ class RemoteRollouts:
     ) -> None:
         self._link = link
         self._groups = groups
-        self._sends: deque[tuple[int, list[PendingSend | PendingObject]]] = deque()
+        self._sends: deque[tuple[int, list[PendingSend]]] = deque()
         self._is_first_rank = groups.rank == 0
         self.num_ordered = 0
         groups.recorder.set_phase("joining the ranks that sample")
@@ -97,7 +97,7 @@ class RemoteRollouts:
         for send in self._to_all(None):
             send.wait()
 
-    def _to_all(self, message: object) -> list[PendingObject]:
+    def _to_all(self, message: object) -> list[PendingSend]:
         """Start to send an object of training rank 0 to every sampling rank."""
         if not self._is_first_rank:
             return []

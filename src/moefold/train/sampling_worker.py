@@ -9,7 +9,7 @@ import torch
 
 from moefold.comm.flight_recorder import FlightRecorder
 from moefold.comm.groups import ParallelGroups, current_world
-from moefold.comm.trainer_sampler_link import JobLink, PendingObject
+from moefold.comm.trainer_sampler_link import JobLink, PendingSend
 from moefold.config.schema import Config
 from moefold.cost.shard_boxes import WeightSharding
 from moefold.data.fingerprint import file_sizes, size_differences
@@ -64,7 +64,7 @@ class SamplingWorker:
         self._sampler = RoundSampler(cfg, model, groups, self._reward, tokenizer)
         self._position = PromptPosition(0)
         self._served = [rank for rank in link.split.training_ranks if sampling_rank_of(link.split, rank) == link.rank]
-        self._sends: deque[list[PendingObject]] = deque()
+        self._sends: deque[list[PendingSend]] = deque()
         self._max_pending = cfg.rl.staleness // cfg.rl.updates + 1
 
     def run(self) -> None:

@@ -10,6 +10,7 @@ from moefold.config.train import AUTO, TrainConfig
 from moefold.cost.recompute_parts import COMMON_PARTS, containing_part, missing_reason, recompute_parts
 from moefold.cost.saved_tensors import KERNEL_PROFILES
 from moefold.errors import ConfigError, Problem
+from moefold.terminal import GIB
 
 
 def validate_memory(cfg: Config) -> Iterator[Problem]:
@@ -36,7 +37,7 @@ def check_memory_device(cfg: Config, device_type: str) -> None:
         return
     if cfg.train.memory_budget_gib:
         # numpy takes a tenth of a second to import, and other recipes do not need it.
-        from moefold.cost.auto_recompute import GIB, choose_recompute
+        from moefold.cost.auto_recompute import choose_recompute
 
         choose_recompute(cfg, round(cfg.train.memory_budget_gib * GIB), KERNEL_PROFILES[device_type])
     elif device_type == "cpu":

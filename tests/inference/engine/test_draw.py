@@ -21,8 +21,7 @@ from moefold.inference.engine.draw import (
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
 from moefold.ops.cpu.build import CompilerError
-from moefold.ops.cpu.draw import CDraw
-from moefold.ops.draw import NO_TOKEN
+from moefold.ops.cpu.draw import NO_TOKEN, CDraw
 from moefold.recipe import load_config
 from tests.ops.c_kernels import needs_compiler
 

@@ -19,6 +19,7 @@ from tests.ops.c_kernels import (
     in_each_type,
     needs_compiler,
     recipe,
+    same_bits_on_threads,
     steps_of,
 )
 from tests.verify.recipes import LATENT
@@ -154,18 +155,8 @@ def test_gradients_may_have_any_strides(kernel, dtype):
 @in_each_type
 def test_threads_change_no_bit(kernel, dtype):
     q, k, v, grad = _heads(257, 3, 12, 2, 24, dtype=dtype)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        # More than once, as threads that take turns on a busy core do not meet.
-        for threads in (1, 2, 3, 2, 3, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(_passes(kernel, q, k, v, grad))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            assert torch.equal(a, b)
+    # More than once, as threads that take turns on a busy core do not meet.
+    same_bits_on_threads(lambda: _passes(kernel, q, k, v, grad), (1, 2, 3, 2, 3, 2, 3))
 
 
 @in_each_type

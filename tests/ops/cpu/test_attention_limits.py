@@ -6,7 +6,14 @@ import torch
 from moefold.model.attention import AttentionMaskSpec
 from moefold.ops.block_attention import FlashMask, MathBlockAttention, fold_in_sinks
 from moefold.ops.documents import DocumentBounds, PackedDocuments, Segments
-from tests.ops.c_kernels import HALF_STEPS, VECTORS, WIDEST_AND_NARROWEST, in_each_type, needs_compiler
+from tests.ops.c_kernels import (
+    HALF_STEPS,
+    VECTORS,
+    WIDEST_AND_NARROWEST,
+    in_each_type,
+    needs_compiler,
+    same_bits_on_threads,
+)
 
 pytestmark = needs_compiler
 
@@ -91,22 +98,16 @@ def test_a_document_has_the_same_bits_wherever_it_lies(kernel, window, dtype):
 def test_threads_and_samples_change_no_bit(kernel):
     q, k, v, grad = _heads((257, 3, 12, 2, 24), torch.float32)
     bounds = ((0, 100, 257), (0, 257), (0, 3, 9, 257))
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            limits = AttentionMaskSpec(50, _documents(bounds)).local_mask(0, q, takes_limits=True)
-            out, lse = kernel.forward(q, k, v, limits)
-            results.append([out, lse, *kernel.backward(grad, q, k, v, out, lse, limits)])
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            assert torch.equal(a, b)
+    limits = AttentionMaskSpec(50, _documents(bounds)).local_mask(0, q, takes_limits=True)
+
+    def both_passes():
+        out, lse = kernel.forward(q, k, v, limits)
+        return out, lse, *kernel.backward(grad, q, k, v, out, lse, limits)
+
+    whole, *_ = same_bits_on_threads(both_passes)
     last = [x[:, 2:] for x in (q, k, v)]
     alone, _ = kernel.forward(*last, AttentionMaskSpec(50, _documents(bounds[2:])).local_mask(0, q, takes_limits=True))
-    assert torch.equal(alone, results[0][0][:, 2:])
+    assert torch.equal(alone, whole[:, 2:])
 
 
 def test_a_sink_above_every_score_takes_nearly_all_weight_without_overflow(kernel):

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.ops.linear_attention import causal_convolution
-from tests.ops.c_kernels import HALF_STEPS, VECTORS, in_each_type, needs_compiler
+from tests.ops.c_kernels import HALF_STEPS, VECTORS, in_each_type, needs_compiler, same_bits_on_threads
 
 pytestmark = needs_compiler
 
@@ -20,8 +20,7 @@ SHAPES = [(1, 1, 1, 4), (2, 1, 5, 4), (9, 2, 33, 3), (40, 3, 130, 4), (5, 2, 16,
 def kernel(request, built_with):
     from moefold.ops.cpu.convolution import CConvolution
 
-    flags = VECTORS[request.param]
-    return built_with(CConvolution, flags) if flags else CConvolution()
+    return built_with(CConvolution, VECTORS[request.param])
 
 
 def _gradients(tensors: list[Tensor], num_previous_SB: Tensor, activation, kernel=None) -> list[Tensor]:
@@ -54,14 +53,7 @@ def test_the_number_of_threads_changes_no_bit(kernel):
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator) for shape in ((700, 2, 300), (300, 4), (3, 2, 300))]
     num_previous_SB = torch.arange(700).unsqueeze(1).expand(-1, 2)
-    found = []
-    for threads in (1, 3):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        found.append(_gradients(given, num_previous_SB, F.silu, kernel))
-        torch.set_num_threads(before)
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+    same_bits_on_threads(lambda: _gradients(given, num_previous_SB, F.silu, kernel), (1, 3))
 
 
 def test_other_types_taps_and_activations_are_computed_by_torch(kernel):

@@ -12,7 +12,15 @@ from moefold.ops.cpu.build import CompilerError
 from moefold.ops.gemm import TORCH_GEMM
 from moefold.parallel.kernels.select import select_kernels
 from moefold.verify.distributed_run import run_distributed
-from tests.ops.c_kernels import CPU, VECTORS, WIDEST_AND_NARROWEST, assert_same_losses, needs_compiler, recipe
+from tests.ops.c_kernels import (
+    CPU,
+    VECTORS,
+    WIDEST_AND_NARROWEST,
+    assert_same_losses,
+    needs_compiler,
+    recipe,
+    same_bits_on_threads,
+)
 from tests.slow import slow
 
 pytestmark = needs_compiler
@@ -135,19 +143,10 @@ def test_nan_reaches_only_its_row_or_column(gemm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_bit_depends_on_threads_or_on_other_rows(gemm, dtype):
     x, w = torch.randn(300, 700).to(dtype), torch.randn(260, 700).to(dtype)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 3, 40):
-            torch.set_num_threads(threads)
-            results.append(gemm.matmul(x, w))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-    assert torch.equal(results[0][5:60], gemm.matmul(x[5:60], w))
-    assert torch.equal(results[0][:, 9:44], gemm.matmul(x, w[9:44]))
-    assert torch.equal(results[0], gemm.matmul(x.t().contiguous().t(), w.t().contiguous().t()))
+    (whole,) = same_bits_on_threads(lambda: [gemm.matmul(x, w)], (1, 3, 40))
+    assert torch.equal(whole[5:60], gemm.matmul(x[5:60], w))
+    assert torch.equal(whole[:, 9:44], gemm.matmul(x, w[9:44]))
+    assert torch.equal(whole, gemm.matmul(x.t().contiguous().t(), w.t().contiguous().t()))
 
 
 def _apart(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -6,7 +6,15 @@ from torch import Tensor
 
 from moefold.ops.linear_attention import ChunkedLinearAttention, l2_normalize, recurrent_linear_attention
 from moefold.parallel.kernels.select import select_kernels
-from tests.ops.c_kernels import CPU, HALF_STEPS, VECTORS, assert_same_losses, needs_compiler, recipe
+from tests.ops.c_kernels import (
+    CPU,
+    HALF_STEPS,
+    VECTORS,
+    assert_same_losses,
+    needs_compiler,
+    recipe,
+    same_bits_on_threads,
+)
 from tests.verify.linear_cases import DOCUMENTS, HYBRID, TWO_SAMPLES
 
 pytestmark = needs_compiler
@@ -34,8 +42,7 @@ MORE_SHAPES = {
 def kernel(request, built_with):
     from moefold.ops.cpu.linear_attention import CLinearAttention
 
-    flags = VECTORS[request.param]
-    return built_with(CLinearAttention, flags) if flags else CLinearAttention()
+    return built_with(CLinearAttention, VECTORS[request.param])
 
 
 def _inputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
@@ -168,14 +175,8 @@ def test_the_number_of_threads_changes_no_bit(kernel):
         # Enough work for several threads, see MIN_PARALLEL_WORK in the sources.
         inputs = _inputs(kind, (320, 1, 2, 4, 32, 32, 64))
         state = torch.zeros(1, 4, 32, 32)
-        found = []
-        for threads in (1, 3):
-            before = torch.get_num_threads()
-            torch.set_num_threads(threads)
-            found.append(_gradients(ChunkedLinearAttention(64, kernel=kernel), inputs, state))
-            torch.set_num_threads(before)
-        for a, b in zip(*found, strict=True):
-            assert torch.equal(a, b)
+        attention = ChunkedLinearAttention(64, kernel=kernel)
+        same_bits_on_threads(lambda run=(attention, inputs, state): _gradients(*run), (1, 3))
 
 
 def test_other_types_and_widths_are_computed_by_torch(kernel):

@@ -17,6 +17,7 @@ from tests.ops.c_kernels import (
     in_each_type,
     needs_compiler,
     recipe,
+    same_bits_on_threads,
 )
 
 pytestmark = needs_compiler
@@ -149,17 +150,7 @@ def test_norm_of_rows_of_any_strides_equals_float64(kernel, dtype):
 @pytest.mark.parametrize("shape", [(3000, 24), (40, 2000)], ids=str)
 def test_threads_change_no_bit(kernel, shape, dtype):
     given = _given(*shape, dtype=dtype)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(_passes(kernel, *given))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            assert torch.equal(a, b)
+    same_bits_on_threads(lambda: _passes(kernel, *given), (1, 2, 3, 2, 3))
 
 
 @in_each_type

@@ -7,7 +7,7 @@ from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.ops.block_attention import FlashMask
 from moefold.ops.cpu.build import CompilerError
 from moefold.ops.paged_attention import new_pages, write_pages
-from tests.ops.c_kernels import VECTORS, WIDEST_AND_NARROWEST, in_each_type, needs_compiler
+from tests.ops.c_kernels import VECTORS, WIDEST_AND_NARROWEST, in_each_type, needs_compiler, same_bits_on_threads
 
 pytestmark = needs_compiler
 
@@ -118,15 +118,7 @@ def test_threads_change_no_bit(kernels):
     _, paged = kernels
     cache = _Cache((200, 4, 8, 2, 64), torch.float32)
     q, table, lengths = cache.rows([(t, b) for b in range(4) for t in range(0, 200, 5)])
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(paged(q, *cache.pages, table, lengths))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    same_bits_on_threads(lambda: [paged(q, *cache.pages, table, lengths)])
 
 
 def test_no_rows_and_other_types(kernels):

@@ -6,8 +6,15 @@ import torch
 from moefold.model.transformer import build_model
 from moefold.ops.rope import Rope, rotate_halves
 from moefold.parallel.kernels.select import apply_kernels, select_kernels
-from tests.ops.c_kernels import CPU, HALF_STEPS, assert_same_losses, in_each_type, needs_compiler, recipe
-from tests.verify.recipes import LATENT
+from tests.ops.c_kernels import (
+    CPU,
+    HALF_STEPS,
+    assert_same_losses,
+    in_each_type,
+    needs_compiler,
+    recipe,
+    same_bits_on_threads,
+)
 
 pytestmark = needs_compiler
 
@@ -81,16 +88,7 @@ def test_heads_may_lie_in_any_way(kernel, dtype):
 @in_each_type
 def test_threads_change_no_bit(kernel, dtype):
     given = _given(200, 3, 8, 32, 32, 1, dtype)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(_passes(kernel, *given))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
+    same_bits_on_threads(lambda: _passes(kernel, *given))
 
 
 @in_each_type
@@ -141,10 +139,7 @@ def test_the_choice_is_automatic_and_reaches_the_model():
         assert model.rope.kernel is chosen.rope
 
 
-CASES = [pytest.param({"world_size": 2, "cp": 2}, id="cp"), pytest.param({"model": LATENT}, id="latent")]
-
-
 @pytest.mark.parity
-@pytest.mark.parametrize("case", CASES)
-def test_on_and_off_give_the_same_losses(pool, case):
-    assert_same_losses(pool, case)
+def test_on_and_off_give_the_same_losses(pool):
+    """With context parallelism; the heads of latent attention: test_attention.py."""
+    assert_same_losses(pool, {"world_size": 2, "cp": 2})

@@ -26,7 +26,7 @@ from moefold.validate.config import check_config
 from moefold.validate.train import check_kernel_device
 from tests.e2e.forked import run_program
 from tests.models import edit_model
-from tests.ops.c_kernels import assert_same_losses, needs_compiler
+from tests.ops.c_kernels import assert_same_losses, needs_compiler, same_bits_on_threads
 from tests.slow import slow
 from tests.verify.recipes import tiny
 
@@ -86,16 +86,7 @@ def test_swiglu_passes_on_nan(gate):
 @needs_compiler
 def test_threads_change_no_bit(gate):
     grad, g, u = _values(300, 1000)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            results.append([gate.forward(g, u), *gate.backward(grad.clone(), g, u)])
-    finally:
-        torch.set_num_threads(before)
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    same_bits_on_threads(lambda: [gate.forward(g, u), *gate.backward(grad.clone(), g, u)], (1, 3))
 
 
 @needs_compiler

@@ -11,7 +11,7 @@ from moefold.ops.triton.cross_entropy import TritonCrossEntropyOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = TritonCrossEntropyOps()
-T, H, V = 7, 6, 37
+T, H, V = 5, 6, 37
 """Three blocks of the interpreter, the last of them partial."""
 
 

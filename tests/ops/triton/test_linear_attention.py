@@ -20,22 +20,22 @@ from tests.slow import slow
 from tests.verify.recipes import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = {"gated_deltanet": (4, 1), "kda": (2, None), "gla": (1, None)}
-"""Key heads of four value heads, and width of a decay; None: each channel."""
+SHAPES = {"gated_deltanet": (2, 1), "kda": (1, None), "gla": (1, None)}
+"""Key heads of two value heads, and width of a decay; None: each channel."""
 TOLERANCE = 2e-5
 
 
-def _inputs(kind: str, length: int = 23, key_size: int = 18, value_size: int = 37) -> list[Tensor]:
+def _inputs(kind: str, length: int = 18, key_size: int = 18, value_size: int = 37) -> list[Tensor]:
     """Queries, keys, values, logarithms of decays and write strengths of two samples, on the device."""
     generator = torch.Generator().manual_seed(len(kind))
     groups, width = SHAPES[kind]
     q, k, v, decay = (
         torch.randn(length, 2, *shape, generator=generator)
-        for shape in ((groups, key_size), (groups, key_size), (4, value_size), (4, width or key_size))
+        for shape in ((groups, key_size), (groups, key_size), (2, value_size), (2, width or key_size))
     )
     inputs = [q / 4, k / key_size**0.5, v, -decay.square()]
     if kind != "gla":
-        inputs.append(torch.rand(length, 2, 4, generator=generator))
+        inputs.append(torch.rand(length, 2, 2, generator=generator))
     return [x.to(DEVICE) for x in inputs]
 
 
@@ -68,9 +68,9 @@ def test_outputs_states_and_gradients_equal_the_reference(kind: str, case: str) 
     inputs = _inputs(kind)
     options = {}
     if case == "given states":
-        options["state"] = torch.linspace(-2, 9, 2 * 4 * 18 * 37, device=DEVICE).sin().view(2, 4, 18, 37)
+        options["state"] = torch.linspace(-2, 9, 2 * 2 * 18 * 37, device=DEVICE).sin().view(2, 2, 18, 37)
     if case == "documents":
-        tokens = torch.arange(23, device=DEVICE).unsqueeze(1)
+        tokens = torch.arange(18, device=DEVICE).unsqueeze(1)
         options["is_start_SB"] = (tokens == 0) | (tokens == torch.tensor([5, 16], device=DEVICE))
     found = _compute(inputs, TritonLinearAttention(), **options)
     expected = _compute([x.double() for x in inputs], None, **options)

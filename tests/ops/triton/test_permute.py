@@ -8,7 +8,7 @@ from moefold.ops.permute import TORCH_PERMUTE_OPS
 from moefold.ops.triton.permute import TritonPermuteOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-T, K, E = 13, 3, 5
+T, K, E = 7, 3, 5
 KINDS = ["all", "dropped", "truncated", "trailing", "none", "padded"]
 
 

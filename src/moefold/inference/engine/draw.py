@@ -13,7 +13,7 @@ from moefold.data.index_shuffle import draw_bits, hash_ints
 from moefold.errors import RunError
 from moefold.inference.engine.requests import Request
 from moefold.inference.sampling import SamplingParams
-from moefold.ops.draw import NO_TOKEN, DrawKernel, weight_unit
+from moefold.ops.cpu.draw import NO_TOKEN, CDraw, weight_unit
 
 MANTISSA_BITS = 53
 
@@ -44,7 +44,7 @@ class Draw(NamedTuple):
     """Uniform draw in [0, 1); not read at temperature 0."""
 
 
-def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel | None = None) -> Tensor:
+def choose_tokens(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None = None) -> Tensor:
     """Sample a token for each row of logits over the whole vocabulary: int64 [N] on their device, without a wait.
 
     A row's token does not depend on the other rows. Weights are computed in float64 and rounded to integers. Their sums
@@ -81,7 +81,7 @@ def check_drawn(tokens: Sequence[float]) -> None:
         )
 
 
-def _choose(logits_NV: Tensor, draws: Sequence[Draw], kernel: DrawKernel | None) -> Tensor:
+def _choose(logits_NV: Tensor, draws: Sequence[Draw], kernel: CDraw | None) -> Tensor:
     """Sample with the parameters of the first draw, which all rows share, in parts of bounded memory."""
     params = draws[0].params
     if kernel is not None and params.takes_all_tokens and kernel.supports(logits_NV):

@@ -32,7 +32,7 @@ from moefold.inference.engine.scheduler import Pass, PassLimits, PassScheduler, 
 from moefold.inference.sampling import SamplingParams
 from moefold.model.layer_cache import CacheSize, PassRows
 from moefold.model.loss import token_log_probs
-from moefold.ops.draw import NO_TOKEN
+from moefold.ops.cpu.draw import NO_TOKEN
 from moefold.parallel.inference_model import ForwardChain, InferenceModel
 from moefold.parallel.paged_decoder import PagedDecoder, forward_chain, shares_experts_over_samples
 from moefold.parallel.parallel_model import ParallelModel

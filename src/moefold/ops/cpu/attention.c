@@ -12,18 +12,10 @@
    lane. Each document is attended to as if it were alone: blocks of keys begin at its first token. */
 
 #include "attention.h"
+#include "parallel.h"
 #include "transpose.h"
 
 #define LANES (2 * VECTOR)
-#ifdef _OPENMP
-#include <omp.h>
-#define IS_LARGE (heads * tokens * limits.longest * (double)d > MIN_PARALLEL_WORK)
-#define OMP_PARALLEL_FOR _Pragma("omp parallel for schedule(static) if (IS_LARGE) num_threads(threads)")
-#define THREAD omp_get_thread_num()
-#else
-#define OMP_PARALLEL_FOR
-#define THREAD 0
-#endif
 
 typedef float buffer[LANES] __attribute__((aligned(64)));
 
@@ -183,7 +175,7 @@ void attention_forward(heads_view q, heads_view k, heads_view v, heads_view out,
                        int64_t d, int threads) {
   const int64_t heads = samples * heads_each;
   const float scale = 1.0f / sqrtf((float)d);
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR(heads * tokens * limits.longest * (double)d > MIN_PARALLEL_WORK)
   for (int64_t n = 0; n < heads; n++) {
     const int64_t sample = n / heads_each, head = n % heads_each;
     float *keys = scratch + THREAD * attention_scratch_floats(limits.longest, d), *values = keys + limits.longest * d;
@@ -257,7 +249,7 @@ void attention_backward(heads_view grad, heads_view q, heads_view k, heads_view 
                         int64_t tokens, int64_t samples, int64_t heads_each, int64_t group, int64_t d, int threads) {
   const int64_t heads = samples * heads_each, width = padded_width(d), longest = limits.longest;
   const float scale = 1.0f / sqrtf((float)d);
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR(heads * tokens * limits.longest * (double)d > MIN_PARALLEL_WORK)
   for (int64_t n = 0; n < heads; n++) {
     const int64_t sample = n / heads_each, head = n % heads_each;
     float *grad_keys = scratch + THREAD * attention_scratch_floats(longest, d), *keys = grad_keys + 2 * longest * width;

@@ -1,4 +1,4 @@
-"""Causal attention on a CPU in C, forward and backward; a `LimitedCausalKernel` (ops/block_attention.py).
+"""Causal attention on a CPU in C, forward and backward.
 
 Documents, sliding windows and sinks are limits of the kernel's loops, not masks in memory: keys that a query does not
 attend to are skipped, by document and by blocks. The bits of a document do not depend on its place in a sample.
@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from moefold.ops.block_attention import BlockMask, FlashMask, MathBlockAttention, fold_in_sinks
-from moefold.ops.cpu.build import CompilerError, TensorView, declare, load_library
+from moefold.ops.cpu.build import (
+    NUMBER,
+    POINTER,
+    SIZE,
+    TensorView,
+    address_of,
+    check_results,
+    declare,
+    load_library,
+    pointer_fields,
+    size_fields,
+)
 from moefold.ops.documents import Segments
 from moefold.ops.expert_ops import unit_stride
 
@@ -37,30 +48,22 @@ class _LimitsStruct(ctypes.Structure):
     """C struct `attention_limits`: documents, their queries, number of documents, longest document, window, sinks."""
 
     _fields_ = (
-        ("document_ends", ctypes.c_void_p),
-        ("query_ends", ctypes.c_void_p),
-        ("documents", ctypes.c_int64),
-        ("longest", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
+        *pointer_fields("document_ends", "query_ends"),
+        *size_fields("documents", "longest", "window"),
+        *pointer_fields("sinks"),
     )
 
 
 class CAttention:
-    """Causal attention in float32, for tensors of float32 or bfloat16.
-
-    Raises:
-        CompilerError: the library cannot be built.
-    """
+    """Causal attention in float32 that takes a `FlashMask` and sinks, for tensors of float32 or bfloat16."""
 
     def __init__(self) -> None:
         library = load_library("attention")
-        pointer = ctypes.c_void_p
-        sizes = (_LimitsStruct, *[ctypes.c_int64] * 5, ctypes.c_int)
-        self._scratch_floats = declare(library.attention_scratch_floats, *[ctypes.c_int64] * 2, result=ctypes.c_int64)
-        self._forward = declare(library.attention_forward, *[TensorView] * 4, pointer, pointer, *sizes)
-        tensors = (*[TensorView] * 5, pointer, *[TensorView] * 3, pointer)
-        self._backward = declare(library.attention_backward, *tensors, *sizes)
+        shape = (_LimitsStruct, *[SIZE] * 5, NUMBER)
+        self._scratch_floats = declare(library.attention_scratch_floats, SIZE, SIZE, result=SIZE)
+        self._forward = declare(library.attention_forward, *[TensorView] * 4, POINTER, POINTER, *shape)
+        tensors = (*[TensorView] * 5, POINTER, *[TensorView] * 3, POINTER)
+        self._backward = declare(library.attention_backward, *tensors, *shape)
         self.is_fast: bool = library.attention_vector_width() >= MIN_FAST_VECTOR_WIDTH
         self._self_test()
 
@@ -69,13 +72,13 @@ class CAttention:
         return self._supports_heads(q, k, v) and q.shape[:2] == k.shape[:2] and q.shape[0] <= MAX_SEQ_LEN
 
     def supports_tasks(self, q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
-        """Return whether the kernel supports tasks on these tensors, [rows, 1, heads, D]; see `FlashMask`.
+        """Return whether the kernel supports `FlashMask.query_segments` for tensors [rows, 1, heads, D].
 
         Args:
             q: queries.
             k: keys.
             v: values.
-            longest: maximum number of keys of a task.
+            longest: maximum number of keys of a document.
         """
         return self._supports_heads(q, k, v) and longest <= MAX_SEQ_LEN
 
@@ -92,7 +95,15 @@ class CAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse); see `LimitedCausalKernel`."""
+        """Return (out, lse), both with the sinks.
+
+        Args:
+            q: queries, [S, B, A, D].
+            k: keys, [S, B, G, D].
+            v: values, [S, B, G, D].
+            block_mask: "causal", or a causal `FlashMask`.
+            sinks: see `fold_in_sinks`, [A].
+        """
         tokens, samples, heads, _ = q.shape
         out = q.new_empty(q.shape)
         lse = q.new_empty((samples, heads, tokens), dtype=torch.float32)
@@ -106,7 +117,7 @@ class CAttention:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block_mask: BlockMask
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv)."""
+        """Return (dq, dk, dv), given output and log-sum-exp with the sinks."""
         is_shared = k.shape[2] != q.shape[2]
         dq = q.new_empty(q.shape)
         # Gradients of shared heads are rounded after their sum.
@@ -129,11 +140,7 @@ class CAttention:
         return scratch, tokens, samples, heads, heads // k.shape[2], d, threads
 
     def _self_test(self) -> None:
-        """Compare with the reference, to catch miscompiled kernels at start-up.
-
-        Raises:
-            CompilerError: results differ.
-        """
+        """Compare with the reference."""
         tokens, samples, heads, groups, d = SELF_TEST_SHAPE
         q, grad, k, v = (
             torch.linspace(low, 1, tokens * samples * count * d).sin().view(tokens, samples, count, d)
@@ -148,9 +155,7 @@ class CAttention:
             for mask, dense, head_sinks in (("causal", "causal", None), (limits, _dense_mask(limits, q), sinks)):
                 actual = _run(self, inputs, mask, head_sinks)
                 expected = _run(MathBlockAttention(), wide, dense, head_sinks)
-                for a, e in zip(actual, expected, strict=True):
-                    if not torch.allclose(a.double(), e, rtol=error, atol=error):
-                        raise CompilerError("the compiled attention kernel is wrong")
+                check_results("attention kernel", dtype, actual, expected, error)
 
 
 def _sum_shared(x_SBGND: Tensor) -> Tensor:
@@ -187,7 +192,7 @@ def _dense_mask(limits: FlashMask, q: Tensor) -> Tensor:
 
 def _to_limits_struct(block_mask: BlockMask, tokens: int, sinks: Tensor | None) -> _LimitsStruct:
     """Return the limits of a mask; the caller keeps its tensors and the sinks, float32 [A]."""
-    address = None if sinks is None else sinks.data_ptr()
+    address = address_of(sinks)
     if not isinstance(block_mask, FlashMask):
         assert isinstance(block_mask, str), "the kernel reads no mask"
         assert block_mask == "causal", block_mask

@@ -1,4 +1,8 @@
-"""Build and load the C sources of this package as shared libraries, once on each machine."""
+"""Build and load the C sources of this folder as shared libraries, once on each machine.
+
+A kernel of this folder (`CNorm` and the others) loads its library when it is made. As a compiler may be wrong, it then
+compares the results of a small self-test with its reference. It raises `CompilerError` if it cannot be used.
+"""
 
 import contextlib
 import ctypes
@@ -11,7 +15,7 @@ import stat
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -75,11 +79,46 @@ def load_library(name: str) -> ctypes.CDLL:
         raise CompilerError(f"the library built by {command[0]} cannot be loaded ({error})") from None
 
 
+POINTER = ctypes.c_void_p
+SIZE = ctypes.c_int64
+NUMBER = ctypes.c_int
+Fields = tuple[tuple[str, Any], ...]
+"""Names and C types of the fields of a struct."""
+
+
 def declare(function: Any, *arguments: Any, result: Any = None) -> Any:
     """Set the C types of the arguments and of the result of a function; return it."""
     function.argtypes = arguments
     function.restype = result
     return function
+
+
+def pointer_fields(*names: str) -> Fields:
+    """Return fields of type `void *`."""
+    return tuple((name, POINTER) for name in names)
+
+
+def size_fields(*names: str) -> Fields:
+    """Return fields of type `int64_t`."""
+    return tuple((name, SIZE) for name in names)
+
+
+def check_results(
+    kernel: str, dtype: torch.dtype, actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
+) -> None:
+    """Compare the results of a self-test with the float64 results of a reference, to find miscompiled kernels.
+
+    Raises:
+        CompilerError: results differ.
+    """
+    for a, e in zip(actual, expected, strict=True):
+        if not torch.allclose(a.double(), e, rtol=tolerance, atol=tolerance):
+            raise CompilerError(f"the compiled {kernel} is wrong in {dtype}")
+
+
+def address_of(x: Tensor | None) -> int | None:
+    """Return the address of a tensor's first element; None: NULL."""
+    return None if x is None else x.data_ptr()
 
 
 def build_libraries(*names: str) -> None:
@@ -234,13 +273,7 @@ class TensorView(ctypes.Structure):
     Strides are in elements; the last dim has stride 1.
     """
 
-    _fields_ = (
-        ("start", ctypes.c_void_p),
-        ("token", ctypes.c_int64),
-        ("sample", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("is_bfloat16", ctypes.c_int64),
-    )
+    _fields_ = (*pointer_fields("start"), *size_fields("token", "sample", "head", "is_bfloat16"))
 
     @classmethod
     def of(cls, x: Tensor) -> Self:

@@ -10,18 +10,13 @@
 
 #include "bfloat16.h"
 #include "integers.h"
+#include "parallel.h"
 
 /* Channels of a block, whose rows stay in the cache, and the maximum of taps. */
 #define CHANNELS 128
 #define MAX_TAPS 8
 /* Numbers below which threads cost more than they save. */
 #define MIN_PARALLEL_WORK 200000.0
-
-#ifdef _OPENMP
-#define OMP_PARALLEL_FOR _Pragma("omp parallel for schedule(static) if (is_large) num_threads(threads)")
-#else
-#define OMP_PARALLEL_FOR
-#endif
 
 typedef float row[CHANNELS] __attribute__((aligned(64)));
 
@@ -76,9 +71,7 @@ static inline void sum_taps(float *restrict total, const row *tokens, const row 
 /* Compute out [S, B, C]. */
 void convolution_forward(convolution_inputs in, void *out, int threads) {
   const int64_t blocks = (in.channels + CHANNELS - 1) / CHANNELS;
-  const int is_large = (double)in.tokens * in.samples * in.channels > MIN_PARALLEL_WORK;
-  (void)is_large, (void)threads;
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR((double)in.tokens * in.samples * in.channels > MIN_PARALLEL_WORK)
   for (int64_t task = 0; task < in.samples * blocks; task++) {
     const int64_t sample = task / blocks, first = task % blocks * CHANNELS;
     const int64_t count = min_i64(CHANNELS, in.channels - first);
@@ -100,9 +93,7 @@ void convolution_forward(convolution_inputs in, void *out, int threads) {
 void convolution_backward(convolution_inputs in, const void *grad, void *grad_x, void *grad_previous,
                           float *grad_weight, int threads) {
   const int64_t blocks = (in.channels + CHANNELS - 1) / CHANNELS, taps = in.taps;
-  const int is_large = (double)in.tokens * in.samples * in.channels > MIN_PARALLEL_WORK;
-  (void)is_large, (void)threads;
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR((double)in.tokens * in.samples * in.channels > MIN_PARALLEL_WORK)
   for (int64_t task = 0; task < in.samples * blocks; task++) {
     const int64_t sample = task / blocks, first = task % blocks * CHANNELS;
     const int64_t count = min_i64(CHANNELS, in.channels - first);

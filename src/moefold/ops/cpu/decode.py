@@ -1,7 +1,11 @@
-"""Whole transformer layers of decoding on a CPU in C; a `DecodeKernel` (ops/decode.py).
+"""Whole transformer layers over rows of a paged KV cache on a CPU in C, without gradients.
 
-`decode.c` calls the functions of the other libraries of this folder. Its results have the same bits as the modules that
-call these functions one by one, without the time that Python and torch take between the calls.
+One call computes all layers. A layer with a shared expert, or with a router that the kernel does not support, needs two
+calls: attention up to the logits of the router, and the routed experts; the caller chooses the experts between them.
+
+`decode.c` calls the functions of the other libraries of this folder. Its reference are the modules of the layer
+(`model.transformer.Block`): it has the same bits where they call these functions one by one, without the time that
+Python and torch take between the calls.
 """
 
 import ctypes
@@ -13,9 +17,9 @@ from torch import Tensor
 
 from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM
-from moefold.ops.cpu.build import declare, load_library
+from moefold.ops.cpu.build import POINTER, SIZE, address_of, declare, load_library, pointer_fields, size_fields
 from moefold.ops.cpu.gemm import DTYPE_CODES
-from moefold.ops.decode import DecodeLayer, DecodeRows, LayerWeights, LinearWeights
+from moefold.ops.decode import DecodeRows, LayerWeights, LinearWeights
 
 FUNCTIONS = {
     "gemm": "gemm",
@@ -34,19 +38,13 @@ CACHE_LINE_BYTES = 64
 class _FunctionsStruct(ctypes.Structure):
     """C struct `kernel_functions`: addresses."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in FUNCTIONS)
+    _fields_ = pointer_fields(*FUNCTIONS)
 
 
 class _LinearStruct(ctypes.Structure):
     """C struct `linear_weights`."""
 
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("line", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
-        ("bias", ctypes.c_void_p),
-    )
+    _fields_ = (*pointer_fields("weight"), *size_fields("line", "step", "kind"), *pointer_fields("bias"))
 
 
 class _LayerStruct(ctypes.Structure):
@@ -54,11 +52,10 @@ class _LayerStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, _LinearStruct) for name in ("query", "key", "value", "output", "router")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "query_norm", "key_norm", "ffn_norm", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("key_pages", "value_pages")),
-        *((name, ctypes.c_int64) for name in ("hidden", "heads", "groups", "head_dim", "window")),
-        *((name, ctypes.c_void_p) for name in ("gate", "up", "down")),
-        *((name, ctypes.c_int64) for name in ("experts", "ffn", "top_k", "expert_kind", "is_post")),
+        *pointer_fields("attention_norm", "query_norm", "key_norm", "ffn_norm", "sinks", "key_pages", "value_pages"),
+        *size_fields("hidden", "heads", "groups", "head_dim", "window"),
+        *pointer_fields("gate", "up", "down"),
+        *size_fields("experts", "ffn", "top_k", "expert_kind", "is_post"),
         *((name, ctypes.c_float) for name in ("eps", "query_key_eps", "routing_scale")),
     )
 
@@ -67,48 +64,38 @@ class _RowsStruct(ctypes.Structure):
     """C struct `pass_rows`."""
 
     _fields_ = (
-        ("kernels", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("is_bfloat16", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("angle_row", ctypes.c_int64),
-        ("half", ctypes.c_int64),
-        ("slots", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("table_width", ctypes.c_int64),
-        ("lengths", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
+        *pointer_fields("kernels"),
+        *size_fields("rows", "is_bfloat16", "threads"),
+        *pointer_fields("cos", "sin"),
+        *size_fields("angle_row", "half"),
+        *pointer_fields("slots", "table"),
+        *size_fields("table_width"),
+        *pointer_fields("lengths", "workspace"),
     )
 
 
 class CDecode:
-    """Layers in float32 or bfloat16; see `DecodeKernel`.
+    """Layers in float32 or bfloat16.
 
     Args:
         replaced: kernels whose parts of a layer it computes: with the same bits as kernels of this folder, and equal to
             other kernels up to rounding.
-
-    Raises:
-        CompilerError: a library cannot be built.
     """
 
     max_head_dim = MAX_HEAD_DIM
+    """Largest supported head dim."""
 
     def __init__(self, replaced: Sequence[object]) -> None:
         self._replaced = replaced
         library = load_library("decode")
-        pointer = ctypes.c_void_p
-        size = ctypes.c_int64
-        self.attend = declare(library.decode_attention, *[pointer] * 6)
-        self.add_experts = declare(library.decode_experts, *[pointer] * 7)
-        self.compute = declare(library.decode_layers, pointer, size, *[pointer] * 6)
-        self.workspace_bytes = declare(library.decode_workspace_bytes, pointer, pointer, result=size)
+        self.attend = declare(library.decode_attention, *[POINTER] * 6)
+        self.add_experts = declare(library.decode_experts, *[POINTER] * 7)
+        self.compute = declare(library.decode_layers, POINTER, SIZE, *[POINTER] * 6)
+        self.workspace_bytes = declare(library.decode_workspace_bytes, POINTER, POINTER, result=SIZE)
         self._functions = {dtype: _functions_struct(dtype) for dtype in DTYPE_CODES}
 
     def replaces(self, kernel: object) -> bool:
-        """See `DecodeKernel`."""
+        """Return whether this kernel may compute the part of a layer that `kernel` computes; None: torch."""
         return any(kernel is replaced for replaced in self._replaced)
 
     def functions_address(self, dtype: torch.dtype) -> int:
@@ -116,12 +103,12 @@ class CDecode:
         return ctypes.addressof(self._functions[dtype])
 
     def new_pass(self) -> "CDecodePass":
-        """See `DecodeKernel`."""
+        """Return the shared part of a new decoder."""
         return CDecodePass(self)
 
 
 class CDecodePass:
-    """Workspace and rows that the layers of a decoder share; see `DecodePass`.
+    """The shared part of the layers of a decoder: memory, and the rows of the pass that runs.
 
     Like the workspace of `ops.cpu.gemm`, the workspace is not a tensor: memory accounting of layers does not count it.
 
@@ -140,21 +127,28 @@ class CDecodePass:
         self._workspace = np.empty(0, np.uint8)
 
     def layer(self, weights: LayerWeights, key_pages: Tensor, value_pages: Tensor) -> "CDecodeLayer":
-        """See `DecodePass`."""
+        """Return the decoding of a layer; the weights and the pages must keep their addresses."""
         layer = CDecodeLayer(self, weights, key_pages, value_pages)
         self._layers.append(layer)
         self._key = None
         return layer
 
-    def compute(self, layers: Sequence[DecodeLayer], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
-        """See `DecodePass`."""
+    def compute(self, layers: Sequence["CDecodeLayer"], x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor]:
+        """Compute layers of this decoder in sequence; the kernel must choose their experts; no shared experts.
+
+        Args:
+            layers: at least one layer; all have the same number of experts for each row.
+            x_RH: rows of the residual stream, [R, H], R at least 1; unchanged.
+            rows: rows of the pass.
+
+        Returns:
+            The residual stream [R, H], and the experts of each row in each layer, int64 [layers, R, K].
+        """
         first = layers[0]
-        assert isinstance(first, CDecodeLayer)
         num_rows = self.set_checked_rows(first, x_RH, rows)
-        addresses = (ctypes.c_void_p * len(layers))()
+        addresses = (POINTER * len(layers))()
         num_experts = 0
         for i, layer in enumerate(layers):
-            assert isinstance(layer, CDecodeLayer)
             assert layer.chooses
             addresses[i] = layer.address
             num_experts = max(num_experts, layer.num_experts)
@@ -232,7 +226,7 @@ class CDecodePass:
 
 
 class CDecodeLayer:
-    """One layer; see `DecodeLayer`.
+    """One layer, whose weights and pages it holds.
 
     Args:
         shared: memory shared by all layers of the decoder.
@@ -246,18 +240,28 @@ class CDecodeLayer:
         self._attend = shared.kernel.attend
         self._add_experts = shared.kernel.add_experts
         self.chooses = weights.routing is not None
-        """See `DecodeLayer`."""
+        """True if the kernel chooses the experts."""
         self.dtype = key_pages.dtype
         self.hidden = len(weights.attention_norm)
         self.num_experts = 0 if weights.router is None else len(weights.router.weight)
         self.top_k = weights.top_k
+        """Experts of each row; 0 without experts."""
         # The struct has addresses only.
         self._kept: list[Tensor] = []
         self._struct = self._layer_struct(weights, key_pages, value_pages)
         self.address = ctypes.addressof(self._struct)
 
     def attend(self, x_RH: Tensor, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `DecodeLayer`."""
+        """Cache the keys and values of the rows, and compute attention with its residual connection.
+
+        Args:
+            x_RH: rows of the residual stream, [R, H], R at least 1.
+            rows: rows of the pass.
+
+        Returns:
+            The residual stream [R, H]; the same rows after the norm of the feed-forward layer, [R, H]; and the logits
+            of the router, float32 [R, E], None in a dense layer.
+        """
         shared = self._shared
         shared.set_checked_rows(self, x_RH, rows)
         x_RH = x_RH.contiguous()
@@ -272,14 +276,22 @@ class CDecodeLayer:
             x_RH.data_ptr(),
             y_RH.data_ptr(),
             normed_RH.data_ptr(),
-            None if logits_RE is None else logits_RE.data_ptr(),
+            address_of(logits_RE),
         )
         return y_RH, normed_RH, logits_RE
 
     def add_experts(
         self, y_RH: Tensor, normed_RH: Tensor, ids_RK: Tensor, probs_RK: Tensor, shared_RH: Tensor | None
     ) -> None:
-        """See `DecodeLayer`."""
+        """Add the output of the chosen experts to the residual stream, in place; after `attend` of the same rows.
+
+        Args:
+            y_RH: residual stream, contiguous.
+            normed_RH: input of the experts, as `attend` returned it.
+            ids_RK: experts of each row, int64 [R, K]; the experts of a row differ.
+            probs_RK: weight of each, float32 [R, K].
+            shared_RH: output of shared experts, which is added to the output of the routed experts; None if not added.
+        """
         shared = self._shared
         shape = shared.struct.rows, self.top_k
         assert ids_RK.shape == probs_RK.shape == shape, (ids_RK.shape, probs_RK.shape, shape)
@@ -293,7 +305,7 @@ class CDecodeLayer:
             normed_RH.data_ptr(),
             ids_RK.data_ptr(),
             probs_RK.data_ptr(),
-            None if shared_RH is None else shared_RH.data_ptr(),
+            address_of(shared_RH),
             y_RH.data_ptr(),
         )
 
@@ -373,5 +385,5 @@ def _functions_struct(dtype: torch.dtype) -> _FunctionsStruct:
     for name, library in FUNCTIONS.items():
         symbol = f"swiglu_{'bfloat16' if dtype == torch.bfloat16 else 'float32'}" if name == "swiglu" else name
         function = getattr(load_library(library), symbol)
-        setattr(struct, name, ctypes.cast(function, ctypes.c_void_p).value)
+        setattr(struct, name, ctypes.cast(function, POINTER).value)
     return struct

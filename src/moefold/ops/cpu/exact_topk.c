@@ -6,9 +6,8 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+
+#include "parallel.h"
 
 /* Scores that are compared with the threshold at a time. */
 #define BLOCK 64
@@ -110,16 +109,9 @@ int64_t exact_topk(const void *scores, int64_t row_stride, const int32_t *starts
                    int type, char *workspace, int64_t workspace_bytes, int64_t room, int threads) {
   const Call call = {scores, row_stride, starts, stops, guess, num_guesses, out, k, width, room};
   int64_t rows_with_nan = 0;
-#ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic) reduction(+ : rows_with_nan) num_threads(threads) if (rows > 1)
-#endif
-  for (int64_t row = 0; row < rows; row++) {
-#ifdef _OPENMP
-    char *own = workspace + omp_get_thread_num() * workspace_bytes;
-#else
-    char *own = workspace;
-#endif
-    rows_with_nan += topk_row(&call, row, type, own);
-  }
+  (void)threads;
+  PRAGMA(omp parallel for schedule(dynamic) reduction(+ : rows_with_nan) num_threads(threads) if (rows > 1))
+  for (int64_t row = 0; row < rows; row++)
+    rows_with_nan += topk_row(&call, row, type, workspace + THREAD * workspace_bytes);
   return rows_with_nan;
 }

@@ -1,11 +1,9 @@
 """Exact top-k of scores on a CPU in C; its definition is `ops.exact_topk.sorted_topk`."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from moefold.ops.cpu.build import CompilerError, load_library
+from moefold.ops.cpu.build import NUMBER, POINTER, SIZE, CompilerError, address_of, declare, load_library
 
 SCORE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 """Number of each dtype in `exact_topk.c`."""
@@ -18,22 +16,13 @@ ALIGNMENT_BYTES = 64
 
 
 class CExactTopk:
-    """Top-k of float32, bfloat16 or float64 rows, with torch's number of threads, a row on one thread.
-
-    Raises:
-        CompilerError: the library cannot be built, or its results are wrong.
-    """
+    """Top-k of float32, bfloat16 or float64 rows, with torch's number of threads, a row on one thread."""
 
     def __init__(self) -> None:
-        self._exact_topk = load_library("exact_topk").exact_topk
-        pointer = ctypes.c_void_p
-        size = ctypes.c_int64
-        number = ctypes.c_int
-        self._exact_topk.argtypes = [
-            pointer, size, pointer, pointer, pointer, size, pointer, size, size, size, number, pointer, size, size,
-            number,
-        ]  # fmt: skip
-        self._exact_topk.restype = ctypes.c_int64
+        bounds = (POINTER, POINTER, POINTER, SIZE)
+        ends = (*[SIZE] * 3, NUMBER, POINTER, SIZE, SIZE, NUMBER)
+        function = load_library("exact_topk").exact_topk
+        self._exact_topk = declare(function, POINTER, SIZE, *bounds, POINTER, *ends, result=SIZE)
         self._self_test()
 
     def __call__(
@@ -52,9 +41,9 @@ class CExactTopk:
         rows_with_nan = self._exact_topk(
             scores.data_ptr(),
             scores.stride(0),
-            None if starts is None else starts.data_ptr(),
-            None if stops is None else stops.data_ptr(),
-            None if guess is None else guess.data_ptr(),
+            address_of(starts),
+            address_of(stops),
+            address_of(guess),
             0 if guess is None else guess.shape[1],
             out.data_ptr(),
             rows,
@@ -69,11 +58,7 @@ class CExactTopk:
         return out, int(rows_with_nan)
 
     def _self_test(self) -> None:
-        """Select from a row with ties, with a wrong guess, to catch a miscompiled kernel at start-up.
-
-        Raises:
-            CompilerError: results differ.
-        """
+        """Select from a row with ties, with a wrong guess; raise CompilerError if the result differs from a sort."""
         scores = (torch.arange(2000) * 7 % 101).view(1, -1)
         expected = scores.argsort(dim=1, descending=True, stable=True)[:, :300].sort(dim=1).values
         for dtype in SCORE_TYPES:

@@ -24,17 +24,9 @@ class SequentialExpertOps:
             float32 weights, they are cast one expert at a time.
     """
 
+    fuses_permutation = False
+    probs_commute = True
     gemm: Gemm = TORCH_GEMM
-
-    @property
-    def fuses_permutation(self) -> bool:
-        """False: rows are sorted by expert."""
-        return False
-
-    @property
-    def probs_commute(self) -> bool:
-        """True: hidden values are not quantised."""
-        return True
 
     def weight_dtype(self, x: Tensor) -> torch.dtype | None:
         """See `ExpertOps`."""

@@ -16,6 +16,7 @@
 #include "exponential.h"
 #include "gemm.h"
 #include "integers.h"
+#include "parallel.h"
 
 /* Floats of a vector, and rows of a tile, limited by registers for two accumulator vectors a row and the operands. */
 #if defined(__AVX512F__)
@@ -47,20 +48,6 @@
 /* Row panels up to which threads split the columns only. */
 #define MAX_SHARED_ROW_PANELS 4
 
-#ifdef _OPENMP
-#include <omp.h>
-#define OMP_PARALLEL _Pragma("omp parallel num_threads(threads)")
-#define OMP_FOR _Pragma("omp for schedule(static)")
-#define OMP_BARRIER _Pragma("omp barrier")
-#define THREAD omp_get_thread_num()
-#define THREADS omp_get_num_threads()
-#else
-#define OMP_PARALLEL
-#define OMP_FOR
-#define OMP_BARRIER
-#define THREAD 0
-#define THREADS 1
-#endif
 #define FETCH_INTO_L2(address) __builtin_prefetch(address, 0, 2)
 #include "few_rows.h"
 
@@ -464,7 +451,7 @@ static few_rows *few_rows_variant(const gemm_args *args) {
 static void multiply_few_rows(const gemm_args *args, few_rows *multiply, int threads) {
   const strided_matrix a = args->terms[0].a, b = args->terms[0].b;
   const int64_t b_stride = b.line == 1 ? b.step : b.line, panels = args->columns / LANES;
-  OMP_PARALLEL {
+  PRAGMA(omp parallel num_threads(threads)) {
     const int64_t first = THREAD * panels / THREADS * LANES, last = (THREAD + 1) * panels / THREADS * LANES;
     multiply(a.start, a.line, float_at(b, first, 0), b_stride, last - first, args->terms[0].depth,
              (float *)args->out.start + first, args->out.row);
@@ -499,7 +486,7 @@ static void multiply_at_once(const gemm_args *args) {
   const int64_t chunks =
       a_panels <= MAX_SHARED_ROW_PANELS ? min_chunks : min_i64(a_panels, ceil_div(min_chunks, threads) * threads);
   packed_word *const columns_packed = scratch, *const rows_packed = scratch + shared_panels * LANES * steps;
-  OMP_PARALLEL {
+  PRAGMA(omp parallel num_threads(threads)) {
     /* Thread-local copies, so that the compiler knows that packing does not modify them. */
     const operand_side of_a = {terms, count, 0, packing, rows, columns, steps},
                        of_b = {terms, count, 1, packing, columns, rows, steps};
@@ -512,8 +499,8 @@ static void multiply_at_once(const gemm_args *args) {
       const int64_t thread_first = THREAD * num_panels / THREADS, thread_last = (THREAD + 1) * num_panels / THREADS;
       pack_operand(columns_packed + thread_first * LANES * steps, LANES, of_b, first + thread_first,
                    first + thread_last);
-      OMP_BARRIER
-      OMP_FOR for (int64_t task = 0; task < chunks * column_chunks; task++) {
+      PRAGMA(omp barrier)
+      PRAGMA(omp for schedule(static)) for (int64_t task = 0; task < chunks * column_chunks; task++) {
         const int64_t chunk = task % chunks, column_chunk = task / chunks;
         const int64_t from = chunk * a_panels / chunks, to = (chunk + 1) * a_panels / chunks;
         pack_operand(thread_rows, ROWS, of_a, from, to);

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.private_torch import has_amx_tiles
-from moefold.ops.cpu.build import CompilerError, declare, load_library
+from moefold.ops.cpu.build import NUMBER, SIZE, CompilerError, declare, load_library
 from moefold.ops.gemm import Gemm, torch_mm_is_fastest
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -40,16 +40,12 @@ class CGemm(Gemm):
     """GEMM backend in C. If an operand is bfloat16, all operands are rounded to it.
 
     Other dtypes and devices are multiplied by the libraries.
-
-    Raises:
-        CompilerError: the library cannot be built.
     """
 
     def __init__(self) -> None:
         library = load_library("gemm")
         self._gemm = declare(library.gemm, ctypes.c_char_p)
-        sizes = (*[ctypes.c_int64] * 3, ctypes.c_int)
-        self._scratch_words = declare(library.gemm_scratch_words, *sizes, result=ctypes.c_int64)
+        self._scratch_words = declare(library.gemm_scratch_words, *[SIZE] * 3, NUMBER, result=SIZE)
         self._vector_width: int = library.gemm_vector_width()
         self._scratch_buffers = threading.local()
         self._self_test()
@@ -181,7 +177,7 @@ class CGemm(Gemm):
         return address
 
     def _self_test(self) -> None:
-        """Compare with float64, to catch miscompiled kernels at start-up.
+        """Compare with float64.
 
         Raises:
             CompilerError: results differ.

@@ -8,17 +8,11 @@
 #define MOEFOLD_LINEAR_ATTENTION_H
 
 #include "attention.h"
+#include "parallel.h"
 #include "transpose.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#define THREAD omp_get_thread_num()
-#define PARALLEL_FOR(WORK) PRAGMA(omp parallel for schedule(static) if ((WORK) > MIN_PARALLEL_WORK) num_threads(s.threads))
-#define PRAGMA(X) _Pragma(#X)
-#else
-#define THREAD 0
-#define PARALLEL_FOR(WORK)
-#endif
+/* Split a loop among the threads of a call of sizes `s` if it has enough work. */
+#define PARALLEL_TASKS(WORK) PRAGMA(omp parallel for schedule(static) if ((WORK) > MIN_PARALLEL_WORK) num_threads(s.threads))
 
 /* Rows of a chunk that are computed together; lower triangular products skip the blocks above the diagonal. */
 #define BLOCK_ROWS 16

@@ -8,13 +8,22 @@ computation is float32. Results are bitwise independent of the number of threads
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.cpu.build import CompilerError, TensorView, declare, load_library
+from moefold.ops.cpu.build import (
+    POINTER,
+    SIZE,
+    TensorView,
+    check_results,
+    declare,
+    load_library,
+    pointer_fields,
+    size_fields,
+)
 from moefold.ops.expert_ops import unit_stride
 from moefold.ops.linear_attention import ChunkedLinearAttention, Chunks
 
@@ -32,84 +41,101 @@ SELF_TEST_SHAPE = (41, 2, 2, 4, 12, 9)
 """Tokens, samples, key heads, value heads, and widths of keys and values of the self-test."""
 
 
+_TOKEN_TENSORS = tuple((name, TensorView) for name in ("q", "k", "v", "log_decay", "beta"))
 _CHUNK_TENSORS = ("read_keys", "scores", "write_keys", "solved", "decay", "products")
 
 
 class _InputsStruct(ctypes.Structure):
     """C struct `linear_inputs`."""
 
-    _fields_ = (
-        ("q", TensorView),
-        ("k", TensorView),
-        ("v", TensorView),
-        ("log_decay", TensorView),
-        ("beta", TensorView),
-        ("starts", ctypes.c_void_p),
-    )
+    _fields_ = (*_TOKEN_TENSORS, *pointer_fields("starts"))
 
 
 class _GradsStruct(ctypes.Structure):
     """C struct `linear_grads`."""
 
-    _fields_ = _InputsStruct._fields_[:-1]
+    _fields_ = _TOKEN_TENSORS
 
 
 class _ChunksStruct(ctypes.Structure):
     """C struct `chunk_tensors`."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in _CHUNK_TENSORS)
+    _fields_ = pointer_fields(*_CHUNK_TENSORS)
 
 
-class _SizesStruct(ctypes.Structure):
+class _Sizes(ctypes.Structure):
     """C struct `linear_sizes`."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            "tokens",
-            "samples",
-            "key_heads",
-            "repeats",
-            "key_size",
-            "value_size",
-            "decay_size",
-            "chunk_size",
-            "chunks",
-            "has_delta",
-            "threads",
-        )
+    _fields_ = size_fields(
+        *("tokens", "samples", "key_heads", "repeats", "key_size", "value_size", "decay_size"),
+        *("chunk_size", "num_chunks", "has_delta", "threads"),
     )
+    tokens: int
+    samples: int
+    key_heads: int
+    repeats: int
+    key_size: int
+    value_size: int
+    decay_size: int
+    chunk_size: int
+    num_chunks: int
+    has_delta: int
+    threads: int
+
+    @classmethod
+    def of(cls, inputs: Sequence[Tensor], chunk_size: int) -> Self:
+        """Return the sizes of q, k, v, log_decay and maybe beta."""
+        q, _, v, log_decay, *betas = inputs
+        tokens, samples, key_heads, key_size = q.shape
+        heads, value_size = v.shape[2:]
+        widths = (key_size, value_size, log_decay.shape[-1])
+        chunks = (chunk_size, -(-tokens // chunk_size))
+        return cls(tokens, samples, key_heads, heads // key_heads, *widths, *chunks, bool(betas))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a chunk in memory."""
+        return self.padded(self.chunk_size, BLOCK_ROWS)
+
+    @staticmethod
+    def padded(size: int, multiple: int) -> int:
+        """Return the smallest multiple that is at least a size."""
+        return -(-size // multiple) * multiple
+
+    def chunk_shapes(self, vector_width: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the tensors of the chunks; see `CChunks`."""
+        heads = (self.num_chunks, self.samples, self.key_heads * self.repeats)
+        keys = self.padded(self.key_size, vector_width)
+        solved = self.padded(self.value_size, vector_width) + (keys if self.has_delta else 0)
+        decays = 1 if self.decay_size == 1 else keys
+        rows = self.rows
+        shapes = [*((*heads, rows, width) for width in (keys, rows, keys, solved)), (*heads, decays)]
+        return [*shapes, (*heads, rows, rows)] if self.has_delta and self.decay_size > 1 else shapes
 
 
 class _ChunkFunctions:
     """C functions of the products within chunks, for one decay of each head or of each channel."""
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        pointer = ctypes.c_void_p
-        self.forward = declare(library[f"{name}_forward"], _InputsStruct, _ChunksStruct, pointer, _SizesStruct)
-        gradients = (*[_ChunksStruct] * 2, _GradsStruct, pointer, _SizesStruct)
+        self.forward = declare(library[f"{name}_forward"], _InputsStruct, _ChunksStruct, POINTER, _Sizes)
+        gradients = (*[_ChunksStruct] * 2, _GradsStruct, POINTER, _Sizes)
         self.backward = declare(library[f"{name}_backward"], _InputsStruct, *gradients)
-        self.scratch_floats = declare(library[f"{name}_scratch_floats"], _SizesStruct, result=ctypes.c_int64)
+        self.scratch_floats = declare(library[f"{name}_scratch_floats"], _Sizes, result=SIZE)
 
 
 class CLinearAttention:
-    """Gated linear attention in chunks, for tensors of float32 or bfloat16 and decays in float32.
-
-    Raises:
-        CompilerError: a library cannot be built.
-    """
+    """Gated linear attention in chunks, for tensors of float32 or bfloat16 and decays in float32."""
 
     def __init__(self) -> None:
         scan = load_library("linear_scan")
-        pointer = ctypes.c_void_p
         self.vector_width: int = scan.linear_vector_width()
         self._of_heads = _ChunkFunctions(load_library("linear_chunks"), "linear_chunks")
         self._of_channels = _ChunkFunctions(load_library("linear_channel_chunks"), "linear_channel_chunks")
-        outputs = (pointer, TensorView, *[pointer] * 4, _SizesStruct)
+        outputs = (POINTER, TensorView, *[POINTER] * 4, _Sizes)
         self._scan_forward = declare(scan.linear_scan_forward, _ChunksStruct, *outputs)
-        gradients = (*[pointer] * 2, _ChunksStruct, *[pointer] * 2, _SizesStruct)
-        self._scan_backward = declare(scan.linear_scan_backward, TensorView, pointer, _ChunksStruct, *gradients)
-        self._scan_scratch_floats = declare(scan.linear_scan_scratch_floats, _SizesStruct, result=ctypes.c_int64)
+        gradients = (*[POINTER] * 2, _ChunksStruct, *[POINTER] * 2, _Sizes)
+        self._scan_backward = declare(scan.linear_scan_backward, TensorView, POINTER, _ChunksStruct, *gradients)
+        self._scan_scratch_floats = declare(scan.linear_scan_scratch_floats, _Sizes, result=SIZE)
         self._self_test()
 
     def supports(self, inputs: Sequence[Tensor]) -> bool:
@@ -129,17 +155,17 @@ class CLinearAttention:
         sizes = _Sizes.of(inputs, min(chunk_size, MAX_CHUNK_SIZE))
         return CChunks(self, sizes, *_PrepareChunks.apply(self, sizes, is_start_SB, *inputs))
 
-    def chunks_forward(self, sizes: "_Sizes", starts: Tensor | None, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def chunks_forward(self, sizes: _Sizes, starts: Tensor | None, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return read_keys, scores, write_keys, solved, decay (see `CChunks`), and the products that backward reads."""
         chunks = [inputs[0].new_empty(shape, dtype=torch.float32) for shape in sizes.chunk_shapes(self.vector_width)]
         functions = self._chunk_functions(sizes)
-        scratch, struct = self._scratch_and_sizes(sizes, functions.scratch_floats)
-        functions.forward(_to_inputs_struct(inputs, starts), _to_chunks_struct(chunks), scratch.data_ptr(), struct)
+        scratch = self._scratch(sizes, functions.scratch_floats)
+        functions.forward(_to_inputs_struct(inputs, starts), _to_chunks_struct(chunks), scratch.data_ptr(), sizes)
         return chunks
 
     def chunks_backward(
         self,
-        sizes: "_Sizes",
+        sizes: _Sizes,
         starts: Tensor | None,
         inputs: Sequence[Tensor],
         chunks: Sequence[Tensor | None],
@@ -148,19 +174,19 @@ class CLinearAttention:
         """Return the gradients of the tensors of the tokens, from the gradients of the tensors of the chunks."""
         input_grads = [x.new_empty(x.shape) for x in inputs]
         functions = self._chunk_functions(sizes)
-        scratch, struct = self._scratch_and_sizes(sizes, functions.scratch_floats)
+        scratch = self._scratch(sizes, functions.scratch_floats)
         functions.backward(
             _to_inputs_struct(inputs, starts),
             _to_chunks_struct(chunks),
             _to_chunks_struct(grads),
             _GradsStruct(*_to_token_structs(input_grads)),
             scratch.data_ptr(),
-            struct,
+            sizes,
         )
         return input_grads
 
     def scan_forward(
-        self, sizes: "_Sizes", chunks: Sequence[Tensor], state: Tensor, *, saves: bool
+        self, sizes: _Sizes, chunks: Sequence[Tensor], state: Tensor, *, saves: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return the outputs, the last states, and for the backward pass states before chunks and written values."""
         out = state.new_empty(sizes.tokens, sizes.samples, sizes.key_heads * sizes.repeats, sizes.value_size)
@@ -171,14 +197,14 @@ class CLinearAttention:
             heads = chunks[0].shape[:3]
             states = state.new_empty(*heads, keys, values)
             written = state.new_empty(*heads, sizes.rows, values)
-        scratch, struct = self._scratch_and_sizes(sizes, self._scan_scratch_floats)
+        scratch = self._scratch(sizes, self._scan_scratch_floats)
         pointers = (None if x is None else x.data_ptr() for x in (last, states, written, scratch))
-        self._scan_forward(_to_chunks_struct(chunks), state.data_ptr(), TensorView.of(out), *pointers, struct)
+        self._scan_forward(_to_chunks_struct(chunks), state.data_ptr(), TensorView.of(out), *pointers, sizes)
         return out, last, states, written
 
     def scan_backward(
         self,
-        sizes: "_Sizes",
+        sizes: _Sizes,
         grads: tuple[Tensor, Tensor],
         chunks: Sequence[Tensor],
         states: Tensor,
@@ -188,7 +214,7 @@ class CLinearAttention:
         grad_out, grad_last = grads
         chunk_grads = [torch.empty_like(x) for x in chunks]
         grad_state = torch.empty_like(grad_last)
-        scratch, struct = self._scratch_and_sizes(sizes, self._scan_scratch_floats)
+        scratch = self._scratch(sizes, self._scan_scratch_floats)
         self._scan_backward(
             TensorView.of(grad_out),
             grad_last.data_ptr(),
@@ -198,24 +224,21 @@ class CLinearAttention:
             _to_chunks_struct(chunk_grads),
             grad_state.data_ptr(),
             scratch.data_ptr(),
-            struct,
+            sizes,
         )
         return [*chunk_grads, grad_state]
 
-    def _chunk_functions(self, sizes: "_Sizes") -> _ChunkFunctions:
+    def _chunk_functions(self, sizes: _Sizes) -> _ChunkFunctions:
         return self._of_heads if sizes.decay_size == 1 else self._of_channels
 
     @staticmethod
-    def _scratch_and_sizes(sizes: "_Sizes", scratch_floats: Any) -> tuple[Tensor, _SizesStruct]:
-        struct = sizes.struct(torch.get_num_threads())
-        return torch.empty(struct.threads * scratch_floats(struct)), struct
+    def _scratch(sizes: _Sizes, scratch_floats: Any) -> Tensor:
+        """Allocate scratch memory for the threads of a call."""
+        sizes.threads = torch.get_num_threads()
+        return torch.empty(sizes.threads * scratch_floats(sizes))
 
     def _self_test(self) -> None:
-        """Compare with the reference, to catch miscompiled kernels at start-up.
-
-        Raises:
-            CompilerError: results differ.
-        """
+        """Compare with the reference."""
         tokens, samples, groups, heads, keys, values = SELF_TEST_SHAPE
         shapes = ((groups, keys), (groups, keys), (heads, values), (heads, 1), (heads,))
         sizes = [tokens * samples * torch.Size(shape).numel() for shape in shapes]
@@ -232,77 +255,7 @@ class CLinearAttention:
                 inputs = [*narrow, *decays]
                 actual = _forward_backward(inputs, is_start_SB, self)
                 expected = _forward_backward([x.double() for x in inputs], is_start_SB, None)
-                for a, e in zip(actual, expected, strict=True):
-                    if not torch.allclose(a.double(), e, rtol=error, atol=error):
-                        raise CompilerError(f"the compiled kernel of linear attention is wrong in {dtype}")
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes of a call, as the C struct `linear_sizes`."""
-
-    tokens: int
-    samples: int
-    key_heads: int
-    repeats: int
-    key_size: int
-    value_size: int
-    decay_size: int
-    chunk_size: int
-    has_delta: bool
-
-    @staticmethod
-    def of(inputs: Sequence[Tensor], chunk_size: int) -> "_Sizes":
-        """Return the sizes of q, k, v, log_decay and maybe beta."""
-        q, _, v, log_decay, *betas = inputs
-        tokens, samples, key_heads, key_size = q.shape
-        heads, value_size = v.shape[2:]
-        decay_size = log_decay.shape[-1]
-        return _Sizes(
-            tokens, samples, key_heads, heads // key_heads, key_size, value_size, decay_size, chunk_size, bool(betas)
-        )
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks, N."""
-        return -(-self.tokens // self.chunk_size)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a chunk in memory."""
-        return self.padded(self.chunk_size, BLOCK_ROWS)
-
-    @staticmethod
-    def padded(size: int, multiple: int) -> int:
-        """Return the smallest multiple that is at least a size."""
-        return -(-size // multiple) * multiple
-
-    def chunk_shapes(self, vector_width: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors of the chunks; see `CChunks`."""
-        heads = (self.num_chunks, self.samples, self.key_heads * self.repeats)
-        keys = self.padded(self.key_size, vector_width)
-        solved = self.padded(self.value_size, vector_width) + (keys if self.has_delta else 0)
-        decays = 1 if self.decay_size == 1 else keys
-        rows = self.rows
-        widths = [keys, rows, keys, solved]
-        shapes = [*((*heads, rows, width) for width in widths), (*heads, decays)]
-        return [*shapes, (*heads, rows, rows)] if self.has_delta and self.decay_size > 1 else shapes
-
-    def struct(self, threads: int) -> _SizesStruct:
-        """Return the C struct."""
-        return _SizesStruct(
-            self.tokens,
-            self.samples,
-            self.key_heads,
-            self.repeats,
-            self.key_size,
-            self.value_size,
-            self.decay_size,
-            self.chunk_size,
-            self.num_chunks,
-            self.has_delta,
-            threads,
-        )
+                check_results("kernel of linear attention", dtype, actual, expected, error)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ int64_t linear_channel_chunks_scratch_floats(linear_sizes s) {
 void linear_channel_chunks_forward(linear_inputs x, chunk_tensors chunks, float *scratch, linear_sizes s) {
   const int64_t rows = chunk_rows(s), keys = key_width(s), values = value_width(s), width = solved_width(s);
   const int64_t heads = s.key_heads * s.repeats, each = s.samples * heads, all = s.chunks * each;
-  PARALLEL_FOR((double)each * s.tokens * s.chunk_size * (keys + values))
+  PARALLEL_TASKS((double)each * s.tokens * s.chunk_size * (keys + values))
   for (int64_t place = 0; place < all; place++) {
     const int64_t n = place / each, sample = place % each / heads, head = place % heads;
     const int64_t count = chunk_tokens(s, n), first = n * s.chunk_size;
@@ -343,7 +343,7 @@ void linear_channel_chunks_backward(linear_inputs x, chunk_tensors chunks, chunk
                                     float *scratch, linear_sizes s) {
   const int64_t rows = chunk_rows(s), keys = key_width(s), values = value_width(s);
   const int64_t groups = s.samples * s.key_heads, all = s.chunks * groups;
-  PARALLEL_FOR(2.0 * groups * s.repeats * s.tokens * s.chunk_size * (keys + values))
+  PARALLEL_TASKS(2.0 * groups * s.repeats * s.tokens * s.chunk_size * (keys + values))
   for (int64_t task = 0; task < all; task++) {
     const int64_t n = task / groups, sample = task % groups / s.key_heads, group = task % s.key_heads;
     const int64_t count = chunk_tokens(s, n), first = n * s.chunk_size;

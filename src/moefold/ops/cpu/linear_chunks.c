@@ -62,7 +62,7 @@ int64_t linear_chunks_scratch_floats(linear_sizes s);
 void linear_chunks_forward(linear_inputs x, chunk_tensors chunks, float *scratch, linear_sizes s) {
   const int64_t rows = chunk_rows(s), keys = key_width(s), values = value_width(s), width = solved_width(s);
   const int64_t groups = s.samples * s.key_heads, all = s.chunks * groups;
-  PARALLEL_FOR((double)groups * s.repeats * s.tokens * s.chunk_size * (keys + values))
+  PARALLEL_TASKS((double)groups * s.repeats * s.tokens * s.chunk_size * (keys + values))
   for (int64_t task = 0; task < all; task++) {
     const int64_t n = task / groups, sample = task % groups / s.key_heads, group = task % s.key_heads;
     const int64_t count = chunk_tokens(s, n), first = n * s.chunk_size;
@@ -238,7 +238,7 @@ void linear_chunks_backward(linear_inputs x, chunk_tensors chunks, chunk_tensors
                             linear_sizes s) {
   const int64_t rows = chunk_rows(s), keys = key_width(s), values = value_width(s);
   const int64_t groups = s.samples * s.key_heads, all = s.chunks * groups;
-  PARALLEL_FOR(2.0 * groups * s.repeats * s.tokens * s.chunk_size * (keys + values))
+  PARALLEL_TASKS(2.0 * groups * s.repeats * s.tokens * s.chunk_size * (keys + values))
   for (int64_t task = 0; task < all; task++) {
     const int64_t n = task / groups, sample = task % groups / s.key_heads, group = task % s.key_heads;
     const int64_t count = chunk_tokens(s, n), first = n * s.chunk_size;

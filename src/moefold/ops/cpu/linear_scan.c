@@ -45,7 +45,7 @@ void linear_scan_forward(chunk_tensors chunks, const float *first, tokens_view o
                          float *written, float *scratch, linear_sizes s) {
   const int64_t heads = s.key_heads * s.repeats, all = s.samples * heads;
   const int64_t rows = chunk_rows(s), keys = key_width(s), values = value_width(s);
-  PARALLEL_FOR((double)all * s.tokens * keys * values)
+  PARALLEL_TASKS((double)all * s.tokens * keys * values)
   for (int64_t head = 0; head < all; head++) {
     float *own = scratch + THREAD * linear_scan_scratch_floats(s);
     float *outputs = own + 2 * keys * values, *scratch_written = outputs + rows * values;
@@ -76,7 +76,7 @@ void linear_scan_backward(tokens_view grad_out, const float *grad_last, chunk_te
                           const float *written, chunk_tensors grads, float *grad_first, float *scratch, linear_sizes s) {
   const int64_t heads = s.key_heads * s.repeats, all = s.samples * heads;
   const int64_t rows = chunk_rows(s), keys = key_width(s), values = value_width(s), width = solved_width(s);
-  PARALLEL_FOR(2.0 * all * s.tokens * keys * values)
+  PARALLEL_TASKS(2.0 * all * s.tokens * keys * values)
   for (int64_t head = 0; head < all; head++) {
     float *grad = scratch + THREAD * linear_scan_scratch_floats(s), *previous = grad + keys * values;
     float *outputs = previous + keys * values, *of_written = outputs + rows * values;

@@ -10,15 +10,7 @@
 #include <string.h>
 
 #include "bfloat16.h"
-
-/* Elements below which threads cost more than they save, as in torch. */
-#define MIN_PARALLEL_WORK 32768
-#ifdef _OPENMP
-#define OMP_PARALLEL_FOR \
-  _Pragma("omp parallel for schedule(static) if (rows * size > MIN_PARALLEL_WORK) num_threads(threads)")
-#else
-#define OMP_PARALLEL_FOR
-#endif
+#include "parallel.h"
 
 /* Independent partial sums of a row. */
 #define LANES 32
@@ -77,7 +69,7 @@ int64_t norm_num_blocks(int64_t rows) { return (rows + block_rows(rows) - 1) / b
 /* Write y [rows, size] and the reciprocal RMS of each row; x_row is the row stride of x. */
 void norm_forward(const void *x, int64_t x_row, const void *weight, void *y, float *scales, int64_t rows, int64_t size,
                   float eps, int is_bfloat16, int threads) {
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR(rows * size > MIN_PARALLEL_ELEMENTS)
   for (int64_t r = 0; r < rows; r++) {
     const void *x_r = offset_pointer(x, r * x_row, is_bfloat16);
     void *y_r = offset_pointer(y, r * size, is_bfloat16);
@@ -90,7 +82,7 @@ void norm_backward(const void *grad, int64_t grad_row, const void *x, int64_t x_
                    const float *scales, void *grad_x, void *grad_weight, float *sums, int64_t rows, int64_t size,
                    int is_bfloat16, int threads) {
   const int64_t height = block_rows(rows), blocks = norm_num_blocks(rows);
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR(rows * size > MIN_PARALLEL_ELEMENTS)
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t start = b * height, stop = rows - start < height ? rows : start + height;
     float *sum = sums + b * size;

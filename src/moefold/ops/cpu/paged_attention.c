@@ -10,17 +10,11 @@
 
 #include "attention.h"
 #include "paged_attention.h"
+#include "parallel.h"
 #include "transpose.h"
 
 /* Queries of a tile. */
 #define QUERIES 32
-
-#ifdef _OPENMP
-#include <omp.h>
-#define OMP_PARALLEL_FOR _Pragma("omp parallel for schedule(dynamic) if (work > MIN_PARALLEL_WORK) num_threads(threads)")
-#else
-#define OMP_PARALLEL_FOR
-#endif
 
 /* First position that a query attends to, which is itself at position length - 1. */
 static inline int64_t first_position(int64_t length, int64_t window) {
@@ -192,7 +186,7 @@ void paged_attention(query_view q, query_view out, paged_cache cache, int64_t ro
   double work = 0.0;
   for (int64_t r = 0; r < rows; r++) work += 2.0 * heads * cache.lengths[r] * d;
   (void)work;
-  OMP_PARALLEL_FOR
+  PRAGMA(omp parallel for schedule(dynamic) if (work > MIN_PARALLEL_WORK) num_threads(threads))
   for (int64_t n = 0; n < sets * cache.groups * parts; n++) {
     const int64_t row = n / (cache.groups * parts) * tile_rows, head_group = n / parts % cache.groups, part = n % parts;
     const query_tile tile = {.row = row,

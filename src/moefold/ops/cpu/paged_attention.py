@@ -1,4 +1,4 @@
-"""Attention to a paged cache on a CPU in C; a `PagedAttentionKernel` (ops/paged_attention.py).
+"""Attention of rows to their pages of a cache (ops/paged_attention.py) on a CPU in C, without autograd.
 
 The reference is `ops.cpu.attention.CAttention`. A row has the bits that the reference computes for its token, for any
 other rows: both kernels have the same tiles, exponentials and order of all sums.
@@ -12,7 +12,16 @@ from torch import Tensor
 
 from moefold.config.cache_pages import PAGE_POSITIONS
 from moefold.ops.cpu.attention import MAX_HEAD_DIM, TOLERANCES, CAttention
-from moefold.ops.cpu.build import CompilerError, declare, load_library
+from moefold.ops.cpu.build import (
+    NUMBER,
+    SIZE,
+    CompilerError,
+    address_of,
+    declare,
+    load_library,
+    pointer_fields,
+    size_fields,
+)
 from moefold.ops.expert_ops import unit_stride
 from moefold.ops.paged_attention import new_pages, write_pages
 
@@ -23,27 +32,20 @@ SELF_TEST_LENGTHS = (7, 64, 150)
 class _QueriesStruct(ctypes.Structure):
     """C struct `query_view`: address of [rows, heads, D], strides of the first two dims in elements, and dtype."""
 
-    _fields_ = (
-        ("start", ctypes.c_void_p),
-        ("row", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("is_bfloat16", ctypes.c_int64),
-    )
+    _fields_ = (*pointer_fields("start"), *size_fields("row", "head", "is_bfloat16"))
 
 
 class _CacheStruct(ctypes.Structure):
     """C struct `paged_cache`."""
 
     _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("is_bfloat16", ctypes.c_int64),
-        ("groups", ctypes.c_int64),
-        ("table", ctypes.c_void_p),
-        ("table_width", ctypes.c_int64),
-        ("lengths", ctypes.c_void_p),
-        ("window", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
+        *pointer_fields("keys", "values"),
+        *size_fields("is_bfloat16", "groups"),
+        *pointer_fields("table"),
+        *size_fields("table_width"),
+        *pointer_fields("lengths"),
+        *size_fields("window"),
+        *pointer_fields("sinks"),
     )
 
 
@@ -52,20 +54,18 @@ class CPagedAttention:
 
     Args:
         attention: the kernel of training; the self-test compares every bit with it.
-
-    Raises:
-        CompilerError: the library cannot be built, or has other bits than `attention`.
     """
 
     def __init__(self, attention: CAttention) -> None:
         library = load_library("paged_attention")
         assert library.paged_attention_page_size() == PAGE_POSITIONS, library.paged_attention_page_size()
-        sizes = (*[ctypes.c_int64] * 3, ctypes.c_int)
-        self._attend = declare(library.paged_attention, *[_QueriesStruct] * 2, _CacheStruct, *sizes)
+        self._attend = declare(
+            library.paged_attention, _QueriesStruct, _QueriesStruct, _CacheStruct, *[SIZE] * 3, NUMBER
+        )
         self._self_test(attention)
 
     def supports(self, q_RAD: Tensor, k_RGD: Tensor, v_RGD: Tensor) -> bool:
-        """See `PagedAttentionKernel`."""
+        """Return whether the kernel supports a cache of such keys and values; depends on shapes and dtypes only."""
         return (
             all(x.is_cpu and x.dtype == q_RAD.dtype in TOLERANCES for x in (q_RAD, k_RGD, v_RGD))
             and k_RGD.shape == v_RGD.shape
@@ -83,7 +83,20 @@ class CPagedAttention:
         window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `PagedAttentionKernel`."""
+        """Compute softmax attention, with scores divided by sqrt(D).
+
+        Args:
+            q_RAD: queries, [R, A, D]; head a reads key/value head a // (A/G).
+            key_pages: [P, G, D, N], contiguous.
+            value_pages: [P, G, N, D], contiguous.
+            page_table: pages of each row, int32 [R, pages], contiguous.
+            lengths: keys that a row attends to, its own included, int32 [R], each at least 1; the cache has them.
+            window: sliding window: maximum keys of a row, its own included; 0: no limit. Pages before it are not read.
+            sinks: a logit of each head that takes part in the softmax, [A]; see `fold_in_sinks`.
+
+        Returns:
+            [R, A, D], in the dtype of the queries.
+        """
         rows, heads, d = q_RAD.shape
         num_pages, groups = key_pages.shape[:2]
         # The C code has no bounds checks.
@@ -113,7 +126,7 @@ class CPagedAttention:
             page_table.shape[1],
             lengths.data_ptr(),
             window,
-            None if wide_sinks is None else wide_sinks.data_ptr(),
+            address_of(wide_sinks),
         )
         queries = _to_queries_struct(q_RAD), _to_queries_struct(out)
         self._attend(*queries, cache, rows, heads, d, torch.get_num_threads())

@@ -6,15 +6,8 @@
 #include <stdint.h>
 
 #include "bfloat16.h"
+#include "parallel.h"
 
-/* Elements below which threads cost more than they save, as in torch. */
-#define MIN_PARALLEL_WORK 32768
-#ifdef _OPENMP
-#define OMP_PARALLEL_FOR \
-  _Pragma("omp parallel for schedule(static) if (tokens * top_k * width > MIN_PARALLEL_WORK) num_threads(threads)")
-#else
-#define OMP_PARALLEL_FOR
-#endif
 /* Columns summed at a time. */
 #define COLUMNS 128
 
@@ -42,7 +35,7 @@ ALWAYS_INLINE void combine_token(const int is_bfloat16, const void *y, const int
    of the same shape, or 1 without. */
 void combine(const void *y, const int64_t *rows, const float *weights, void *out, int64_t tokens, int64_t top_k,
              int64_t width, int is_bfloat16, int threads) {
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR(tokens * top_k * width > MIN_PARALLEL_ELEMENTS)
   for (int64_t t = 0; t < tokens; t++) {
     const float *weights_t = weights ? weights + t * top_k : 0;
     void *out_t = offset_pointer(out, t * width, is_bfloat16);
@@ -82,7 +75,7 @@ ALWAYS_INLINE float scale_and_dot(const int is_bfloat16, const void *grad, const
 void combine_backward(const void *grad, const void *y, const int64_t *rows, const float *weights, void *grad_y,
                       float *grad_weights, int64_t tokens, int64_t top_k, int64_t width, int is_bfloat16,
                       int threads) {
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR(tokens * top_k * width > MIN_PARALLEL_ELEMENTS)
   for (int64_t t = 0; t < tokens; t++) {
     const void *grad_t = offset_pointer(grad, t * width, is_bfloat16);
     for (int64_t k = t * top_k; k < (t + 1) * top_k; k++) {

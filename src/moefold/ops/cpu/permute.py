@@ -1,11 +1,9 @@
 """Combine of expert outputs on a CPU in C, and its gradients; a `PermuteOps`, whose other operations are torch's."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from moefold.ops.cpu.build import declare, load_library
+from moefold.ops.cpu.build import NUMBER, POINTER, SIZE, address_of, declare, load_library
 from moefold.ops.expert_ops import Permutation
 from moefold.ops.permute import TorchPermuteOps
 
@@ -17,16 +15,13 @@ class CPermuteOps(TorchPermuteOps):
 
     Decoding of whole layers (`ops.cpu.decode`) calls the same function, so that it has the same bits. Other dtypes,
     devices and float64 probabilities use torch's operations.
-
-    Raises:
-        CompilerError: the library cannot be built.
     """
 
     def __init__(self) -> None:
         library = load_library("permute")
-        sizes = [*[ctypes.c_int64] * 3, ctypes.c_int, ctypes.c_int]
-        self._combine = declare(library.combine, *[ctypes.c_void_p] * 4, *sizes)
-        self._combine_backward = declare(library.combine_backward, *[ctypes.c_void_p] * 6, *sizes)
+        shape = (*[SIZE] * 3, NUMBER, NUMBER)
+        self._combine = declare(library.combine, *[POINTER] * 4, *shape)
+        self._combine_backward = declare(library.combine_backward, *[POINTER] * 6, *shape)
 
     def combine(self, y_RH: Tensor, permutation: Permutation, probs_TK: Tensor | None) -> Tensor:
         """See `PermuteOps`."""
@@ -47,7 +42,7 @@ class CPermuteOps(TorchPermuteOps):
         self._combine(
             y_RH.data_ptr(),
             row_TK.data_ptr(),
-            None if weights_TK is None else weights_TK.data_ptr(),
+            address_of(weights_TK),
             out_TH.data_ptr(),
             tokens,
             top_k,

@@ -7,17 +7,10 @@
 #include <string.h>
 
 #include "bfloat16.h"
+#include "parallel.h"
 
 /* Maximum pairs of a head. */
 #define MAX_PAIRS 256
-/* Elements below which threads cost more than they save, as in torch. */
-#define MIN_PARALLEL_WORK 32768
-#ifdef _OPENMP
-#define OMP_PARALLEL_FOR \
-  _Pragma("omp parallel for schedule(static) if (all * heads * size > MIN_PARALLEL_WORK) num_threads(threads)")
-#else
-#define OMP_PARALLEL_FOR
-#endif
 
 ALWAYS_INLINE void rotate_pairs(const int is_bfloat16, const void *x, void *y, const float *cos, const float *sin,
                                 int64_t half) {
@@ -36,7 +29,7 @@ void rope_apply(const void *x, int64_t token, int64_t sample, int64_t head, cons
                 int64_t size, int64_t half, float direction, int is_bfloat16, int threads) {
   const int64_t all = tokens * samples;
   const size_t number_bytes = is_bfloat16 ? sizeof(uint16_t) : sizeof(float);
-  OMP_PARALLEL_FOR
+  PARALLEL_FOR(all * heads * size > MIN_PARALLEL_ELEMENTS)
   for (int64_t n = 0; n < all; n++) {
     const int64_t t = n / samples, b = n % samples, angle = t * angle_token + b * angle_sample;
     float cos_n[MAX_PAIRS], sin_n[MAX_PAIRS];

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.cpu.build import CompilerError, declare, load_library
+from moefold.ops.cpu.build import NUMBER, POINTER, SIZE, check_results, declare, load_library
 from moefold.ops.expert_ops import unit_stride
 from moefold.ops.rope import Rope, rotate_halves
 
@@ -26,18 +26,12 @@ class CRope:
     """RoPE of float32 or bfloat16 heads with angles of the same dtype, computed in float32; saves nothing of x.
 
     Unsupported tensors fall back to PyTorch operations: interleaved pairs, other dtypes and devices.
-
-    Raises:
-        CompilerError: the library cannot be built.
     """
 
     def __init__(self) -> None:
-        library = load_library("rope")
-        pointer = ctypes.c_void_p
-        size = ctypes.c_int64
-        number = ctypes.c_int
-        tensors = (pointer, *[size] * 3, pointer, pointer, size, size, pointer)
-        self._rope = declare(library.rope_apply, *tensors, *[size] * 5, ctypes.c_float, number, number)
+        tensors = (POINTER, *[SIZE] * 3, POINTER, POINTER, SIZE, SIZE, POINTER)
+        function = load_library("rope").rope_apply
+        self._rope = declare(function, *tensors, *[SIZE] * 5, ctypes.c_float, NUMBER, NUMBER)
         self._self_test()
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
@@ -59,11 +53,7 @@ class CRope:
         return y
 
     def _self_test(self) -> None:
-        """Compare with the reference, to catch miscompiled kernels at start-up.
-
-        Raises:
-            CompilerError: results differ.
-        """
+        """Compare with the reference."""
         tokens, samples, heads, size, rotated = SELF_TEST_SHAPE
         x = torch.linspace(-300, 300, tokens * samples * heads * size).sin().view(tokens, samples, heads, size)
         angles = torch.linspace(0, 3, tokens * rotated // 2).view(tokens, 1, 1, -1).repeat(1, 1, 1, 2)
@@ -72,8 +62,7 @@ class CRope:
             for direction in (1, -1):
                 actual = self.rotate(heads_in, cos, sin, direction)
                 expected = rotate_halves(heads_in.double(), cos.double(), direction * sin.double())
-                if not torch.allclose(actual.double(), expected, rtol=error, atol=error):
-                    raise CompilerError(f"the compiled RoPE kernel is wrong in {dtype}")
+                check_results("RoPE kernel", dtype, [actual], [expected], error)
 
 
 class _CRopeFunction(torch.autograd.Function):

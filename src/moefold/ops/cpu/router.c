@@ -6,14 +6,7 @@
 #include <stdint.h>
 
 #include "exponential.h"
-
-/* Elements below which threads cost more than they save. */
-#define MIN_PARALLEL_WORK 32768
-#ifdef _OPENMP
-#define OMP_PARALLEL_FOR _Pragma("omp parallel for schedule(static) if (rows * n > MIN_PARALLEL_WORK) num_threads(threads)")
-#else
-#define OMP_PARALLEL_FOR
-#endif
+#include "parallel.h"
 
 /* NaN or +inf, whose softmax is NaN; -ffinite-math-only removes floating-point tests. */
 static inline int has_no_softmax(float value) { return is_nan(value) || float_to_bits(value) == 0x7f800000u; }
@@ -40,8 +33,8 @@ static __attribute__((noinline)) void softmax_row(const float *x, float *y, int6
 
 /* Softmax of each row of x [rows, n]; y may be x. */
 void router_softmax(const float *x, float *y, int64_t rows, int64_t n, int threads) {
-  (void)threads;
-  OMP_PARALLEL_FOR for (int64_t r = 0; r < rows; r++) softmax_row(x + r * n, y + r * n, n);
+  PARALLEL_FOR(rows * n > MIN_PARALLEL_ELEMENTS)
+  for (int64_t r = 0; r < rows; r++) softmax_row(x + r * n, y + r * n, n);
 }
 
 /* Choose the top_k largest logits of each row, descending, of equal logits the lower expert; their weights are `scale`

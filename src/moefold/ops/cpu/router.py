@@ -1,13 +1,12 @@
 """Softmax of routers on a CPU in C, with the same bits as in `decode.c`; a `SoftmaxKernel`."""
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moefold.ops.cpu.build import CompilerError, declare, load_library
+from moefold.ops.cpu.build import NUMBER, POINTER, SIZE, check_results, declare, load_library
 
 SELF_TEST_WIDTHS = (3, 37)
 """Widths of the rows of the self-test: less than a vector, and not a multiple of a vector."""
@@ -15,15 +14,10 @@ TOLERANCE = 1e-6
 
 
 class CSoftmax:
-    """Softmax over the last dim of float32 tensors, with its gradient; torch's softmax for other tensors.
-
-    Raises:
-        CompilerError: the library cannot be built, or its results are wrong.
-    """
+    """Softmax over the last dim of float32 tensors, with its gradient; torch's softmax for other tensors."""
 
     def __init__(self) -> None:
-        types = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int]
-        self._softmax = declare(load_library("router").router_softmax, *types)
+        self._softmax = declare(load_library("router").router_softmax, POINTER, POINTER, SIZE, SIZE, NUMBER)
         self._self_test()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -43,15 +37,10 @@ class CSoftmax:
         return y
 
     def _self_test(self) -> None:
-        """Compare with float64, to catch miscompiled kernels at start-up.
-
-        Raises:
-            CompilerError: results differ.
-        """
+        """Compare with torch's softmax in float64."""
         for width in SELF_TEST_WIDTHS:
             x = torch.linspace(-30, 30, 7 * width).view(7, width)
-            if not torch.allclose(self.forward(x).double(), x.double().softmax(-1), rtol=TOLERANCE, atol=TOLERANCE):
-                raise CompilerError("the compiled softmax is wrong")
+            check_results("softmax", x.dtype, [self.forward(x)], [x.double().softmax(-1)], TOLERANCE)
 
 
 class _Softmax(torch.autograd.Function):

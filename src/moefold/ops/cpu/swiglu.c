@@ -8,14 +8,8 @@
 #include "bfloat16.h"
 #include "exponential.h"
 #include "integers.h"
+#include "parallel.h"
 
-/* Elements below which threads cost more than they save, as in torch. */
-#define MIN_PARALLEL_WORK 32768
-#ifdef _OPENMP
-#define OMP_PARALLEL_FOR _Pragma("omp parallel for schedule(static) if (n > MIN_PARALLEL_WORK) num_threads(threads)")
-#else
-#define OMP_PARALLEL_FOR
-#endif
 /* Elements of a part of a thread. Its loop has a pragma of its own: the `if` of `parallel for simd` would also turn off
    the vectors of small arrays. */
 #define PART 1024
@@ -26,7 +20,7 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }
 /* hidden may be g or u. */
 #define FORWARD(NAME, TYPE, OF, TO)                                               \
   void NAME(const TYPE *g, const TYPE *u, TYPE *hidden, int64_t n, int threads) { \
-    OMP_PARALLEL_FOR                                                              \
+    PARALLEL_FOR(n > MIN_PARALLEL_ELEMENTS)                                       \
     for (int64_t from = 0; from < n; from += PART) {                              \
       const int64_t stop = min_i64(n, from + PART);                               \
       _Pragma("GCC ivdep") for (int64_t i = from; i < stop; i++) {                \
@@ -40,7 +34,7 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_float(-x)); }
 #define BACKWARD(NAME, TYPE, OF, TO)                                                                             \
   void NAME(const TYPE *grad, const TYPE *g, const TYPE *u, TYPE *hidden, TYPE *grad_g, TYPE *grad_u, int64_t n, \
             int threads) {                                                                                       \
-    OMP_PARALLEL_FOR                                                                                             \
+    PARALLEL_FOR(n > MIN_PARALLEL_ELEMENTS)                                                                      \
     for (int64_t from = 0; from < n; from += PART) {                                                             \
       const int64_t stop = min_i64(n, from + PART);                                                              \
       _Pragma("GCC ivdep") for (int64_t i = from; i < stop; i++) {                                               \

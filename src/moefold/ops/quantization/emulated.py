@@ -44,13 +44,10 @@ class EmulatedExpertOps(GroupedExpertOps):
         linear: computes the GEMMs.
     """
 
+    probs_commute = False
+
     def __init__(self, linear: EmulatedLinear) -> None:
         self._linear = linear
-
-    @property
-    def probs_commute(self) -> bool:
-        """False: hidden values are quantised."""
-        return False
 
     def grouped_gemm(
         self, rows: GatheredRows, w_EKN: Tensor, offsets_E: Tensor, second: tuple[Tensor, Tensor] | None = None

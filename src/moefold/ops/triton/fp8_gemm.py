@@ -155,22 +155,16 @@ class Fp8ExpertOps(TritonExpertOps):
         autotuner: chooses the fastest candidate for a shape; None: the first candidate.
     """
 
+    probs_commute = False
+    # The quantisation of the rows gathers them.
+    wgrad_reads_gathered_rows = False
+
     def __init__(
         self, block_size: int = 128, weight_cache: WeightCache | None = None, autotuner: Autotuner | None = None
     ) -> None:
         super().__init__(autotuner or Autotuner(is_enabled=False))
         self.block_size = block_size
         self._weight_cache = weight_cache or WeightCache()
-
-    @property
-    def probs_commute(self) -> bool:
-        """False: hidden values are quantised."""
-        return False
-
-    @property
-    def wgrad_reads_gathered_rows(self) -> bool:
-        """False: the quantisation of the rows gathers them."""
-        return False
 
     def fc1_tile_configs(self, x: Tensor) -> tuple[TileConfig, ...]:
         """Return none: the kernel of both projections does not quantise."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moefold.config.schema import Config
 from moefold.cost.activation_columns import recomputes_comm
-from moefold.cost.hardware import GIB, Device
+from moefold.cost.hardware import Device
 from moefold.cost.memoised import all_arguments, memoised
 from moefold.cost.peak_candidates import MemorySnapshots, StepSchedule, StepSnapshots
 from moefold.cost.saved_tensors import PARTS
@@ -27,6 +27,7 @@ from moefold.planner.memory.activations import (
 from moefold.planner.memory.states import STATE_PARTS, StateMemoryTable
 from moefold.planner.model_spec import ModelSpec, layer_parameters
 from moefold.planner.stages import RecipeStageSplitter, StageSplitter, chunks_of_rank, placed_ranks
+from moefold.terminal import GIB
 from moefold.topology.schedules import DEFAULT_SCHEDULE
 
 OVERHEAD_GIB = 3.0
