@@ -85,11 +85,6 @@ def choose_members(
     """Return `count` survivors that together have every shard of the newest possible step; None if no choice has them.
 
     Ranks of high numbers are left out first. A survivor with the only copy of a shard stays.
-
-    Args:
-        held_by_survivor: as for `choose_step`.
-        old_layout: as for `choose_step`.
-        count: number of ranks of the new mapping.
     """
     step = choose_step(held_by_survivor, old_layout)
     if step is None:
@@ -107,7 +102,6 @@ def choose_peers(layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
 
     Args:
         layout: the mapping; dp is at least 2.
-        nodes: node of each rank.
     """
     world = range(layout.world_size)
     groups = [layout.attention.group(rank, "dp") for rank in world]
@@ -142,8 +136,6 @@ def plan_copies(
 
     Args:
         boxes: for each rank, the box of each entry of its state.
-        peers: peer of each rank.
-        nodes: node of each rank.
     """
     owners: defaultdict[BoxKey, list[int]] = defaultdict(list)
     for rank, rank_boxes in enumerate(boxes):
@@ -303,7 +295,6 @@ class PeerSnapshots:
 
         Args:
             step: a step that every member of the lost mapping holds.
-            world: all ranks of the new mapping.
         """
         has_step = any(slot.step == step for slot in self._slots)
         states = all_gather_objects(self.snapshot(step).train_state if has_step else None, world)
@@ -322,8 +313,6 @@ class PeerSnapshots:
 
         Args:
             state: this rank's shards, see `checkpoint_state`; the same entries at every call under one mapping.
-            train_state: progress of the run.
-            groups: the process groups of the mapping.
         """
         if groups.layout.dp == 1:
             # A job without other replicas cannot lose another rank.
@@ -430,7 +419,6 @@ class PeerSnapshots:
         Args:
             step: a step that every rank of the new mapping holds.
             state: shards of the new mapping, see `checkpoint_state`; they are overwritten.
-            world: all ranks of the new mapping.
             device: device that `world` communicates from.
 
         Returns:

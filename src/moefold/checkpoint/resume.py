@@ -64,8 +64,6 @@ def data_order_change(
     Files are compared by their content: other paths with the same fingerprints are not a difference.
 
     Args:
-        meta: metadata of the checkpoint.
-        order: `sample_order` of the recipe.
         fingerprints: current fingerprints of the data files; None: compare only the settings.
         drops_files: token files that have become corrupt or missing are not a difference (data.corrupt="skip"): see
             `dropped_files`.
@@ -103,8 +101,6 @@ def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[st
     """Return the metadata of a checkpoint with the names that its data files have in the recipe.
 
     Args:
-        meta: metadata of the checkpoint.
-        order: `sample_order` of the recipe.
         fingerprints: current fingerprints of the data files.
     """
     old = data_files(_recorded_order(meta), meta.data_files)
@@ -122,7 +118,6 @@ def moved_data_message(meta: CheckpointMeta, order: SampleOrder) -> str:
     """Return a message about data of the same content at other paths than in a checkpoint; empty if no data moved.
 
     Args:
-        meta: metadata of the checkpoint.
         order: `sample_order` of the recipe; `data_order_change` returns "" for it.
     """
     recorded = _recorded_order(meta)
@@ -192,8 +187,6 @@ def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, 
     """Check that a run can continue from a checkpoint (None: start from scratch).
 
     Args:
-        path: the checkpoint.
-        cfg: the recipe.
         fingerprints: see `data_order_change`.
 
     Raises:
@@ -236,8 +229,6 @@ def model_differences(stored: dict[str, Any], model: ModelConfig, reader: ModelC
     """Describe how the computation of a stored model (`model_sizes`) differs from `model`; empty if it does not.
 
     Args:
-        stored: sizes in a checkpoint.
-        model: the model for comparison.
         reader: the model whose layers read the weights, if they differ from `model`; its keys are also compared.
     """
     saved = model_of(stored)

@@ -65,7 +65,6 @@ class RunStates:
 
         Args:
             name: its name in checkpoints.
-            owner: the object.
             after: names of the objects that must be loaded before it.
 
         Raises:
@@ -123,7 +122,6 @@ class RunStates:
         """Restore all objects in the order that they require; collective.
 
         Args:
-            states: result of `state_dict`.
             path: the checkpoint; None if the tensors are restored by other means.
 
         Raises:

@@ -112,7 +112,6 @@ def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -
     Collective over all ranks; each rank verifies the hashes of a part of the files.
 
     Args:
-        cfg: the recipe.
         fingerprints: see `data_order_change`.
 
     Raises:
@@ -160,7 +159,6 @@ def write_checkpoint(
     keep. Then all ranks return.
 
     Args:
-        cfg: the recipe.
         state: this rank's shards, see `checkpoint_state`.
         train_state: progress of the run; stored by the first rank.
         group: all ranks; None for the default group.
@@ -277,10 +275,6 @@ def load_checkpoint(
     their values.
 
     Args:
-        path: the checkpoint.
-        parameters: weights to load, by name.
-        buffers: buffers to load, by name.
-        optimizer: the optimizer.
         optimized: its parameters by name; None: `parameters`.
 
     Raises:
@@ -332,9 +326,6 @@ def checkpoint_state(
     """Return this rank's shards of all checkpoint entries, by mapping-independent names; copies nothing.
 
     Args:
-        parameters: weights by name.
-        buffers: buffers by name.
-        optimizer: the optimizer.
         optimized: its parameters by name; None: `parameters`.
     """
     moments = named_moments(optimizer, parameters if optimized is None else optimized)
@@ -447,12 +438,7 @@ def _check_has_moments(path: Path, metadata: Metadata, moments: Mapping[str, Ten
     """Check that a checkpoint has moments if and only if the optimizer has moments; collective.
 
     Args:
-        path: the checkpoint.
-        metadata: its index.
         moments: moments of this rank; None if no parameter of the rank is trained.
-
-    Raises:
-        ConfigError: the two differ; raised on every rank.
     """
     has_moments = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
     if _gather_errors(["other"] if moments is not None and has_moments != bool(moments) else []):
@@ -534,9 +520,6 @@ def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
 
     A rank that also fails to write the end of its file reports the library's error instead.
 
-    Args:
-        causes: the failures by rank.
-
     Returns:
         The rank and its failure.
     """
@@ -548,7 +531,6 @@ def _describe_failure(error: BaseException, disk: Path | None, rank: int | None 
     """Return the reason of a failure in one line; for a full disk, also the file, the free space and the remedy.
 
     Args:
-        error: the reason.
         disk: the folder of checkpoints in writing, if any.
         rank: the rank that failed, if known.
     """

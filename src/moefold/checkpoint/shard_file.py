@@ -102,8 +102,6 @@ def read_shard(
     """Read a shard, or some rows (first dimension) of it; a remote shard is read whole by one request.
 
     Args:
-        folder: the checkpoint.
-        shard: the index entry.
         rows: rows to read; a local file is read only there.
         on_archive: called with the archive, which is then read whole; not allowed with `rows`.
 

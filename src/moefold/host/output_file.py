@@ -30,7 +30,6 @@ def check_output_path(option: str, path: Path, suffixes: tuple[str, ...]) -> Non
     """Check early that a file can be written; nothing is created.
 
     Args:
-        option: the option that names the file.
         suffixes: allowed suffixes, in lower case.
 
     Raises:

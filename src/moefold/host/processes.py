@@ -152,7 +152,6 @@ def run_with_timeout(timeout_s: float, call: Callable[[], Result]) -> Result:
     in its daemon thread, which does not delay the end of the process.
 
     Args:
-        timeout_s: seconds to wait.
         call: function that releases the GIL while it waits.
 
     Raises:

@@ -49,11 +49,7 @@ class ProgramRanks:
     """The ranks of a program: members of its default process group, or only this process."""
 
     def __init__(self, world: World) -> None:
-        """Find the rank of this process, and a port for the store of the run; collective.
-
-        Args:
-            world: the default process group of the program.
-        """
+        """Find the rank of this process, and a port for the store of the run; collective."""
         self._world = world
         process = _Process(
             machine=ProcessId.current().machine,
@@ -128,9 +124,6 @@ class ProgramRanks:
 @contextmanager
 def program_ranks(timeout_s: float) -> Iterator[ProgramRanks]:
     """Join the process group of the program; create one for the block if only a launcher's variables are set.
-
-    Args:
-        timeout_s: limit of the wait for the other ranks of a launcher.
 
     Raises:
         ConfigError: the environment of a launcher is incomplete.

@@ -34,7 +34,6 @@ def fill_template(scheduler: str, job: object) -> str:
     """Return a job file.
 
     Args:
-        scheduler: name of the template.
         job: values that the template inserts, as attributes.
     """
     # Lazy import: an error of the request is reported without it.
@@ -224,9 +223,6 @@ def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: 
 
     Args:
         cfg: the recipe with the overrides, as `check_config` passed it.
-        recipe: path of the recipe, as the job's nodes know it.
-        overrides: settings `section.key=value` that the job passes on.
-        request: scheduler, size and limits of the job.
 
     Raises:
         ConfigError: the request contradicts the recipe or itself.

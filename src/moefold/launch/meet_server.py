@@ -31,7 +31,6 @@ class MeetServer:
     """Async context manager: serves a meeting point on a port.
 
     Args:
-        listener: socket that is bound to the address.
         max_connections: maximum number of connections; None: as many as the descriptors allow.
     """
 

@@ -19,11 +19,7 @@ MAX_KEPT_ROUNDS = 256
 
 
 class Meeting:
-    """State machine of the meeting point. A request is entered once, and checked for an answer after every change.
-
-    Args:
-        clock: monotonic time in seconds.
-    """
+    """State machine of the meeting point. A request is entered once, and checked for an answer after every change."""
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -37,10 +33,6 @@ class Meeting:
 
     def enter(self, message: Message, connection: int, address: str) -> None:
         """Enter a request.
-
-        Args:
-            connection: number of its connection.
-            address: address of the other side.
 
         Raises:
             BadRequestError: a field is missing or wrong.
@@ -76,7 +68,6 @@ class Meeting:
         """Return the answer to a request that was entered; None if not yet.
 
         Args:
-            connection: number of its connection.
             waited_s: time since it was entered.
         """
         match message["do"]:

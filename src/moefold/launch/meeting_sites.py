@@ -44,8 +44,6 @@ class SiteList:
     """Registered sites by number, and the checks of a site that registers.
 
     Args:
-        log: writes a line to the log.
-        clock: monotonic time in seconds.
         on_lost: called with the number of a site that is lost.
     """
 
@@ -78,11 +76,7 @@ class SiteList:
         self._has_started = False
 
     def register(self, number: int, site: Site, message: Message) -> None:
-        """Add a site that registers, or refuse it.
-
-        Args:
-            message: its request.
-        """
+        """Add a site that registers, or refuse it."""
         if refusal := self._refusal(number, site):
             self._log(f"site {number} on {site.host} is refused: {refusal}")
             assert site.connection is not None

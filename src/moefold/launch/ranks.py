@@ -110,7 +110,6 @@ def init_distributed(
     """Initialise the default process group and yield the device of this rank; destroy the group at the end.
 
     Args:
-        timeout_s: limit of the wait for the other ranks.
         on_rendezvous: called with the session name after the rendezvous and before the backends connect. A rank lost
             while connecting would block the others beyond `timeout_s`: `Watchdog.start` detects it.
 
@@ -229,7 +228,6 @@ def _init_process_groups(
     the communicator of the world, and every rank takes part: see `topology.communicators`.
 
     Args:
-        store: store that the ranks of the job share.
         timeout: torch's own timeout of the group.
     """
     ranks = split.ranks_like(rank_env.rank)
@@ -242,8 +240,6 @@ def init_process_group(store: dist.Store, rank: int, size: int, device: torch.de
     """Initialise the default process group of a rank; blocks until all ranks are connected.
 
     Args:
-        store: store that the ranks share.
-        rank: number of this rank in the group.
         timeout: torch's own timeout of the group.
     """
     if device.type == "cuda":

@@ -117,7 +117,6 @@ class Regroup:
         find_gone: returns the job ranks of this machine whose processes are gone without an exit status.
         find_silent: returns the job ranks that report nothing any more, after a wait of some periods of reports.
         kill: kills the process of a job rank, if it is on this machine.
-        note_progress: called while this rank waits.
     """
 
     def __init__(

@@ -32,13 +32,7 @@ class BadLineError(Exception):
 
 
 class SignedLines:
-    """Signatures of one connection, seen from one of its sides.
-
-    Args:
-        server_nonce: random number of the meeting point, in hexadecimal.
-        client_nonce: random number of the site, in hexadecimal.
-        is_server: whether this side is the meeting point.
-    """
+    """Signatures of one connection, seen from one of its sides."""
 
     def __init__(self, secret: bytes, server_nonce: str, client_nonce: str, *, is_server: bool) -> None:
         self._key = _sign(secret, f"{server_nonce} {client_nonce}".encode())

@@ -62,8 +62,6 @@ class RunDataFiles:
 
         Args:
             order: the settings that determine the text of sample n.
-            data: section of the recipe.
-            position: progress of the run.
 
         Raises:
             ConfigError: ranks see different files.

@@ -104,13 +104,6 @@ class DataLoader:
     ) -> None:
         """Fingerprint the data files; collective.
 
-        Args:
-            cfg: the recipe.
-            groups: the process groups of this rank.
-            positions: sequence positions of this rank.
-            position: progress of the run.
-            program_data: the samples of data.kind="program".
-
         Raises:
             ConfigError: ranks see different files.
         """
@@ -294,9 +287,7 @@ def resolve_token_files(
     """Return the token files of a run, with its dropped files; collective over the world.
 
     Args:
-        fingerprints: fingerprints of all data files.
         meta: metadata of the checkpoint whose data the run continues; None for a new run.
-        world: all ranks.
 
     Returns:
         The token files; None for other kinds of data.

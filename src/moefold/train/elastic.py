@@ -84,7 +84,6 @@ class RankLoss:
 
         Args:
             dp: data-parallel degree of the new generation.
-            step: step where the training resumes.
         """
         new = self.generation
         return {
@@ -171,12 +170,8 @@ class GenerationLoop:
     """Trains with the ranks that are left, generation after generation.
 
     Args:
-        cfg: the recipe with the chosen run folder.
-        regroup: agreement of the survivors.
         watchdog: reports the last activity of a lost rank.
-        device: device of this rank.
         train: trains one generation; nothing may hold its groups once it has returned or raised.
-        on_spare: called when this rank becomes a spare.
     """
 
     def __init__(

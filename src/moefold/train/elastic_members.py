@@ -35,8 +35,6 @@ def choose(facts: Facts, count: int, snapshots: PeerSnapshots | None) -> MemberC
     """Choose `count` survivors, which have all shards of the newest step in memory if possible.
 
     Args:
-        facts: facts of each survivor.
-        count: number of members.
         snapshots: snapshots of this process, for their layout.
 
     Raises:

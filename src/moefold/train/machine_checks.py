@@ -222,7 +222,6 @@ def check_vllm(cfg: Config, rank_env: RankEnv | None, *, max_tokens: int) -> Non
     """Check that rollout.folder holds the model of the recipe, and that a vLLM server runs with it.
 
     Args:
-        cfg: the recipe.
         rank_env: the rank; None before the ranks start.
         max_tokens: tokens of the longest prompt with rollout.max_tokens.
 

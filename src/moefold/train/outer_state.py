@@ -33,7 +33,6 @@ def make_outer_optimizer(
     """Return the outer optimizer of a run with sites over this rank's shards.
 
     Args:
-        model: the model.
         optimizer: the inner optimizer, whose moments the sites may average.
         state_store: store of the outer states; None: on the device.
     """
@@ -61,7 +60,6 @@ class OuterState:
     """State of an outer optimizer in checkpoints, for the registry of a run.
 
     Args:
-        outer: the outer optimizer.
         due: returns the fragments of the round after a step.
     """
 

@@ -45,10 +45,6 @@ class RemoteRollouts:
 
     Args:
         source, target: the mappings of training and of sampling.
-        groups: the process groups of training.
-        model: the model in training.
-        link: link to the ranks that sample.
-        start: first message to them.
     """
 
     def __init__(

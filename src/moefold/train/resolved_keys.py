@@ -36,7 +36,6 @@ def keep_resolved(cfg: Config, settings: Mapping[str, Any], left_out: frozenset[
     been lost meanwhile.
 
     Args:
-        cfg: the recipe.
         settings: the keys of the run as "section.key"; it may lack some, and hold anything.
         left_out: keys of `recipe.RESOLVED_KEYS` that the recipe leaves out.
     """

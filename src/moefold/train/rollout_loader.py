@@ -101,16 +101,7 @@ class RolloutLoader:
         position: Position,
         link: JobLink | None,
     ) -> None:
-        """Fingerprint the prompt files; collective.
-
-        Args:
-            cfg: the recipe.
-            groups: the process groups of training.
-            model: the model in training.
-            reward: scores the completions.
-            position: progress of the run.
-            link: link to the ranks of rollout.ranks; None without them.
-        """
+        """Fingerprint the prompt files; collective."""
         self._cfg = cfg
         self._groups = groups
         self._position = position
@@ -180,9 +171,6 @@ class RolloutLoader:
 
     def load_tensors(self, path: Path | None) -> None:
         """Load the rollouts that are not trained on yet, and the reference model; collective.
-
-        Args:
-            path: the checkpoint that the run resumes from; None for a new run.
 
         Raises:
             ConfigError: the weights of the reference model cannot be read, or the rollouts are of other batches.

@@ -76,7 +76,6 @@ def choose_run_folder(
     5. Else the first free folder of run.dir-2, run.dir-3, ...
 
     Args:
-        cfg: the recipe.
         locked_folder: a folder whose lock this process holds, and which therefore no other job uses.
         left_out: keys that the recipe leaves out, which keep the values of a continued run.
     """

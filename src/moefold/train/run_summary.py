@@ -36,14 +36,7 @@ MIN_UNBOUNDED_SAMPLES = 2**39
 def startup_lines(
     cfg: Config, device_type: str, train_sampler: SampleNumbers, validation_sampler: SampleNumbers
 ) -> list[str]:
-    """Return the lines that describe the run before its first step.
-
-    Args:
-        cfg: the resolved recipe.
-        device_type: "cpu" or "cuda".
-        train_sampler: the training samples.
-        validation_sampler: the validation samples; may be empty.
-    """
+    """Return the lines that describe the run before its first step."""
     optimizer = chosen_in(cfg.train, OptimizerPart).kind
     return [
         f"run    {cfg.run.dir}, {cfg.run.steps:,} steps",
@@ -210,9 +203,7 @@ def closing_lines(cfg: Config, status: int, step: int) -> list[str]:
     """Return the last lines of a run's log.
 
     Args:
-        cfg: the recipe.
         status: 0, or 128 plus the number of the signal that stopped the run.
-        step: the last finished step.
     """
     complete = complete_checkpoints(checkpoint_folder(cfg.run, cfg.checkpoint))
     newest = complete[-1] if complete else None

@@ -33,10 +33,6 @@ class SamplingWorker:
     """Samples the rounds that training rank 0 orders; collective over the sampling ranks.
 
     Args:
-        cfg: the recipe.
-        layout: the folding of the training ranks.
-        device: device of this rank.
-        recorder: flight recorder of the ranks that sample.
         link: link to the training ranks, which have `RemoteRollouts`.
     """
 
@@ -81,11 +77,7 @@ class SamplingWorker:
             self._wait_sends(0)
 
     def _check_data(self) -> None:
-        """Check that this rank sees the data files of the training ranks.
-
-        Raises:
-            ConfigError: this rank sees other files.
-        """
+        """Check that this rank sees the data files of the training ranks."""
         start = self._link.receive_object(0, ORDERS_TAG)
         assert isinstance(start, SamplingStart)
         differences = size_differences_by_file(start.fingerprints, file_sizes(self._cfg.data))

@@ -84,10 +84,8 @@ class SiteMeeting:
     """Connections of this rank to the meeting point; `links` connects it to the same ranks of the other sites.
 
     Args:
-        sites: section of the recipe.
         settings: the settings that all sites must share, by name: `equal_settings`, and the hash of the frozen weights,
             which no round makes equal.
-        rank: this rank in the site.
     """
 
     def __init__(self, sites: SitesConfig, settings: dict[str, Any], rank: int) -> None:

@@ -65,7 +65,6 @@ class StepData(Protocol):
 
         Args:
             first: first sample of the run that is not used yet.
-            skipped_ranges: samples to skip.
         """
         ...
 

@@ -116,9 +116,7 @@ class StepMeter:
     """Measures the steps of a rank, and reduces the numbers of all ranks.
 
     Args:
-        model: the model.
         clipped: the parameters whose gradients count in the norm, by name.
-        parallel, train: sections of the recipe.
     """
 
     def __init__(
@@ -180,12 +178,7 @@ class StepMeter:
         """Sum all numbers of a step over the ranks, in one all-reduce.
 
         Args:
-            loss: loss terms of this rank.
-            step: number of the step.
-            flags: stop flags of this rank.
-            memory_tracker: memory tracker of a measured step.
             passes: forward passes of an optimizer without gradients, from `OptimizerPart.passes`; None with gradients.
-            rate: learning rate of the step.
         """
         world = self._model.groups.world
         device = loss.device

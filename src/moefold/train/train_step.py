@@ -165,7 +165,6 @@ class TrainingStep:
         the batch was loaded inside `meter.loading()`.
 
         Args:
-            batch: this rank's shard.
             step: number of this step, 1-based.
             flags: returns the stop flags of this rank; polled once the gradients are ready, and summed over all ranks.
         """
@@ -292,7 +291,6 @@ class TrainingStep:
         """Compute the loss as `evaluate` does, unless a rank raises a stop flag; collective.
 
         Args:
-            batches: this rank's shards.
             flags: returns the stop flags of this rank, polled before every `STOP_POLL_EVERY`-th batch; None: no polls.
 
         Returns:

@@ -57,13 +57,10 @@ class Trainer:
         """Build the model and open the data; collective.
 
         Args:
-            cfg: the recipe.
-            groups: the process groups of this rank.
             messages: lines to log before all others.
             loss: the loss to minimise; None: next-token prediction.
             data: the samples of data.kind="program"; None: the recipe's samples.
             callbacks: hooks of the program, the same on every rank, see `CallbackStage`.
-            link: link to the ranks of rollout.ranks; None without them.
             history: checkpoints of an earlier trainer of this process; None for the first.
         """
         self._cfg = cfg

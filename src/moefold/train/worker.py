@@ -125,11 +125,7 @@ def train_on_rank(
     """Join the job, train and leave.
 
     Args:
-        cfg: the recipe, which `set_up_run` has checked.
         messages: lines to log before all others.
-        program: the parts that the calling program passes.
-        rank_env: rank and world size of this process.
-        device_type: "cpu" or "cuda".
 
     Raises:
         ConfigError: training found an error in the recipe, in a job of one rank; in larger jobs, ranks print it and
@@ -240,7 +236,6 @@ class _RankTraining:
         """Train to the last step or a signal, and return the exit status; collective. Frees all it has built.
 
         Args:
-            cfg: the recipe with the chosen run folder.
             messages: lines to log before all others; empty at the start of the job.
             callbacks: further hooks, called before the program's hooks.
             history: checkpoints of the run that this process knows.
@@ -311,11 +306,7 @@ class _RunLocks:
         self._is_held = True
 
     def _refuse_other_run(self) -> None:
-        """Refuse a folder that another job wrote to while this job started or waited for the lock.
-
-        Raises:
-            ConfigError: the recipe would now choose another folder.
-        """
+        """Refuse a folder that another job wrote to while this job started or waited for the lock."""
         run_dir = self._folder.cfg.run.dir
         locked = Path(run_dir)
         if choose_run_folder(self._cfg, locked_folder=locked).cfg.run.dir != run_dir and not is_free(locked, locked):
@@ -351,10 +342,6 @@ def _run_locks(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfi
 
 def train_in_program(recipe: LoadedRecipe, program: ProgramParts) -> TrainOutcome:
     """Train with the processes of the program as ranks; collective over its default process group.
-
-    Args:
-        recipe: the recipe.
-        program: the parts that the program passes.
 
     Raises:
         ConfigError: the recipe cannot be trained here; on all ranks.

@@ -26,8 +26,6 @@ class MetricsLogging(StageCallback):
         run: gives the dtype: the known peaks of devices are for bfloat16.
         metrics: gives the peak, if the recipe sets it.
         flops_per_token: FLOPs of a step for each token of the batch.
-        device: device of the rank.
-        callbacks: callbacks of the program, which may measure more.
     """
 
     stage = CallbackStage.METRICS

@@ -74,7 +74,6 @@ class SiteRounds(StageCallback):
     """Callback that takes the outer step of a round. A round that is skipped changes nothing.
 
     Args:
-        run, model, train, sites: sections of the recipe.
         settings: the settings that all sites must share, from `equal_settings`.
     """
 
@@ -418,7 +417,6 @@ class SiteRounds(StageCallback):
         """Take the outer step of the pending round, if any; return the metrics of the round. Collective.
 
         Args:
-            context: the run.
             is_overlapped: the site has trained since the differences were taken.
         """
         outer = _outer_of(context)
