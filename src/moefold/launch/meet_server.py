@@ -15,13 +15,13 @@ from moefold.launch.meeting import Meeting
 from moefold.launch.signed_lines import (
     MAX_LINE_BYTES,
     BadLineError,
+    BadRequestError,
     Message,
     SignedLines,
     is_nonce,
     new_nonce,
     parse_object,
 )
-from moefold.launch.site_request import BadRequestError
 
 TICK_S = 0.5
 """Interval between two checks of the timeouts."""

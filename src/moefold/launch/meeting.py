@@ -10,8 +10,7 @@ from typing import Any
 
 from moefold.launch.meeting_keys import MAX_STORE_BYTES, MeetingKeys
 from moefold.launch.meeting_sites import SiteList, read_registration
-from moefold.launch.signed_lines import Message
-from moefold.launch.site_request import BadRequestError, int_field, seconds_field, text_field
+from moefold.launch.signed_lines import BadRequestError, Message, int_field, seconds_field, text_field
 from moefold.launch.site_round import MeetingRound, RoundRequest, VotingGroup, estimate_grace_s, pair_members
 
 MAX_KEPT_ROUNDS = 256

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.host.listen import is_loopback
-from moefold.launch.signed_lines import Message
-from moefold.launch.site_request import MAX_WAIT_S, BadRequestError, int_field, text_field
+from moefold.launch.signed_lines import MAX_WAIT_S, BadRequestError, Message, int_field, text_field
 from moefold.launch.site_round import PAIRS_SETTING
 
 SILENT_S = 30.0
