@@ -31,7 +31,7 @@ from moefold.comm.flight_recorder import (
     read_snapshot,
 )
 from moefold.comm.private_torch import abort_process_groups
-from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR
+from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, first_line
 from moefold.host.processes import ALIVE, BLOCKED, GONE, STOPPED, ProcessId, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.exit import SingleReporter, hard_exit
@@ -184,8 +184,7 @@ class Watchdog:
             return
         self._stopped.set()
         time.sleep(2.5 * store_reporter.period_s)
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reason = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line[:160]}"
+        reason = f"rank {self._rank_env.rank} lost its connection to another rank: {first_line(error)}"
         self._request_diagnosis(store_reporter, reason, is_lost_peer=True)
         # The store may be gone because the rank that hosted it failed with its own message: then its launcher ends the
         # other ranks, and a rank of the same machine finds the message marked as printed.

@@ -183,8 +183,8 @@ class SiteMeeting:
                 return None
             time.sleep(POLL_S)
 
-    def connect(self, greeting: Callable[[], Message]) -> None:
-        """Prepare for rounds, once all sites are here.
+    def connect(self, greeting: Callable[[], Message]) -> SiteLinks:
+        """Prepare for rounds, once all sites are here, and return the links to the other sites.
 
         Args:
             greeting: returns position and weights of the site, for a connection after the first connection was lost.
@@ -206,6 +206,7 @@ class SiteMeeting:
         store = MeetStore(self._links_connection, self._sites.timeout_s)
         host = self._links_connection.local_host
         self.links = SiteLinks(store, host, self.number, self._rank, self._sites.timeout_s)
+        return self.links
 
     def raise_if_refused(self, answer: Message) -> None:
         """Raise an error if an answer excludes the site.

@@ -134,8 +134,7 @@ class Trainer:
             drain = self._checkpointing.saver.drain
             callbacks.append(ReplicaComparison(cfg.run, cfg.parallel, cfg.faults, cfg.checkpoint, drain))
         if cfg.sites.is_active:
-            from moefold.train.callbacks.site_evaluation import SiteEvaluation
-            from moefold.train.callbacks.sites import SiteRounds
+            from moefold.train.callbacks.sites import SiteEvaluation, SiteRounds
             from moefold.train.site_meeting import equal_settings
 
             settings = equal_settings(cfg.run, cfg.model, cfg.parallel, cfg.train, cfg.lora, cfg.sites)
