@@ -164,12 +164,17 @@ def find_resume(cfg: Config) -> Path | None:
     Raises:
         ConfigError: see `check_compatible`.
     """
-    damaged: list[str] = []
-    path = resume_candidate(cfg.run, cfg.checkpoint)
-    while path is not None and cfg.checkpoint.resume == "auto" and quick_validate(path):
-        damaged.append(str(path))
-        path = resume_candidate(cfg.run, cfg.checkpoint, damaged)
+    find = newest_intact_checkpoint if cfg.checkpoint.resume == "auto" else resume_candidate
+    path = find(cfg.run, cfg.checkpoint)
     check_compatible(path, cfg)
+    return path
+
+
+def newest_intact_checkpoint(run: RunConfig, checkpoint: CheckpointConfig) -> Path | None:
+    """Return the newest checkpoint of the run whose file sizes are right."""
+    damaged: list[str] = []
+    while (path := resume_candidate(run, checkpoint, damaged)) is not None and quick_validate(path):
+        damaged.append(str(path))
     return path
 
 

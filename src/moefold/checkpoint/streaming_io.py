@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from moefold.checkpoint.checkpoint_meta import CheckpointMeta, read_meta
 from moefold.checkpoint.hashed_files import HashingThread, HashingWriter, OrderedHashes
+from moefold.checkpoint.io_errors import translate_io_errors, translate_read_errors
 from moefold.checkpoint.manifest import (
     FileDigest,
     digest_file,
@@ -31,8 +32,7 @@ from moefold.checkpoint.manifest import (
     validate_hashes,
     write_manifest,
 )
-from moefold.checkpoint.safe_metadata import read_metadata
-from moefold.checkpoint.save_load import check_tensor_files, translate_io_errors, translate_read_errors
+from moefold.checkpoint.safe_metadata import check_tensor_files, read_metadata
 from moefold.checkpoint.shard_file import OnArchive, StoredShard, read_shard
 from moefold.comm.groups import World
 from moefold.comm.private_torch import StorageInfo

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from moefold.comm.flight_recorder import WATCHED_TIMEOUT, group_timeout, read_sn
 from moefold.comm.private_torch import import_compiler
 from moefold.comm.trainer_sampler_link import JobLink, JobSplit
 from moefold.errors import EXIT_FAILED, EXIT_USER_ERROR, SIGNAL_STATUS, ConfigError, RunError
-from moefold.host.listen import is_loopback
+from moefold.host.listen import free_port, is_loopback
 from moefold.host.processes import CallTimeoutError, run_with_timeout
 from moefold.host.rank_env import RankEnv
 from moefold.launch.accelerator import missing_gpu_message
@@ -91,13 +90,14 @@ def spawn_ranks(main: RankMain, world_size: int, device_type: str, *, regroups: 
     store = loopback_store()
     with SignalForwarder() as forwarder, record_files(world_size) as paths:
         rank_envs = [RankEnv(rank, rank, world_size, HOST, store.port, paths, world_size) for rank in range(world_size)]
-        result = run_processes(main, rank_envs, device_type, partial(_record_loss, store) if regroups else None)
+        on_loss = (lambda rank, exitcode: report_lost(store, rank, _describe_exit(exitcode))) if regroups else None
+        result = run_processes(main, rank_envs, device_type, on_loss)
         return result.status if result.failed_rank is None else _failed_job_status(result, forwarder, paths)
 
 
 def single_rank_env() -> RankEnv:
     """Return the rank environment of a single-rank job."""
-    return RankEnv(0, 0, 1, HOST, _free_port())
+    return RankEnv(0, 0, 1, HOST, free_port(HOST))
 
 
 @contextmanager
@@ -207,10 +207,6 @@ def _failed_job_status(result: JobResult, forwarder: SignalForwarder, record_pat
     return EXIT_FAILED
 
 
-def _record_loss(store: dist.Store, rank: int, exitcode: int) -> None:
-    report_lost(store, rank, _describe_exit(exitcode))
-
-
 def _describe_exit(exitcode: int) -> str:
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL (as happens when memory runs out)"
@@ -253,9 +249,3 @@ def init_process_group(store: dist.Store, rank: int, size: int, device: torch.de
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

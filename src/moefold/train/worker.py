@@ -299,8 +299,17 @@ class _RunLocks:
         """
         if self._is_held:
             return
-        for lock in _run_locks(self._folder.cfg.run, self._folder.cfg.checkpoint, self._folder.cfg.faults):
-            self._stack.enter_context(lock)
+        cfg = self._folder.cfg
+        # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
+        wait_s = min(MAX_LOCK_WAIT_S, cfg.faults.timeout_s / 2)
+        folders = {"run.dir": Path(cfg.run.dir)}
+        # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
+        if cfg.checkpoint.dir and cfg.checkpoint.saves and not is_remote(cfg.checkpoint.dir):
+            folders["checkpoint.dir"] = Path(cfg.checkpoint.dir)
+        # One lock if both are the same folder: this process could not take it twice.
+        distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
+        for key in reversed(distinct.values()):
+            self._stack.enter_context(FolderLock(folders[key], key, wait_s))
         if starts_run:
             self._refuse_other_run()
         self._is_held = True
@@ -325,19 +334,6 @@ class _RunLocks:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-
-
-def _run_locks(run: RunConfig, checkpoint: CheckpointConfig, faults: FaultsConfig) -> list[FolderLock]:
-    """Return one lock for each folder that the run writes to."""
-    # The other ranks wait for rank 0 meanwhile, and must not run into the timeout.
-    wait_s = min(MAX_LOCK_WAIT_S, faults.timeout_s / 2)
-    folders = {"run.dir": Path(run.dir)}
-    # An object store has no locks: run.dir, on this machine or shared, keeps a second job out.
-    if checkpoint.dir and checkpoint.saves and not is_remote(checkpoint.dir):
-        folders["checkpoint.dir"] = Path(checkpoint.dir)
-    # One lock if both are the same folder: this process could not take it twice.
-    distinct = {folder.resolve(): key for key, folder in reversed(folders.items())}
-    return [FolderLock(folders[key], key, wait_s) for key in reversed(distinct.values())]
 
 
 def train_in_program(recipe: LoadedRecipe, program: ProgramParts) -> TrainOutcome:
