@@ -173,7 +173,6 @@ class _HashedStream:
         return len(content)
 
     def tell(self) -> int:
-        """Return the number of bytes written."""
         return self.size
 
     def __getattr__(self, name: str) -> Any:

@@ -85,12 +85,7 @@ def _root_cause(causes: dict[int, BaseException]) -> tuple[int, BaseException]:
 
 
 def _describe_failure(error: BaseException, disk: Path | None, rank: int | None = None) -> str:
-    """Return the reason of a failure in one line; for a full disk, also the file, the free space and the remedy.
-
-    Args:
-        disk: the folder of checkpoints in writing, if any.
-        rank: the rank that failed, if known.
-    """
+    """Return the reason of a failure in one line; for a full disk, also the file, the free space and the remedy."""
     text = _one_line(error)
     if disk is None:
         return text

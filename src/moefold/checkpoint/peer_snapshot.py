@@ -98,11 +98,7 @@ def choose_members(
 
 
 def choose_peers(layout: Layout, nodes: Sequence[str]) -> tuple[int, ...]:
-    """Return the peer of each rank: the next rank along dp, on another node if possible.
-
-    Args:
-        layout: the mapping; dp is at least 2.
-    """
+    """Return the peer of each rank: the next rank along dp (at least 2), on another node if possible."""
     world = range(layout.world_size)
     groups = [layout.attention.group(rank, "dp") for rank in world]
     index = [group.index(rank) for rank, group in zip(world, groups, strict=True)]
@@ -208,7 +204,6 @@ class PeerSnapshots:
     `settle` with the largest. Then `held`, `rank` and `layout` belong to this generation.
 
     Args:
-        node: the machine of this process; None: its host name.
         max_scratch_bytes: maximum memory on the device for the buffers of a bucket of an exchange.
     """
 

@@ -98,11 +98,7 @@ def data_order_change(
 
 
 def relocated(meta: CheckpointMeta, order: SampleOrder, fingerprints: Mapping[str, str]) -> CheckpointMeta:
-    """Return the metadata of a checkpoint with the names that its data files have in the recipe.
-
-    Args:
-        fingerprints: current fingerprints of the data files.
-    """
+    """Return the metadata of a checkpoint with the names that its data files have in the recipe."""
     old = data_files(_recorded_order(meta), meta.data_files)
     new = data_files(order, fingerprints)
     names = names_now(old, meta.data_files, new, fingerprints)
@@ -190,9 +186,6 @@ def resume_candidate(run: RunConfig, checkpoint: CheckpointConfig, ignored: Cont
 
 def check_compatible(path: Path | None, cfg: Config, fingerprints: Mapping[str, str] | None = None) -> None:
     """Check that a run can continue from a checkpoint (None: start from scratch).
-
-    Args:
-        fingerprints: see `data_order_change`.
 
     Raises:
         ConfigError: it is of another model, of another step than its name, or ends no round of rl.updates; "auto" found

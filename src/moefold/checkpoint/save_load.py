@@ -89,9 +89,6 @@ def resolve_resume(cfg: Config, fingerprints: Mapping[str, str] | None = None) -
 
     Collective over all ranks; each rank verifies the hashes of a part of the files.
 
-    Args:
-        fingerprints: see `data_order_change`.
-
     Raises:
         ConfigError: the checks of `check_compatible` fail (first rank only); the named checkpoint is damaged, or all
             checkpoints are.
@@ -351,9 +348,6 @@ def _digest_files(tmp: Path, group: dist.ProcessGroup | None, writer: dcp.FileSy
     """Read back and hash the files of every rank, and return the digests of all ranks; collective.
 
     Remote files were hashed while they were sent, and the store compares the received bytes with checksums.
-
-    Raises:
-        ConfigError: a rank cannot read its files back; raised on every rank.
     """
     local: dict[str, FileDigest] | str
     try:

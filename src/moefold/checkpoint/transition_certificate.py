@@ -45,9 +45,6 @@ def certify(
 
     Call it after `PeerSnapshots.restore`, before the first step.
 
-    Args:
-        state: shards of the new mapping, see `checkpoint_state`.
-
     Raises:
         RunError: the states differ; raised on every rank, with tensors and ranks.
     """

@@ -30,7 +30,6 @@ def make_server(
 
     Args:
         listener: listening socket, which is taken over.
-        max_connections: maximum number of connections; None for all that the descriptors allow.
         timeouts: timeouts of a connection, by the names of `GuardedProtocol`'s arguments.
     """
     guard = ConnectionGuard(lambda line: print_escaped(f"moefold: {line}", flush=True), max_connections)

@@ -93,7 +93,6 @@ class ConnectionGuard:
 
         Args:
             log: called with each line of the log, at most once in `LOG_INTERVAL_S` for a reason.
-            max_connections: maximum number of connections; None for all that the descriptors allow.
         """
         self.max_connections = most_connections() if max_connections is None else max_connections
         self._log = log

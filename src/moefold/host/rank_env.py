@@ -252,11 +252,7 @@ def _check_is_not_a_pod(environment: Mapping[str, str]) -> None:
 
 
 def _parse_skypilot_env(environment: Mapping[str, str]) -> RankEnv | None:
-    """Return the rank of a SkyPilot node with one GPU or none; None for a cluster of one node, or without SkyPilot.
-
-    Raises:
-        ConfigError: the node has several GPUs, and each needs its own process.
-    """
+    """Return the rank of a SkyPilot node with one GPU or none; None for a cluster of one node, or without SkyPilot."""
     if environment.get("SKYPILOT_NUM_NODES", "1") == "1" or "SKYPILOT_NODE_RANK" not in environment:
         return None
     gpus = environment.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")

@@ -31,11 +31,7 @@ class _Escaped(str):
 
 
 def fill_template(scheduler: str, job: object) -> str:
-    """Return a job file.
-
-    Args:
-        job: values that the template inserts, as attributes.
-    """
+    """Return a job file."""
     # Lazy import: an error of the request is reported without it.
     from jinja2 import Environment, StrictUndefined
 
@@ -220,9 +216,6 @@ class _Job(JobRequest):
 
 def write_job_file(cfg: Config, recipe: str, overrides: Sequence[str], request: JobRequest) -> str:
     """Return the text of a job file that trains a recipe.
-
-    Args:
-        cfg: the recipe with the overrides, as `check_config` passed it.
 
     Raises:
         ConfigError: the request contradicts the recipe or itself.

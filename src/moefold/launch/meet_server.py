@@ -28,11 +28,7 @@ TICK_S = 0.5
 
 
 class MeetServer:
-    """Async context manager: serves a meeting point on a port.
-
-    Args:
-        max_connections: maximum number of connections; None: as many as the descriptors allow.
-    """
+    """Async context manager: serves a meeting point on a port."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, log: Callable[[str], None], max_connections: int | None = None
@@ -61,11 +57,7 @@ class MeetServer:
         await asyncio.gather(self._ticker, *self._tasks, return_exceptions=True)
 
     def end_site(self, number: int, reason: str) -> None:
-        """Report to the sites that wait for a site that its process has ended.
-
-        Args:
-            reason: why the site does not come.
-        """
+        """Report to the sites that wait for a site that its process has ended."""
         self._meeting.sites.end_site(number, reason)
 
     async def _tick(self) -> None:

@@ -40,11 +40,7 @@ class Site:
 
 
 class SiteList:
-    """Registered sites by number, and the checks of a site that registers.
-
-    Args:
-        on_lost: called with the number of a site that is lost.
-    """
+    """Registered sites by number, and the checks of a site that registers."""
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float], on_lost: Callable[[int], None]) -> None:
         self._log = log
@@ -174,11 +170,7 @@ class SiteList:
                 self.drop(number, f"on {site.host} has closed its connection")
 
     def end_site(self, number: int, reason: str) -> None:
-        """Count a site as absent, if its process has ended before the first round.
-
-        Args:
-            reason: why the site does not come, for the sites that wait for it.
-        """
+        """Count a site as absent, if its process has ended before the first round."""
         if not self._has_started and number not in self._sites:
             self._ended[number] = reason
 

@@ -28,9 +28,6 @@ def choose_checked_device(
 
     On a machine that certainly has no GPU the check runs before torch is imported.
 
-    Args:
-        check: called with the device type; raises if the job must not start.
-
     Raises:
         ConfigError: this machine has fewer GPUs than ranks, or `check` raised it.
     """

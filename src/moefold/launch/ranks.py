@@ -222,9 +222,6 @@ def _init_process_groups(
 
     NCCL is bound to the device, so it connects here and not in the first step. The groups of a rank are then split from
     the communicator of the world, and every rank takes part: see `topology.communicators`.
-
-    Args:
-        timeout: torch's own timeout of the group.
     """
     ranks = split.ranks_like(rank_env.rank)
     own_store = dist.PrefixStore(f"ranks from {ranks.start}", store) if split.num_sampling else store
@@ -233,11 +230,7 @@ def _init_process_groups(
 
 
 def init_process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
-    """Initialise the default process group of a rank; blocks until all ranks are connected.
-
-    Args:
-        timeout: torch's own timeout of the group.
-    """
+    """Initialise the default process group of a rank; blocks until all ranks are connected."""
     if device.type == "cuda":
         # The current device is per thread.
         torch.cuda.set_device(device)

@@ -85,7 +85,6 @@ def _open_store(rank_env: RankEnv, deadline: float, on_wait: Callable[[], None])
     """Return the store, hosted by the launcher if it has one, else by rank 0; wait for its host only.
 
     Args:
-        deadline: monotonic time of the timeout.
         on_wait: called repeatedly while rank 0 has not opened the store.
 
     Raises:

@@ -64,11 +64,7 @@ class RankLoss:
         return lacks
 
     def describe(self, dp: int) -> str:
-        """Return a log message.
-
-        Args:
-            dp: data-parallel degree of the new generation.
-        """
+        """Return a log message."""
         new = self.generation
         lost = [f"rank {rank}{activity}" for rank, activity in zip(new.lost, self.activities, strict=True)]
         waits = "waits" if len(new.spares) == 1 else "wait"
@@ -80,11 +76,7 @@ class RankLoss:
         )
 
     def to_record(self, dp: int, step: int) -> dict[str, Any]:
-        """Return the record for faults.jsonl.
-
-        Args:
-            dp: data-parallel degree of the new generation.
-        """
+        """Return the record for faults.jsonl."""
         new = self.generation
         return {
             "step": step,
@@ -187,7 +179,6 @@ def choose(facts: Mapping[int, Any], count: int, snapshots: PeerSnapshots | None
 
     Args:
         facts: `snapshot_facts` of each survivor, by job rank.
-        snapshots: snapshots of this process, for their layout.
 
     Raises:
         CannotChooseError: this process has no snapshot of the mapping that was lost, but another process has one.

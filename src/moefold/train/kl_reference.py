@@ -30,11 +30,7 @@ class ReferenceModel:
     """Computes log-probabilities of batches under reference weights."""
 
     def __init__(self, cfg: Config, groups: ParallelGroups) -> None:
-        """Build the model; collective. It has the weights of a new run of the recipe.
-
-        Args:
-            cfg: the recipe; rl.reference names the weights.
-        """
+        """Build the model; collective. It has the weights of a new run of the recipe."""
         self._cfg = cfg
         self._groups = groups
         self._capture = LogProbCapture(cfg.rollout.temperature)

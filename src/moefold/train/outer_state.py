@@ -33,7 +33,6 @@ def make_outer_optimizer(
     """Return the outer optimizer of a run with sites over this rank's shards.
 
     Args:
-        optimizer: the inner optimizer, whose moments the sites may average.
         state_store: store of the outer states; None: on the device.
     """
     parameters = model.trained_parameters

@@ -62,11 +62,7 @@ def sampling_rank_of(split: JobSplit, training_rank: int) -> int:
 
 
 class RemoteRollouts:
-    """Orders rounds from the ranks that only sample, which work while this rank trains.
-
-    Args:
-        source, target: the mappings of training and of sampling.
-    """
+    """Orders rounds from the ranks that only sample, which work while this rank trains."""
 
     def __init__(
         self,

@@ -73,9 +73,6 @@ class RoundSampler:
     ) -> Round:
         """Sample the groups of the next `rl.updates` steps; with rl.mixed_only, replace groups of equal rewards.
 
-        Args:
-            version: optimizer steps of the weights that sample.
-
         Raises:
             RunError: a reward function failed.
         """

@@ -44,7 +44,6 @@ class RoundQueue:
         """Order the rounds that the current weights sample; return the oldest round, and the seconds of the wait.
 
         Args:
-            first: first prompt of the run that is not used yet.
             skipped_ranges: prompts to skip.
 
         Raises:

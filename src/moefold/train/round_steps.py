@@ -63,10 +63,6 @@ class RoundSteps:
         """Build the batches of a round.
 
         All batches are built now: later steps may need log-probabilities of the weights that sampled.
-
-        Args:
-            step: optimizer steps of the run before the round.
-            waited_s: seconds that training waited for it.
         """
         updates = self._updates
         groups = split_steps(one.groups, updates) if one.groups is not None else [()] * updates

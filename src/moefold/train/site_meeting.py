@@ -119,7 +119,6 @@ class SiteMeeting:
         """Register until all sites are here; collective.
 
         Args:
-            registration: position and weights of the site.
             poll: called on all ranks with each answer to wait; returns whether to stop waiting.
 
         Returns:

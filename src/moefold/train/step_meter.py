@@ -57,9 +57,8 @@ class StepResult:
     replicas: ReplicaMetrics | None = None
     offload: dict[str, float] | None = None
     memory_by_part: "MemoryByPart | None" = None
-    attention_max_over_mean: float | None = None
-    attention_moved_rows: int | None = None
-    attention_bytes: int | None = None
+    attention: dict[str, float] = field(default_factory=dict)
+    """Numbers of planned attention by name, see `AttentionMeter.metrics`; empty without it."""
     expert_counts: np.ndarray
     """Routed tokens per expert of each MoE layer, before token drop, int64 [MoE layers, E]."""
     flags: tuple[int, ...]
@@ -81,7 +80,8 @@ class StepResult:
         """Return the numbers by name that the table of metrics has."""
         from moefold.metrics.definitions import STEP
 
-        return {metric.name: getattr(self, metric.name) for metric in STEP if hasattr(self, metric.name)}
+        own = {metric.name: getattr(self, metric.name) for metric in STEP if hasattr(self, metric.name)}
+        return own | self.attention
 
     def guarded_metrics(self) -> dict[str, float]:
         """Return the values that must be finite, by their name in a message."""
@@ -251,7 +251,7 @@ class StepMeter:
             rank_times=times.numpy(),
             memory_by_part=_memory_by_part(totals["memory by part"]),
             offload=(offload_metrics(totals["offload"].tolist(), len(times)) if totals["offload"].numel() else None),
-            **({} if self._attention is None else self._attention.metrics(totals["attention"])),
+            attention={} if self._attention is None else self._attention.metrics(totals["attention"]),
         )
 
     def _times(self, device: torch.device) -> Tensor:

@@ -115,11 +115,7 @@ class Trainer:
         ]
 
     def _recipe_callbacks(self, measuring: Sequence[Callback], *, measures_kernels: bool) -> list[StageCallback]:
-        """Return the callbacks that need no data; modules of unused features are not imported.
-
-        Args:
-            measuring: callbacks of the program, which may measure more.
-        """
+        """Return the callbacks that need no data; modules of unused features are not imported."""
         cfg = self._cfg
         flops_per_token = step_flops_per_token(cfg.model, cfg.train, cfg.lora)
         callbacks: list[StageCallback] = [
@@ -148,9 +144,6 @@ class Trainer:
 
     def run(self, stop: StopSignals) -> int:
         """Train to the last step or until a signal, and return the exit status; collective.
-
-        Args:
-            stop: signal handlers, installed during the training loop.
 
         Raises:
             ConfigError: the checkpoint to resume from cannot be read, or the data holds ids beyond the vocabulary.

@@ -237,7 +237,6 @@ class _RankTraining:
 
         Args:
             messages: lines to log before all others; empty at the start of the job.
-            callbacks: further hooks, called before the program's hooks.
             history: checkpoints of the run that this process knows.
         """
         job = self.job
@@ -279,7 +278,6 @@ class _RunLocks:
 
     Args:
         cfg: the recipe as the user wrote it.
-        folder: the chosen run folder.
     """
 
     def __init__(self, cfg: Config, folder: RunFolder) -> None:
@@ -293,9 +291,6 @@ class _RunLocks:
 
         Args:
             starts_run: whether the job starts; a successor of rank 0 finds the files that the job has written.
-
-        Raises:
-            ConfigError: another job holds one, or has written to the folder before the start of this run.
         """
         if self._is_held:
             return

@@ -37,13 +37,7 @@ class RolloutRounds(StageCallback):
 
 
 class RewardEvaluation(StageCallback):
-    """Callback that computes the mean reward of greedy completions of held-out prompts, and sets the metrics `rl`.
-
-    Args:
-        every: train.eval_every; 0: never.
-        last_step: run.steps.
-        reset_patience: rl.reset_patience.
-    """
+    """Callback that computes the mean reward of greedy completions of held-out prompts, and sets the metrics `rl`."""
 
     stage = CallbackStage.EVALUATION
 
@@ -77,11 +71,7 @@ class RewardEvaluation(StageCallback):
 
 
 class RolloutLogging(StageCallback):
-    """Callback that writes rollouts with their texts and rewards, and reports runs that learn nothing, on rank 0.
-
-    Args:
-        every: metrics.rollouts_every; 0: no rollouts are written.
-    """
+    """Callback that writes rollouts with their texts and rewards, and reports runs that learn nothing, on rank 0."""
 
     stage = CallbackStage.REPORTS
 

@@ -71,11 +71,7 @@ class _Flight:
 
 
 class SiteRounds(StageCallback):
-    """Callback that takes the outer step of a round. A round that is skipped changes nothing.
-
-    Args:
-        settings: the settings that all sites must share, from `equal_settings`.
-    """
+    """Callback that takes the outer step of a round. A round that is skipped changes nothing."""
 
     stage = CallbackStage.ROUNDS
 
@@ -345,11 +341,7 @@ class SiteRounds(StageCallback):
             self._record["routing_overlap"] = equal / compared if compared else None
 
     def _apply(self, context: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
-        """Take the outer step of the pending round, if any; return the metrics of the round. Collective.
-
-        Args:
-            is_overlapped: the site has trained since the differences were taken.
-        """
+        """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
         outer = outer_of(context.training)
         pending, outer.pending = outer.pending, None
         if pending is None:
