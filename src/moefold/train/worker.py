@@ -206,38 +206,38 @@ class _RankRun:
         folder = current_world().all_gather_object(choose_run_folder(self.cfg) if job.rank == 0 else None)[0]
         reporting = StepReporting(self.program.on_step)
         program = replace(self.program, callbacks=(*self.program.callbacks, reporting))
+        reported = replace(self, program=program, messages=(folder.message, *self.messages))
         list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
         with _RunLocks(self.cfg, folder) as locks:
-            training = _RankTraining(job, program, (folder.message, *self.messages), locks)
+            train = partial(reported.train_generation, locks)
             if job.regroup is not None:
                 from moefold.train.elastic import GenerationLoop
 
-                loop = GenerationLoop(folder.cfg, job.regroup, job.watchdog, job.device, training.train, locks.release)
+                loop = GenerationLoop(folder.cfg, job.regroup, job.watchdog, job.device, train, locks.release)
                 status = loop.run(job.stop)
                 newest = None if job.regroup.is_spare or job.regroup.rank else list_newest()
             else:
-                status = training.train(folder.cfg, (), (), SaveHistory())
+                status = train(folder.cfg, (), (), SaveHistory())
                 job.watchdog.flight_recorder.set_phase("listing the checkpoints")
                 newest = current_world().all_gather_object(list_newest() if job.rank == 0 else None)[0]
         return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, newest)
 
-
-@dataclass(frozen=True)
-class _RankTraining:
-    """Trains on this rank, with the existing process group."""
-
-    job: _RankJob
-    program: ProgramParts
-    first_messages: tuple[str, ...]
-    """Lines to log before all others, of the first trainer."""
-    locks: "_RunLocks"
-
-    def train(self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory) -> int:
-        """Train to the last step or a signal, and return the exit status; collective. Frees all it has built.
+    def train_generation(
+        self,
+        locks: "_RunLocks",
+        cfg: Config,
+        messages: Sequence[str],
+        callbacks: Sequence[Callback],
+        history: SaveHistory,
+    ) -> int:
+        """Train with the existing process group to the last step or a signal; collective. Frees all it has built.
 
         Args:
-            messages: lines to log before all others; empty at the start of the job.
+            messages: lines to log before all others; empty at the start of the job, which has its own.
             history: checkpoints of the run that this process knows.
+
+        Returns:
+            The exit status.
         """
         job = self.job
         recorder = job.watchdog.flight_recorder
@@ -252,7 +252,7 @@ class _RankTraining:
             trainer = Trainer(
                 cfg,
                 groups,
-                [message for message in messages or self.first_messages if message],
+                [message for message in messages or self.messages if message],
                 loss=self.program.loss,
                 data=self.program.data,
                 callbacks=(*callbacks, *self.program.callbacks),
@@ -261,9 +261,9 @@ class _RankTraining:
             )
             if groups.rank == 0:
                 recorder.set_phase("locking the folders of the run")
-                self.locks.acquire(starts_run=not messages)
+                locks.acquire(starts_run=not messages)
             else:
-                self.locks.release()
+                locks.release()
             return trainer.run(job.stop)
 
 
