@@ -17,13 +17,12 @@ from moefold.optim.states import named_moments
 from moefold.parallel.fsdp import reshard_parameters
 from moefold.topology.fragments import step_of_round
 from moefold.train.callbacks.callback import TrainingContext
-from moefold.train.train_step import TrainingStep
 
 
-def outer_of(training: TrainingStep) -> OuterOptimizer:
+def outer_of(context: TrainingContext) -> OuterOptimizer:
     """Return the outer optimizer of a run with sites."""
-    assert training.outer is not None, "a run with sites has an outer optimizer"
-    return training.outer
+    assert context.training.outer is not None, "a run with sites has an outer optimizer"
+    return context.training.outer
 
 
 class SiteStateTransfer:
@@ -46,7 +45,7 @@ class SiteStateTransfer:
         header = torch.zeros(5, dtype=torch.int64)
         failure = ""
         try:
-            self._links.receive_state(offer["gift"], [header, *self._tensors(context.training)])
+            self._links.receive_state(offer["gift"], [header, *self._tensors(context)])
         except (RuntimeError, MeetError) as error:
             failure = first_line(error)
         if failures := [text for text in current_world().all_gather_object(failure) if text]:
@@ -62,7 +61,7 @@ class SiteStateTransfer:
     def send(self, context: TrainingContext, order: Message) -> None:
         """Send the state of this site to a joining site, as the meeting point orders; local to each rank."""
         context.groups.recorder.set_phase(f"sending the state to site {order['to']}")
-        tensors = [torch.tensor(self._header(context, order["round"])), *self._tensors(context.training)]
+        tensors = [torch.tensor(self._header(context, order["round"])), *self._tensors(context)]
         try:
             self._links.send_state(order["gift"], tensors)
             text = f"gave its state to site {order['to']}"
@@ -73,16 +72,17 @@ class SiteStateTransfer:
 
     def _header(self, context: TrainingContext, index: int) -> list[int]:
         """Return round, steps since, rounds applied, updates of the moments, and a number of the method of sites."""
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         since = context.position.step - step_of_round(self._run, self._model, self._sites, index)
         return [index, since, outer.num_rounds, context.training.moment_updates, outer.carried]
 
-    def _tensors(self, training: TrainingStep) -> list[Tensor]:
+    def _tensors(self, context: TrainingContext) -> list[Tensor]:
         """Return this rank's tensors of the state: outer state, moments and buffers.
 
         If sites own experts, each site keeps the moments of its own experts.
         """
-        outer = outer_of(training)
+        training = context.training
+        outer = outer_of(context)
         owned = outer.experts if self._sites.owns_experts else ()
         shared = {name: p for name, p in training.optimized.items() if name not in owned}
         moments = named_moments(training.optimizer, shared)
@@ -98,8 +98,8 @@ class SiteStateTransfer:
         index, since, num_rounds, moment_updates, carried = header.tolist()
         training = context.training
         reshard_parameters(training.model.stages)
-        outer_of(training).carried = carried
-        outer_of(training).adopt(num_rounds, context.position.tokens)
+        outer_of(context).carried = carried
+        outer_of(context).adopt(num_rounds, context.position.tokens)
         training.restore_moment_updates(moment_updates)
         step = step_of_round(self._run, self._model, self._sites, index)
         context.position.adopt(step + min(since, self._sites.overlap))

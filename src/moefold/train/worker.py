@@ -186,6 +186,8 @@ class _RankRun:
     messages: tuple[str, ...]
     program: ProgramParts
     job: _RankJob
+    locks: "_RunLocks | None" = None
+    """Locks of the chosen folders."""
 
     def sample(self, link: JobLink) -> TrainOutcome:
         """Sample rollouts until the training ranks have ended."""
@@ -206,10 +208,10 @@ class _RankRun:
         folder = current_world().all_gather_object(choose_run_folder(self.cfg) if job.rank == 0 else None)[0]
         reporting = StepReporting(self.program.on_step)
         program = replace(self.program, callbacks=(*self.program.callbacks, reporting))
-        reported = replace(self, program=program, messages=(folder.message, *self.messages))
         list_newest = partial(_newest_checkpoint, folder.cfg.run, folder.cfg.checkpoint)
         with _RunLocks(self.cfg, folder) as locks:
-            train = partial(reported.train_generation, locks)
+            messages = (folder.message, *self.messages)
+            train = replace(self, program=program, messages=messages, locks=locks).train_generation
             if job.regroup is not None:
                 from moefold.train.elastic import GenerationLoop
 
@@ -223,12 +225,7 @@ class _RankRun:
         return TrainOutcome(status, Path(folder.cfg.run.dir), reporting.last, newest)
 
     def train_generation(
-        self,
-        locks: "_RunLocks",
-        cfg: Config,
-        messages: Sequence[str],
-        callbacks: Sequence[Callback],
-        history: SaveHistory,
+        self, cfg: Config, messages: Sequence[str], callbacks: Sequence[Callback], history: SaveHistory
     ) -> int:
         """Train with the existing process group to the last step or a signal; collective. Frees all it has built.
 
@@ -240,6 +237,7 @@ class _RankRun:
             The exit status.
         """
         job = self.job
+        assert self.locks is not None, "the folder of the run is chosen"
         recorder = job.watchdog.flight_recorder
         with ExitStack() as cleanup:
             groups = ParallelGroups.create(fold_mapping(cfg.parallel), job.device, recorder)
@@ -261,9 +259,9 @@ class _RankRun:
             )
             if groups.rank == 0:
                 recorder.set_phase("locking the folders of the run")
-                locks.acquire(starts_run=not messages)
+                self.locks.acquire(starts_run=not messages)
             else:
-                locks.release()
+                self.locks.release()
             return trainer.run(job.stop)
 
 

@@ -102,7 +102,7 @@ class SiteRounds(StageCallback):
         context.before_save.append(lambda: self._decide(context))
         if self._sites.count == 1:
             return
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         frozen = {name: p.data for name, p in context.training.parameters.items() if not p.requires_grad}
         device = context.groups.device
         frozen_hash = {"the hash of the frozen weights": hash_of_ranks(frozen, device)} if frozen else {}
@@ -123,7 +123,7 @@ class SiteRounds(StageCallback):
     def complete(self, context: TrainingContext, step: FinishedStep) -> FinishedStep:
         """Apply the round that is due, and begin one; collective."""
         is_last = step.number == self._run.steps
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         fragments = fragments_due(self._run, self._model, self._sites, step.number)
         taken = outer.pending if self._flight is None else self._flight.taken
         due = 0 if taken is None else taken.due
@@ -244,7 +244,7 @@ class SiteRounds(StageCallback):
         """Take the differences of fragments after a step; collective."""
         began_s = time.perf_counter()
         reshard_parameters(context.training.model.stages)
-        delta = outer_of(context.training).difference(fragments)
+        delta = outer_of(context).difference(fragments)
         return _Differences(
             step=step,
             due=step + overlap,
@@ -257,7 +257,7 @@ class SiteRounds(StageCallback):
 
     def _question(self, context: TrainingContext, taken: _Differences) -> Message:
         """Return the request for a round, for the meeting point; collective."""
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         in_pairs = self._sites.part.in_pairs
         return self._position(taken.step, outer) | {
             "do": "round",
@@ -273,7 +273,7 @@ class SiteRounds(StageCallback):
 
     def _send(self, context: TrainingContext, taken: _Differences, round_: SiteRound, probe: Probe | None) -> None:
         """Start to exchange differences with the members of a round, and begin the next round if it overlaps."""
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         sent = outer.vector_to_send(taken.fragments, taken.delta, is_last=taken.step == self._run.steps)
         exchange: Future[ExchangeResult] | None = None
         if len(round_.members) > 1:
@@ -288,7 +288,7 @@ class SiteRounds(StageCallback):
 
     def _weight(self, context: TrainingContext, fragments: tuple[int, ...]) -> int:
         """Return the weight of this site in a round of fragments; 0 if it has not trained since the last round."""
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         tokens = context.position.tokens - min(outer.tokens[fragment] for fragment in fragments)
         return min(tokens, 1) if self._sites.weigh == "even" else tokens
 
@@ -299,7 +299,7 @@ class SiteRounds(StageCallback):
             return
         taken = flight.taken
         waiting_since_s = time.perf_counter()
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         exchanged, failure = _result(flight, context)
         waited_s = time.perf_counter() - waiting_since_s
         if self._meeting is not None:
@@ -342,7 +342,7 @@ class SiteRounds(StageCallback):
 
     def _apply(self, context: TrainingContext, *, is_overlapped: bool) -> dict[str, Any]:
         """Take the outer step of the pending round, if any; return the metrics of the round. Collective."""
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         pending, outer.pending = outer.pending, None
         if pending is None:
             outer.skip()
@@ -460,7 +460,7 @@ class SiteEvaluation(StageCallback):
 
     def _evaluate(self, context: TrainingContext, own_loss: float) -> float | None:
         """Return the validation loss of the outer weights; None if a signal interrupted the evaluation."""
-        outer = outer_of(context.training)
+        outer = outer_of(context)
         if not any(current_world().all_gather_object(self._swap(context, outer))):
             return own_loss
         eval_loss, _ = context.training.evaluate_or_stop(context.data.eval_batches(), lambda: context.stop.flags)
