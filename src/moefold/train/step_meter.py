@@ -198,16 +198,19 @@ class StepMeter:
         for name, stats in zip(("layer scalars", "expert counts", "thresholds", "biases"), router_stats, strict=True):
             packer.add(name, stats)
         packer.add_row("rank times", self._times(device), world)
-        packer.add("offload", self._offload_metrics(device))
+        offload = () if self._model.offload is None else astuple(self._model.offload.end_step())
+        packer.add("offload", torch.tensor(offload, dtype=torch.float64, device=device))
         packer.add("receive loads", self._model.local_receive_load())
-        by_part = torch.zeros(0, dtype=torch.float64, device=device)
+        nothing = torch.zeros(0, dtype=torch.float64, device=device)
+        by_part = nothing
         if memory_tracker is not None:
             from moefold.parallel.memory_tracking import bytes_by_part
 
             by_part = torch.tensor(bytes_by_part(memory_tracker), dtype=torch.float64, device=device)
         packer.add_row("memory by part", by_part, world)
         packer.add("perturbed losses", loss.new_zeros(0) if passes is None else passes.local_losses())
-        packer.add("attention", self._attention_statistics(device))
+        planned = None if self._attention is None else self._attention.local_statistics(device)
+        packer.add("attention", nothing if planned is None else planned)
         sums = packer.all_reduce(world)
         totals = packer.unpack(sums.cpu())
         projected = None if passes is None else passes.project(totals["perturbed losses"], step)
@@ -264,16 +267,6 @@ class StepMeter:
             times[DATA] = self._data_s
             times[COMM] = waited_s
         return times
-
-    def _attention_statistics(self, device: torch.device) -> Tensor:
-        if self._attention is None:
-            return torch.zeros(0, dtype=torch.float64, device=device)
-        return self._attention.local_statistics(device)
-
-    def _offload_metrics(self, device: torch.device) -> Tensor:
-        """Return the activation-offload statistics of this rank, [4], or [0] without offload."""
-        numbers = () if self._model.offload is None else astuple(self._model.offload.end_step())
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
 
     def _local_router_stats(self, device: torch.device) -> Tensor:
         """Return this rank's part of every MoE layer's router statistics, [MoE layers, 5 + 3 * E].
